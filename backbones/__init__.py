@@ -1,8 +1,9 @@
 """Efficient vision transformers in plain PyTorch, as backbones and as classifiers.
 
-Four families: ViL (Vision Longformer, and the other attention mechanisms that its paper compares), LS (ViL with the
-long-short attention of Transformer-LS), CvT-LS (CvT with it) and LIT. :func:`create_backbone` gives a detector its
-feature maps and their channels and strides; :mod:`backbones.convert` takes official checkpoints.
+There are four families: ViL (Vision Longformer, and the other attention mechanisms that its paper compares), LS (ViL
+with the long-short attention of Transformer-LS), CvT-LS (CvT with long-short attention) and LIT.
+:func:`create_backbone` creates a model that returns feature maps. :mod:`backbones.convert` converts official
+checkpoints.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ __all__ = ["ConfigError", "create_backbone", "create_classifier", "list_variants
 
 
 def __getattr__(name: str) -> Any:
-    """Import PyTorch and timm at the first use of a model: a command's ``--help`` does without them."""
+    """Import PyTorch and timm at the first use of a model, so that ``--help`` of a command is fast."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from backbones import build

@@ -1,4 +1,4 @@
-"""The common parts of all families: variants, stages, the backbone and its feature maps, a classification head."""
+"""The common parts of all families: variants, stages, the backbone and the classifier."""
 
 import abc
 import contextlib
@@ -20,12 +20,12 @@ from backbones.layers.parameters import init_trunc_normal_, names_without_weight
 from backbones.layers.position import position_parameter, resize_tables
 from backbones.layers.tracing import contiguous_for_export, static_size
 
-ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "flex", "reference")
+ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
 class FeatureInfo:
-    """Channels and stride in pixels of a feature map."""
+    """Channels of a feature map and its stride in pixels."""
 
     channels: int
     stride: int
@@ -33,16 +33,16 @@ class FeatureInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The sizes of a model; each family has a subclass with its own.
+    """The sizes of a model. Each family has a subclass.
 
     Attributes:
-        stages: a dataclass of sizes for each stage, with ``depth`` and ``dim`` among them.
-        options: the fields, of the variant or of its stages, that a user may override.
-        pool: how the classifier pools tokens.
-        norm_eps: epsilon of the LayerNorms.
-        downsample_factors: the factor by which each stage reduces the height and width of the feature map before it.
-        classifier_img_size: side in pixels of the images that the paper's classifier is trained on.
-        has_fixed_input_size: whether a classifier raises for images larger than those that it is created for.
+        stages: A dataclass for each stage, with the fields ``depth`` and ``dim`` and others.
+        options: The fields of the variant or of its stages that a user may override.
+        pool: How the classifier pools tokens.
+        norm_eps: Epsilon of the LayerNorms.
+        downsample_factors: The factor by which each stage reduces the height and width of its input.
+        classifier_img_size: Image side in pixels on which the paper's classifier is trained.
+        has_fixed_input_size: Whether a classifier raises an error for images larger than its ``img_size``.
     """
 
     stages: tuple[Any, ...]
@@ -56,11 +56,11 @@ class Variant:
 
     @property
     def stage_names(self) -> tuple[str, ...]:
-        """Names of the stages from the largest feature map on: ``"stage1"``, ..."""
+        """Names of the stages, from the largest feature map: ``"stage1"``, ..."""
         return tuple(f"stage{number}" for number in range(1, len(self.stages) + 1))
 
     def with_options(self, **options: object) -> "Variant":
-        """Return the variant with these fields; a field of the stages takes one value, or one for each stage."""
+        """Return the variant with other fields. A field of the stages takes one value, or one value per stage."""
         own = {field.name for field in dataclasses.fields(self)}
         stages = self.stages
         for name in options.keys() - own:
@@ -71,30 +71,32 @@ class Variant:
 
 
 def with_stage_values(stages: tuple[Any, ...], name: str, value: object) -> tuple[Any, ...]:
-    """Return ``stages`` with the field ``name`` set to ``value``, or to a list's or tuple's values, one per stage."""
+    """Return ``stages`` with the field ``name`` set to ``value``, or to one value per stage from a list or tuple."""
     values = list(value) if isinstance(value, list | tuple) else [value] * len(stages)
     if len(values) != len(stages):
-        raise ConfigError(f"{name}={value!r}: give one value, or {len(stages)}, one for each stage")
+        raise ConfigError(
+            f"{name}={value!r} has {len(values)} values. Give one value, or {len(stages)}: one per stage."
+        )
     return tuple(dataclasses.replace(stage, **{name: v}) for stage, v in zip(stages, values, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackboneSettings:
-    """How a backbone is created, apart from its variant.
+    """The arguments of a backbone besides its variant.
 
     Attributes:
-        out_features: names of the stages to return, ``"stage1"`` onwards; None for all. Stages after the last one are
-            not built.
-        max_img_size: height and width of the largest image in pixels, for tables that are resized when weights are
-            loaded.
-        position_img_size: the same for tables that are resized to each feature map; None for the variant's own.
-        drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
-        keep_global_tokens: in a classifier, the last stage keeps its global tokens
-            (:meth:`Backbone.forward_tokens`), and the feature maps have no output norms.
-        activation_checkpointing: recompute the activations of a block in the backward pass.
-        attention_backend: one of ``ATTENTION_BACKENDS``: ``"auto"`` and ``"sdpa"`` are PyTorch's attention,
-            ``"triton"`` kernels for CUDA, which only sliding chunks and long-short attention have, ``"flex"`` PyTorch's
-            FlexAttention, which only sliding chunks have, ``"reference"`` a quadratic definition for debugging.
+        out_features: Names of the stages to return, such as ``"stage1"``. None for all. Later stages are not built.
+        max_img_size: Height and width of the largest image in pixels. It sizes the tables that are resized when weights
+            are loaded.
+        position_img_size: Height and width in pixels for the tables that are resized to each feature map. None for the
+            default of the variant.
+        drop_path_rate: Stochastic depth of the last block. The rate grows linearly from 0 at the first block.
+        keep_global_tokens: Whether the last stage keeps its global tokens and feature maps have no output norms, as in
+            a classifier.
+        activation_checkpointing: Whether the backward pass recomputes the activations of each block.
+        attention_backend: One of ``ATTENTION_BACKENDS``. ``"auto"`` and ``"sdpa"`` are PyTorch's attention.
+            ``"triton"`` is for sliding-chunk and long-short attention on CUDA. ``"reference"`` is quadratic and for
+            debugging.
     """
 
     out_features: Sequence[str] | None = None
@@ -110,12 +112,12 @@ class Stage(nn.Module):
     """One resolution: an embedding that reduces the feature map, positions, global tokens and blocks.
 
     Args:
-        patch_embed: (B, C_in, H, W) -> tokens (B, H', W', dim).
-        blocks: modules on global and local tokens, in one sequence.
-        dim: channels of a token.
-        num_global_tokens: G.
-        positions: a module from height and width to what is added to the tokens, whose ``global_tokens`` is added to
-            the global tokens; None for no absolute positions.
+        patch_embed: Embeds a feature map (B, C_in, H, W) as tokens (B, H', W', dim).
+        blocks: The blocks.
+        dim: Channels of a token.
+        num_global_tokens: Number G of global tokens.
+        positions: A module that returns the positions for a height and a width. Its ``global_tokens`` are the positions
+            of the global tokens. None for no absolute positions.
     """
 
     no_weight_decay_names = ("global_tokens",)
@@ -137,7 +139,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(B, C_in, H, W) -> (B, H', W', C) and (B, G, C), or None where they are not kept."""
+        """Return tokens (B, H', W', C), and global tokens (B, G, C) or None, of a feature map (B, C_in, H, W)."""
         tokens, global_tokens = self.patch_embed(features), self.global_tokens
         size, num_global = tokens.shape[1:3], 0
         if self.positions is not None:
@@ -150,7 +152,7 @@ class Stage(nn.Module):
             tokens = torch.cat([global_tokens.expand(tokens.shape[0], -1, -1), tokens], dim=1)
         for block in self.blocks:
             if self.activation_checkpointing and self.training and torch.is_grad_enabled():
-                # torch.compile takes no contexts, and updates batch statistics once.
+                # torch.compile does not support contexts, and updates batch statistics only once.
                 contexts = functools.partial(_checkpoint_contexts, block)
                 options = {} if torch.compiler.is_compiling() else {"context_fn": contexts}
                 tokens = checkpoint(call_block, block, tokens, size, use_reentrant=False, **options)
@@ -163,7 +165,7 @@ class Stage(nn.Module):
 
 
 def _checkpoint_contexts(block: nn.Module) -> tuple[contextlib.AbstractContextManager, ...]:
-    """Contexts of the first pass and of the second one, which must not update batch statistics again."""
+    """Return the contexts of the two forward passes. The second one must not update batch statistics again."""
     return contextlib.nullcontext(), _no_batch_statistics(block)
 
 
@@ -182,18 +184,17 @@ def _no_batch_statistics(module: nn.Module) -> Iterator[None]:
 
 
 class Backbone(nn.Module, abc.ABC):
-    """A multi-scale backbone: images -> a feature map for each requested stage.
+    """Base class of multi-scale backbones, which return a feature map for each requested stage.
 
-    The class of a family creates the parts of its stages by the methods that start with ``_make``; they are called in
-    the order of the stages, and read ``variant``, ``settings`` and ``strides``.
+    The class of a family creates the parts of its stages in the methods that start with ``_make``. They are called in
+    the order of the stages, and may use ``variant``, ``settings`` and ``strides``.
 
     Args:
-        variant: the sizes.
-        settings: the rest; None for the defaults.
+        variant: The sizes of the model.
+        settings: The other arguments. None for the defaults.
 
     Raises:
-        ConfigError: for an unknown stage or backend, no stage, or a rate of stochastic depth that is not at least 0 and
-            below 1.
+        ConfigError: If a stage or the backend is unknown, no stage is named, or ``drop_path_rate`` is not in [0, 1).
     """
 
     def __init__(self, variant: Variant, settings: BackboneSettings | None = None) -> None:
@@ -206,9 +207,9 @@ class Backbone(nn.Module, abc.ABC):
         for name in out_features:
             check_choice("out_features", name, names)
         if not out_features:
-            raise ConfigError(f"out_features is empty: name at least one of {', '.join(names)}")
+            raise ConfigError(f"out_features is empty. Name at least one of {', '.join(names)}.")
         if not 0 <= settings.drop_path_rate < 1:
-            raise ConfigError(f"drop_path_rate={settings.drop_path_rate!r}: give a number of at least 0 and below 1")
+            raise ConfigError(f"drop_path_rate={settings.drop_path_rate!r} is not in [0, 1). Use for example 0.1.")
         check_choice("attention_backend", settings.attention_backend, ATTENTION_BACKENDS)
         self.variant = variant
         self.settings = settings
@@ -231,13 +232,15 @@ class Backbone(nn.Module, abc.ABC):
         self.set_activation_checkpointing(settings.activation_checkpointing)
         backend = settings.attention_backend
         has_it = any(getattr(module, "backend", None) == backend for module in self.modules())
-        if backend in ("triton", "flex") and not has_it:
-            kinds = "sliding chunks" if backend == "flex" else "sliding chunks and long-short attention"
-            raise ConfigError(f"attention_backend={backend!r} is for {kinds}, and this variant has none: use 'auto'")
+        if backend == "triton" and not has_it:
+            raise ConfigError(
+                "attention_backend='triton' needs sliding-chunk or long-short attention, and this variant has neither. "
+                "Use 'auto'."
+            )
 
     @property
     def common_backend(self) -> str:
-        """The backend of attention that has only PyTorch's kernels."""
+        """The backend of attention without a Triton kernel."""
         return "reference" if self.settings.attention_backend == "reference" else "sdpa"
 
     def _make_stage(self, index: int) -> Stage:
@@ -265,25 +268,25 @@ class Backbone(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _make_embedding(self, index: int, in_channels: int) -> nn.Module:
-        """The embedding of stage ``index``, from 0: (B, in_channels, H, W) -> tokens (B, H / step, W / step, C)."""
+        """Return the embedding of stage ``index``, from 0: (B, in_channels, H, W) -> tokens (B, H', W', C)."""
 
     @abc.abstractmethod
     def _make_attention(self, index: int, number: int) -> nn.Module | None:
-        """Return the attention of block ``number`` of a stage, both from 0; None for a block with only an MLP."""
+        """Return the attention of block ``number`` of stage ``index``, both from 0, or None for only an MLP."""
 
     def _make_positions(self, index: int) -> nn.Module | None:
         """Return the absolute positions of a stage."""
         return None
 
     def _make_output_norm(self, index: int) -> nn.Module | None:
-        """Return the norm of a stage's output, which the next stage does not get."""
+        """Return the norm of a stage's feature map, or None. The next stage gets the input of this norm."""
         return None
 
     def _num_global_tokens(self, index: int) -> int:
         return 0
 
     def _table_size(self, index: int, resizing: str, *, unit: int) -> tuple[int, int]:
-        """Height and width in tokens of a stage's tables, for an image whose sides are multiples of ``unit`` pixels."""
+        """Return the height and width in tokens of a stage's tables. Image sides are rounded up to ``unit`` pixels."""
         sides = self.settings.max_img_size
         if resizing == "per_feature_map":
             sides = self.settings.position_img_size or (self.variant.position_img_size,) * 2
@@ -294,11 +297,11 @@ class Backbone(nn.Module, abc.ABC):
         return index + 1 == self.num_stages
 
     def forward_tokens(self, images: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return the feature maps of :meth:`forward`, and the last stage's global tokens (B, G, C) or None."""
+        """Return the feature maps of :meth:`forward`, and the global tokens (B, G, C) of the last stage or None."""
         features, outputs, global_tokens = images, {}, None
         for index, stage in enumerate(self.stages):
             tokens, global_tokens = stage(features)
-            # Contiguous for the convolutions behind: an export would specialise to a memory format by batch size.
+            # Otherwise an export would specialize to the memory format of one batch size in the next convolution.
             features = contiguous_for_export(tokens.permute(0, 3, 1, 2))
             name = f"stage{index + 1}"
             if name in self.output_norms:
@@ -308,27 +311,34 @@ class Backbone(nn.Module, abc.ABC):
         return outputs, global_tokens
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Images (B, 3, H, W) of any height and width -> {name: (B, C, ceil(H / stride), ceil(W / stride))}."""
+        """Return the feature maps of images.
+
+        Args:
+            images: (B, 3, H, W), of any height and width.
+
+        Returns:
+            A dict from the name of each stage in ``feature_info`` to (B, C, ceil(H / stride), ceil(W / stride)).
+        """
         return self.forward_tokens(images)[0]
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that take no weight decay: biases, norms, positions, global tokens, bias tables."""
+        """Return the names of parameters without weight decay: biases, norms, positions, global tokens, bias tables."""
         return names_without_weight_decay(self)
 
     @property
     def num_layers(self) -> int:
-        """Number of blocks."""
+        """The number of blocks."""
         return self._num_blocks_before(len(self.stages))
 
     def layer_id(self, name: str) -> int:
-        """Return the layer of a parameter, for layer-wise decay of learning rates.
+        """Return the layer of a parameter, for layer-wise learning rate decay.
 
-        A block is a layer, and the embedding before the first is 0. The embedding, positions and global tokens of a
-        later stage belong to the layer of its first block, an output norm to that of the last block.
-        Sources: BEiT (Bao et al. 2022); in detection ViTDet (Li et al. 2022), for one stage.
+        Each block is a layer. The embedding before the first block is layer 0. The embedding, positions and global
+        tokens of a later stage belong to the layer of its first block. An output norm belongs to the layer of the last
+        block of its stage. Sources: BEiT (Bao et al. 2022), and ViTDet (Li et al. 2022) for detection.
 
         Args:
-            name: one of ``named_parameters()``.
+            name: A name of ``named_parameters()``.
 
         Returns:
             0 to ``num_layers``.
@@ -345,7 +355,7 @@ class Backbone(nn.Module, abc.ABC):
         return sum(len(stage.blocks) for stage in self.stages[:index])
 
     def freeze_stages(self, number: int) -> None:
-        """Stop the gradients of the first ``number`` stages, their stochastic depth and their batch statistics."""
+        """Freeze the first ``number`` stages: no gradients, no stochastic depth, no new batch statistics."""
         self.num_frozen_stages = number
         for stage in self.stages[:number]:
             stage.requires_grad_(False)
@@ -354,7 +364,7 @@ class Backbone(nn.Module, abc.ABC):
         self.train(self.training)
 
     def keep_stages(self, number: int) -> None:
-        """Remove the stages after the first ``number``; the last remaining one gives the only output."""
+        """Remove the stages after the first ``number``. Only the last remaining stage is returned."""
         name = f"stage{number}"
         self.num_stages = number
         self.stages = self.stages[:number]
@@ -362,18 +372,18 @@ class Backbone(nn.Module, abc.ABC):
         self.feature_info = {name: FeatureInfo(self.variant.stages[number - 1].dim, self.strides[number - 1])}
 
     def set_activation_checkpointing(self, enable: bool) -> None:
-        """Recompute the activations of a block in the backward pass, or keep them."""
+        """Set whether the backward pass recomputes the activations of each block."""
         for stage in self.stages:
             stage.activation_checkpointing = enable
 
     def set_img_size(self, img_size: tuple[int, int]) -> None:
-        """Resize all tables of positions in place, to those of a model that is created for another image size.
+        """Resize all position tables in place, as in a model that is created for another image size.
 
         Args:
-            img_size: height and width in pixels.
+            img_size: Height and width in pixels.
 
         Raises:
-            ConfigError: where a parameter belongs to one size, as Linformer's do; nothing has changed then.
+            ConfigError: If a parameter cannot be resized, as in Linformer. Then the model is unchanged.
         """
         position_img_size = None if self.settings.position_img_size is None else img_size
         settings = dataclasses.replace(self.settings, max_img_size=img_size, position_img_size=position_img_size)
@@ -383,20 +393,20 @@ class Backbone(nn.Module, abc.ABC):
         self.settings = settings
 
     def train(self, mode: bool = True) -> "Backbone":
-        """As ``nn.Module.train``; frozen stages stay in eval mode."""
+        """Set the training mode, as ``nn.Module.train``. Frozen stages stay in evaluation mode."""
         super().train(mode)
         self.stages[: self.num_frozen_stages].eval()
         return self
 
 
 class Classifier(nn.Module):
-    """A backbone and the papers' head: LayerNorm, one vector per image, a linear layer.
+    """A backbone with the head of the papers: LayerNorm, pooling and a linear layer.
 
     Args:
-        backbone: returns its last stage, with the global tokens where they are kept.
-        num_classes: number of classes of the head.
-        pool: ``"mean"`` over all tokens of the last stage, global ones too, or its first ``"global_token"``.
-        norm_eps: epsilon of the norm.
+        backbone: A backbone that returns its last stage.
+        num_classes: Number of classes.
+        pool: ``"mean"`` for the mean of all local and global tokens, or ``"global_token"`` for the first global token.
+        norm_eps: Epsilon of the norm.
     """
 
     def __init__(self, backbone: Backbone, *, num_classes: int, pool: str, norm_eps: float) -> None:
@@ -409,26 +419,26 @@ class Classifier(nn.Module):
         self.head.apply(init_linear)
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) -> the last stage's tokens after the norm (B, G + H' W', C), global tokens first."""
+        """Return the normalized tokens (B, G + H' * W', C) of images (B, 3, H, W), global tokens first."""
         features, global_tokens = self.backbone.forward_tokens(images)
         (features,) = features.values()
         return self.norm(join_tokens(features.permute(0, 2, 3, 1), global_tokens))
 
     def pooled(self, tokens: Tensor) -> Tensor:
-        """Tokens of :meth:`forward_features` -> the vector of each image, (B, C)."""
+        """Return one vector (B, C) per image from the tokens of :meth:`forward_features`."""
         return tokens[:, 0] if self.pool == "global_token" else tokens.mean(dim=1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) -> logits (B, num_classes)."""
+        """Return the logits (B, num_classes) of images (B, 3, H, W)."""
         return self.head(self.pooled(self.forward_features(images)))
 
     def no_weight_decay(self) -> set[str]:
-        """As :meth:`Backbone.no_weight_decay`, with the names of this model."""
+        """Return the names of parameters without weight decay. See :meth:`Backbone.no_weight_decay`."""
         return names_without_weight_decay(self)
 
 
 def init_linear(module: nn.Module) -> None:
-    """Initialise a linear layer as all three papers do: for ``module.apply``."""
+    """Initialize a linear layer as in all three papers. Pass this function to ``module.apply``."""
     if isinstance(module, nn.Linear):
         init_trunc_normal_(module.weight)
         if module.bias is not None:

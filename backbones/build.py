@@ -1,4 +1,4 @@
-"""Create models by the names of their variants."""
+"""Create models by the name of their variant."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
@@ -23,26 +23,30 @@ def _checked(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, 
 
 
 def get_variant(name: str, options: Mapping[str, object] | None = None) -> Variant:
-    """Return the variant of that name, with the options that are not None instead of its own.
+    """Return the variant ``name`` with other options. Options that are None are ignored.
 
     Raises:
-        ConfigError: for an unknown name, with the closest one, or an option that the family does not have.
+        ConfigError: If the name is unknown, or the family does not have an option.
     """
     if name not in VARIANTS:
-        hint = closest(str(name), VARIANTS) or f"; known: {', '.join(sorted(VARIANTS))}"
-        raise ConfigError(f"unknown variant {name!r}{hint}")
+        hint = closest(str(name), VARIANTS) or f". Choose one of {', '.join(sorted(VARIANTS))}."
+        raise ConfigError(f"Unknown variant {name!r}{hint}")
     variant = VARIANTS[name]
     given = {option: value for option, value in (options or {}).items() if value is not None}
     for option in given:
         if option not in variant.options:
-            raise ConfigError(f"{name} has no option {option}: its options are {', '.join(variant.options)}")
+            raise ConfigError(f"{name} has no option {option}. Its options are {', '.join(variant.options)}.")
     return variant.with_options(**given)
 
 
 def list_variants(prefix: str = "") -> list[str]:
-    """The names that :func:`create_backbone` and :func:`create_classifier` know, sorted, that start with ``prefix``.
+    """Return the sorted names of the variants that start with ``prefix``.
 
-    The ``linformer_`` and ``partial_linformer_`` ones are classifiers only.
+    The ``linformer_`` and ``partial_linformer_`` variants can only be classifiers.
+
+    Example:
+        >>> list_variants("vil_small_rpb")
+        ['vil_small_rpb']
     """
     return sorted(name for name in VARIANTS if name.startswith(prefix))
 
@@ -58,39 +62,49 @@ def create_backbone(
     attention_backend: str = "auto",
     **options: object,
 ) -> Backbone:
-    """A backbone with random weights: images (B, 3, H, W) of any size -> {stage name: (B, C, H / stride, W / stride)}.
+    """Create a backbone with random weights. It returns a feature map for each requested stage.
 
     Args:
-        name: one of :func:`list_variants`.
-        out_features: names of the stages to return, ``"stage1"`` onwards; None for all.
-        drop_path_rate: stochastic depth of the last block, growing linearly from 0 at the first.
-        max_img_size: largest image side, or (height, width), in pixels; it sizes ViL's tables of absolute positions.
-            Other tables are resized to each feature map, and have the size that the papers trained them at
-            (``position_interpolation`` changes that).
-        activation_checkpointing: less memory in training for about a third more time.
-        attention_backend: ``"auto"`` or ``"sdpa"``, PyTorch's, ``"triton"``, kernels for CUDA that sliding chunks and
-            long-short attention have, ``"flex"``, PyTorch's FlexAttention on CUDA, which sliding chunks have, or
-            ``"reference"``, which is quadratic and for debugging.
-        options: instead of the variant's own if not None; those of ``VARIANTS[name].options``:
+        name: One of :func:`list_variants`.
+        out_features: Names of the stages to return, such as ``"stage1"``. None for all.
+        drop_path_rate: Stochastic depth of the last block. The rate grows linearly from 0 at the first block.
+        max_img_size: Largest image side, or height and width, in pixels. It sizes the absolute position tables of ViL.
+            Other tables are resized to each feature map, and have the size of the papers (see
+            ``position_interpolation``).
+        activation_checkpointing: Whether the backward pass recomputes activations. Training then needs less memory and
+            about a third more time.
+        attention_backend: ``"auto"`` and ``"sdpa"`` are PyTorch's attention. ``"triton"`` is for sliding-chunk and
+            long-short attention on CUDA. ``"reference"`` is quadratic and for debugging.
+        options: Options that override the variant if they are not None:
 
-            - ViL and LS: ``chunk_size`` (side of a chunk in tokens; 7 is ViL's window of 15), ``global_tokens``,
-              ``projection_rank`` and ``attention`` (``"sliding_chunk"``, ``"long_short"`` or ``"dense"``), each for all
-              stages or one per stage; ``attention_mode`` (``"zero_pad"``, ``"exact"`` or ``"cyclic"``, ViL appendix C);
-              ``shared_projections`` (False for separate projections of the global tokens);
+            - ViL and LS: ``chunk_size`` (side of a chunk in tokens, where 7 is ViL's window of 15), ``global_tokens``,
+              ``projection_rank`` and ``attention`` (``"sliding_chunk"``, ``"long_short"`` or ``"dense"``). Each takes
+              one value, or one value per stage.
+            - ViL and LS: ``attention_mode`` (``"zero_pad"``, ``"exact"`` or ``"cyclic"``, ViL appendix C) and
+              ``shared_projections`` (False for separate projections of the global tokens).
             - ViL, LS and LIT: ``position_interpolation`` (``"once"`` for tables of ``max_img_size``, or
-              ``"per_feature_map"`` for tables that are resized to each feature map);
-            - CvT: ``chunk_size``, ``projection_rank`` and ``norm``;
-            - LIT: ``token_merging`` (``"deformable"`` or ``"uniform"``), ``norm`` (``"BN"``, ``"FrozenBN"`` or
+              ``"per_feature_map"`` for tables that are resized to each feature map).
+            - CvT: ``chunk_size``, ``projection_rank`` and ``norm``.
+            - LIT: ``token_merging`` (``"deformable"`` or ``"uniform"``) and ``norm`` (``"BN"``, ``"FrozenBN"`` or
               ``"SyncBN"``).
 
+    Returns:
+        A module that takes images (B, 3, H, W) of any height and width, and returns a dict from stage names to feature
+        maps (B, C, ceil(H / stride), ceil(W / stride)). ``feature_info`` has the channels and strides.
+
     Raises:
-        ConfigError: for an unknown name, keyword or value; the message names the closest known one.
+        ConfigError: If a name, keyword or value is unknown. The message suggests the closest valid one.
+
+    Example:
+        >>> model = create_backbone("vil_small_rpb", out_features=("stage2", "stage3", "stage4"))
+        >>> features = model(torch.rand(1, 3, 480, 640))
+        >>> features["stage4"].shape
+        torch.Size([1, 768, 15, 20])
     """
     variant = get_variant(name, options)
     if any(getattr(stage, "attention", None) == "linformer" for stage in variant.stages):
         raise ConfigError(
-            f"{name} cannot be a backbone: Linformer's projections are tied to one image size (ViL section 3.3,"
-            " Table 3); create_classifier creates it for one"
+            f"{name} cannot be a backbone, because Linformer works with one image size only. Use create_classifier."
         )
     settings = BackboneSettings(
         out_features=out_features,
@@ -113,10 +127,27 @@ def create_classifier(
     attention_backend: str = "auto",
     **options: object,
 ) -> Classifier:
-    """A classifier with random weights and the paper's head: (B, 3, H, W) -> (B, num_classes).
+    """Create a classifier with random weights and the head of the papers.
 
-    Arguments as for :func:`create_backbone`; ``img_size`` is the training size in pixels, a side or (height, width),
-    and determines the size of all tables of positions.
+    Args:
+        name: One of :func:`list_variants`.
+        num_classes: Number of classes.
+        img_size: Image side, or height and width, of training in pixels. It sizes all position tables.
+        drop_path_rate: See :func:`create_backbone`.
+        activation_checkpointing: See :func:`create_backbone`.
+        attention_backend: See :func:`create_backbone`.
+        options: See :func:`create_backbone`.
+
+    Returns:
+        A module that takes images (B, 3, H, W) and returns logits (B, num_classes).
+
+    Raises:
+        ConfigError: If a name, keyword or value is unknown. The message suggests the closest valid one.
+
+    Example:
+        >>> logits = create_classifier("vil_small_rpb", num_classes=10)(torch.rand(2, 3, 224, 224))
+        >>> logits.shape
+        torch.Size([2, 10])
     """
     variant = get_variant(name, options)
     check_whole("num_classes", num_classes)
@@ -135,8 +166,16 @@ def create_classifier(
 
 
 def height_and_width(name: str, size: int | Sequence[int]) -> tuple[int, int]:
-    """Return height and width in pixels from a side or from both; ``name`` is the argument that an error names."""
+    """Return height and width in pixels from one side or from both.
+
+    Args:
+        name: Name of the argument, for the error.
+        size: The side, or height and width.
+
+    Raises:
+        ConfigError: If ``size`` is neither.
+    """
     pair = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(pair) != 2 or not all(isinstance(side, int) and side >= 1 for side in pair):
-        raise ConfigError(f"{name}={size!r}: give a side, or height and width, in pixels")
+        raise ConfigError(f"{name}={size!r} is not an image size. Give one side, or height and width, in pixels.")
     return pair

@@ -1,17 +1,19 @@
-"""CvT with long-short attention (Transformer-LS section 4.3 and appendix D): convolutions and LSTA in three stages.
+"""CvT with long-short attention (Transformer-LS section 4.3 and appendix D), in three stages.
 
-Its code was never published. From the paper: the stages, heads and widths of CvT (Table 8 for 17 and 21s), queries,
-keys and values by depth-wise separable convolutions, scores of the dynamic projection by one too, with standardised
-spatial weights instead of BatchNorm, DualLN, and no positions. What it leaves open is chosen as follows:
+The official code was never published. The paper defines the stages, heads and widths of CvT (Table 8 for 17 and 21s),
+DualLN, and no positions. Depth-wise separable convolutions compute queries, keys and values. Another one computes the
+scores of the dynamic projection, with standardized spatial weights instead of BatchNorm. The paper leaves open some
+details, which are chosen as follows:
 
-- one projection P for keys and values, as in equation 3, and no bias in it, which the softmax over tokens would cancel;
-- a depth-wise convolution has no bias, since BatchNorm follows; linear layers, embeddings and MLPs have one;
-- one output projection in all stages, also where there is one head; no global token, and a head on the mean.
+- Keys and values share one projection P, as in equation 3. It has no bias, because the softmax over tokens would cancel
+  it.
+- Depth-wise convolutions have no bias, because BatchNorm follows. Linear layers, embeddings and MLPs have one.
+- All stages have an output projection, even with one head. There is no global token, and the head uses the mean.
 
-With r = (128, 32, 8), the ranks of 448 x 448, that gives 20.28, 23.74 and 32.09 million parameters, as reported for
-13, 17 and 21 (20.3, 23.7, 32.1), and 30.98 for 21s, where the reported 30.1 M is not possible (31.0 with two digits
-swapped?): the linear layers of its four blocks more than 17 have 7.1 million weights. With r = (64, 16, 4), those of
-224 x 224 that the variants have, they are 20.17, 23.53, 31.90 and 30.74: the paper reports one count for all
+With r = (128, 32, 8), the ranks for 448 x 448, the models 13, 17 and 21 have 20.28, 23.74 and 32.09 million parameters.
+The paper reports 20.3, 23.7 and 32.1. Model 21s has 30.98 million. The reported 30.1 is not possible, because the
+linear layers of its four additional blocks alone have 7.1 million weights. With r = (64, 16, 4), the ranks for
+224 x 224 that the variants have, the counts are 20.17, 23.53, 31.90 and 30.74. The paper reports one count for all
 resolutions.
 """
 
@@ -23,7 +25,7 @@ from backbones.attention.dense import merge_heads, split_heads
 from backbones.attention.long_short import DualNormAttention
 from backbones.backbone import Backbone, Variant
 from backbones.errors import check_choice, check_whole
-from backbones.layers.conv import BATCH_NORMS, SeparableProjection, StandardisedProjection
+from backbones.layers.conv import BATCH_NORMS, SeparableProjection, StandardizedProjection
 from backbones.layers.patch_embed import PatchEmbed
 
 _KERNELS = (7, 3, 3)
@@ -48,11 +50,11 @@ class CvTStage:
 
 @dataclasses.dataclass(frozen=True)
 class CvTVariant(Variant):
-    """A CvT-LS: three stages at strides 4, 8 and 16, without positions.
+    """A CvT-LS with three stages at strides 4, 8 and 16, and without positions.
 
     Attributes:
-        stages: a :class:`CvTStage` each.
-        norm: norm of the convolutional projections, a key of ``BATCH_NORMS``.
+        stages: One :class:`CvTStage` per stage.
+        norm: Norm of the convolutional projections, a key of ``BATCH_NORMS``.
     """
 
     norm: str = "BN"
@@ -69,25 +71,25 @@ class ConvLongShortAttention(DualNormAttention):
     """Long-short attention with convolutional projections (appendix D), without global tokens.
 
     Args:
-        dim: channels of a token.
-        num_heads: divides ``dim``.
-        chunk_size: side w of a segment.
-        rank: r, projected keys of a head.
-        norm: norm of the projections, a key of ``BATCH_NORMS``.
-        backend: a key of ``BACKENDS`` of long-short attention.
+        dim: Channels of a token.
+        num_heads: Number of heads. It divides ``dim``.
+        chunk_size: Side w of a segment.
+        rank: Number r of projected keys of a head.
+        norm: Norm of the projections, a key of ``BATCH_NORMS``.
+        backend: A key of :data:`.long_short.BACKENDS`.
     """
 
     def __init__(
         self, dim: int, *, num_heads: int, chunk_size: int, rank: int, norm: str = "BN", backend: str = "sdpa"
     ) -> None:
         super().__init__(dim, num_heads=num_heads, chunk_size=chunk_size, backend=backend)
-        # To queries, keys and values
+        # Queries, keys and values
         self.conv_qkv = SeparableProjection(dim, dim, number=3, norm=norm)
-        self.dynamic_projection = StandardisedProjection(dim, num_heads * rank)
+        self.dynamic_projection = StandardizedProjection(dim, num_heads * rank)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
-        """(B, H * W, C) and (H, W) -> (B, H * W, C)."""
+        """Return the updated tokens (B, H * W, C)."""
         tokens = tokens.unflatten(1, size)
         query, keys_values = self.conv_qkv(tokens).split([1, 2])
         # (B, M, H * W, 2, D)
@@ -98,9 +100,9 @@ class ConvLongShortAttention(DualNormAttention):
 
 
 class CvT(Backbone):
-    """A CvT with long-short attention, by a :class:`.CvTVariant`.
+    """A CvT with long-short attention. See :class:`.CvTVariant`.
 
-    It has no positions and no global tokens, so that settings of those have no effect.
+    It has no positions and no global tokens, so their settings have no effect.
     """
 
     variant: CvTVariant
@@ -123,7 +125,7 @@ class CvT(Backbone):
 
 
 def _cvt(*stages: tuple[int, int, int]) -> CvTVariant:
-    """Stages as (blocks, channels, heads), with r and w of appendix D at 224 x 224."""
+    """Return a variant from stages (blocks, channels, heads), with r and w of appendix D for 224 x 224."""
     long_short = ((64, 8), (16, 4), (4, 2))
     return CvTVariant(tuple(CvTStage(n, d, h, r, w) for (n, d, h), (r, w) in zip(stages, long_short, strict=True)))
 

@@ -1,4 +1,4 @@
-"""The one exception for a user's mistake, and how such a message names the closest right spelling."""
+"""The exception for user mistakes, and checks that raise it."""
 
 import difflib
 import functools
@@ -10,58 +10,68 @@ from typing import ParamSpec, TypeVar
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
-# A file with this text in its first bytes was written by this project, and may be replaced.
+# A file with this text in its first bytes was written by this project and may be replaced.
 GENERATOR = "written by vil-detectron2"
 _NUM_FIRST_BYTES = 4096
 
 
 class ConfigError(ValueError):
-    """A user's mistake. The message is one line that names the file, key or value, and the way out."""
+    """A mistake of the user. The message is one line. It names the file, key or value, and how to fix it."""
 
 
 def find_os_error(error: BaseException) -> OSError | None:
-    """Return the OSError that an exception is or that it was raised in the handling of, as by torch's writer."""
+    """Return ``error`` if it is an OSError, or the OSError during whose handling it was raised, or None."""
     return next((one for one in (error, error.__context__) if isinstance(one, OSError)), None)
 
 
 def printable(text: object) -> str:
-    """Return one line in which what controls a terminal, as in names of files, is written as Python writes it."""
-    # Line ends, colours, and what hides or reverses text.
+    """Return ``text`` as one line, with control characters escaped. File names may contain them."""
+    # Line ends, colors, and characters that hide or reverse text
     control = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(control, lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
 def closest(word: str, candidates: Iterable[str], *, most: int = 1) -> str:
-    """``"; did you mean 'vil_small'?"`` for the candidates most like ``word``, or an empty string.
+    """Return ``". Did you mean 'vil_small'?"`` with the candidates closest to ``word``, or an empty string.
 
     Args:
-        most: how many are named, ``'a' or 'b'``.
+        word: An invalid value.
+        candidates: The valid values.
+        most: Largest number of suggestions.
     """
     matches = difflib.get_close_matches(word, list(candidates), n=most, cutoff=0.5)
-    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+    return f". Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 
 def check_file(path: str | Path, description: str, *, key: str = "") -> None:
-    """Raise a :class:`ConfigError` where ``path`` is not a file.
+    """Check that ``path`` is a file.
 
     Args:
-        description: what the file is, in words.
-        key: the key or argument that names it.
+        path: The path.
+        description: What the file should be, such as ``"checkpoint"``.
+        key: The config key or argument with this path.
+
+    Raises:
+        ConfigError: If there is no such file.
     """
     named_by = f" ({key})" if key else ""
     if Path(path).is_dir():
         raise ConfigError(f"{path} is a folder, not a {description}{named_by}: name a file in it")
     if not Path(path).is_file():
-        # Reading a pipe or a device may never end.
+        # To read a pipe or a device may take forever.
         other = ", but a pipe or device" * Path(path).exists()
         raise ConfigError(f"there is no {description} {path}{named_by}{other}")
 
 
 def check_replaceable(path: str | Path, *, advice: str = "Choose another file name.") -> None:
-    """Raise a :class:`ConfigError` if ``path`` exists and its first bytes do not have ``GENERATOR``.
+    """Check that ``path`` does not exist, or has ``GENERATOR`` in its first bytes.
 
     Args:
-        advice: a sentence about what to do, for the error.
+        path: The path of an output file.
+        advice: A sentence for the error message that says what to do.
+
+    Raises:
+        ConfigError: If another file exists there.
     """
     path = Path(path)
     if path.is_file():
@@ -73,23 +83,29 @@ def check_replaceable(path: str | Path, *, advice: str = "Choose another file na
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
-    """Raise a :class:`ConfigError` where ``value`` is not one of ``choices``."""
+    """Raise a :class:`ConfigError` if ``value`` is not one of ``choices``."""
     choices = list(choices)
     if value not in choices:
         names = list(map(str, choices))
-        raise ConfigError(f"unknown {what} {value!r}: choose one of {', '.join(names)}{closest(str(value), names)}")
+        hint = closest(str(value), names) or "."
+        raise ConfigError(f"Unknown {what} {value!r}{hint} Choose one of {', '.join(names)}.")
 
 
 def check_whole(name: str, value: object, *, least: int = 1) -> None:
     """Raise a :class:`ConfigError` unless the argument ``name`` is a whole number of at least ``least``."""
     if type(value) is not int or value < least:
-        raise ConfigError(f"{name}={value!r}: give a whole number, {least} or more")
+        raise ConfigError(f"{name}={value!r} is not valid. Give a whole number of at least {least}.")
 
 
 def explain_unknown_keywords(
     function: Callable[_Parameters, _Result], also: Iterable[str] = ()
 ) -> Callable[_Parameters, _Result]:
-    """Decorate ``function`` so that a keyword that is neither its own nor in ``also`` raises and names the closest."""
+    """Decorate ``function`` so that an unknown keyword raises a :class:`ConfigError` with the closest valid one.
+
+    Args:
+        function: A function with ``**options``.
+        also: Valid keywords besides the parameters of the function.
+    """
     parameters = inspect.signature(function).parameters.values()
     keywords = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD] + sorted(also)
 
@@ -97,7 +113,7 @@ def explain_unknown_keywords(
     def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         for keyword in kwargs:
             if keyword not in keywords:
-                hint = closest(keyword, keywords) or f"; known: {', '.join(keywords)}"
+                hint = closest(keyword, keywords) or f". Its keywords are {', '.join(keywords)}."
                 raise ConfigError(f"{function.__name__} has no keyword {keyword!r}{hint}")
         return function(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""LIT, the Less attention vIsion Transformer: two stages of MLP blocks, two of full attention, and token merging."""
+"""LIT, the Less attention vIsion Transformer: two stages of MLPs, two of full attention, with token merging."""
 
 import dataclasses
 import math
@@ -16,13 +16,13 @@ from backbones.layers.patch_embed import PatchEmbed
 from backbones.layers.position import RESIZING, GridPositions
 from backbones.layers.token_merging import DeformableTokenMerging, LinearTokenMerging
 
-# The official code leaves the embedding's norm at PyTorch's value in LIT-Ti too, whose other norms have 1e-6.
+# PyTorch's default, as in the official code. In LIT-Ti the other norms have 1e-6.
 _EMBED_NORM_EPS = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
 class LITStage:
-    """One stage of LIT: ``heads`` is 0 for a stage of only MLP blocks."""
+    """One stage of LIT. A stage with 0 heads has only MLP blocks."""
 
     depth: int
     dim: int
@@ -35,15 +35,15 @@ class LITVariant(Variant):
     """A LIT.
 
     Attributes:
-        stages: a :class:`LITStage` each; the first embeds patches of 4, the others merge 2 x 2 tokens.
-        relative_bias: True for a relative bias (as Swin), False for absolute positions and a global token in the
-            classifier (as PVT).
-        norm_eps: epsilon of the LayerNorms.
-        output_norms: the stages whose feature maps of a detector or segmentor are normed.
-        position_img_size: image side in pixels for tables that are resized to each feature map.
+        stages: One :class:`LITStage` per stage. The first embeds patches of 4 x 4, the others merge 2 x 2 tokens.
+        relative_bias: True for a relative bias, as in Swin. False for absolute positions and a global token in the
+            classifier, as in PVT.
+        norm_eps: Epsilon of the LayerNorms.
+        output_norms: The stages whose feature maps are normalized in a detector or segmentor.
+        position_img_size: Image side in pixels for tables that are resized to each feature map.
         position_interpolation: ``"per_feature_map"``, or ``"once"`` for tables of the largest image.
         token_merging: ``"deformable"`` or ``"uniform"`` (Table 3).
-        norm: norm of deformable merging, a key of ``BATCH_NORMS``.
+        norm: Norm of deformable merging, a key of ``BATCH_NORMS``.
     """
 
     relative_bias: bool
@@ -70,19 +70,19 @@ class LITVariant(Variant):
         check_choice("norm", self.norm, BATCH_NORMS)
         check_choice("position_interpolation", self.position_interpolation, RESIZING)
         if self.token_merging == "uniform" and self.norm != "BN":
-            raise ConfigError(f"norm={self.norm!r} has no effect: it is for deformable merging")
+            raise ConfigError(f"norm={self.norm!r} has no effect, because only deformable merging has a norm.")
 
 
 class LIT(Backbone):
-    """A LIT (section 3.2, Figure 1, Table 1), by a :class:`.LITVariant`.
+    """A LIT (section 3.2, Figure 1, Table 1). See :class:`.LITVariant`.
 
-    LIT-Ti has a global token in the last stage of a classifier, and none in a detector.
+    LIT-Ti has a global token in the last stage of a classifier, but none in a detector.
     """
 
     variant: LITVariant
 
     def _make_embedding(self, index: int, in_channels: int) -> nn.Module:
-        """The starred models of Table 3 merge as PVT-S and as Swin-Ti do."""
+        """Return the embedding. With uniform merging, LIT-Ti* merges as PVT-S and LIT-S* as Swin-Ti (Table 3)."""
         variant, dim = self.variant, self.variant.stages[index].dim
         if index > 0 and variant.token_merging == "deformable":
             return DeformableTokenMerging(in_channels, dim, norm=variant.norm)
@@ -125,25 +125,27 @@ class LIT(Backbone):
         return int(self.settings.keep_global_tokens and self._is_last(index) and not self.variant.relative_bias)
 
     def _map_size(self, index: int) -> tuple[int, int]:
-        """Height and width of tables in tokens: 50 and 25 for 800 pixels, as in the official detector."""
+        """Return height and width of the tables in tokens: 50 and 25 for 800 pixels, as in the official detector."""
         return self._table_size(index, self.variant.position_interpolation, unit=self.strides[index])
 
     def sampling_offsets(self, images: Tensor) -> dict[str, Tensor]:
-        """Return each merging module's offsets from its regular grid, for :func:`.token_merging.sampled_positions`.
+        """Return the offsets of each merging module, for :func:`.token_merging.sampled_positions`.
 
-        Images (B, 3, H, W) -> {"stage2": (B, ceil(H / 8), ceil(W / 8), 2, 2, 2), ...}: merged token, row and column of
-        the 2 x 2 tokens, (y, x), in tokens of the stage before.
+        Args:
+            images: (B, 3, H, W).
+
+        Returns:
+            A dict from the name of each merging stage, such as ``"stage2"``, to (B, ceil(H / 8), ceil(W / 8), 2, 2, 2):
+            merged token, row and column of its 2 x 2 tokens, (y, x), in tokens of the previous stage.
 
         Raises:
-            ConfigError: where tokens are merged uniformly.
+            ConfigError: If the model merges tokens uniformly.
         """
         offsets, features = {}, images
         for index, stage in enumerate(self.stages):
             if index:
                 if not isinstance(stage.patch_embed, DeformableTokenMerging):
-                    raise ConfigError(
-                        "uniform merging has no offsets: create the model with token_merging='deformable'"
-                    )
+                    raise ConfigError("Uniform merging has no offsets. Use token_merging='deformable'.")
                 offsets[f"stage{index + 1}"] = stage.patch_embed.offsets(features)
             if index + 1 < len(self.stages):
                 features = stage(features)[0].permute(0, 3, 1, 2)
@@ -151,7 +153,7 @@ class LIT(Backbone):
 
 
 def _lit(dim: int, heads: int, depths: tuple[int, ...]) -> LITVariant:
-    """LIT-S, -M and -B: channels and heads double from stage to stage; the official detector's tables are for 800."""
+    """Return LIT-S, -M or -B. Channels and heads double at each stage. Tables are for 800 pixels, as officially."""
     stages = tuple(LITStage(depth, dim * 2**i, heads * 2**i if i >= 2 else 0) for i, depth in enumerate(depths))
     norms = ("stage2", "stage3", "stage4")
     return LITVariant(stages, relative_bias=True, norm_eps=1e-5, output_norms=norms, position_img_size=800)
@@ -162,7 +164,7 @@ _DETECTION = {
     "lit_m": _lit(96, 3, (2, 2, 18, 2)),
     "lit_b": _lit(128, 4, (2, 2, 18, 2)),
 }
-# The official segmentation backbones norm stage 1 too, and their tables are for 512 pixels.
+# The official segmentation backbones also normalize stage 1. Their tables are for 512 pixels.
 _SEGMENTATION = {
     f"{name}_seg": dataclasses.replace(variant, output_norms=variant.stage_names, position_img_size=512)
     for name, variant in _DETECTION.items()

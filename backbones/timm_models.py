@@ -1,7 +1,7 @@
-"""Importing this module registers every variant with timm: ``timm.create_model("vil_small_rpb", num_classes=10)``.
+"""Register every variant with timm. After the import, ``timm.create_model("vil_small_rpb")`` works.
 
 ``features_only=True`` returns a list of feature maps. ``tools/timm_run.py`` imports this module and runs timm's own
-``train.py`` or ``validate.py``: docs/checkpoints.md has the commands.
+``train.py`` or ``validate.py``. The commands are in docs/checkpoints.md.
 """
 
 import collections
@@ -43,21 +43,21 @@ class TimmClassifier(Classifier):
     """The model of :func:`.create_classifier` with the methods that timm's scripts call.
 
     Args:
-        name: one of :func:`.list_variants`.
-        num_classes: number of classes of the head; 0 for no head.
+        name: One of :func:`.list_variants`.
+        num_classes: Number of classes. 0 for no head.
         in_chans: 3.
-        img_size: that of :func:`.create_classifier`; None for the variant's own.
-        global_pool: the variant's own, ``"avg"`` or ``"token"``, which is the default, or ``""`` for no pooling: the
-            head is then applied to each token.
-        drop_rate: dropout before the head; the papers have none.
-        redraw_epoch_length: iterations of an epoch, for a Performer that redraws its random features in training every
-            1 + 5T iterations of epoch T (ViL appendix D); None to keep them. An iteration is a forward pass in
-            training mode.
-        redraw_first_epoch: T of the first iteration, for a run that is resumed.
-        random_shift_iterations: number of iterations in which ViL's local attention sees one neighbouring chunk,
-            sampled for each layer and iteration; 0.875 of all in the official code.
-        random_shift_first_iteration: number of the first iteration, for a run that is resumed.
-        options: those of :func:`.create_classifier`.
+        img_size: See :func:`.create_classifier`. None for the default of the variant.
+        global_pool: The pooling of the variant, ``"avg"`` or ``"token"``. With ``""`` there is no pooling, and the head
+            is applied to each token.
+        drop_rate: Dropout rate before the head. The papers use none.
+        redraw_epoch_length: Iterations of an epoch, for a Performer that redraws its random features in training. It
+            redraws them every 1 + 5T iterations of epoch T (ViL appendix D). An iteration is a forward pass in
+            training mode. None to keep the features.
+        redraw_first_epoch: Epoch T of the first iteration, for a resumed run.
+        random_shift_iterations: Number of iterations in which ViL's local attention uses only one neighboring chunk,
+            sampled for each layer and iteration. The official code does this for 0.875 of all iterations.
+        random_shift_first_iteration: Number of the first iteration, for a resumed run.
+        options: See :func:`.create_classifier`.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class TimmClassifier(Classifier):
 
         Args:
             images: (B, 3, H, W).
-            indices: stages from 0, or from the end if negative; a number n for the last n; None for all.
-            norm: apply the norm to the feature map of the last stage too.
-            stop_early: do not compute the stages after the last of ``indices``; the tokens are then those of that
+            indices: Stages from 0, or from the end if negative. A number n selects the last n stages, None all.
+            norm: Whether to normalize the feature map of the last stage too.
+            stop_early: Whether to skip the stages after the last of ``indices``. The tokens are then the output of that
                 stage, without norm.
             output_fmt: ``"NCHW"``.
-            intermediates_only: return only the feature maps.
+            intermediates_only: Whether to return only the feature maps.
         """
         check_choice("output_fmt", output_fmt, ("NCHW",))
         stages = self.backbone.stages
@@ -129,12 +129,12 @@ class TimmClassifier(Classifier):
         return self.norm(tokens) if is_last else tokens, intermediates
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
-        """(B, G + H' W', C) -> logits (B, num_classes) or the head's input (B, C), without pooling of each token."""
+        """Return the logits (B, num_classes), or the input of the head (B, C), of tokens (B, G + H' * W', C)."""
         pooled = F.dropout(self.pooled(tokens) if self.global_pool else tokens, self.drop_rate, self.training)
         return pooled if pre_logits else self.head(pooled)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) -> logits (B, num_classes), or of each token if there is no pooling."""
+        """Return the logits (B, num_classes) of images (B, 3, H, W), or logits of each token without pooling."""
         return self.forward_head(self.forward_features(images))
 
     def get_classifier(self) -> nn.Module:
@@ -142,7 +142,7 @@ class TimmClassifier(Classifier):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Create a new head for ``num_classes``, or none for 0; ``global_pool`` None keeps the pooling."""
+        """Create a new head. 0 classes remove the head. With None for ``global_pool``, the pooling is unchanged."""
         check_whole("num_classes", num_classes, least=0)
         if global_pool is not None:
             check_choice("global_pool", global_pool, (_POOLS[self.pool], ""))
@@ -158,7 +158,12 @@ class TimmClassifier(Classifier):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove what the feature maps of ``indices`` do not need, as timm's models do.
+        """Remove the layers that the feature maps of ``indices`` do not need, as timm's models do.
+
+        Args:
+            indices: See :meth:`forward_intermediates`.
+            prune_norm: Whether to remove the final norm.
+            prune_head: Whether to remove the head.
 
         Returns:
             The indices of the stages, from 0.
@@ -180,14 +185,14 @@ class TimmClassifier(Classifier):
     def set_input_size(
         self, img_size: int | Sequence[int] | None = None, patch_size: int | Sequence[int] | None = None
     ) -> None:
-        """Resize the tables of positions for images of another size; the parameters stay the same objects.
+        """Resize the position tables for images of another size. The parameters remain the same objects.
 
         Args:
-            img_size: a side, or height and width, in pixels; None for no change.
-            patch_size: the model's own, or None.
+            img_size: Image side, or height and width, in pixels. None for no change.
+            patch_size: The patch size of the model, or None.
 
         Raises:
-            ConfigError: for another patch size, and for Linformer, which is tied to its image size.
+            ConfigError: If the patch size differs, or the model is a Linformer, which works with one image size only.
         """
         if patch_size is not None:
             check_choice("patch_size", patch_size, (self.backbone.variant.downsample_factors[0],))
@@ -201,11 +206,11 @@ class TimmClassifier(Classifier):
                 setattr(self, record, {**getattr(self, record), "img_size": size})
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the activations of a block in the backward pass."""
+        """Set whether the backward pass recomputes the activations of each block."""
         self.backbone.set_activation_checkpointing(enable)
 
     def group_matcher(self, coarse: bool = False) -> dict:
-        """Return timm's layers for layer-wise decay of learning rates: a block each, or a stage."""
+        """Return timm's layers for layer-wise learning rate decay: one per block, or one per stage if ``coarse``."""
         blocks = [(r"^backbone\.stages\.(\d+)\.blocks\.(\d+)", None), (r"^backbone\.stages\.(\d+)", (-1,))]
         return {
             "stem": r"^backbone\.stages\.0\.(?!blocks)",
@@ -214,15 +219,15 @@ class TimmClassifier(Classifier):
 
 
 class TimmFeatures(nn.Module):
-    """The model of :func:`.create_backbone` for timm's ``features_only=True``: images of any size -> feature maps.
+    """The model of :func:`.create_backbone` for timm's ``features_only=True``.
 
     Args:
-        name: one of :func:`.list_variants` that can be a backbone.
-        out_indices: those that are ``indices`` of :meth:`TimmClassifier.forward_intermediates`.
+        name: One of :func:`.list_variants` that can be a backbone.
+        out_indices: See ``indices`` of :meth:`TimmClassifier.forward_intermediates`.
         feature_cls: ``"list"``, or ``"dict"`` for a dict from the index of a stage, as a string, to its feature map.
         in_chans: 3.
-        num_classes: ignored, as by timm: a backbone has no head.
-        options: those of :func:`.create_backbone`.
+        num_classes: Ignored, as in timm. A backbone has no head.
+        options: See :func:`.create_backbone`.
     """
 
     output_fmt = Format.NCHW
@@ -246,18 +251,18 @@ class TimmFeatures(nn.Module):
         self.feature_info = _feature_info(self.backbone, indices)
 
     def forward(self, images: Tensor) -> list[Tensor] | dict[str, Tensor]:
-        """(B, 3, H, W) -> [(B, C, ceil(H / stride), ceil(W / stride)), ...], or a dict of them."""
+        """Return the feature maps (B, C, ceil(H / stride), ceil(W / stride)) of images (B, 3, H, W)."""
         features = self.backbone(images).values()
         if self.feature_cls == "dict":
             return dict(zip(map(str, self.feature_info.out_indices), features, strict=True))
         return list(features)
 
     def no_weight_decay(self) -> set[str]:
-        """As :meth:`.Backbone.no_weight_decay`, with the names of this model."""
+        """Return the names of parameters without weight decay. See :meth:`.Backbone.no_weight_decay`."""
         return names_without_weight_decay(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the activations of a block in the backward pass."""
+        """Set whether the backward pass recomputes the activations of each block."""
         self.backbone.set_activation_checkpointing(enable)
 
 
@@ -270,12 +275,12 @@ def _feature_info(backbone: Backbone, indices: Sequence[int]) -> FeatureInfo:
 
 
 class RedrawHook:
-    """Redraw a Performer's random features in training, every 1 + 5T forward passes of epoch T (ViL appendix D)."""
+    """Redraws a Performer's random features in training, every 1 + 5T forward passes of epoch T (ViL appendix D)."""
 
     def __init__(self, model: nn.Module, epoch_length: int, first_epoch: int) -> None:
         check_whole("redraw_epoch_length", epoch_length)
         if not any(isinstance(module, PerformerAttention) for module in model.modules()):
-            raise ConfigError("redraw_epoch_length has no effect: the model has no random features")
+            raise ConfigError("redraw_epoch_length has no effect, because the model has no random features.")
         self.epoch_length = epoch_length
         self.iteration = epoch_length * first_epoch
         self.since = 0
@@ -293,12 +298,12 @@ class RedrawHook:
 
 
 class ShiftHook:
-    """Sample the shifts of local attention before each of the first forward passes in training."""
+    """Samples the shifts of local attention before each of the first forward passes in training."""
 
     def __init__(self, model: nn.Module, iterations: int, first_iteration: int) -> None:
         check_whole("random_shift_iterations", iterations)
         if not sample_shifts(model, seed=None):
-            raise ConfigError("random_shift_iterations has no effect: the model has no sliding chunks")
+            raise ConfigError("random_shift_iterations has no effect, because the model has no sliding chunks.")
         self.iterations = iterations
         self.iteration = first_iteration
 
@@ -311,9 +316,9 @@ class ShiftHook:
 
 
 class LITAdamW(torch.optim.AdamW):
-    """AdamW in which the offsets of deformable token merging have 0.01 of the learning rate: ``--opt litadamw``.
+    """AdamW with 0.01 times the learning rate for the offsets of deformable token merging: ``--opt litadamw``.
 
-    The factor is ``lr_scale`` in the parameter groups, which timm's schedulers apply, also to the lowest rate.
+    The factor is ``lr_scale`` of the parameter groups. timm's schedulers apply it, also to the minimum learning rate.
     """
 
     def add_param_group(self, param_group: dict) -> None:
@@ -326,9 +331,9 @@ class LITAdamW(torch.optim.AdamW):
 
 
 def _adapt_state_dict(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Adapt a state dict of :class:`TimmClassifier` to another image size or head, or to features.
+    """Adapt a state dict of :class:`TimmClassifier` to another image size, another head, or :class:`TimmFeatures`.
 
-    timm loads leniently where the number of classes differs; here all but the head must fit.
+    timm does not check names if the number of classes differs. Here all parameters but the head must match.
     """
     target, modules = model.state_dict(), dict(model.named_modules())
     adapted = {}
@@ -338,7 +343,7 @@ def _adapt_state_dict(state_dict: dict[str, Tensor], model: nn.Module) -> dict[s
     heads = ("head.",)
     if isinstance(model, TimmFeatures):
         heads = ("head.", "norm.")
-        # A LIT backbone has norms of its feature maps, and no global tokens.
+        # A LIT backbone has output norms and no global tokens.
         extra = (*heads, "backbone.stages.3.global_tokens", "backbone.stages.3.positions.global_tokens")
         adapted = {key: t for key, t in adapted.items() if key in target or not key.startswith(extra)}
         adapted |= {key: tensor for key, tensor in target.items() if key.startswith("backbone.output_norms.")}
@@ -346,7 +351,7 @@ def _adapt_state_dict(state_dict: dict[str, Tensor], model: nn.Module) -> dict[s
     if ours != theirs:
         wrong = sorted(dict(ours.items() ^ theirs.items()))
         raise ConfigError(
-            f"the checkpoint is of another model: {len(wrong)} names or shapes differ, such as {wrong[0]}"
+            f"The checkpoint is of another model. {len(wrong)} names or shapes differ, such as '{wrong[0]}'."
         )
     return adapted
 
@@ -382,9 +387,9 @@ def _entrypoint(name: str) -> Callable[..., nn.Module]:
 
 
 def _pretrained_cfg(name: str) -> dict:
-    """ImageNet as the official projects prepare it: bicubic, 256 and a crop of 224, and the same ratio at 384 (LS).
+    """Return the ImageNet preprocessing of the official projects: bicubic, with a crop of 0.875 at 224 and 384 (LS).
 
-    ViL's fine-tuning at 384 pixels, which has no variant of its own, uses 0.922: ``--crop-pct``.
+    ViL is fine-tuned at 384 pixels with a crop of 0.922. It has no variant of its own: use ``--crop-pct``.
     """
     variant = get_variant(name)
     side = variant.classifier_img_size

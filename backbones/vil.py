@@ -1,7 +1,7 @@
-"""ViL, the Multi-Scale Vision Longformer: stages of efficient attention, each at half the resolution of the last.
+"""ViL, the Multi-Scale Vision Longformer: stages of efficient attention, each at half the previous resolution.
 
-Sizes: Tables 1, 9 and 15 of the ViL paper; of ``ls_`` variants section 4.3 of Transformer-LS and its official launch
-scripts. ``chunk_size`` is the side of a chunk, so that 7 is the paper's window of 15.
+The sizes are from Tables 1, 9 and 15 of the ViL paper. The ``ls_`` variants are from section 4.3 of Transformer-LS and
+its official launch scripts. ``chunk_size`` is the side of a chunk: 7 is the paper's window of 15.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ from backbones.errors import ConfigError, check_choice, check_whole
 from backbones.layers.patch_embed import PatchEmbed
 from backbones.layers.position import RESIZING, AbsolutePositions
 
-# Mechanisms that a stage may be switched to, since they need no size that the variant does not have; only these have a
+# A user may switch a stage to these mechanisms. The others need sizes that a variant may not have. Only these support a
 # relative bias.
 _SWITCHABLE = ("sliding_chunk", "long_short", "dense")
 ATTENTIONS = (*_SWITCHABLE, "global", "linformer", "spatial_reduction", "performer")
-# The mechanisms that use an option; the others ignore it.
+# The mechanisms that use an option. The others ignore it.
 _USED_BY = {
     "chunk_size": ("sliding_chunk", "long_short"),
     "projection_rank": ("long_short",),
@@ -40,14 +40,19 @@ _USED_BY = {
 
 @dataclasses.dataclass(frozen=True)
 class ViLStage:
-    """One E-ViT stage (ViL section 3.1): ``depth`` blocks of ``heads`` heads on ``dim`` channels.
+    """One E-ViT stage (ViL section 3.1).
 
     Attributes:
-        attention: one of ``ATTENTIONS``.
-        chunk_size: side of a chunk or segment, in tokens (sliding_chunk, long_short).
-        rank: r of the dynamic projection (long_short).
-        num_features: projected length (linformer), or random features of a head (performer).
-        reduction: factor by which height and width of keys and values are reduced (spatial_reduction).
+        depth: Number of blocks.
+        patch_size: Side of a patch of the embedding.
+        heads: Number of heads.
+        dim: Channels of a token.
+        global_tokens: Number of global tokens.
+        attention: One of ``ATTENTIONS``.
+        chunk_size: Side of a chunk or segment, in tokens (sliding_chunk, long_short).
+        projection_rank: Rank r of the dynamic projection (long_short).
+        num_features: Projected length (linformer), or random features of a head (performer).
+        reduction: Factor by which the height and width of keys and values are reduced (spatial_reduction).
     """
 
     depth: int
@@ -69,7 +74,7 @@ class ViLStage:
         check_whole("projection_rank", self.projection_rank)
         check_whole("global_tokens", self.global_tokens, least=0)
         if self.attention == "global" and not self.global_tokens:
-            raise ConfigError("global_tokens=0: global attention needs a global token in every stage")
+            raise ConfigError("global_tokens=0 is not valid. Global attention needs a global token in every stage.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +82,14 @@ class ViLVariant(Variant):
     """A multi-scale ViL, or a model with the same stages and another attention.
 
     Attributes:
-        stages: a :class:`ViLStage` each.
-        relative_bias: whether there is a relative bias instead of absolute positions.
-        attention_mode: mode of sliding chunks, one of their ``MODES``.
-        shared_projections: whether global and local tokens share the projections of sliding chunks.
-        position_img_size: image side in pixels for tables that are resized to each feature map.
-        position_interpolation: ``"once"`` for tables of the largest image, ``"per_feature_map"`` for those that are
-            resized to each feature map, or None as in the papers: absolute positions at load, relative bias to each
-            feature map.
+        stages: One :class:`ViLStage` per stage.
+        relative_bias: Whether there is a relative bias instead of absolute positions.
+        attention_mode: Mode of sliding chunks, one of ``MODES``.
+        shared_projections: Whether global and local tokens share the projections of sliding chunks.
+        position_img_size: Image side in pixels for tables that are resized to each feature map.
+        position_interpolation: ``"once"`` for tables of the largest image, or ``"per_feature_map"`` for tables that are
+            resized to each feature map. With None, as in the papers, absolute positions are resized once and a relative
+            bias to each feature map.
     """
 
     relative_bias: bool = False
@@ -122,7 +127,11 @@ class ViLVariant(Variant):
         return self.position_interpolation != "per_feature_map"
 
     def with_options(self, **options: object) -> "ViLVariant":
-        """As :meth:`.Variant.with_options`; raises for a mechanism that needs other sizes, and for unused options."""
+        """Return the variant with other fields. See :meth:`.Variant.with_options`.
+
+        Raises:
+            ConfigError: If a mechanism needs other sizes, or an option has no effect.
+        """
         variant = super().with_options(**options)
         mechanisms = {stage.attention for stage in variant.stages}
         if "attention" in options:
@@ -130,7 +139,7 @@ class ViLVariant(Variant):
                 check_choice("attention", mechanism, _SWITCHABLE)
         for option in options.keys() & _USED_BY:
             if not mechanisms & set(_USED_BY[option]):
-                raise ConfigError(f"{option} has no effect: no stage has {' or '.join(_USED_BY[option])} attention")
+                raise ConfigError(f"{option} has no effect, because no stage has {_USED_BY[option][0]} attention.")
         return variant
 
     def __post_init__(self) -> None:
@@ -139,11 +148,11 @@ class ViLVariant(Variant):
         check_choice("position_interpolation", self.position_interpolation, (*RESIZING, None))
         for stage in self.stages:
             if self.relative_bias and stage.attention not in _SWITCHABLE:
-                raise ConfigError(f"{stage.attention} attention has no relative bias: use absolute positions")
+                raise ConfigError(f"{stage.attention} attention has no relative bias. Use absolute positions.")
 
 
 class ViL(Backbone):
-    """A multi-scale ViL (section 3.1, equation 1), by a :class:`.ViLVariant`."""
+    """A multi-scale ViL (section 3.1, equation 1). See :class:`.ViLVariant`."""
 
     variant: ViLVariant
 
@@ -162,7 +171,7 @@ class ViL(Backbone):
         return self.variant.stages[index].global_tokens
 
     def _map_size(self, index: int, resizing: str) -> tuple[int, int]:
-        """Height and width of tables in tokens, a multiple of the last stage's: 1333 pixels are 42 of 32, 336 of 4."""
+        """Return height and width of tables in tokens. 1333 pixels are 42 tokens at stride 32 and 336 at stride 4."""
         return self._table_size(index, resizing, unit=self.strides[-1])
 
     def _make_attention(self, index: int, number: int) -> nn.Module:
@@ -189,8 +198,7 @@ class ViL(Backbone):
             )
         if spec.attention == "long_short":
             sizes = {"chunk_size": spec.chunk_size, "rank": spec.projection_rank}
-            if self.settings.attention_backend != "flex":
-                common |= {"backend": self.settings.attention_backend}
+            common |= {"backend": self.settings.attention_backend}
             return LongShortAttention(spec.dim, relative_bias=variant.relative_bias, **sizes, **common)
         if spec.attention == "linformer":
             map_size = self._map_size(index, "once")
@@ -203,21 +211,21 @@ class ViL(Backbone):
 
 
 def _vil(*stages: tuple[int, int, int, int]) -> ViLVariant:
-    """Stages as in the paper's tables: (n, p, h, d). The last stage has no global token, as released."""
+    """Return a variant from stages (n, p, h, d), as in the paper's tables. The last one has no global token."""
     last = len(stages) - 1
     return ViLVariant(tuple(ViLStage(n, p, h, d, global_tokens=int(i < last)) for i, (n, p, h, d) in enumerate(stages)))
 
 
 def _with_depths(size: str, *depths: int) -> ViLVariant:
-    """Tiny or small with other depths; models of three stages start at stride 8 (Table 9)."""
+    """Return tiny or small with other depths. Models of three stages start at stride 8 (Table 9)."""
     widths = {"tiny": ((1, 48), (3, 96), (3, 192), (6, 384)), "small": ((3, 96), (3, 192), (6, 384), (12, 768))}[size]
     widths = widths[-len(depths) :]
     patches = (4 if len(depths) == 4 else 8,) + (2,) * (len(depths) - 1)
     return _vil(*((n, p, h, d) for n, p, (h, d) in zip(depths, patches, widths, strict=True)))
 
 
-# Fields of the last three or four stages that replace those of ViL (Table 15); in a "partial" model
-# the last two have full attention.
+# Fields that replace the fields of ViL's stages (Table 15). In a "partial" model, the last two stages have full
+# attention.
 _OVERRIDES: dict[str, Mapping[str, Sequence]] = {
     "vil": {},
     "full": {"attention": ["dense"] * 4},
@@ -239,7 +247,7 @@ def _with_mechanism(variant: ViLVariant, mechanism: str, *, partial: bool = Fals
 
 
 def _long_short(variant: ViLVariant, *, chunk_size: int = 7, img_size: int = 224) -> ViLVariant:
-    """Long-short attention in stages 1 and 2, full attention with relative bias in 3 and 4 (official scripts)."""
+    """Return long-short attention in stages 1 and 2, full attention in 3 and 4, and a relative bias, as officially."""
     stages = with_stage_values(variant.stages, "attention", ("long_short", "long_short", "dense", "dense"))
     stages = with_stage_values(stages, "chunk_size", chunk_size)
     return dataclasses.replace(variant, stages=stages, relative_bias=True, position_img_size=img_size)
@@ -252,7 +260,7 @@ _VIL = {
     "vil_medium_wide": _vil((1, 4, 3, 192), (2, 2, 6, 384), (8, 2, 8, 512), (1, 2, 12, 768)),
     "vil_base_deep": _vil((1, 4, 3, 96), (8, 2, 3, 192), (24, 2, 6, 384), (1, 2, 12, 768)),
     "vil_base_wide": _vil((1, 4, 3, 192), (2, 2, 6, 384), (8, 2, 12, 768), (1, 2, 16, 1024)),
-    # For the demo; not in the paper.
+    # For the demo, not in the paper
     "vil_tiny_1_1_3_1": _with_depths("tiny", 1, 1, 3, 1),
 } | {
     f"vil_{size}_{'_'.join(map(str, depths))}": _with_depths(size, *depths)
@@ -263,7 +271,7 @@ _VIL = {
 _COMPARED = [
     f"{size}{depths}" for size in ("tiny", "small") for depths in ("", "_1_10_1", "_2_9_1", "_1_1_9_1", "_1_2_8_1")
 ]
-# Table 2, flat models: E-ViT(full x 12/16; h, d, 1) of section 3.1, one feature map at stride 16.
+# The flat models of Table 2, E-ViT(full x 12/16; h, d, 1) of section 3.1, have one feature map at stride 16.
 _EVIT = {
     f"evit_full_16_{size}": ViLVariant((ViLStage(12, 16, heads, dim, attention="dense"),))
     for size, heads, dim in (("tiny", 3, 192), ("small", 6, 384))

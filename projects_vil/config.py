@@ -67,8 +67,7 @@ def add_vil_config(cfg: CfgNode) -> None:
     # and evaluations of averaged weights are not compiled.
     cfg.MODEL.TRANSFORMER.COMPILE = False
     # "auto" (PyTorch's, with a hint in the log if "triton" may be faster), "sdpa" (PyTorch's), "triton" (kernels of
-    # sliding chunks and long-short attention, on CUDA), "flex" (PyTorch's FlexAttention for sliding chunks, on CUDA) or
-    # "reference" (quadratic, for debugging).
+    # sliding chunks and long-short attention, on CUDA) or "reference" (quadratic, for debugging).
     cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"
     # An empty value of the following keys means that of the variant; a key that its family does not have is an error.
     # ViL and LS: the attention of each stage, "sliding_chunk", "long_short" or "dense".
@@ -453,8 +452,6 @@ def check_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES) -> bool:
     if match[1] == "cuda" and int(match[2] or 0) >= available:
         raise ConfigError(f"MODEL.DEVICE is {name}, and {available} CUDA devices are available: use MODEL.DEVICE cpu")
     missing = unmet_requirement(torch.device(name)) if backend == "triton" else None
-    if backend == "flex" and match[1] == "cpu":
-        missing = "needs a CUDA device"
     if missing is not None:
         raise ConfigError(f"MODEL.TRANSFORMER.ATTENTION_BACKEND {backend} {missing} (MODEL.DEVICE): use auto")
     return match[1] == "cuda"
@@ -475,7 +472,7 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
     if not requested and cfg.MODEL.DEVICE.startswith("cuda") and not has_gpu:
         cfg = with_overrides(cfg, {"MODEL.DEVICE": "cpu"})
         backend = cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND
-        if backend in ("triton", "flex"):
+        if backend == "triton":
             cfg = with_overrides(cfg, {"MODEL.TRANSFORMER.ATTENTION_BACKEND": "auto"})
             _logger.info("MODEL.TRANSFORMER.ATTENTION_BACKEND is auto: %s does not run on the CPU", backend)
     if check_device(cfg, devices=devices):

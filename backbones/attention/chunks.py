@@ -1,15 +1,17 @@
-"""Cutting a feature map into chunks, and masking of keys, for all kernels over chunks.
+"""Cut a feature map into chunks and mask keys. Sliding chunks and long-short attention share these functions.
 
-A mask for every pair would be larger than all keys. Keys have extra mask channels instead, whose product with those of
-the query lowers the score of a key that must not be seen by a penalty. float16 can represent both factors: with heads
-of up to 1024 channels the penalty is larger than the largest float16.
+A mask for every pair of tokens would be larger than all keys. Instead, queries and keys have extra mask channels. Their
+product lowers the score of a hidden key by a penalty. float16 can represent both factors. For heads of up to 1024
+channels, the penalty is larger than the largest float16.
+
+Shapes: B images, M heads, H x W tokens, D channels per head, chunks of w x w tokens.
 """
 
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from torch import Tensor
 from backbones.layers.tracing import (
     autocast_dtype,
     contiguous_for_export,
+    in_autocast_dtype,
     is_exporting,
     is_tracing,
     padding_to_multiple,
@@ -27,75 +30,99 @@ from backbones.layers.tracing import (
 
 MODES = ("zero_pad", "exact", "cyclic")
 _PENALTY = 1e9
-_QUERY_MASK, _KEY_MASK_FLOAT16 = 256.0, -32768.0
+QUERY_MASK, _KEY_MASK_FLOAT16 = 256.0, -32768.0
 
 
-class WindowInputs(NamedTuple):
-    """The tensors of attention to windows; also their gradients, or whether they need one.
+def attend_chunks(
+    attention: Callable[..., Tensor], query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, chunk_size: int
+) -> Tensor:
+    """Return the attention of all chunks to their windows of S keys, computed in one call.
 
-    Attributes:
-        query, key, value: (B, M, H, W, D).
-        global_key, global_value: (B, M, G, D), keys that all tokens see, or None.
-        local_bias: (M or 1, w * w, S), positions in a chunk by positions in its window, row by row, or None.
-        global_bias: (M, G) or None.
+    Args:
+        attention: A function with the arguments of ``F.scaled_dot_product_attention``.
+        query: (B, M, H, W, D).
+        keys: (B * rows * M, cols, S, D + E), with E channels that mask keys. See :func:`mask_keys`.
+        values: (B * rows * M, cols, S, D + E). On a GPU they may have fewer channels. See :func:`extra_channels`.
+        bias: (M or 1, w * w, S or more), or None.
+        chunk_size: Side w of a chunk.
+
+    Returns:
+        (B, M, H, W, D)
     """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    global_key: Tensor | None = None
-    global_value: Tensor | None = None
-    local_bias: Tensor | None = None
-    global_bias: Tensor | None = None
+    (batch, heads, height, width), channels = query.shape[:4], static_size(query.shape[4])
+    # (B * rows * M, cols, w * w, D + E)
+    queries = to_chunks(F.pad(query, (0, static_size(keys.shape[3]) - channels), value=QUERY_MASK), chunk_size)
+    if bias is not None:
+        # PyTorch would cast the copies below, and not keep their rows aligned.
+        (bias,) = in_autocast_dtype(bias)
+        # (B * rows * M, 1, w * w, S)
+        # OpenVINO does not fuse attention if the bias of one head is expanded.
+        if not (torch.jit.is_tracing() and static_size(bias.shape[0]) == 1):
+            bias = contiguous_for_export(bias.expand(queries.shape[0] // heads, heads, -1, -1)).flatten(0, 1)
+        bias = bias[:, None]
+        if is_exporting():
+            # torch 2.14 exports a broadcast bias only for two or more columns of chunks.
+            bias = bias.expand(-1, queries.shape[1], -1, -1)
+        if wants_alignment(bias.device):
+            # A view of aligned rows
+            bias = bias[..., : keys.shape[2]]
+    output = attention(queries, keys, values, attn_mask=bias, scale=channels**-0.5)[..., :channels]
+    # (B, rows, M, cols, w, w, D) -> (B, rows * w, cols * w, M, D)
+    output = output.unflatten(2, (chunk_size, chunk_size)).unflatten(0, (batch, -1, heads))
+    output = contiguous_for_export(output.permute(0, 1, 4, 3, 5, 2, 6)).flatten(3, 4).flatten(1, 2)
+    return take_first(take_first(output, 1, height), 2, width).permute(0, 3, 1, 2, 4)
 
 
 def wants_alignment(device: torch.device) -> bool:
-    """Return whether PyTorch's kernel wants channels, and rows of a bias, in multiples of 8: that for GPUs does."""
+    """Return whether PyTorch's kernel needs channels and rows of a bias in multiples of 8. The GPU kernel does."""
     return device.type == "cuda"
 
 
-def mask_channels(channels: int, device: torch.device) -> int:
-    """How many mask channels hidden keys have: one; on a GPU, where the fast kernels want it, up to a multiple of 8."""
-    return 8 - channels % 8 if wants_alignment(device) else 1
+def extra_channels(channels: int, device: torch.device) -> tuple[int, int]:
+    """Return the number of mask channels of keys, and of channels of zeros of values.
 
-
-def value_channels(channels: int, extra: int, device: torch.device) -> int:
-    """How many channels of zeros values have: as many as keys have mask channels; on a GPU up to a multiple of 8."""
-    return -channels % 8 if wants_alignment(device) else extra
+    Keys have one mask channel. The fast kernels for GPUs need multiples of 8 channels.
+    """
+    return (8 - channels % 8, -channels % 8) if wants_alignment(device) else (1, 1)
 
 
 def aligned_bias(parts: list[Tensor]) -> Tensor:
-    """Parts of a bias for different keys, (M, L, S of all); on a GPU filled up to a multiple of 8.
+    """Return the parts (M, L, S) of a bias for different keys as one tensor. On a GPU, pad S to a multiple of 8.
 
     PyTorch's kernel for GPUs would copy a bias whose rows are not aligned.
     """
-    padding = -sum(part.shape[2] for part in parts) % 8 if wants_alignment(parts[0].device) else 0
+    padding = -sum([part.shape[2] for part in parts]) % 8 if wants_alignment(parts[0].device) else 0
     if padding:
         parts = [*parts, parts[0].new_zeros(1, 1, 1).expand(*parts[0].shape[:2], padding)]
     return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
 
-def both_biases(inputs: WindowInputs, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """The local bias, (M or 1, w * w, 9 * w * w), and the global one, (M or 1, G): zeros where there is none."""
-    local, to_global, positions = inputs.local_bias, inputs.global_bias, chunk_size**2
-    if local is None:
-        local = inputs.query.new_zeros(1, positions, 9 * positions)
-    if to_global is None:
-        to_global = local.new_zeros(1, 0 if inputs.global_key is None else static_size(inputs.global_key.shape[2]))
-    return local, to_global
+def split_blocks(sizes: tuple[int, ...], scores: int, limit: int) -> Iterator[tuple[slice, ...]]:
+    """Yield the blocks of axes of ``sizes``. A block has at most ``limit`` scores, or one index of each axis.
 
+    The last axis is cut first, into parts of equal size.
 
-def mask_queries(query: Tensor, extra: int) -> Tensor:
-    """(..., D) -> (..., D + extra), to be taken with the keys of :func:`mask_keys`."""
-    return F.pad(query, (0, extra), value=_QUERY_MASK)
+    Args:
+        sizes: Length of each axis.
+        scores: Number of scores of one index of all axes.
+        limit: Largest number of scores of a block.
+    """
+    limit, axes = limit // scores, []
+    for size in reversed(sizes):
+        parts = -(-size // max(1, limit))
+        edges = [size * part // parts for part in range(parts + 1)]
+        axes.append([slice(first, last) for first, last in itertools.pairwise(edges)])
+        limit = limit // size if parts == 1 else 1
+    return itertools.product(*reversed(axes))
 
 
 def mask_keys(key: Tensor, hidden: Tensor, extra: int) -> Tensor:
-    """Keys with ``extra`` channels more, negative where a position is hidden, and 0 elsewhere.
+    """Return keys with ``extra`` more channels, which are negative at hidden positions and 0 elsewhere.
 
     Args:
         key: (B, M, H, W, D).
-        hidden: (H, W), not 0 for a position that must not be seen.
+        hidden: (H, W), not 0 at hidden positions.
+        extra: Number of mask channels.
 
     Returns:
         (B, M, H, W, D + extra)
@@ -106,18 +133,20 @@ def mask_keys(key: Tensor, hidden: Tensor, extra: int) -> Tensor:
 
 def _key_mask(key: Tensor, extra: int) -> float:
     half, scale = (autocast_dtype(key.device) or key.dtype) == torch.float16, static_size(key.shape[-1]) ** -0.5
-    return _KEY_MASK_FLOAT16 if half else -_PENALTY / (_QUERY_MASK * scale * extra)
+    return _KEY_MASK_FLOAT16 if half else -_PENALTY / (QUERY_MASK * scale * extra)
 
 
 def pad_keys_values(key: Tensor, value: Tensor, pad: tuple[int, int, int, int], extra: int) -> Tensor:
-    """Keys with a border that no query sees, as :func:`mask_keys`, and values with the same border.
+    """Pad keys with a hidden border, as :func:`mask_keys`, and values with the same border.
 
     Args:
-        key, value: (B, M, H, W, D).
-        pad: columns on the left and on the right, rows above and below.
+        key: (B, M, H, W, D).
+        value: (B, M, H, W, D).
+        pad: Columns on the left and on the right, rows above and below.
+        extra: Number of mask channels.
 
     Returns:
-        (2 * B, M, H + rows, W + columns, D + extra); of values the last channels are of no use.
+        (2 * B, M, H + rows, W + columns, D + extra), keys first. The last channels of values are not used.
     """
     hidden = is_padding(key, key.shape[2:4], pad)
     if is_tracing() or torch.compiler.is_compiling():
@@ -126,7 +155,7 @@ def pad_keys_values(key: Tensor, value: Tensor, pad: tuple[int, int, int, int], 
 
 
 class _PaddedKeysValues(torch.autograd.Function):
-    """One copy of each, and gradients that are views."""
+    """Copy keys and values once. The gradients are views."""
 
     @staticmethod
     def forward(ctx, pad: tuple[int, int, int, int], extra: int, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -144,14 +173,20 @@ class _PaddedKeysValues(torch.autograd.Function):
         return None, None, None, *(part[ctx.inner] for part in grad.chunk(2))
 
 
-def with_halo(key: Tensor, value: Tensor, chunk_size: int, *, is_cyclic: bool, extra: int) -> tuple[Tensor, Tensor]:
-    """Pad keys and values to whole chunks, add a chunk at each border, and mask what must not be seen.
+def with_halo(key: Tensor, value: Tensor, chunk_size: int, *, is_cyclic: bool) -> tuple[Tensor, Tensor]:
+    """Pad keys and values to whole chunks, add a chunk at each border, and mask the hidden keys.
+
+    Args:
+        key: (B, M, H, W, D).
+        value: (B, M, H, W, D).
+        chunk_size: Side w of a chunk.
+        is_cyclic: Whether the border continues at the opposite border. See :func:`wrap`.
 
     Returns:
-        (B, M, (rows + 2) * w, (cols + 2) * w, D + extra); the channels of values are those of :func:`value_channels`.
+        Both as (B, M, (rows + 2) * w, (cols + 2) * w, D + extra), with the channels of :func:`extra_channels`.
     """
-    more = value_channels(static_size(value.shape[4]), extra, value.device)
-    height, width = key.shape[2:4]
+    (height, width), channels = key.shape[2:4], static_size(key.shape[4])
+    extra, more = extra_channels(channels, key.device)
     pad_height, pad_width = padding_to_multiple(height, chunk_size), padding_to_multiple(width, chunk_size)
     if is_cyclic:
         whole = (0, 0, 0, pad_width, 0, pad_height)
@@ -168,15 +203,15 @@ def with_halo(key: Tensor, value: Tensor, chunk_size: int, *, is_cyclic: bool, e
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return whether this run is no trace of ``x``, and what is made from it may be kept for the next call."""
-    # Not of fake tensors either: a run that is only counted or compiled has them.
+    """Return whether this run is neither traced nor compiled, so that results may be cached for the next call."""
+    # Fake tensors must not be cached either.
     return type(x) is Tensor and not is_tracing() and not torch.compiler.is_compiling()
 
 
 def is_padding(x: Tensor, shape: tuple[int, ...], pad: tuple[int, ...]) -> Tensor:
-    """Return 1 for each position that is padding in a map of ``shape`` padded by ``pad`` (as ``F.pad``), or else 0.
+    """Return 1 for each padding position of a feature map of ``shape`` padded by ``pad`` (as ``F.pad``), 0 elsewhere.
 
-    The result has the type and device of ``x``; TensorRT pads no booleans. It is kept for the next call.
+    The result has the dtype and device of ``x``, because TensorRT cannot pad booleans. It is cached.
     """
     make = _is_padding if is_plain(x) else _is_padding.__wrapped__
     return make(tuple(shape), pad, x.dtype, x.device)
@@ -189,17 +224,27 @@ def _is_padding(shape: tuple[int, ...], pad: tuple[int, ...], dtype: torch.dtype
 
 
 def wrap(size: int, padded: int, chunk_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The source of each position along an axis with its cyclic halo, and whether the position must not be seen."""
+    """Return the source of each position along an axis with its cyclic halo, and whether the position is hidden.
+
+    Args:
+        size: Tokens along the axis.
+        padded: Tokens with the padding to whole chunks.
+        chunk_size: Length of the halo on each side.
+        device: Device of the result.
+
+    Returns:
+        Two tensors (padded + 2 * chunk_size,).
+    """
     position = torch.arange(-chunk_size, padded + chunk_size, device=device)
-    # The padded size as a tensor: it is compared, and in an exported model it follows the image.
+    # As a tensor, the padded size depends on the image in exported models too.
     whole = position[-1:] + 1 - chunk_size
     source = position % whole
-    # With fewer than three chunks the chunk behind the border is a neighbour already.
+    # With fewer than three chunks, the chunk behind the border is a neighbor already.
     return source, (source >= size) | ((position != source) & (whole < 3 * chunk_size))
 
 
 def to_chunks(x: Tensor, chunk_size: int) -> Tensor:
-    """(B, M, H, W, D) -> (B * rows * M, cols, w * w, D), padded with zeros to whole chunks."""
+    """Cut (B, M, H, W, D) into chunks (B * rows * M, cols, w * w, D), padded with zeros to whole chunks."""
     height, width = x.shape[2:4]
     x = F.pad(x, (0, 0, 0, padding_to_multiple(width, chunk_size), 0, padding_to_multiple(height, chunk_size)))
     # (B, M, rows, w, cols, w, D)
@@ -207,21 +252,12 @@ def to_chunks(x: Tensor, chunk_size: int) -> Tensor:
     return contiguous_for_export(x.permute(0, 2, 1, 4, 3, 5, 6)).flatten(4, 5).flatten(0, 2)
 
 
-def from_chunks(x: Tensor, chunk_size: int, *, batch: int, heads: int, height: int, width: int) -> Tensor:
-    """(B * rows * M, cols, w * w, D) -> (B, M, H, W, D), without the padding; it lies in memory as (B, H, W, M, D)."""
-    rows = (height + chunk_size - 1) // chunk_size
-    # (B, rows, M, cols, w, w, D) -> (B, rows * w, cols * w, M, D)
-    x = x.unflatten(2, (chunk_size, chunk_size)).unflatten(0, (batch, rows, heads))
-    x = contiguous_for_export(x.permute(0, 1, 4, 3, 5, 2, 6)).flatten(3, 4).flatten(1, 2)
-    return take_first(take_first(x, 1, height), 2, width).permute(0, 3, 1, 2, 4)
-
-
 _COPIES: contextvars.ContextVar[bool] = contextvars.ContextVar("copies_windows", default=False)
 
 
 @contextlib.contextmanager
 def copied_windows() -> Iterator[None]:
-    """Inside this context, traces copy windows, for runtimes without overlapping views: see :func:`copies_windows`."""
+    """Make traces copy windows in this context, for runtimes without overlapping views. See :func:`copies_windows`."""
     token = _COPIES.set(True)
     try:
         yield
@@ -230,17 +266,17 @@ def copied_windows() -> Iterator[None]:
 
 
 def copies_windows() -> bool:
-    """Whether windows are copies, taken by their index, as in a run of ``torch.export``; else they are views."""
-    # Checked only under torch.jit.trace: torch.compile of older versions cannot trace it.
+    """Return whether windows are copies taken by index, as in ``torch.export``, instead of views."""
+    # torch.compile of older versions cannot trace a context variable.
     return is_exporting() or (torch.jit.is_tracing() and _COPIES.get())
 
 
 def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
-    """Windows of ``size`` along ``dim``, moving by ``step``: a view.
+    """Return overlapping windows of ``size`` along ``dim``, at each ``step``: a view.
 
-    ``dim``, counted from the front, becomes the number of windows, and the positions of a window are the next axis. The
-    backward pass is a few additions of whole blocks, where that of ``unfold`` goes position by position. Where
-    :func:`copies_windows` they are a copy, since ``unfold`` would become transposes of single numbers there.
+    ``dim``, counted from the front, becomes the number of windows. The positions in a window are the next axis. The
+    backward pass adds whole blocks, while the backward pass of ``unfold`` adds position by position. The windows are a
+    copy if :func:`copies_windows` is true, because ``unfold`` would then become transposes of single numbers.
     """
     if copies_windows():
         number = (x.shape[dim] - size) // step + 1

@@ -1,77 +1,102 @@
-"""Full attention: every token sees every token (ViL section 3.3, ``a = full``), with or without relative bias."""
+"""Full attention between all tokens (ViL section 3.3, ``a = full``), with or without a relative position bias."""
+
+import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
-from backbones.attention import blocked, reference
-from backbones.attention.sdpa import pytorch_attention
+from backbones.attention import cpu_blocks, reference
+from backbones.attention.chunks import split_blocks
 from backbones.errors import check_choice
 from backbones.layers.position import GridRelativeBias
-from backbones.layers.tracing import contiguous_for_export, is_exporting, is_tracing, take_first
+from backbones.layers.tracing import (
+    autocast_dtype,
+    contiguous_for_export,
+    is_exporting,
+    is_tracing,
+    padding_to_multiple,
+    take_first,
+)
 
-# For so few the scores are smaller than the keys, and may be kept.
-_FEW_QUERIES = 16
+# Kernels of PyTorch's attention: all but cuDNN's.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# Most scores of a call on a GPU: 512 MB in bfloat16
+_CALL_SCORES = 2**28
+
+
+def pytorch_attention(query: Tensor, key: Tensor, value: Tensor, **options: Tensor | float | bool | None) -> Tensor:
+    """Return ``F.scaled_dot_product_attention`` of the arguments, without cuDNN's kernel.
+
+    PyTorch may choose cuDNN's kernel on an H100. Its backward pass has rules for strides, which keys that are
+    overlapping views may break.
+    """
+    # Dynamo cannot trace the query of the flag. If the caller excludes cuDNN, its other choices remain.
+    if query.device.type != "cuda" or not (torch.compiler.is_compiling() or torch.backends.cuda.cudnn_sdp_enabled()):
+        return F.scaled_dot_product_attention(query, key, value, **options)
+    with sdpa_kernel(_KERNELS):
+        return F.scaled_dot_product_attention(query, key, value, **options)
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None) -> Tensor:
-    """Scaled dot-product attention over all keys.
+    """Return scaled dot-product attention over all keys.
 
     Args:
-        query: (B, M, L, D). key, value: (B, M, S, D).
-        bias: broadcast to (B, M, L, S) and added to the scaled products.
+        query: (B, M, L, D).
+        key: (B, M, S, D).
+        value: (B, M, S, D).
+        bias: Broadcast to (B, M, L, S) and added to the scaled products.
 
     Returns:
         (B, M, L, D)
     """
     if bias is not None and bias.ndim == 3:
-        if (
-            blocked.needs_blocks(query, key, value, biases=(bias,))
-            and bias.requires_grad
-            and query.shape[2] > _FEW_QUERIES
-        ):
-            return blocked.dense_attention(query, key, value, bias)
-        # With a mask of three axes PyTorch leaves its fast kernel on the CPU.
+        # With a mask of three axes PyTorch does not use its fast kernel on a CPU.
         bias = bias[None]
         if is_exporting():
-            # torch 2.14 exports a broadcast bias for batches of two or more only.
+            # torch 2.14 exports a broadcast bias only for batches of two or more.
             bias = bias.expand(query.shape[0], -1, -1, -1)
     return pytorch_attention(query, key, value, attn_mask=bias)
 
 
 def split_heads(tokens: Tensor, num_heads: int) -> Tensor:
-    """(B, ..., M * D) -> (B, M, ..., D), a view."""
+    """Return a view (B, M, ..., D) of tokens (B, ..., M * D)."""
     return tokens.unflatten(-1, (num_heads, -1)).movedim(-2, 1)
 
 
 def merge_heads(tokens: Tensor) -> Tensor:
-    """(B, M, ..., D) -> (B, ..., M * D)."""
+    """Return tokens (B, ..., M * D) from the outputs (B, M, ..., D) of the heads."""
     return contiguous_for_export(tokens.movedim(1, -2)).flatten(-2)
 
 
-# A traced run has a fixed number of groups: of about 2^21 scores per head, on the feature map that the table is made
-# for, and at most 8.
+# A traced run has a fixed number of groups: about 2^21 scores per head and group on the feature map that the table is
+# made for, and at most 8 groups.
 _TRACED_SCORES, _TRACED_GROUPS = 2**21, 8
 
 BACKENDS = {"sdpa": dense_attention, "reference": reference.attention}
 
 
 class TokenAttention(nn.Module):
-    """Multi-head attention of tokens of a feature map and global tokens; a subclass defines which keys they see.
+    """Base class of multi-head attention over the tokens of a feature map and global tokens.
+
+    A subclass defines which keys the tokens attend to.
 
     Args:
-        dim: channels of a token.
-        num_heads: divides ``dim``.
-        num_global_tokens: G.
-        update_globals: whether the global tokens are queries too; the last block of a stage drops them.
-        backend: a key of ``backends``; ``"reference"`` is for debugging.
+        dim: Channels of a token.
+        num_heads: Number M of heads. It divides ``dim``.
+        num_global_tokens: Number G of global tokens.
+        update_globals: Whether the global tokens are queries too. The last block of a stage drops them.
+        backend: A key of ``backends``. ``"reference"`` is for debugging.
 
     Raises:
-        ConfigError: for an unknown backend.
+        ConfigError: If the backend is unknown.
     """
 
     backends = BACKENDS
     shared_projections = True
-    # Whether one layer projects tokens to queries, keys and values.
+    # Whether one layer computes queries, keys and values.
     has_qkv = True
 
     def __init__(
@@ -96,19 +121,27 @@ class TokenAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
-        """(B, G + H * W, C), global tokens first, and (H, W) -> the same, or (B, H * W, C) without updated globals."""
+        """Return the updated tokens.
+
+        Args:
+            tokens: (B, G + H * W, C), global tokens first.
+            size: H and W.
+
+        Returns:
+            (B, G + H * W, C), or (B, H * W, C) if the global tokens are not updated.
+        """
         return self.proj(merge_heads(self._attend(tokens, size)))
 
     def _attend(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
-        """The output of each head, (B, M, L, D), for the global tokens first, where they are updated."""
+        """Return the output of each head, (B, M, L, D). The global tokens come first if they are updated."""
         raise NotImplementedError
 
     def _queries(self, tokens: Tensor) -> Tensor:
-        """The tokens that are queries: all, or the local ones."""
+        """Return the tokens that are queries: all tokens, or only the local ones."""
         return tokens if self.update_globals else split_globals(tokens, self.num_global_tokens)[1]
 
     def _project(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Queries (B, M, L, D), keys and values (B, M, G + H * W, D), by one layer."""
+        """Return queries (B, M, L, D), keys and values (B, M, G + H * W, D), computed by one layer."""
         query, key, value = split_heads(self.qkv(tokens), 3 * self.num_heads).chunk(3, dim=1)
         return query if self.update_globals else query[:, :, self.num_global_tokens :], key, value
 
@@ -116,16 +149,16 @@ class TokenAttention(nn.Module):
 class DenseAttention(TokenAttention):
     """Multi-head self-attention over the tokens of a feature map and the global tokens together.
 
-    On a large feature map a learned bias is computed for a group of rows at a time, and again in the backward pass, or
-    is a view of a small table, so that never more than a part of the N x N scores of a head is in memory. A traced run
-    has a fixed number of groups.
+    The bias of a large feature map is computed for a group of rows at a time, and computed again in the backward pass.
+    Only a part of the N x N scores of a head is in memory at any time. A traced run has a fixed number of groups.
 
     Args:
-        bias_size: height and width, in tokens, of the feature map that the relative bias table is made for, next to a
-            table for the global tokens; None for no relative bias.
+        dim: Channels of a token.
+        bias_size: Height and width, in tokens, of the feature map that the relative bias table is made for. None for no
+            relative bias. The global tokens have a table of their own.
         bias_resize_mode: ``"linear"`` (bilinear) or ``"cubic"``.
-        bias_resizing: ``"per_feature_map"``, or ``"once"`` for a table that is large enough for every map.
-        common: see :class:`TokenAttention`.
+        bias_resizing: ``"per_feature_map"``, or ``"once"`` for a table that is large enough for every feature map.
+        common: See :class:`TokenAttention`.
     """
 
     sized = ("num_groups",)
@@ -163,29 +196,29 @@ class DenseAttention(TokenAttention):
         return self._on_map(query, key, value, height, width)
 
     def _on_map(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
-        """Attention with the relative bias, outside of a traced run."""
+        """Return the attention with the relative bias, in a run that is not traced."""
         attend, bias = BACKENDS[self.backend], self.relative_bias
         if self.backend != "sdpa" or torch.compiler.is_compiling() or not query.numel():
             return attend(query, key, value, bias=bias(height, width))
         num_queries = query.shape[2] - height * width
         local = query[:, :, num_queries:].unflatten(2, (height, width))
-        if query.device.type == "cuda":
-            grid = bias.by_offset(height, width)
-            output = blocked.checkpointed_map_attention(local, key, value, grid, bias.global_key_bias)
+        if query.device.type == "cpu":
+            by_row_offset = bias.by_row_offset(height, width)
+            output = cpu_blocks.map_attention(local, key, value, by_row_offset, bias.global_key_bias)
         else:
-            output = blocked.map_attention(local, key, value, bias.by_row_offset(height, width), bias.global_key_bias)
+            output = map_attention(local, key, value, bias.by_offset(height, width), bias.global_key_bias)
         if num_queries:
             globals_ = attend(query[:, :, :num_queries], key, value, bias=bias.global_query_bias(height * width))
             output = torch.cat([globals_, output], dim=2)
         return output
 
     def _traced(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
-        """Attention in a run that is traced for maps of other sizes."""
+        """Return the attention in a traced run, for feature maps of any size."""
         attend, num_global = BACKENDS[self.backend], self.num_global_tokens
         key, value, key_rows = traced_keys(key, value, height, width, num_global)
         if self.relative_bias is None:
             return attend(contiguous_for_export(query), key, value)
-        # (groups, R); the last groups repeat the last row, where their number does not divide the height.
+        # (groups, R). The last groups repeat the last row if the number of groups does not divide the height.
         step = (height + self.num_groups - 1) // self.num_groups
         starts = torch.arange(self.num_groups, device=query.device) * step
         rows = _up_to_last(starts[:, None] + torch.arange(step, device=query.device), height)
@@ -203,18 +236,76 @@ class DenseAttention(TokenAttention):
         return output
 
 
-def traced_keys(key: Tensor, value: Tensor, height: int, width: int, num_global: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values for a run that is traced for feature maps of other sizes, and the rows that they are.
+def map_attention(query: Tensor, key: Tensor, value: Tensor, offset_bias: Tensor, global_bias: Tensor | None) -> Tensor:
+    """Return the attention of a feature map's tokens to the global tokens and to the whole feature map.
 
-    PyTorch branches on a single key, and an export would specialise to one branch. So an export sees a map of one row
-    twice, which changes no weighted mean.
+    PyTorch's kernel computes it in a few calls. The backward pass computes the bias of each call again.
 
     Args:
-        key, value: (B, M, G + height * width, D).
+        query: (B, M, H, W, D).
+        key: (B, M, G + H * W, D).
+        value: (B, M, G + H * W, D).
+        offset_bias: (M, 2 * H - 1, 2 * W - 1), the bias by offset of rows and of columns, query minus key.
+        global_bias: (M, G), or None without global tokens.
 
     Returns:
-        Both as (B, M, G + S * width, D), and (S,): numbers of rows. S is ``height``, or 2 where that is 1, in an export
-        and without global tokens.
+        (B, M, H * W, D)
+    """
+    (batch, heads, height, width), num_keys = query.shape[:4], key.shape[2]
+    # Keys are in reverse order, so that the bias is a view of its table. PyTorch does not copy an aligned bias again.
+    fill = (0, 0, 0, padding_to_multiple(num_keys, 16))
+    key, value = (F.pad(x.flip(2), fill) for x in (key, value))
+    dtype, outputs = autocast_dtype(query.device) or query.dtype, []
+    for some_heads, rows in split_blocks((heads, height), batch * width * num_keys, _CALL_SCORES):
+        table = offset_bias[some_heads, rows.start : rows.stop + height - 1]
+        inputs = query[:, some_heads, rows].flatten(2, 3), key[:, some_heads], value[:, some_heads], table
+        to_global = None if global_bias is None else global_bias[some_heads]
+        attend = functools.partial(_attend_with_table, height, width, dtype)
+        output = checkpoint(attend, *inputs, to_global, use_reentrant=False, preserve_rng_state=False)
+        if rows.start == 0:
+            outputs.append([])
+        outputs[-1].append(output)
+    return torch.cat([torch.cat(parts, dim=2) for parts in outputs], dim=1)
+
+
+def _attend_with_table(
+    height: int,
+    width: int,
+    dtype: torch.dtype,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offset_bias: Tensor,
+    global_bias: Tensor | None,
+) -> Tensor:
+    """Return the attention (B, M, rows * W, D) of some rows of a feature map. Keys are in reverse order and padded."""
+    # (M, rows, W, H, W). The gradient is summed in float32.
+    bias = offset_bias.unfold(1, height, 1).unfold(2, width, 1).to(dtype, memory_format=torch.contiguous_format)
+    parts = [bias.flatten(3).flatten(1, 2)]
+    if global_bias is not None:
+        parts.append(global_bias.flip(1).to(dtype)[:, None].expand(-1, query.shape[2], -1))
+    hidden = key.shape[2] - sum(part.shape[2] for part in parts)
+    if hidden:
+        parts.append(bias.new_full((1, 1, 1), float("-inf")).expand(*parts[0].shape[:2], hidden))
+    return pytorch_attention(query, key, value, attn_mask=torch.cat(parts, dim=2)[None])
+
+
+def traced_keys(key: Tensor, value: Tensor, height: int, width: int, num_global: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys and values for a traced run, and the numbers of their rows.
+
+    PyTorch branches on a single key, and ``torch.export`` would specialize to one branch. Therefore an export repeats a
+    feature map of one row, which changes no weighted mean.
+
+    Args:
+        key: (B, M, G + height * width, D).
+        value: (B, M, G + height * width, D).
+        height: Rows of the feature map.
+        width: Columns of the feature map.
+        num_global: Number G of global tokens.
+
+    Returns:
+        Keys and values (B, M, G + S * width, D), and the numbers of the rows (S,). S is ``height``, or 2 for a height
+        of 1 in an export without global tokens.
     """
     if num_global or not is_exporting():
         return contiguous_for_export(key), contiguous_for_export(value), torch.arange(height, device=key.device)
@@ -224,23 +315,23 @@ def traced_keys(key: Tensor, value: Tensor, height: int, width: int, num_global:
 
 
 def _up_to_last(rows: Tensor, height: int) -> Tensor:
-    """``rows.clamp(max=height - 1)``; of int64, as numbers of rows are, TensorRT documents Min and no Clip."""
+    """Return ``rows.clamp(max=height - 1)``. TensorRT documents Min for int64, but not Clip."""
     return rows.minimum(torch.arange(height, device=rows.device)[-1:])
 
 
 def _tokens_of(rows: Tensor, width: int) -> Tensor:
-    """Numbers of rows (R,) of a feature map -> numbers of their tokens, (R * width,)."""
+    """Return the numbers (R * width,) of the tokens in these rows (R,) of a feature map."""
     return (rows[:, None] * width + torch.arange(width, device=rows.device)).flatten()
 
 
 def join_tokens(tokens: Tensor, global_tokens: Tensor | None) -> Tensor:
-    """(B, H, W, C) and (B, G, C) or None -> (B, G + H * W, C), global tokens first."""
+    """Return one sequence (B, G + H * W, C), global tokens first, from (B, H, W, C) and (B, G, C) or None."""
     sequence = tokens.flatten(1, 2)
     return sequence if global_tokens is None else torch.cat([global_tokens, sequence], dim=1)
 
 
 def split_globals(sequence: Tensor, num_global: int, dim: int = 1) -> tuple[Tensor | None, Tensor]:
-    """(B, G + H * W, C) -> the global tokens, (B, G, C) or None for none, and the local ones, (B, H * W, C)."""
+    """Split (B, G + H * W, C) into the global tokens, (B, G, C) or None, and the local tokens, (B, H * W, C)."""
     if not num_global:
         return None, contiguous_for_export(sequence)
     parts = sequence.split([num_global, sequence.shape[dim] - num_global], dim=dim)

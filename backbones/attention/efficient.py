@@ -1,6 +1,6 @@
-"""The efficient attention mechanisms that ViL is compared with (ViL section 3.3 and appendix D).
+"""The efficient attention mechanisms that the ViL paper compares (ViL section 3.3 and appendix D).
 
-Global memory, Linformer, spatial reduction and Performer, modules with the inputs of :class:`.TokenAttention`.
+They are global memory, Linformer, spatial reduction and Performer.
 """
 
 import math
@@ -16,10 +16,10 @@ from backbones.layers import tracing
 
 
 class GlobalMemoryAttention(TokenAttention):
-    """Multi-head attention of local tokens to only the global tokens, and of these to all.
+    """Multi-head attention in which local tokens attend only to the global tokens, and global tokens to all.
 
-    There is one global token or more; the paper has 256, 256, 64 and 16 in its four stages (Table 15). Arguments are
-    those of :class:`.TokenAttention`.
+    At least one global token is needed. The paper has 256, 256, 64 and 16 in its four stages (Table 15). See
+    :class:`.TokenAttention` for the arguments.
     """
 
     has_qkv = False
@@ -38,15 +38,16 @@ class GlobalMemoryAttention(TokenAttention):
 
 
 class LinformerAttention(TokenAttention):
-    """Multi-head attention to ``num_features`` learned combinations of the tokens of feature maps of one size.
+    """Multi-head attention to ``num_features`` learned combinations of all tokens, for feature maps of one size.
 
-    Keys and values share the combinations, as in the paper's models (the counts of Table 14). The global tokens are
-    combined with the others.
+    Keys and values share the combinations, as in the paper's models (the parameter counts of Table 14). The global
+    tokens are combined with the others.
 
     Args:
-        map_size: height and width, in tokens, of the only feature maps that it takes.
-        num_features: K, the projected length; 256 in the paper.
-        common: see :class:`.TokenAttention`.
+        dim: Channels of a token.
+        map_size: Height and width, in tokens, of all feature maps.
+        num_features: Projected length K, 256 in the paper.
+        common: See :class:`.TokenAttention`.
     """
 
     has_qkv = False
@@ -61,11 +62,11 @@ class LinformerAttention(TokenAttention):
 
     def _attend(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
         height, width = size
-        # A traced size is a tensor, and its comparison would be frozen into the graph.
+        # A traced size is a tensor. The graph would keep the result of its comparison.
         if not tracing.is_tracing() and (height, width) != self.map_size:
             raise ConfigError(
-                f"Linformer takes feature maps of {self.map_size[0]} x {self.map_size[1]} tokens, and this one has "
-                f"{height} x {width}: create the model for this image size (create_classifier's img_size)"
+                f"Linformer needs feature maps of {self.map_size[0]} x {self.map_size[1]} tokens, but this one has "
+                f"{height} x {width}. Set img_size of create_classifier to this image size."
             )
         # (B, K, C) each
         key, value = (self.project_length.T @ self.key_value(tokens)).chunk(2, dim=2)
@@ -76,13 +77,15 @@ class LinformerAttention(TokenAttention):
 class SpatialReductionAttention(TokenAttention):
     """Multi-head attention to a reduced feature map, a convolution over R x R tokens, and to the global tokens.
 
-    As in the official models, the last rows and columns that do not fill a position of the reduced map are not seen.
-    Only a feature map below R tokens is padded, with zeros below and on the right. The global tokens are not reduced.
+    As in the official models, the convolution drops the last rows and columns if R does not divide the height or width.
+    Only a feature map smaller than R tokens is padded, with zeros at the bottom and on the right. The global tokens are
+    not reduced.
 
     Args:
-        reduction: R; 16, 8, 4, 2 in the four stages of SRA/64 and 8, 4, 2, 1 of SRA/32 (Table 15). With 1 there is no
-            convolution, as the counts of Table 14 have it, and attention is full.
-        common: see :class:`.TokenAttention`.
+        dim: Channels of a token.
+        reduction: R. SRA/64 has 16, 8, 4 and 2 in the four stages, SRA/32 has 8, 4, 2 and 1 (Table 15). With 1 there is
+            no convolution and attention is full, as the parameter counts of Table 14 imply.
+        common: See :class:`.TokenAttention`.
     """
 
     has_qkv = False
@@ -102,7 +105,7 @@ class SpatialReductionAttention(TokenAttention):
             padded = F.pad(local.unflatten(1, size).permute(0, 3, 1, 2), padding)
             reduced = tracing.contiguous_for_export(self.reduce(tracing.contiguous_for_export(padded)))
             size = reduced.shape[2:]
-            # PyTorch's instance norm refuses a single position: (B, C, max(1, H // R), max(1, W // R))
+            # (B, C, max(1, H // R), max(1, W // R)). PyTorch's instance norm does not accept a single position.
             seen = F.layer_norm(reduced, size).flatten(2).transpose(1, 2)
             seen = seen if global_tokens is None else torch.cat([global_tokens, seen], dim=1)
         key, value = split_heads(self.key_value(seen), 2 * self.num_heads).chunk(2, dim=1)
@@ -117,17 +120,20 @@ _EPS = 1e-4
 
 
 def performer_attention(query: Tensor, key: Tensor, value: Tensor, *, features: Tensor) -> Tensor:
-    """Attention by random features, linear in the tokens, and computed in float32 at least.
+    """Return attention by random features, which is linear in the number of tokens.
+
+    It is computed in float32 or better. For stability, the largest product of all keys of an image is subtracted. The
+    official code subtracts the largest product of the whole batch. Here the result of an image does not depend on the
+    other images in its batch.
 
     Args:
-        query: (B, M, L, D). key, value: (B, M, S, D).
+        query: (B, M, L, D).
+        key: (B, M, S, D).
+        value: (B, M, S, D).
         features: (K, D), random and orthogonal in groups of D.
 
     Returns:
-        (B, M, L, D), in the type of ``value``.
-
-    The largest product of the keys of each image is subtracted, in the official code that of the whole batch: here the
-    result of an image does not depend on the rest of its batch, and equals the official one of the image by itself.
+        (B, M, L, D), in the dtype of ``value``.
 
     Source: ViL appendix D, and "Rethinking Attention with Performers", section 2.3 (FAVOR+).
     """
@@ -141,7 +147,7 @@ def performer_attention(query: Tensor, key: Tensor, value: Tensor, *, features: 
 
 
 def _features(x: Tensor, features: Tensor, largest_of: tuple[int, ...]) -> Tensor:
-    """(B, M, L, D) -> positive features (B, M, L, K); the axes are those whose largest product is subtracted."""
+    """Return positive features (B, M, L, K) of tokens (B, M, L, D), without the largest product over some axes."""
     x = x * tracing.static_size(x.shape[-1]) ** -0.25
     products = x @ features.T
     products = products - products.amax(dim=largest_of, keepdim=True)
@@ -149,7 +155,7 @@ def _features(x: Tensor, features: Tensor, largest_of: tuple[int, ...]) -> Tenso
 
 
 def sample_features(num_features: int, dim: int, *, generator: torch.Generator | None = None) -> Tensor:
-    """Random features (K, D): rows orthogonal in groups of D, as long as Gaussian vectors are."""
+    """Sample random features (K, D): orthogonal rows in groups of D, with the lengths of Gaussian vectors."""
     number = -(-num_features // dim)
     groups = [nn.init.orthogonal_(torch.empty(dim, dim), generator=generator) for _ in range(number)]
     lengths = torch.randn(num_features, dim, generator=generator).norm(dim=1, keepdim=True)
@@ -159,11 +165,12 @@ def sample_features(num_features: int, dim: int, *, generator: torch.Generator |
 class PerformerAttention(TokenAttention):
     """Multi-head attention by random features, over the tokens of a feature map and the global tokens together.
 
-    The features are a buffer, so that they travel with a checkpoint; :func:`redraw_features` samples new ones.
+    The features are a buffer, so checkpoints contain them. :func:`redraw_features` samples new ones.
 
     Args:
-        num_features: K; 256 in the paper (Table 15).
-        common: see :class:`.TokenAttention`.
+        dim: Channels of a token.
+        num_features: Number K of random features, 256 in the paper (Table 15).
+        common: See :class:`.TokenAttention`.
     """
 
     backends = {"sdpa": performer_attention, "reference": reference.performer_attention}
@@ -182,11 +189,15 @@ class PerformerAttention(TokenAttention):
 def redraw_features(model: nn.Module, *, seed: int) -> int:
     """Sample new random features for every :class:`PerformerAttention` in ``model``.
 
-    The paper does so every ``1 + 5 * epoch`` iterations in classification and every 1000 in detection (appendix D).
-    The same seed gives the same features in every process.
+    The paper does this every ``1 + 5 * epoch`` iterations in classification, and every 1000 iterations in detection
+    (appendix D). The same seed gives the same features in every process.
+
+    Args:
+        model: A model with any number of such modules.
+        seed: Seed of the random numbers.
 
     Returns:
-        How many modules were sampled again.
+        The number of modules.
     """
     generator = torch.Generator().manual_seed(seed)
     modules = [module for module in model.modules() if isinstance(module, PerformerAttention)]

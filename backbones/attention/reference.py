@@ -1,7 +1,9 @@
-"""Dense definitions of the attention mechanisms: quadratic, and meant to be obviously right.
+"""Dense definitions of the attention mechanisms. They are quadratic, and simple enough to be checked by reading.
 
-Every fast kernel is tested against these. Shapes, here and in the kernels: B images, M heads, H x W tokens of a feature
-map, N = H * W, D channels per head, G global tokens, w the side of a chunk.
+Every fast kernel is tested against these functions.
+
+Shapes: B images, M heads, H x W tokens of a feature map, N = H * W, D channels per head, G global tokens, w the side of
+a chunk.
 """
 
 import math
@@ -12,11 +14,13 @@ from torch import Tensor
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None) -> Tensor:
-    """Scaled dot-product attention with an explicit softmax.
+    """Return scaled dot-product attention with an explicit softmax.
 
     Args:
-        query: (B, M, L, D). key, value: (B, M, S, D).
-        bias: broadcast to (B, M, L, S) and added to the scaled products; -inf forbids a pair.
+        query: (B, M, L, D).
+        key: (B, M, S, D).
+        value: (B, M, S, D).
+        bias: Broadcast to (B, M, L, S) and added to the scaled products. -inf masks a pair.
 
     Returns:
         (B, M, L, D)
@@ -27,11 +31,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None 
     return scores.softmax(dim=-1) @ value
 
 
-def _axis_neighbourhood(size: int, chunk_size: int, mode: str) -> tuple[Tensor, Tensor]:
-    """Return which keys a query sees along one axis, and where: both (size, size), indexed [query, key].
+def _axis_neighborhood(size: int, chunk_size: int, mode: str) -> tuple[Tensor, Tensor]:
+    """Return which keys a query attends to along one axis, and their slots: both (size, size), [query, key].
 
-    The second result is the key's position in the three chunks around the query's own, 0 to 3w - 1; its value
-    for keys that are not seen is undefined.
+    A slot is the position in the three chunks around the query, 0 to 3w - 1. It is undefined for hidden keys.
     """
     position = torch.arange(size)
     chunk = position // chunk_size
@@ -49,11 +52,14 @@ def _axis_neighbourhood(size: int, chunk_size: int, mode: str) -> tuple[Tensor, 
 def _window_bias(
     query: Tensor, rows: tuple[Tensor, Tensor], cols: tuple[Tensor, Tensor], chunk_size: int, local_bias: Tensor | None
 ) -> Tensor:
-    """The bias of all pairs of tokens, (M, N, N): -inf for a key that is not seen.
+    """Return the bias (M, N, N) of all pairs of tokens, with -inf for hidden keys.
 
     Args:
-        rows, cols: along each axis which keys a query sees, and where in its window.
-        local_bias: (M, w * w, L * L), positions in a chunk by positions in its window of L x L, row by row, or None.
+        query: (B, M, H, W, D).
+        rows: Which keys a query attends to along the height, and their slots in the window.
+        cols: The same along the width.
+        chunk_size: Side w of a chunk.
+        local_bias: (M, w * w, L * L), positions in a chunk by slots in its L x L window, row by row, or None.
     """
     heads, height, width = query.shape[1:4]
     tokens = height * width
@@ -80,16 +86,16 @@ def sliding_chunk_attention(
     global_bias: Tensor | None = None,
     shift: tuple[int, int] | None = None,
 ) -> Tensor:
-    """The contract of :func:`backbones.attention.sliding_chunk.sliding_chunk_attention`, with all N x N pairs."""
+    """Return the result of :func:`.sliding_chunk.sliding_chunk_attention`, from all N x N pairs."""
     height, width = query.shape[2:4]
-    rows, cols = (_axis_neighbourhood(size, chunk_size, mode) for size in (height, width))
+    rows, cols = (_axis_neighborhood(size, chunk_size, mode) for size in (height, width))
     bias = _window_bias(query, rows, cols, chunk_size, local_bias)
     if shift is not None:
         row_step, col_step = rows[1] // chunk_size - 1, cols[1] // chunk_size - 1
-        own, neighbour = (
+        own, neighbor = (
             (row_step == row)[:, None, :, None] & (col_step == col)[None, :, None, :] for row, col in ((0, 0), shift)
         )
-        bias = bias.masked_fill(~(own | neighbour).reshape(bias.shape[1:]).to(query.device), float("-inf"))
+        bias = bias.masked_fill(~(own | neighbor).reshape(bias.shape[1:]).to(query.device), float("-inf"))
 
     key, value = key.flatten(2, 3), value.flatten(2, 3)
     if global_key is not None:
@@ -101,11 +107,11 @@ def sliding_chunk_attention(
 
 
 def performer_attention(query: Tensor, key: Tensor, value: Tensor, *, features: Tensor, eps: float = 1e-4) -> Tensor:
-    """The contract of :func:`backbones.attention.efficient.performer_attention`, with all pairs of tokens.
+    """Return the result of :func:`.efficient.performer_attention`, from all pairs of tokens.
 
-    The weight of a pair is the mean over the features of the product of both tokens' positive features: for a token x
-    scaled by ``D ** -0.25`` they are ``exp(feature . x - largest - |x|^2 / 2) + eps``, the largest product being a
-    query's own, and one for all keys of an image.
+    The weight of a pair is the mean product of the positive features of both tokens. The features of a token x, scaled
+    by ``D ** -0.25``, are ``exp(feature . x - largest - |x|^2 / 2) + eps``. Each query has its own largest product. All
+    keys of an image share one.
     """
     query, key = (x * x.shape[-1] ** -0.25 for x in (query, key))
     query_products = torch.einsum("bmld,kd->bmlk", query, features)
@@ -119,10 +125,9 @@ def performer_attention(query: Tensor, key: Tensor, value: Tensor, *, features: 
 
 
 def _axis_segments(size: int, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """Return which keys a query sees along one axis, and where: both (size, size), indexed [query, key].
+    """Return which keys a query attends to along one axis, and their slots: both (size, size), [query, key].
 
-    The second result is the key's position in the window of w + 2 * side; its value for keys that are not seen is
-    undefined.
+    A slot is the position in the window of w + 2 * side. It is undefined for hidden keys.
     """
     side = max(chunk_size // 2, 1)
     length = chunk_size + 2 * side
@@ -142,12 +147,12 @@ def long_short_attention(
     projected_value: Tensor,
     local_bias: Tensor | None = None,
 ) -> Tensor:
-    """The contract of :func:`backbones.attention.long_short.long_short_attention`, with all N x N pairs."""
+    """Return the result of :func:`.long_short.long_short_attention`, from all N x N pairs."""
     height, width = query.shape[2:4]
     rows, cols = (_axis_segments(size, chunk_size) for size in (height, width))
     bias = _window_bias(query, rows, cols, chunk_size, local_bias)
 
     key, value = (torch.cat([x, y.flatten(2, 3)], dim=2) for x, y in ((projected_key, key), (projected_value, value)))
-    # Projected keys come first, without bias.
+    # Projected keys come first and have no bias.
     bias = F.pad(bias, (key.shape[2] - bias.shape[2], 0))
     return attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))

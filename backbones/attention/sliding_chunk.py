@@ -1,33 +1,37 @@
 """Vision Longformer attention (ViL section 3.2, appendix C): a local 2-D window and global tokens.
 
-The feature map is cut into chunks of w x w tokens. A token sees its own chunk, the eight chunks around it and the
-global tokens; the global tokens see everything. Memory is linear in the number of tokens.
+The feature map is cut into chunks of w x w tokens. A token attends to its own chunk, the eight chunks around it and the
+global tokens. The global tokens attend to all tokens. Memory is linear in the number of tokens.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.attention import reference
-from backbones.attention.backends import suggest_triton, triton_or_sdpa
+from backbones.attention import cpu_blocks, reference
 from backbones.attention.chunks import (
     MODES,
-    WindowInputs,
     aligned_bias,
-    both_biases,
+    attend_chunks,
     copies_windows,
-    mask_channels,
     to_chunks,
     windows,
     with_halo,
 )
-from backbones.attention.dense import TokenAttention, dense_attention, merge_heads, split_globals, split_heads
-from backbones.attention.flex_chunks import flex_chunk_attention
+from backbones.attention.dense import (
+    TokenAttention,
+    dense_attention,
+    merge_heads,
+    pytorch_attention,
+    split_globals,
+    split_heads,
+)
+from backbones.attention.triton_check import suggest_triton, triton_is_right
 from backbones.attention.triton_chunks import triton_chunk_attention
-from backbones.attention.windows import WindowLayout, attend_chunks, window_attention
-from backbones.errors import check_choice
+from backbones.errors import ConfigError, check_choice
 from backbones.layers.position import WindowRelativeBias, position_parameter
 from backbones.layers.tracing import is_tracing, padding_to_multiple, static_size
 
@@ -45,83 +49,122 @@ def sliding_chunk_attention(
     global_bias: Tensor | None = None,
     shift: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Attention of the local tokens: B images, M heads, H x W tokens, D channels per head, G global tokens.
+    """Return the attention of the local tokens to their windows and to the global tokens.
+
+    Shapes: B images, M heads, H x W tokens, D channels per head, G global tokens.
 
     Args:
-        query, key, value: (B, M, H, W, D); any H and W.
-        chunk_size: side w of a chunk.
-        mode: ``"zero_pad"``, chunks at the border have fewer neighbours; ``"exact"``, only the (2w + 1) x (2w + 1)
-            tokens around each token; ``"cyclic"``, the neighbours of a chunk at the border are those at the opposite
-            border, along an axis of three chunks or more. No key is seen twice in any mode.
-        global_key, global_value: (B, M, G, D), or None for no global token.
-        local_bias: (M, w * w, 9 * w * w), positions in a chunk by positions in its 3w x 3w neighbourhood, row by row.
-        global_bias: (M, G), added where a local token looks at a global one.
-        shift: one of :data:`SHIFTS`, for only the own chunk and this neighbour.
+        query: (B, M, H, W, D), with any H and W.
+        key: (B, M, H, W, D).
+        value: (B, M, H, W, D).
+        chunk_size: Side w of a chunk.
+        mode: With ``"zero_pad"``, chunks at the border have fewer neighbors. With ``"exact"``, a token attends only to
+            the (2w + 1) x (2w + 1) tokens around it. With ``"cyclic"``, a chunk at the border also attends to chunks at
+            the opposite border, along an axis of three chunks or more. No mode attends to a key twice.
+        global_key: (B, M, G, D), or None without global tokens.
+        global_value: (B, M, G, D), or None.
+        local_bias: (M, w * w, 9 * w * w), the bias of positions in a chunk by positions in its 3w x 3w neighborhood,
+            row by row. None for no bias.
+        global_bias: (M, G), the bias of local queries at global keys, or None.
+        shift: One of :data:`SHIFTS`, to attend only to the own chunk and this neighbor. None for all neighbors.
 
     Returns:
         (B, M, H, W, D)
 
-    Source: ViL appendix C, "sliding chunk". Rows of chunks are copied three times into strips one chunk wide; three
+    Raises:
+        ConfigError: If ``mode`` is unknown.
+
+    Source: ViL appendix C, "sliding chunk". Rows of chunks are copied three times into strips one chunk wide. Three
     strips side by side are then one contiguous run of keys, and windows over them overlap without further copies. An
-    exported model copies each window whole.
+    exported model copies each window.
     """
-    check_choice("attention mode", mode, MODES)
-    inputs = WindowInputs(query, key, value, global_key, global_value, local_bias, global_bias)
+    if mode not in MODES:
+        raise ConfigError(f"Unknown attention mode {mode!r}. Choose one of {', '.join(MODES)}.")
     if shift is None and not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * chunk_size:
-        return _whole_map_attention(inputs, chunk_size)
+        return _whole_map_attention(
+            query, key, value, global_key, global_value, local_bias, global_bias, chunk_size=chunk_size
+        )
     if mode == "exact":
-        inputs = inputs._replace(local_bias=_hide_far_keys(both_biases(inputs, chunk_size)[0], chunk_size))
-    layout = WindowLayout(chunk_size, side=chunk_size, is_cyclic=mode == "cyclic", shift=shift)
-    return window_attention(functools.partial(_attend, layout), layout, inputs)
+        local_bias = _hide_far_keys(_biases_or_zeros(query, global_key, local_bias, None, chunk_size)[0], chunk_size)
+    tensors = query, key, value, global_key, global_value, local_bias, global_bias
+    options = {"chunk_size": chunk_size, "is_cyclic": mode == "cyclic", "shift": shift}
+    attend = functools.partial(_attend, **options)
+    if cpu_blocks.is_needed(*tensors):
+        return cpu_blocks.window_attention(attend, *tensors, side=chunk_size, **options)
+    return attend(*tensors)
 
 
-def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
-    """All chunks in one call: see :func:`.attend_chunks`."""
-    query, size = inputs.query, layout.chunk_size
-    extra = mask_channels(static_size(query.shape[4]), query.device)
-    keys, values = with_halo(inputs.key, inputs.value, size, is_cyclic=layout.is_cyclic, extra=extra)
-    if layout.shift is None:
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    global_key: Tensor | None,
+    global_value: Tensor | None,
+    local_bias: Tensor | None,
+    global_bias: Tensor | None,
+    *,
+    chunk_size: int,
+    is_cyclic: bool,
+    shift: tuple[int, int] | None,
+    attention: Callable[..., Tensor] = pytorch_attention,
+) -> Tensor:
+    """Return the attention of all chunks by one call of ``attention``. See :func:`.attend_chunks`."""
+    keys, values = with_halo(key, value, chunk_size, is_cyclic=is_cyclic)
+    biases = None
+    if local_bias is not None or (global_key if shift is None else global_bias) is not None:
+        biases = _biases_or_zeros(query, global_key, local_bias, global_bias, chunk_size)
+    if shift is None:
         # (B * rows * M, cols, S, D + extra), S keys of three strips
-        keys, values = _windows(keys, size, inputs.global_key), _windows(values, size, inputs.global_value)
-        bias = _window_bias(inputs, size)
+        keys, values = _windows(keys, chunk_size, global_key), _windows(values, chunk_size, global_value)
+        bias = None if biases is None else _window_bias(*biases, query.shape[1], chunk_size)
     else:
-        keys = _chunk_pairs(keys, layout, inputs.global_key)
-        values = _chunk_pairs(values, layout, inputs.global_value)
-        bias = _bias_of_pairs(inputs, layout)
-    return attend_chunks(query, keys, values, bias, chunk_size=size, with_logsumexp=with_logsumexp)
+        keys = _chunk_pairs(keys, chunk_size, shift, global_key)
+        values = _chunk_pairs(values, chunk_size, shift, global_value)
+        bias = None if biases is None else _bias_of_pairs(*biases, chunk_size, shift)
+    return attend_chunks(attention, query, keys, values, bias, chunk_size)
 
 
-def _chunk_pairs(x: Tensor, layout: WindowLayout, global_tokens: Tensor | None) -> Tensor:
-    """(B, M, (rows + 2) * w, (cols + 2) * w, E), (B, M, G, D) with D <= E -> (B * rows * M, cols, S, E).
+def _biases_or_zeros(
+    query: Tensor, global_key: Tensor | None, local_bias: Tensor | None, global_bias: Tensor | None, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return the local bias (M or 1, w * w, 9 * w * w) and the global one (M or 1, G), with zeros instead of None."""
+    if local_bias is None:
+        local_bias = query.new_zeros(1, chunk_size**2, 9 * chunk_size**2)
+    if global_bias is None:
+        global_bias = local_bias.new_zeros(1, 0 if global_key is None else static_size(global_key.shape[2]))
+    return local_bias, global_bias
 
-    The S keys of a chunk are its own, those of its neighbour, and the global tokens.
+
+def _chunk_pairs(x: Tensor, chunk_size: int, shift: tuple[int, int], global_tokens: Tensor | None) -> Tensor:
+    """Return the S keys of each chunk, (B * rows * M, cols, S, E): its own, its neighbor's and the global tokens.
+
+    Args:
+        x: (B, M, (rows + 2) * w, (cols + 2) * w, E).
+        chunk_size: Side w of a chunk.
+        shift: Step to the neighbor, in chunks down and to the right.
+        global_tokens: (B, M, G, D) with D <= E, or None.
     """
-    size, (height, width) = layout.chunk_size, x.shape[2:4]
-    parts = [
-        to_chunks(x[:, :, row : row + height - 2 * size, col : col + width - 2 * size], size)
-        for row, col, _ in layout.pieces()
-    ]
+    height, width = (size - 2 * chunk_size for size in x.shape[2:4])
+    parts = []
+    for row, col in ((chunk_size, chunk_size), ((1 + shift[0]) * chunk_size, (1 + shift[1]) * chunk_size)):
+        parts.append(to_chunks(x[:, :, row : row + height, col : col + width], chunk_size))
     if global_tokens is not None:
-        extra = F.pad(global_tokens, (0, x.shape[4] - global_tokens.shape[3]))
-        rows, cols = height // size - 2, width // size - 2
-        parts.append(extra[:, None, :, None].expand(-1, rows, -1, cols, -1, -1).flatten(0, 2))
+        extra = F.pad(global_tokens, (0, x.shape[4] - global_tokens.shape[3]))[:, None, :, None]
+        parts.append(extra.expand(-1, height // chunk_size, -1, width // chunk_size, -1, -1).flatten(0, 2))
     return torch.cat(parts, dim=2)
 
 
-def _bias_of_pairs(inputs: WindowInputs, layout: WindowLayout) -> Tensor | None:
-    """Return the bias that all chunks share, (M or 1, w * w, S or more), in the order of :func:`_chunk_pairs`."""
-    if inputs.local_bias is None and inputs.global_bias is None:
-        return None
-    size, (local, to_global) = layout.chunk_size, both_biases(inputs, layout.chunk_size)
-    window = local.unflatten(2, (3 * size, -1))
-    parts = [window[:, :, row : row + size, col : col + size].flatten(2) for row, col, _ in layout.pieces()]
-    parts.append(to_global[:, None].expand(-1, size**2, -1))
-    heads = max(part.shape[0] for part in parts)
+def _bias_of_pairs(local_bias: Tensor, global_bias: Tensor, chunk_size: int, shift: tuple[int, int]) -> Tensor:
+    """Return the bias (M or 1, w * w, S or more) that all chunks share, in the order of :func:`_chunk_pairs`."""
+    chunks = local_bias.unflatten(2, (3, chunk_size, 3, chunk_size))
+    parts = [chunks[:, :, 1 + row, :, 1 + col].flatten(2) for row, col in ((0, 0), shift)]
+    parts.append(global_bias[:, None].expand(-1, chunk_size**2, -1))
+    heads = max(len(local_bias), len(global_bias))
     return aligned_bias([part.expand(heads, -1, -1) for part in parts])
 
 
 def _hide_far_keys(local_bias: Tensor, chunk_size: int) -> Tensor:
-    """A local bias of -inf for keys that are further than w from a position."""
+    """Return the local bias with -inf for keys that are further than w from a position."""
     inside = torch.arange(chunk_size, device=local_bias.device) + chunk_size
     around = torch.arange(3 * chunk_size, device=local_bias.device)
     near = (inside[:, None] - around[None, :]).abs() <= chunk_size
@@ -129,12 +172,21 @@ def _hide_far_keys(local_bias: Tensor, chunk_size: int) -> Tensor:
     return local_bias.masked_fill(~seen.reshape(local_bias.shape[1:]), float("-inf"))
 
 
-def _whole_map_attention(inputs: WindowInputs, chunk_size: int) -> Tensor:
-    """:func:`sliding_chunk_attention` on a feature map of at most two chunks per side, where all tokens see each other.
+def _whole_map_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    global_key: Tensor | None,
+    global_value: Tensor | None,
+    local_bias: Tensor | None,
+    global_bias: Tensor | None,
+    *,
+    chunk_size: int,
+) -> Tensor:
+    """Return the attention on a feature map of at most two chunks per side, where every token attends to all tokens.
 
     Source: ViL section 3.2, "equivalent to full attention", as in the last two stages at 224 x 224.
     """
-    query, key, value, global_key, global_value, local_bias, global_bias = inputs
     (heads, height, width), bias = query.shape[1:4], None
     key, value = key.flatten(2, 3), value.flatten(2, 3)
     if local_bias is not None:
@@ -147,37 +199,40 @@ def _whole_map_attention(inputs: WindowInputs, chunk_size: int) -> Tensor:
         bias = local_bias.flatten(1)[:, index.flatten(2, 3).flatten(0, 1)]
     if global_key is not None:
         if bias is not None or global_bias is not None:
-            tokens, to_global = height * width, both_biases(inputs, chunk_size)[1]
+            tokens = height * width
             bias = query.new_zeros(heads, tokens, tokens) if bias is None else bias
-            bias = torch.cat([to_global[:, None].expand(heads, tokens, -1), bias], dim=2)
+            if global_bias is None:
+                global_bias = query.new_zeros(heads, global_key.shape[2])
+            bias = torch.cat([global_bias[:, None].expand(heads, tokens, -1), bias], dim=2)
         key, value = torch.cat([global_key, key], dim=2), torch.cat([global_value, value], dim=2)
     return dense_attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
 
 
 def _positions_and_slots(size: int, chunk_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Along an axis: each query's position in its chunk, (size,), and each key's in the query's three, (size, size)."""
+    """Return, along an axis, the position of queries in their chunk (size,) and of keys in the window (size, size)."""
     position = torch.arange(size, device=device)
     first_slot = (position // chunk_size - 1) * chunk_size
     return position % chunk_size, position[None, :] - first_slot[:, None]
 
 
 def _windows(x: Tensor, chunk_size: int, global_tokens: Tensor | None) -> Tensor:
-    """(B, M, (rows + 2) * w, (cols + 2) * w, E), (B, M, G, D) with D <= E -> (B * rows * M, cols, S, E), overlapping.
+    """Return the S keys of each chunk, (B * rows * M, cols, S, E): an overlapping view of strips of chunks.
 
-    The S keys of a chunk are three strips, each 3w rows of w tokens followed by the global tokens, these filled up
-    with zeros to whole rows.
+    The keys of a chunk are three strips. A strip has 3w rows of w tokens, followed by the global tokens, which are
+    padded with zeros to whole rows.
+
+    Args:
+        x: (B, M, (rows + 2) * w, (cols + 2) * w, E).
+        chunk_size: Side w of a chunk.
+        global_tokens: (B, M, G, D) with D <= E, or None.
     """
     # (B, M, (rows + 2) * w, cols + 2, w, E), and the global tokens, (B, M, rows of w, w, E)
     lines, extra = x.unflatten(3, (-1, chunk_size)), None
     if global_tokens is not None:
         fill = (0, lines.shape[5] - global_tokens.shape[3], 0, padding_to_multiple(global_tokens.shape[2], chunk_size))
         extra = F.pad(global_tokens, fill).unflatten(2, (-1, chunk_size))
-    return (_copied_windows if copies_windows() else _viewed_windows)(lines, extra)
-
-
-def _viewed_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
-    """:func:`_windows` of rows of w tokens, (B, M, (rows + 2) * w, cols + 2, w, E) and (B, M, g, w, E) or None."""
-    chunk_size = static_size(lines.shape[4])
+    if copies_windows():
+        return _copied_windows(lines, extra)
     # (B, rows, M, cols + 2, 3w, w, E)
     strips = windows(lines, 2, 3 * chunk_size, chunk_size).permute(0, 2, 1, 4, 3, 5, 6)
     if extra is not None:
@@ -188,7 +243,12 @@ def _viewed_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
 
 
 def _copied_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
-    """:func:`_viewed_windows` by one copy, of whole rows of w tokens, which lie together in memory as they are."""
+    """Return the keys of :func:`_windows` as one copy of rows of w tokens, which are contiguous in memory.
+
+    Args:
+        lines: (B, M, (rows + 2) * w, cols + 2, w, E).
+        extra: The global tokens (B, M, rows, w, E), or None.
+    """
     heads, chunk_size = static_size(lines.shape[1]), static_size(lines.shape[4])
     columns, device = lines.shape[3], lines.device
     rows, cols = lines.shape[2] // chunk_size - 2, columns - 2
@@ -198,7 +258,7 @@ def _copied_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
     index = row[:, None, None] * columns + col[:, :, None]
     lines = lines.flatten(2, 3)
     if extra is not None:
-        # With sizes of -1 OpenVINO 2026.4 returns uninitialised memory.
+        # With sizes of -1, OpenVINO 2026.4 returns uninitialized memory.
         num_extra = static_size(extra.shape[2])
         positions = lines.shape[2] + torch.arange(num_extra, device=device)
         index = torch.cat([index, positions.expand(rows, cols, 3, num_extra)], dim=3)
@@ -211,48 +271,30 @@ def _copied_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
     return windows.flatten(4, 5).flatten(0, 2)
 
 
-def _window_bias(inputs: WindowInputs, chunk_size: int) -> Tensor | None:
-    """Return the bias that all chunks share, (M or 1, w * w, S or more), in the order of :func:`_windows`."""
-    if inputs.local_bias is None and inputs.global_key is None:
-        return None
-    bias, to_global = both_biases(inputs, chunk_size)
+def _window_bias(local_bias: Tensor, global_bias: Tensor, heads: int, chunk_size: int) -> Tensor:
+    """Return the bias (M or 1, w * w, S or more) that all chunks share, in the order of :func:`_windows`."""
     # (M, w * w, 3 strips, 3w * w)
-    bias = bias.unflatten(2, (3 * chunk_size, 3, chunk_size)).transpose(2, 3).flatten(3, 4)
-    if inputs.global_key is None:
+    bias = local_bias.unflatten(2, (3 * chunk_size, 3, chunk_size)).transpose(2, 3).flatten(3, 4)
+    num_global, positions = static_size(global_bias.shape[1]), chunk_size**2
+    if not num_global:
         return aligned_bias([bias.flatten(2, 3)])
-    heads, positions, num_global = inputs.query.shape[1], chunk_size**2, static_size(to_global.shape[1])
-    # The global tokens are in every strip, filled up to whole rows; only the middle copy is unmasked.
+    # Every strip has the global tokens, padded to whole rows. Only the middle copy is not masked.
     left, middle, right = bias.expand(heads, -1, -1, -1).unbind(2)
-    to_global = to_global[:, None].expand(heads, positions, -1)
-    hidden, fill = bias.new_full((1, 1, 1), float("-inf")), padding_to_multiple(num_global, chunk_size)
-    filling, unseen = (hidden.expand(heads, positions, number) for number in (fill, num_global + fill))
-    return aligned_bias([left, unseen, middle, to_global, *([filling] if fill else []), right, unseen])
+    global_bias = global_bias[:, None].expand(heads, positions, -1)
+    fill = padding_to_multiple(num_global, chunk_size)
+    hidden = bias.new_full((1, 1, 1), float("-inf")).expand(heads, positions, num_global + fill)
+    filling = [hidden[..., :fill]] if fill else []
+    return aligned_bias([left, hidden, middle, global_bias, *filling, right, hidden])
 
 
-# Steps of chunks, down and to the right, to a neighbour: of random-shift training.
+# Steps to the neighbors of a chunk, down and to the right, for random-shift training.
 SHIFTS = tuple((row, col) for row in (-1, 0, 1) for col in (-1, 0, 1) if (row, col) != (0, 0))
 
 
-def auto_chunk_attention(**arguments: Tensor | int | str | tuple[int, int] | None) -> Tensor:
-    """:func:`sliding_chunk_attention`, with a line of the log about Triton's kernel if the device may run it."""
-    suggest_triton(arguments["query"])
-    return BACKENDS["sdpa"](**arguments)
-
-
-def checked_chunk_attention(
-    *, chunk_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
-) -> Tensor:
-    """:func:`.triton_chunk_attention`, or :func:`sliding_chunk_attention` if the check excludes Triton's kernel."""
-    options = {"chunk_size": chunk_size, "mode": mode, "shift": shift}
-    is_right = triton_or_sdpa(tensors, **options) == "triton"
-    return (triton_chunk_attention if is_right else sliding_chunk_attention)(**tensors, **options)
-
-
 BACKENDS = {
-    "auto": auto_chunk_attention,
+    "auto": sliding_chunk_attention,
     "sdpa": sliding_chunk_attention,
-    "triton": checked_chunk_attention,
-    "flex": flex_chunk_attention,
+    "triton": triton_chunk_attention,
     "reference": reference.sliding_chunk_attention,
 }
 
@@ -261,15 +303,16 @@ class SlidingChunkAttention(TokenAttention):
     """Multi-head ViL attention over the tokens of a feature map and its global tokens (ViL section 3.2).
 
     Args:
-        chunk_size: side w of a chunk; the paper's window of 15 is w = 7.
-        mode: see :func:`sliding_chunk_attention`.
-        relative_bias: whether each offset in the window has a learned bias.
-        shared_projections: whether local and global tokens share query, key, value and output projections.
-        common: see :class:`.TokenAttention`. A backend is a key of ``BACKENDS``: ``"auto"`` is ``"sdpa"``, ``"triton"``
-            and ``"flex"`` are for CUDA, and ``"reference"`` is quadratic and for debugging.
+        dim: Channels of a token.
+        chunk_size: Side w of a chunk. The paper's window of 15 is w = 7.
+        mode: See :func:`sliding_chunk_attention`.
+        relative_bias: Whether each offset in the window has a learned bias.
+        shared_projections: Whether local and global tokens share the query, key, value and output projections.
+        common: See :class:`.TokenAttention`. The backend is a key of ``BACKENDS``: ``"auto"`` and ``"sdpa"`` are
+            PyTorch's attention, ``"triton"`` is for CUDA, and ``"reference"`` is quadratic and for debugging.
 
     Raises:
-        ConfigError: for an unknown mode or backend.
+        ConfigError: If the mode or the backend is unknown.
     """
 
     backends = BACKENDS
@@ -291,7 +334,7 @@ class SlidingChunkAttention(TokenAttention):
         num_heads, num_global_tokens = self.num_heads, self.num_global_tokens
         self.chunk_size = chunk_size
         self.mode = mode
-        # The one neighbouring chunk that is seen in training; None for all of them.
+        # The only neighboring chunk to attend to in training. None for all of them.
         self.shift: tuple[int, int] | None = None
         self.shared_projections = shared_projections
         if self.update_globals and not shared_projections:
@@ -308,7 +351,7 @@ class SlidingChunkAttention(TokenAttention):
             self.global_to_global = position_parameter(num_heads, num_global_tokens, num_global_tokens)
 
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
-        """(B, G + H * W, C), global tokens first, and (H, W) -> the same, or (B, H * W, C) without updated globals."""
+        """Return the updated tokens. See :meth:`.TokenAttention.forward`."""
         num_global, shared = self.num_global_tokens, self.shared_projections
         global_tokens, local_tokens = split_globals(tokens, num_global)
         queries_together = self.update_globals and shared
@@ -320,20 +363,23 @@ class SlidingChunkAttention(TokenAttention):
         if num_global:
             global_key, global_value = global_keys_values.chunk(2, dim=1)
         key, value = local_keys_values.unflatten(2, size).chunk(2, dim=1)
-        # Neither can be traced or exported.
-        attend = self.backends["sdpa" if self.backend in ("triton", "flex") and is_tracing() else self.backend]
-        output = attend(
-            query=query.unflatten(2, size),
-            key=key,
-            value=value,
-            chunk_size=self.chunk_size,
-            mode=self.mode,
-            global_key=global_key,
-            global_value=global_value,
-            local_bias=None if self.relative_bias is None else self.relative_bias(),
-            global_bias=self.local_to_global,
-            shift=self.shift if self.training else None,
-        )
+        tensors = {
+            "query": query.unflatten(2, size),
+            "key": key,
+            "value": value,
+            "global_key": global_key,
+            "global_value": global_value,
+            "local_bias": None if self.relative_bias is None else self.relative_bias(),
+            "global_bias": self.local_to_global,
+        }
+        shift, backend = self.shift if self.training else None, self.backend
+        options = {"chunk_size": self.chunk_size, "mode": self.mode, "shift": shift}
+        if backend == "auto" and query.device.type == "cuda":
+            suggest_triton()
+        # A Triton kernel cannot be traced or exported.
+        if backend == "triton" and (is_tracing() or not triton_is_right(tensors, **options)):
+            backend = "sdpa"
+        output = BACKENDS[backend](**tensors, **options)
         output = merge_heads(output).flatten(1, 2)
         if not self.update_globals:
             return self.proj(output)
@@ -352,15 +398,16 @@ class SlidingChunkAttention(TokenAttention):
 
 
 def sample_shifts(model: nn.Module, *, seed: int | None) -> int:
-    """Sample the one neighbouring chunk that each :class:`SlidingChunkAttention` in ``model`` sees in training.
+    """Sample the only neighboring chunk that each :class:`SlidingChunkAttention` in ``model`` attends to in training.
 
-    The same seed gives the same chunks in every process. Evaluation sees all chunks at any time.
+    The same seed gives the same chunks in every process. Evaluation always uses all chunks.
 
     Args:
-        seed: None for all chunks in training too.
+        model: A model with any number of such modules.
+        seed: Seed of the random numbers. None to use all chunks in training too.
 
     Returns:
-        How many modules there are.
+        The number of modules.
     """
     modules = [module for module in model.modules() if isinstance(module, SlidingChunkAttention)]
     shifts = [None] * len(modules)

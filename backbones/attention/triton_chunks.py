@@ -1,11 +1,11 @@
-"""Attention of ViL (section 3.2) and Transformer-LS (section 3) to windows by Triton kernels, for CUDA devices.
+"""Launch the Triton kernels for attention to windows of ViL (section 3.2) and Transformer-LS (section 3), on CUDA.
 
-Scores are never in memory: the forward pass keeps outputs and log-sum-exps, and the backward pass makes scores again.
-Keys are neither padded nor copied. Results are the same from run to run. :mod:`.triton_kernels` has the kernels; it is
-imported where they first run, so that all else works where triton is absent.
+Scores are never in memory. The forward pass keeps outputs and log-sum-exps, and the backward pass computes the scores
+again. Keys are neither padded nor copied. Results do not vary from run to run. :mod:`.triton_kernels` has the kernels.
+It is imported at their first use, because triton may not be installed.
 
-Shapes: B images, M heads, H x W tokens, D channels per head, G global tokens, chunks of w x w = P positions, each
-of which sees S tokens.
+Shapes: B images, M heads, H x W tokens, D channels per head, G global tokens, chunks of w x w = P positions. Each chunk
+attends to S tokens.
 """
 
 import dataclasses
@@ -14,28 +14,56 @@ import importlib.util
 import math
 import os
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backbones.attention.chunks import MODES, WindowInputs
+from backbones.attention.chunks import MODES
 from backbones.errors import ConfigError, check_choice
 from backbones.layers.tracing import in_autocast_dtype
 
-# The mode of long-short attention, whose windows have ``max(w // 2, 1)`` tokens around a chunk.
+# The mode of long-short attention. Its windows have ``max(w // 2, 1)`` tokens around a chunk.
 SEGMENT_MODE = "segment"
 _MAX_CHANNELS = 128
-# Programs that sum a gradient over the map: enough for the largest devices, and the same on all.
+# Programs that sum a gradient over the feature map: enough for the largest devices, and the same on all devices
 _SHARES = 1024
-# Block size along the global tokens.
+# Block size along the global tokens
 _GLOBALS_BLOCK = 16
 
 
-def unmet_requirement(device: torch.device, channels: int = 0, dtype: torch.dtype | None = None) -> str | None:
-    """Return in words what is wrong with a device, D channels or a type for the kernels, or None where they run.
+class WindowInputs(NamedTuple):
+    """The tensors of attention to windows. Also their gradients, or whether each needs one.
 
-    They run on CUDA devices, or where Triton interprets them.
+    Attributes:
+        query: (B, M, H, W, D).
+        key: (B, M, H, W, D).
+        value: (B, M, H, W, D).
+        global_key: (B, M, G, D), keys that all tokens see, or None.
+        global_value: (B, M, G, D), or None.
+        local_bias: (M or 1, P, S), positions in a chunk by positions in its window, row by row, or None.
+        global_bias: (M, G), or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    global_key: Tensor | None = None
+    global_value: Tensor | None = None
+    local_bias: Tensor | None = None
+    global_bias: Tensor | None = None
+
+
+def unmet_requirement(device: torch.device, channels: int = 0, dtype: torch.dtype | None = None) -> str | None:
+    """Return why the kernels cannot run with this device, head size or dtype, or None if they can.
+
+    They run on CUDA devices, and on the CPU if Triton interprets them.
+
+    Args:
+        device: Device of the tensors.
+        channels: Channels D of a head.
+        dtype: Dtype of the queries.
     """
     is_cuda = device.type == "cuda"
     if not _is_installed():
@@ -43,24 +71,31 @@ def unmet_requirement(device: torch.device, channels: int = 0, dtype: torch.dtyp
     if not is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a CUDA device, not {device.type!r}"
     if channels > _MAX_CHANNELS:
-        return f"takes heads of at most {_MAX_CHANNELS} channels, and not of {channels}"
-    return "takes no float64 on a GPU" if is_cuda and dtype == torch.float64 else None
+        return f"supports at most {_MAX_CHANNELS} channels per head, not {channels}"
+    return "does not support float64 on a GPU" if is_cuda and dtype == torch.float64 else None
 
 
 def triton_chunk_attention(
     *, chunk_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
 ) -> Tensor:
-    """The contract of :func:`backbones.attention.sliding_chunk.sliding_chunk_attention`, for D of at most 128.
+    """Return the result of :func:`.sliding_chunk.sliding_chunk_attention`, for heads of at most 128 channels.
 
-    Tensors may have any strides. Sums are of float32, or of float64 for float64, which only the interpreter takes;
-    products of float32 are not rounded to TensorFloat-32. Gradients cannot be differentiated once more. The forward and
-    the backward pass are an operator each, ``backbones::triton_chunks``, so that ``torch.compile`` traces no kernel.
+    Tensors may have any strides. Sums are float32, or float64 for float64 inputs, which only the interpreter supports.
+    Products of float32 are not rounded to TensorFloat-32. Gradients cannot be differentiated again. The forward and the
+    backward pass are one operator each, so that ``torch.compile`` does not trace the kernels.
+
+    Args:
+        chunk_size: See :func:`.sliding_chunk.sliding_chunk_attention`.
+        mode: See there.
+        shift: See there.
+        tensors: The tensor arguments of that function.
 
     Returns:
         (B, M, H, W, D), which lies in memory as (B, H, W, M, D).
 
     Raises:
-        ConfigError: for an unknown mode, larger D, a device that has no Triton, or float64 on a GPU.
+        ConfigError: If the mode is unknown, D is larger, the device cannot run Triton, or the dtype is float64 on a
+            GPU.
     """
     check_choice("attention mode", mode, MODES)
     inputs = WindowInputs(**tensors)
@@ -77,12 +112,18 @@ def triton_chunk_attention(
 def triton_long_short_attention(
     *, chunk_size: int, projected_key: Tensor, projected_value: Tensor, **tensors: Tensor | None
 ) -> Tensor:
-    """The contract of :func:`backbones.attention.long_short.long_short_attention`, as :func:`triton_chunk_attention`.
+    """Return the result of :func:`.long_short.long_short_attention`. See :func:`triton_chunk_attention`.
 
-    To the kernels projected keys are global tokens.
+    The kernels treat projected keys as global tokens.
+
+    Args:
+        chunk_size: See :func:`.long_short.long_short_attention`.
+        projected_key: See there.
+        projected_value: See there.
+        tensors: The other tensor arguments of that function.
 
     Raises:
-        ConfigError: for larger D, a device that has no Triton, or float64 on a GPU.
+        ConfigError: If D is larger than 128, the device cannot run Triton, or the dtype is float64 on a GPU.
     """
     inputs = WindowInputs(global_key=projected_key, global_value=projected_value, **tensors)
     return _attend_in_autocast_dtype(inputs, chunk_size, SEGMENT_MODE, None)
@@ -91,14 +132,14 @@ def triton_long_short_attention(
 def _attend_in_autocast_dtype(
     inputs: WindowInputs, chunk_size: int, mode: str, shift: tuple[int, int] | None
 ) -> Tensor:
-    """(B, M, H, W, D); biases stay in their type, which is that of their gradients."""
+    """Run the operator in the dtype that autocast chooses. Biases and their gradients keep their dtype."""
     # The kernels read a bias of each head.
     heads = inputs.query.shape[1]
     biases = (None if x is None else x.expand(heads, *x.shape[1:]) for x in inputs[5:])
-    # They are copied once, not in each pass.
+    # Copy them once, not in each pass.
     inputs = _with_contiguous_globals(WindowInputs(*in_autocast_dtype(*inputs[:5]), *biases))
     if inputs.query.dtype == torch.bfloat16 and inputs.query.device.type == "cpu":
-        # Triton's interpreter multiplies it as if it were integers.
+        # Triton's interpreter multiplies bfloat16 as if it were integers.
         inputs = WindowInputs(*(x if x is None else x.float() for x in inputs))
         return _attend(*inputs, chunk_size, mode, shift)[0].bfloat16()
     return _attend(*inputs, chunk_size, mode, shift)[0]
@@ -117,11 +158,11 @@ _INPUTS = (
 
 @torch.library.custom_op("backbones::triton_chunks", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
 def _attend(*arguments: Tensor | int | str | list[int] | None) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exps that the backward pass needs."""
+    """Return the output, and the log-sum-exps that the backward pass needs."""
     query = arguments[0]
     requirement = unmet_requirement(query.device, query.shape[4], query.dtype)
     if requirement is not None:
-        raise ConfigError(f"Triton attention {requirement}: use attention_backend 'sdpa'")
+        raise ConfigError(f"Triton attention {requirement}. Use attention_backend 'sdpa'.")
     return _KernelLauncher(*arguments).forward()
 
 
@@ -133,7 +174,7 @@ def _attend(*arguments: Tensor | int | str | list[int] | None) -> tuple[Tensor, 
 def _attend_backward(
     grad: Tensor, output: Tensor, logsumexp: Tensor, needed: list[bool], *arguments: Tensor | int | str | None
 ) -> list[Tensor]:
-    """The gradients of the tensors that need one, in the tensors' types."""
+    """Return the gradients of the tensors that need one, in the dtypes of the tensors."""
     gradients = _KernelLauncher(*arguments).backward(grad, output, logsumexp, WindowInputs(*needed))
     return [x.to(y.dtype) for x, y, is_needed in zip(gradients, arguments, needed, strict=False) if is_needed]
 
@@ -169,13 +210,13 @@ _attend.register_autograd(_gradients, setup_context=_save)
 
 
 def _new_map(query: Tensor) -> Tensor:
-    """(B, M, H, W, D), which lies in memory as (B, H, W, M, D)."""
+    """Return an empty feature map (B, M, H, W, D), which lies in memory as (B, H, W, M, D)."""
     batch, heads, height, width, channels = query.shape
     return query.new_empty((batch, height, width, heads, channels)).permute(0, 3, 1, 2, 4)
 
 
 def _new_sums(query: Tensor, *shape: int) -> Tensor:
-    """A tensor for sums, of float32 or better; (B, H, W, M) without ``shape``."""
+    """Return an empty tensor for sums, in float32 or better. Its shape is (B, H, W, M) by default."""
     batch, heads, height, width, _ = query.shape
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty(shape or (batch, height, width, heads), dtype=dtype)
@@ -194,12 +235,13 @@ def _kernels() -> ModuleType:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How the kernels are compiled: sizes of blocks, each a power of two of at least 16, and the number of warps.
+    """Block sizes and the number of warps of a kernel. Block sizes are powers of two of at least 16.
 
     Attributes:
-        positions: block size along the positions of a chunk.
-        tokens: block size along the tokens that a chunk sees, or that see a global token.
-        channels: D rounded up to a power of two; the channels beyond D are masked.
+        positions: Block size along the positions of a chunk.
+        tokens: Block size along the tokens of a window, or along the tokens that attend to a global token.
+        channels: D rounded up to a power of two. The channels beyond D are masked.
+        num_warps: Number of warps.
     """
 
     positions: int
@@ -209,13 +251,13 @@ class Launch:
 
 
 def launch_parameters(chunk_size: int, channels: int, dtype: torch.dtype) -> Launch:
-    """Return block sizes chosen by the compiler's register and shared-memory use on sm_80, sm_90, sm_100 and sm_120.
+    """Return block sizes that fit the registers and shared memory of sm_80, sm_90, sm_100 and sm_120.
 
-    They are not tuned on a GPU.
+    The compiler's reports were used to choose them. They are not tuned on a GPU.
     """
     padded = _power_of_two(channels)
-    # Larger blocks do not fit in the registers; least of all with float32, of which no tensor core makes the products,
-    # and with masked channels.
+    # Larger blocks do not fit in the registers. float32 needs the most, because tensor cores do not multiply it, and
+    # masked channels need registers too.
     is_single, is_wide = dtype == torch.float32, padded > 64
     if is_single:
         positions, tokens = 32, 16 if is_wide else 32
@@ -230,12 +272,12 @@ def launch_parameters(chunk_size: int, channels: int, dtype: torch.dtype) -> Lau
 
 
 def _power_of_two(number: int) -> int:
-    """The least that holds ``number``, and 16."""
+    """Return the smallest power of two that is at least ``number`` and 16."""
     return max(16, 1 << (number - 1).bit_length())
 
 
 class _KernelLauncher:
-    """Launches the kernels for some tensors, where a chunk sees its window, or its own chunk and that at ``shift``."""
+    """Launches the kernels for some tensors. A chunk attends to its window, or to itself and the chunk at ``shift``."""
 
     def __init__(self, *arguments: Tensor | int | str | list[int] | None) -> None:
         *tensors, chunk_size, self.mode, self.shift = arguments
@@ -253,15 +295,22 @@ class _KernelLauncher:
         self.local_bias = self._with_pitch(inputs.local_bias)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """The output, (B, M, H, W, D), and log-sum-exps to base 2, (B, H, W, M)."""
+        """Return the output (B, M, H, W, D) and the log-sum-exps to base 2 (B, H, W, M)."""
         output, logsumexp = _new_map(self.inputs.query), _new_sums(self.inputs.query)
         self._start("forward_kernel", self.grid, output=output, lse=logsumexp)
         return output, logsumexp
 
     def backward(self, grad: Tensor, output: Tensor, logsumexp: Tensor, needed: WindowInputs) -> WindowInputs:
-        """The gradients of the inputs that need one, and of queries, from what :meth:`forward` returned."""
+        """Return the gradients of the queries and of the other inputs that need one.
+
+        Args:
+            grad: Gradient of the output.
+            output: The first result of :meth:`forward`.
+            logsumexp: The second result of :meth:`forward`.
+            needed: Whether each input needs a gradient.
+        """
         query_grad = _new_map(self.inputs.query)
-        # delta: the products of outputs with their gradients, (B, H, W, M)
+        # delta: the product of the output and its gradient, (B, H, W, M)
         known = {"grad": grad, "lse": logsumexp, "delta": _new_sums(self.inputs.query)}
         self._start("query_grad_kernel", self.grid, output=output, query_grad=query_grad, **known)
         gradients = {"query": query_grad, "key": None, "value": None}
@@ -274,18 +323,18 @@ class _KernelLauncher:
         return WindowInputs(**gradients)
 
     def _key_grads(self, **tensors: Tensor) -> dict[str, Tensor]:
-        """The gradients of keys and of values, from ``grad``, ``lse`` and ``delta``."""
+        """Return the gradients of keys and values from ``grad``, ``lse`` and ``delta``."""
         key_grad, value_grad = _new_map(self.inputs.query), _new_map(self.inputs.query)
         bias, shift = self.inputs.local_bias, self.shift or (0, 0)
         tensors |= {"mirrored_bias": None if bias is None else self._with_pitch(self._mirrored(bias))}
         seen = self.positions * (9 if self.shift is None else 2)
-        # A chunk is seen by the neighbour on its other side.
+        # The neighbor on the other side attends to a chunk.
         mirrored = {"shift_row": -shift[0], "shift_col": -shift[1], "SEEN": seen, "PITCH": self._pitch(seen)}
         self._start("key_grad_kernel", self.grid, key_grad=key_grad, value_grad=value_grad, **tensors, **mirrored)
         return {"key": key_grad, "value": value_grad}
 
     def _local_bias_grad(self, **tensors: Tensor) -> dict[str, Tensor]:
-        """The gradient of the local bias, of float32 or better: first over shares of the chunks."""
+        """Return the gradient of the local bias, in float32 or better. Shares of the chunks are summed first."""
         blocks = self.position_blocks * -(-self.seen // self.launch.tokens)
         shares = max(1, min(_SHARES // (blocks * self.heads), self.batch * self.chunks))
         partial = _new_sums(self.inputs.query, shares, self.heads, self.positions, self.seen)
@@ -293,7 +342,7 @@ class _KernelLauncher:
         return {"local_bias": partial.sum(0)}
 
     def _global_grads(self, **tensors: Tensor) -> dict[str, Tensor | None]:
-        """The gradients of global keys, values and biases, of float32 or better: first over shares of the tokens."""
+        """Return the gradients of global keys, values and biases. Shares of the tokens are summed first."""
         blocks = -(-self.num_global // _GLOBALS_BLOCK)
         most = -(-self.height * self.width // self.launch.tokens)
         shares = max(1, min(_SHARES // max(1, blocks * self.heads * self.batch), most))
@@ -306,7 +355,7 @@ class _KernelLauncher:
         return {"global_key": key.sum(0), "global_value": value.sum(0), "global_bias": bias_grad}
 
     def _start(self, name: str, grid: tuple[int, int, int], **arguments: Tensor | int | None) -> None:
-        """Start a kernel with those of the arguments below, and of ``arguments``, that it has."""
+        """Start a kernel. It gets the arguments below and ``arguments``, if it has parameters of these names."""
         if not all(grid):
             return
         kernels, launch = _kernels(), self.launch
@@ -344,21 +393,21 @@ class _KernelLauncher:
             kernel[grid](**values, **compiled)
 
     def _mirrored(self, bias: Tensor) -> Tensor:
-        """(M, P, S), positions of queries by slots of keys -> (M, P, 9 * P or 2 * P), keys' by slots of queries."""
+        """Return the bias (M, P, 9 * P or 2 * P) of key positions by query slots, from (M, P, S), queries by keys."""
         size, beyond = self.chunk_size, self.chunk_size - self.side
         if self.shift is not None:
             return bias.unflatten(2, (2, -1)).transpose(1, 3).flatten(2)
-        # The position and the slot as row and column in the chunk; the step to the chunk down and to the right.
+        # Positions and slots as rows and columns in the chunk, and the steps to the chunk down and to the right
         bias = F.pad(bias.unflatten(2, (3 * size - 2 * beyond, -1)), (beyond,) * 4) if beyond else bias
         bias = bias.flatten(2).unflatten(2, (3, size, 3, size)).unflatten(1, (size, size))
         return bias.flip(3, 5).permute(0, 4, 6, 3, 1, 5, 2).flatten(3).flatten(1, 2)
 
     def _pitch(self, seen: int) -> int:
-        """The stride between two positions of a bias, a multiple of the block, so that rows are aligned."""
+        """Return the stride between two positions of a bias: a multiple of the block, so that rows are aligned."""
         return -(-seen // self.launch.tokens) * self.launch.tokens
 
     def _with_pitch(self, bias: Tensor | None) -> Tensor | None:
-        """(M, P, S) -> (M, P, PITCH), to base 2, in the type of queries; beyond S is nothing. None for None."""
+        """Return a bias (M, P, S) as (M, P, PITCH), to base 2, in the dtype of queries. Values beyond S are not set."""
         if bias is None:
             return None
         padded = self.inputs.query.new_empty(*bias.shape[:2], self._pitch(bias.shape[2]))

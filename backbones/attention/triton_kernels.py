@@ -1,34 +1,34 @@
-"""Triton kernels of attention of chunks to windows; :mod:`.triton_chunks` launches them. Needs triton to be imported.
+"""Triton kernels for attention of chunks to windows. :mod:`.triton_chunks` launches them. The import needs triton.
 
-A program takes a block of the positions of one chunk of one head, and goes block by block over the tokens that this
-chunk sees: the slots of a window with SIDE tokens around the chunk row by row, or its own chunk and one neighbour.
-Which token of the map a slot is, and whether there is one, follows from its number: nothing is padded, copied or
-gathered into memory. A chunk is seen by the chunks that it sees, so that the keys' gradients are made in the same way,
-the roles exchanged.
+A program computes a block of the positions of one chunk and one head. It iterates over the tokens of the window of this
+chunk, block by block. The window has SIDE tokens around the chunk, or consists of the chunk and one neighbor. The token
+of a slot follows from the number of the slot, so that nothing is padded, copied or gathered into memory. If a chunk
+attends to a second one, the second attends to the first. Therefore the gradients of keys are computed in the same way,
+with queries and keys exchanged.
 
-Scores and their log-sum-exps are to base 2. Every value is written by one program: there are no atomic additions, and
-results do not vary from run to run. Offsets into feature maps have 64 bits.
+Scores and their log-sum-exps are to base 2. One program writes each value. There are no atomic additions, so results do
+not vary from run to run. Offsets into feature maps have 64 bits.
 
 Shapes: B images, M heads, H x W tokens, D channels per head, G global tokens or projected keys, w x w = P positions of
-a chunk, S tokens that a chunk sees, (w + 2 * SIDE)^2 or 2 * P. Queries, keys, values and the gradient of the output
-have strides named after these axes; global keys and values (B, M, G, D), the local bias (M, P, PITCH), to base 2, of
-which S are in use, and the global bias (M, G) are contiguous. Outputs lie in memory as (B, H, W, M, D), and as (B, H,
-W, M) where they have no channels.
+a chunk, S tokens of a window, (w + 2 * SIDE)^2 or 2 * P. The strides of queries, keys, values and the gradient of the
+output are named after these axes. Global keys and values (B, M, G, D), the local bias (M, P, PITCH) and the global bias
+(M, G) are contiguous. The local bias is to base 2, and S of PITCH values are used. Outputs lie in memory as
+(B, H, W, M, D), or as (B, H, W, M) without channels.
 """
 
 import triton
 import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# Under every score, and finite: a row of which all is hidden so far has weights of 0.
+# Finite and lower than every score: a row whose keys so far are all hidden has weights of 0.
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
-# One compiled kernel serves all maps and shifts.
+# One compiled kernel is used for all feature maps and shifts.
 SIZES = ("batches", "height", "width", "shift_row", "shift_col")
 
 
 @triton.jit
 def _own_tokens(chunk, block, height, width, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of a chunk's positions: chunk row and column, positions, their rows and columns, and which are tokens."""
+    """Return the row and column of a chunk, and a block of its positions: numbers, rows, columns, which are tokens."""
     cols = tl.cdiv(width, WINDOW)
     chunk_row = chunk // cols
     chunk_col = chunk % cols
@@ -41,10 +41,10 @@ def _own_tokens(chunk, block, height, width, WINDOW: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _along_axis(slot, chunk, size, WINDOW: tl.constexpr, SIDE: tl.constexpr, MODE: tl.constexpr):
-    """Along an axis of ``size`` tokens: the positions of slots around a chunk, and which of them are tokens."""
+    """Return the positions of slots around a chunk along an axis of ``size`` tokens, and which of them are tokens."""
     position = chunk * WINDOW - SIDE + slot
     if MODE == "cyclic":
-        # With fewer than three chunks the chunk behind the border is a neighbour already.
+        # With fewer than three chunks, the chunk behind the border is a neighbor already.
         whole = tl.cdiv(size, WINDOW) * WINDOW
         wraps = whole >= 3 * WINDOW
         position = tl.where(wraps & (position < 0), position + whole, position)
@@ -66,13 +66,13 @@ def _seen_tokens(
     SEEN: tl.constexpr,
     MODE: tl.constexpr,
 ):
-    """Tokens that a chunk sees, by number: rows and columns of their slots, their own, and which are tokens."""
+    """Return, for slots of a window, their rows and columns in it and in the feature map, and which are tokens."""
     if SEEN == 2 * WINDOW * WINDOW:
-        # The own chunk, then the neighbour.
-        is_neighbour = index // (WINDOW * WINDOW)
+        # The own chunk, then the neighbor
+        is_neighbor = index // (WINDOW * WINDOW)
         position = index % (WINDOW * WINDOW)
-        slot_row = (1 + is_neighbour * shift_row) * WINDOW + position // WINDOW
-        slot_col = (1 + is_neighbour * shift_col) * WINDOW + position % WINDOW
+        slot_row = (1 + is_neighbor * shift_row) * WINDOW + position // WINDOW
+        slot_col = (1 + is_neighbor * shift_col) * WINDOW + position % WINDOW
     else:
         slot_row = index // (WINDOW + 2 * SIDE)
         slot_col = index % (WINDOW + 2 * SIDE)
@@ -83,7 +83,7 @@ def _seen_tokens(
 
 @triton.jit
 def _reached_by(position, WINDOW: tl.constexpr, SIDE: tl.constexpr):
-    """Which of the nine chunks around that of positions have these in their windows: a bit for each, row by row."""
+    """Return a bit for each of the nine chunks around a position, row by row: whether its window has the position."""
     row, col = position // WINDOW, position % WINDOW
     rows = (row < SIDE).to(tl.int32) + 8 + (row >= WINDOW - SIDE).to(tl.int32) * 64
     cols = (col < SIDE).to(tl.int32) + 2 + (col >= WINDOW - SIDE).to(tl.int32) * 4
@@ -103,7 +103,7 @@ def _token_index(row, col, batch, head, heads, height, width):
 
 @triton.jit
 def _load(pointer, offset, is_token, stride_d, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
-    """(tokens, BLOCK), zeros where there is no token or no channel."""
+    """Load (tokens, BLOCK), with zeros for missing tokens and channels."""
     channel = tl.arange(0, BLOCK)[None, :]
     mask = is_token[:, None] & (channel < CHANNELS)
     return tl.load(pointer + offset[:, None] + channel * stride_d, mask=mask, other=0.0)
@@ -111,7 +111,7 @@ def _load(pointer, offset, is_token, stride_d, CHANNELS: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _store(pointer, x, offset, is_token, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
-    """(tokens, BLOCK) to where the channels of a token are contiguous."""
+    """Store (tokens, BLOCK) in a tensor with contiguous channels."""
     channel = tl.arange(0, BLOCK)[None, :]
     mask = is_token[:, None] & (channel < CHANNELS)
     tl.store(pointer + offset[:, None] + channel, x.to(pointer.dtype.element_ty), mask=mask)
@@ -119,13 +119,13 @@ def _store(pointer, x, offset, is_token, CHANNELS: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def _products(a, b, ACC_DTYPE: tl.constexpr):
-    """(rows, D) and (cols, D) -> (rows, cols), summed in float32 or better; exact for float32."""
+    """Return (rows, cols) from (rows, D) and (cols, D), summed in float32 or better. Products of float32 are exact."""
     return tl.dot(a, tl.trans(b), input_precision="ieee", out_dtype=ACC_DTYPE)
 
 
 @triton.jit
 def _add_products(total, a, b, ACC_DTYPE: tl.constexpr):
-    """(rows, D) and (rows, cols), (cols, D), the weights rounded to the type of what they weigh."""
+    """Add weights (rows, cols), rounded to the dtype of ``b``, times ``b`` (cols, D) to ``total`` (rows, D)."""
     return tl.dot(a.to(b.dtype), b, total, input_precision="ieee", out_dtype=ACC_DTYPE)
 
 
@@ -145,9 +145,9 @@ def _scores(
     MODE: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Scores of positions and the tokens that they see, (positions, tokens), base 2; -inf where a token is hidden.
+    """Return the scores (positions, tokens) of a block, to base 2, with -inf for hidden tokens.
 
-    The second axis of the grid is that of heads, whose bias is added.
+    The bias of the head is added. Heads are the second axis of the grid.
     """
     scores = _products(own, seen, ACC_DTYPE) * (SCALE * LOG2_E)
     if local_bias is not None:
@@ -166,7 +166,7 @@ def _scores(
 
 @triton.jit
 def _global_scores(own, seen, index, global_bias, GLOBALS: tl.constexpr, SCALE: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Scores of tokens and global tokens, as :func:`_scores`; -inf beyond the global tokens."""
+    """Return the scores of tokens and global tokens, as :func:`_scores`, with -inf beyond the global tokens."""
     scores = _products(own, seen, ACC_DTYPE) * (SCALE * LOG2_E)
     if global_bias is not None:
         bias = tl.load(global_bias + tl.program_id(1) * GLOBALS + index, mask=index < GLOBALS, other=0.0)
@@ -176,7 +176,7 @@ def _global_scores(own, seen, index, global_bias, GLOBALS: tl.constexpr, SCALE: 
 
 @triton.jit
 def _attend(scores, value, largest, total, result, ACC_DTYPE: tl.constexpr):
-    """A step of the softmax: the largest scores so far, the sums of their weights and of the weighed values."""
+    """Update the largest scores so far, the sums of the weights, and the weighted sums of the values."""
     larger = tl.maximum(largest, tl.max(scores, 1))
     weights = tl.exp2(scores - larger[:, None])
     factor = tl.exp2(largest - larger)
@@ -196,7 +196,7 @@ def forward_kernel(
     CHANNELS: tl.constexpr, SCALE: tl.constexpr, MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr,
     TOKENS_BLOCK: tl.constexpr, GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and log-sum-exps. Grid: chunks by blocks of positions, heads, images."""
+    """Compute outputs and log-sum-exps. Grid: chunks by blocks of positions, heads, images."""
     head, batch = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     BLOCKS: tl.constexpr = (WINDOW * WINDOW + POSITIONS_BLOCK - 1) // POSITIONS_BLOCK
@@ -231,7 +231,7 @@ def forward_kernel(
         )
         largest, total, result = _attend(scores, v, largest, total, result, ACC_DTYPE)
 
-    # A position outside the image may have seen nothing.
+    # A position outside the image may have no key.
     total = tl.where(is_token, total, 1.0)
     number = _token_index(row, col, batch, head, heads, height, width)
     _store(output, result / total[:, None], number * CHANNELS, is_token, CHANNELS, CHANNELS_BLOCK)
@@ -250,7 +250,7 @@ def query_grad_kernel(
     CHANNELS: tl.constexpr, SCALE: tl.constexpr, MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr,
     TOKENS_BLOCK: tl.constexpr, GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries, and delta, the products of outputs with their gradients. Grid as the forward pass."""
+    """Compute the gradients of queries, and delta, the product of the output and its gradient. Grid: as forward."""
     head, batch = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     BLOCKS: tl.constexpr = (WINDOW * WINDOW + POSITIONS_BLOCK - 1) // POSITIONS_BLOCK
@@ -306,11 +306,11 @@ def key_grad_kernel(
     SCALE: tl.constexpr, MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr, TOKENS_BLOCK: tl.constexpr,
     CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values. Grid as the forward pass.
+    """Compute the gradients of keys and values. Grid: as forward.
 
-    The positions are those of keys, and a chunk sees the queries that see it, where SIDE is less than w some of those
-    of its 3w x 3w neighbourhood: ``shift_row`` and ``shift_col`` are those of the forward pass times -1, and
-    ``mirrored_bias`` (M, P, PITCH) has keys' positions by queries.
+    Positions are positions of keys. A chunk iterates over the queries of its 3w x 3w neighborhood that attend to it.
+    ``shift_row`` and ``shift_col`` have the opposite sign of the forward pass. ``mirrored_bias`` (M, P, PITCH) has
+    positions of keys by slots of queries.
     """
     head, batch = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
@@ -344,7 +344,7 @@ def key_grad_kernel(
             chunk = 1 << (slot_row // WINDOW * 3 + slot_col // WINDOW)
             is_near = (_reached_by(position, WINDOW, SIDE)[:, None] & chunk[None, :]) != 0
             scores = tl.where(is_near, scores, float("-inf"))
-        # It may overflow at positions outside the image, whose rows are not stored.
+        # May overflow at positions outside the image. Their rows are not stored.
         weights = tl.exp2(scores - lse_i[None, :])
         dv = _add_products(dv, weights, do, ACC_DTYPE)
         dk = _add_products(dk, weights * (_products(v, do, ACC_DTYPE) - delta_i[None, :]), q, ACC_DTYPE)
@@ -365,7 +365,7 @@ def local_bias_grad_kernel(
     SCALE: tl.constexpr, MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr, TOKENS_BLOCK: tl.constexpr,
     CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The local bias' gradient over a share of the chunks, partial (shares, M, P, S). Grid: blocks, heads, shares."""
+    """Sum the local bias' gradient (shares, M, P, S) over a share of the chunks. Grid: blocks, heads, shares."""
     head, share = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     TOKENS_BLOCKS: tl.constexpr = (SEEN + TOKENS_BLOCK - 1) // TOKENS_BLOCK
@@ -415,9 +415,9 @@ def global_grad_kernel(
     GLOBALS: tl.constexpr, CHANNELS: tl.constexpr, SCALE: tl.constexpr, TOKENS_BLOCK: tl.constexpr,
     GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of global keys, values and biases over a share of an image's tokens.
+    """Sum the gradients of global keys, values and biases over a share of the tokens of an image.
 
-    Partial sums are (shares, B, M, G, D), and (shares, B, M, G) of biases. Grid: shares by blocks of global tokens,
+    Partial sums are (shares, B, M, G, D), or (shares, B, M, G) for biases. Grid: shares by blocks of global tokens,
     heads, images.
     """
     head, batch = tl.program_id(1), tl.program_id(2)

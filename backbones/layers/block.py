@@ -1,4 +1,4 @@
-"""The transformer block of all families, and its feed-forward part."""
+"""The transformer block of all families and its MLP."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from backbones.layers.tracing import autocast_dtype, autocast_off, in_autocast_d
 
 
 class AutocastLayerNorm(nn.LayerNorm):
-    """A LayerNorm that under autocast takes and returns its type, as attention does, without copies in float32."""
+    """A LayerNorm that computes in the dtype of autocast, as attention does, without copies in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = autocast_dtype(x.device)
@@ -27,9 +27,9 @@ class Mlp(nn.Module):
     """Two linear layers with a GELU between them, applied to each token: (..., C) -> (..., C).
 
     Args:
-        dim: C.
-        hidden_dim: channels between the layers.
-        dropout: rate after the GELU and after the second layer, in training.
+        dim: Channels C of a token.
+        hidden_dim: Channels between the layers.
+        dropout: Dropout rate after the GELU and after the second layer.
     """
 
     def __init__(self, dim: int, *, hidden_dim: int, dropout: float = 0.0) -> None:
@@ -42,27 +42,26 @@ class Mlp(nn.Module):
         hidden = self.fc1(tokens)
         if self.dropout or tokens.device.type == "cpu" or is_tracing() or torch.compiler.is_compiling():
             return self._contract(hidden)
-        # The widest tensor of a block is kept once, and not after the GELU too.
+        # Keep only one copy of the widest tensor of a block: before the GELU, but not after it.
         return checkpoint(self._contract, hidden, use_reentrant=False, preserve_rng_state=False)
 
     def _contract(self, hidden: Tensor) -> Tensor:
         hidden = F.gelu(hidden)
         if not self.dropout:
-            # A trace would record it.
+            # A trace would record a dropout of 0.
             return self.fc2(hidden)
         return F.dropout(self.fc2(F.dropout(hidden, self.dropout, self.training)), self.dropout, self.training)
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and with a skip connection (ViL section 3.1, equations 2 and 3).
+    """Attention and MLP, each after a LayerNorm and with a skip connection (ViL section 3.1, equations 2 and 3).
 
     Args:
-        dim: channels of a token.
-        attention: (B, G + H * W, C) and (H, W) -> the same, or (B, H * W, C) without ``attention.update_globals``; None
-            for only the MLP (LIT section 3.2).
-        expansion: ratio of the MLP's inner channels to ``dim``.
-        norm_eps: epsilon of the norms.
-        drop_path_rate: rate of stochastic depth.
+        dim: Channels of a token.
+        attention: A module as :class:`.TokenAttention`. None for a block with only an MLP (LIT section 3.2).
+        expansion: Ratio of the MLP's inner channels to ``dim``.
+        norm_eps: Epsilon of the norms.
+        drop_path_rate: Rate of stochastic depth.
     """
 
     def __init__(
@@ -82,9 +81,17 @@ class Block(nn.Module):
         self.drop_path_rate = drop_path_rate
 
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
-        """(B, G + H * W, C), global tokens first, and (H, W) -> the same; (B, H * W, C) if attention drops globals."""
+        """Return the updated tokens.
+
+        Args:
+            tokens: (B, G + H * W, C), global tokens first.
+            size: H and W.
+
+        Returns:
+            (B, G + H * W, C), or (B, H * W, C) if :attr:`drops_globals`.
+        """
         if self.attention is not None:
-            # Under autocast the several layers of an attention share one cast.
+            # Under autocast, the layers of an attention share one cast.
             update = self.attention(in_autocast_dtype(self.attention_norm(tokens))[0], size)
             if self.drops_globals:
                 tokens = tokens[:, self.attention.num_global_tokens :]
@@ -93,26 +100,27 @@ class Block(nn.Module):
 
     @property
     def drops_globals(self) -> bool:
-        """Return whether the global tokens end here: nothing needs those of the last block of a detector's stage."""
+        """Return whether this block drops the global tokens, as the last block of a stage in a detector does."""
         attention = self.attention
         return attention is not None and attention.num_global_tokens > 0 and not attention.update_globals
 
     def _drop_path(self, update: Tensor, dtype: torch.dtype) -> Tensor:
-        """Stochastic depth: one sample for each image. In half precision 1 / (1 - rate) would be rounded."""
+        """Apply stochastic depth with one sample per image. Half precision would round the factor: it is ``dtype``."""
         if not self.training or self.drop_path_rate == 0:
             return update
         keep = update.new_empty((update.shape[0], 1, 1), dtype=dtype).bernoulli_(1 - self.drop_path_rate)
         return update * keep.div_(1 - self.drop_path_rate)
 
 
-# Layers whose weights autocast would cast one by one. Their subclasses may use them otherwise.
+# Layers whose weights autocast would cast one by one. Subclasses are excluded: they may use their weights otherwise.
 _CAST_LAYERS = (nn.Linear, nn.Conv2d, AutocastLayerNorm)
 
 
 def call_block(block: Block, tokens: Tensor, size: tuple[int, int]) -> Tensor:
-    """``block(tokens, size)``; in training with autocast, the weights of its layers are cast together.
+    """Return ``block(tokens, size)``. In training with autocast, cast all weights of the block together.
 
-    That is one kernel instead of one a weight, and one in the backward pass. A compiler does it by itself.
+    This takes one kernel instead of one kernel per weight, in the forward and in the backward pass. ``torch.compile``
+    does the same without help.
     """
     dtype = autocast_dtype(tokens.device)
     if dtype is None or not torch.is_grad_enabled() or is_tracing() or torch.compiler.is_compiling():
@@ -131,7 +139,7 @@ def call_block(block: Block, tokens: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 class _Cast(torch.autograd.Function):
-    """Copies of tensors in another type, by as few kernels as a list of tensors takes."""
+    """Cast a list of tensors with few kernels."""
 
     @staticmethod
     def forward(ctx, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The types of BatchNorm that a model can be built with, and convolutions of CvT."""
+"""The available types of BatchNorm, and the convolutional projections of CvT."""
 
 import torch
 import torch.nn.functional as F
@@ -7,20 +7,20 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from backbones.layers.tracing import at_least_float32, contiguous_for_export, in_autocast_dtype, static_size
 
-# "FrozenBN": statistics and weights are never trained; "SyncBN": statistics over all processes.
+# "FrozenBN" never trains statistics and weights. "SyncBN" computes statistics over all processes.
 BATCH_NORMS = {"BN": nn.BatchNorm2d, "FrozenBN": FrozenBatchNorm2d, "SyncBN": nn.SyncBatchNorm}
 
 
 class SeparableProjection(nn.Module):
-    """CvT's projection (section 3.2): a 3 x 3 convolution of each channel, BatchNorm, a linear layer over channels.
+    """CvT's projection (section 3.2): a depth-wise 3 x 3 convolution, BatchNorm, and a linear layer over channels.
 
-    Several projections of the same tokens are computed together. Their weights are one after the other in each layer.
+    Several projections of the same tokens are computed together. Each layer has their weights one after the other.
 
     Args:
-        dim: channels of a token.
-        out_dim: channels of a projected token.
-        number: of projections.
-        norm: a key of ``BATCH_NORMS``.
+        dim: Channels of a token.
+        out_dim: Channels of a projected token.
+        number: Number of projections.
+        norm: A key of ``BATCH_NORMS``.
     """
 
     def __init__(self, dim: int, out_dim: int, *, number: int, norm: str = "BN") -> None:
@@ -31,12 +31,12 @@ class SeparableProjection(nn.Module):
         self.pointwise = nn.Linear(dim, number * out_dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, H, W, dim) -> (number, B, H * W, out_dim)."""
+        """Return the projections (number, B, H * W, out_dim) of tokens (B, H, W, dim)."""
         image, dim = contiguous_for_export(tokens.permute(0, 3, 1, 2)), static_size(tokens.shape[3])
-        # Equal to the layer on ``number`` copies of the image, without making them.
+        # Equal to the layer on ``number`` copies of the image, without the copies
         weights = in_autocast_dtype(self.depthwise.weight)[0].chunk(self.number)
         features = torch.cat([F.conv2d(image, weight, padding=1, groups=dim) for weight in weights], dim=1)
-        # OpenVINO 2026.4 does not know that the size is the same, and returns uninitialised memory.
+        # Without the explicit size, OpenVINO 2026.4 returns uninitialized memory.
         features = features.flatten(2).unflatten(2, tokens.shape[1:3])
         # (number, B * H * W, dim)
         features = contiguous_for_export(self.norm(features).permute(0, 2, 3, 1)).flatten(0, 2)
@@ -46,30 +46,34 @@ class SeparableProjection(nn.Module):
         return projected.unflatten(1, (tokens.shape[0], tokens.shape[1] * tokens.shape[2]))
 
 
-class StandardisedProjection(nn.Module):
-    """As :class:`SeparableProjection`, with standardised spatial weights instead of BatchNorm, and no bias.
+class StandardizedProjection(nn.Module):
+    """A :class:`SeparableProjection` with standardized spatial weights instead of BatchNorm, and without bias.
 
-    Made for scores that a softmax over the tokens follows: a bias would add the same to all and change nothing.
+    It computes scores for a softmax over the tokens, where a bias would have no effect.
+
+    Args:
+        dim: Channels of a token.
+        out_dim: Channels of a projected token.
     """
 
     def __init__(self, dim: int, out_dim: int) -> None:
         super().__init__()
-        self.depthwise = StandardisedConv2d(dim, dim, 3, padding=1, groups=dim, bias=False)
+        self.depthwise = StandardizedConv2d(dim, dim, 3, padding=1, groups=dim, bias=False)
         self.pointwise = nn.Linear(dim, out_dim, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, H, W, dim) -> (B, H, W, out_dim)."""
+        """Return the projection (B, H, W, out_dim) of tokens (B, H, W, dim)."""
         return self.pointwise(self.depthwise(contiguous_for_export(tokens.permute(0, 3, 1, 2))).permute(0, 2, 3, 1))
 
 
-class StandardisedConv2d(nn.Conv2d):
-    """A convolution whose filters have mean 0 and variance 1 each (Qiao et al. 2019, arXiv:1903.10520, equation 4)."""
+class StandardizedConv2d(nn.Conv2d):
+    """A convolution whose filters have mean 0 and variance 1 (Qiao et al. 2019, arXiv:1903.10520, equation 4)."""
 
     def forward(self, features: Tensor) -> Tensor:
-        return F.conv2d(features, self.standardised(), self.bias, self.stride, self.padding, self.dilation, self.groups)
+        return F.conv2d(features, self.standardized(), self.bias, self.stride, self.padding, self.dilation, self.groups)
 
-    def standardised(self) -> Tensor:
-        """The weight that convolves, (out, in / groups, height, width); computed in float32 or better."""
+    def standardized(self) -> Tensor:
+        """Return the standardized weight (out, in / groups, height, width), computed in float32 or better."""
         filters = at_least_float32(self.weight).flatten(1)
         filters = F.layer_norm(filters, (static_size(filters.shape[1]),), eps=1e-5)
         return filters.to(self.weight.dtype).view_as(self.weight)

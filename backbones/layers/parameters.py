@@ -1,13 +1,13 @@
-"""Initialisation of parameters, and the parameters without weight decay."""
+"""Initialize parameters, and list the parameters without weight decay."""
 
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 
 def init_trunc_normal_(tensor: Tensor) -> Tensor:
-    """Fill ``tensor`` from a normal distribution with a deviation of 0.02, truncated at 2, and return it.
+    """Fill ``tensor`` from a normal distribution with a standard deviation of 0.02, truncated at 2, and return it.
 
-    All three papers do so. On the meta device it returns at once, which saves most of the time of a build.
+    All three papers use it. Tensors on the meta device are returned at once, which saves most of the build time.
     """
     return tensor if tensor.is_meta else trunc_normal_(tensor, std=0.02)
 
@@ -15,8 +15,8 @@ def init_trunc_normal_(tensor: Tensor) -> Tensor:
 def names_without_weight_decay(model: nn.Module) -> set[str]:
     """Return the names of the parameters without weight decay.
 
-    They are those with one axis at most, as biases and norms, and those that their module lists in
-    ``no_weight_decay_names``: position tables, global tokens and tables of bias.
+    These are parameters with at most one axis, such as biases and norms, and parameters that their module lists in
+    ``no_weight_decay_names``: position tables, global tokens and bias tables.
     """
     names = set()
     for prefix, module in model.named_modules():

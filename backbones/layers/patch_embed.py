@@ -7,7 +7,7 @@ from backbones.layers.tracing import is_tracing, padding_to_multiple
 
 
 def pad_to_multiple(features: Tensor, multiple: int) -> Tensor:
-    """(B, C, H, W) with zeros below and on the right, so that ``multiple`` divides both sides."""
+    """Pad (B, C, H, W) with zeros at the bottom and on the right, so that ``multiple`` divides both sides."""
     pad_height, pad_width = (padding_to_multiple(size, multiple) for size in features.shape[2:])
     if not is_tracing() and not pad_height and not pad_width:
         return features
@@ -15,16 +15,17 @@ def pad_to_multiple(features: Tensor, multiple: int) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Cut a map into patches and embed each: a convolution with stride ``patch_size``, then LayerNorm.
+    """Embed the patches of a feature map: a convolution with stride ``patch_size``, then a LayerNorm.
 
-    A height or width that is not a multiple of ``patch_size`` is padded with zeros below and on the right.
+    If the height or width is not a multiple of ``patch_size``, the feature map is padded with zeros at the bottom and
+    on the right.
 
     Args:
-        in_channels: C_in.
-        dim: channels of a token.
-        patch_size: side of a patch.
-        norm_eps: epsilon of the norm.
-        kernel_size: side of overlapping patches (CvT section 3.1); None for ``patch_size``.
+        in_channels: Channels of the feature map.
+        dim: Channels of a token.
+        patch_size: Side of a patch.
+        norm_eps: Epsilon of the norm.
+        kernel_size: Side of overlapping patches (CvT section 3.1). None for ``patch_size``.
     """
 
     def __init__(
@@ -39,6 +40,6 @@ class PatchEmbed(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
 
     def forward(self, features: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, ceil(H / patch), ceil(W / patch), dim)."""
+        """Return tokens (B, ceil(H / patch), ceil(W / patch), dim) from (B, C, H, W)."""
         features = self.proj(pad_to_multiple(features, self.patch_size))
         return self.norm(features.permute(0, 2, 3, 1))

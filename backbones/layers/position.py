@@ -1,4 +1,4 @@
-"""Positions: absolute 2-D tables, relative bias for windows and for whole maps, and their resizing."""
+"""Position tables: absolute 2-D positions, relative bias for windows and whole feature maps, and their resizing."""
 
 import math
 from collections.abc import Iterator
@@ -11,28 +11,28 @@ from backbones.errors import ConfigError
 from backbones.layers.parameters import init_trunc_normal_
 from backbones.layers.tracing import at_least_float32, contiguous_for_export, is_tracing, take_first
 
-# How a table meets a map of another size: resized once, when a checkpoint is loaded, into one for the largest map, of
-# which each map takes its part (ViL); or resized to each map (LIT).
+# How a table is used for a feature map of another size. "once" (ViL): it is resized to the largest feature map when a
+# checkpoint is loaded, and smaller feature maps use a part of it. "per_feature_map" (LIT): it is resized to each one.
 RESIZING = ("once", "per_feature_map")
 
 
 def position_parameter(*shape: int) -> nn.Parameter:
-    """A table of positions, biases or tokens, initialised as in ViL."""
+    """Return a parameter for positions, biases or tokens, initialized as in ViL."""
     return nn.Parameter(init_trunc_normal_(torch.empty(shape)))
 
 
 def resize_table(table: Tensor, size: tuple[int, ...], *, mode: str = "linear") -> Tensor:
-    """Resize a table of positions: ViL does it once before training (section 4.3), LIT for each map.
+    """Resize a position table. ViL does it once before training (section 4.3), LIT for each feature map.
 
     Args:
         table: (L, C) or (H, W, C).
-        size: the new (L,) or (H, W).
-        mode: ``"linear"``, bilinear for a table of two axes, or ``"cubic"``.
+        size: The new (L,) or (H, W).
+        mode: ``"linear"``, which is bilinear for a table of two axes, or ``"cubic"``.
 
     Returns:
-        (*size, C), in the type of ``table``; half-pixel centres, as ``align_corners=False``.
+        (*size, C), in the dtype of ``table``. Pixel centers are as with ``align_corners=False``.
     """
-    # A traced size is a tensor, and its comparison would be frozen into the graph.
+    # A traced size is a tensor. The graph would keep the result of its comparison.
     if not is_tracing() and tuple(table.shape[:-1]) == tuple(size):
         return table
     mode = mode if len(size) == 1 else f"bi{mode}"
@@ -44,11 +44,11 @@ class AbsolutePositions(nn.Module):
     """The 2-D positions of ViL (section 3.1): a table for rows and one for columns, concatenated over channels.
 
     Args:
-        size: height and width, in tokens, of the map that the tables are made for.
-        dim: channels, even.
-        num_global_tokens: G; each global token has a position of its own.
-        resizing: one of ``RESIZING``: with ``"once"`` a smaller map takes the top-left part, and a larger one is an
-            error.
+        size: Height and width, in tokens, of the feature map that the tables are made for.
+        dim: Channels of a token, an even number.
+        num_global_tokens: Number G of global tokens. Each has a position of its own.
+        resizing: One of ``RESIZING``. With ``"once"``, a smaller feature map uses the top-left part, and a larger one
+            raises an error.
     """
 
     no_weight_decay_names = ("rows", "cols", "global_tokens")
@@ -61,7 +61,7 @@ class AbsolutePositions(nn.Module):
         self.global_tokens = position_parameter(1, num_global_tokens, dim) if num_global_tokens else None
 
     def forward(self, height: int, width: int) -> Tensor:
-        """The positions of a map, (height, width, C)."""
+        """Return the positions (height, width, C) of a feature map."""
         if self.resizing == "per_feature_map":
             rows, cols = resize_table(self.rows, (height,)), resize_table(self.cols, (width,))
         else:
@@ -71,22 +71,23 @@ class AbsolutePositions(nn.Module):
 
 
 def _check_size(size: tuple[int, int], largest: tuple[int, int]) -> None:
-    # A traced size is a tensor, and its comparison would be frozen into the graph.
+    # A traced size is a tensor. The graph would keep the result of its comparison.
     if not is_tracing() and (size[0] > largest[0] or size[1] > largest[1]):
         raise ConfigError(
-            f"a map of {size[0]} x {size[1]} tokens does not fit the position table of {largest[0]} x {largest[1]}; "
-            "raise max_img_size (a detector's MODEL.TRANSFORMER.MAX_IMG_SIZE, a classifier's img_size) to the largest "
-            "image side"
+            f"A feature map of {size[0]} x {size[1]} tokens does not fit the position table of {largest[0]} x "
+            f"{largest[1]}. Raise max_img_size to the largest image side. In a config it is "
+            "MODEL.TRANSFORMER.MAX_IMG_SIZE, in create_classifier img_size."
         )
 
 
 class _OffsetBias(nn.Module):
-    """A learned bias for each head and offset between a query and the keys of its window.
+    """A learned bias for each head and each offset between a query and the keys of its window.
 
     Args:
-        side, window_side: side of the square of queries, and of that of the keys around them.
-        stride: rows of the table from one offset of rows to the next.
-        num_heads: M.
+        side: Side of the square of queries.
+        window_side: Side of the square of keys around them.
+        stride: Rows of the table from one row offset to the next.
+        num_heads: Number M of heads.
     """
 
     no_weight_decay_names = ("table",)
@@ -97,18 +98,22 @@ class _OffsetBias(nn.Module):
         self.table = position_parameter((self.num_offsets - 1) * (stride + 1) + 1, num_heads)
 
     def forward(self) -> Tensor:
-        """(M, side^2, window_side^2): positions of queries by positions of keys, both row by row."""
-        # Not by an index, whose gradient sorts: the keys of a query are a square of the offsets, from the last key on.
+        """Return the bias (M, side^2, window_side^2) of queries by keys, both row by row."""
+        # The keys of a query are a square of offsets, from the last key on. The gradient of an index would sort.
         offsets = self.table.T.unfold(1, self.num_offsets, self.stride)
         squares = F.unfold(offsets[None], self.window_side)[0].unflatten(0, (-1, self.window_side**2))
         return squares.flip(1).transpose(1, 2).contiguous()
 
 
 class WindowRelativeBias(_OffsetBias):
-    """A learned bias for each offset between a query and the keys of its 3w x 3w neighbourhood, for each head.
+    """A learned bias for each head and each offset between a query and the keys of its 3w x 3w neighborhood.
 
-    The table is laid out as in the official ViL code: the row of offset (dh, dw), query minus key, is
+    The table is the same as in the official ViL code. The row of offset (dh, dw), query minus key, is
     ``(dh + 2w - 1) * (4w - 1) + dw + 2w - 1``.
+
+    Args:
+        chunk_size: Side w of a chunk.
+        num_heads: Number of heads.
     """
 
     resize_mode = "linear"
@@ -120,12 +125,16 @@ class WindowRelativeBias(_OffsetBias):
 
 
 class SegmentRelativeBias(_OffsetBias):
-    """A learned bias between a query and the keys of the window around its segment, for each head (Transformer-LS).
+    """A learned bias for each head and each offset between a query and the keys of its window (Transformer-LS).
 
-    The table and its index are those of the official code, whose rows are one too close: with side = max(w // 2, 1)
-    tokens around the segment, the row of offset (dh, dw), query minus key, is
-    ``(dh + side + w - 1) * (w + 2 * side) + dw + side + w - 1``, while dw has 2 * (w + side) - 1 values. So offsets
-    ``(dh, dw)`` and ``(dh + 1, dw - w - 2 * side)`` share a bias. Official weights were trained this way, and need it.
+    The table and its index are the same as in the official code, where the row stride is too small. With side =
+    max(w // 2, 1) tokens around the segment, the row of offset (dh, dw), query minus key, is
+    ``(dh + side + w - 1) * (w + 2 * side) + dw + side + w - 1``, but dw has 2 * (w + side) - 1 values. Therefore the
+    offsets ``(dh, dw)`` and ``(dh + 1, dw - w - 2 * side)`` share a bias. Official weights need this index.
+
+    Args:
+        chunk_size: Side w of a segment.
+        num_heads: Number of heads.
     """
 
     def __init__(self, chunk_size: int, num_heads: int) -> None:
@@ -134,14 +143,14 @@ class SegmentRelativeBias(_OffsetBias):
 
 
 class GridPositions(nn.Module):
-    """Absolute positions of a whole map, as LIT-Ti has them.
+    """The absolute positions of LIT-Ti: one table for the whole feature map.
 
     Args:
-        size: height and width, in tokens, of the map that the table is made for.
-        dim: channels.
-        num_global_tokens: G; each global token has a position of its own.
-        resizing: one of ``RESIZING``: with ``"per_feature_map"`` the table is resized bilinearly to each feature map;
-            with ``"once"`` a smaller feature map takes the top-left part, and a larger one is an error.
+        size: Height and width, in tokens, of the feature map that the table is made for.
+        dim: Channels of a token.
+        num_global_tokens: Number G of global tokens. Each has a position of its own.
+        resizing: One of ``RESIZING``. With ``"per_feature_map"``, the table is resized bilinearly to each feature map.
+            With ``"once"``, a smaller feature map uses the top-left part, and a larger one raises an error.
     """
 
     no_weight_decay_names = ("table", "global_tokens")
@@ -155,7 +164,7 @@ class GridPositions(nn.Module):
         self.global_tokens = position_parameter(1, num_global_tokens, dim) if num_global_tokens else None
 
     def forward(self, height: int, width: int) -> Tensor:
-        """The positions of a map, (height, width, C)."""
+        """Return the positions (height, width, C) of a feature map."""
         if self.resizing == "per_feature_map":
             return resize_table(self.table, (height, width))
         _check_size((height, width), self.table.shape[:2])
@@ -163,16 +172,16 @@ class GridPositions(nn.Module):
 
 
 class GridRelativeBias(nn.Module):
-    """A learned bias for each offset between two tokens of one map, and between them and the global tokens.
+    """A learned bias for each offset between two tokens of a feature map, and for pairs with global tokens.
 
     Args:
-        size: height and width, in tokens, of the map that the table is made for.
-        num_heads: M.
-        num_global_tokens: G.
-        global_queries: whether the global tokens are queries too.
-        resize_mode: see :func:`resize_table`.
-        resizing: one of ``RESIZING``: with ``"once"`` a smaller map takes the offsets that it has, and a larger one
-            is an error.
+        size: Height and width, in tokens, of the feature map that the table is made for.
+        num_heads: Number M of heads.
+        num_global_tokens: Number G of global tokens.
+        global_queries: Whether the global tokens are queries too.
+        resize_mode: See :func:`resize_table`.
+        resizing: One of ``RESIZING``. With ``"once"``, a smaller feature map uses a part of the table, and a larger one
+            raises an error.
     """
 
     no_weight_decay_names = ("table", "local_to_global", "global_to_local", "global_to_global")
@@ -203,14 +212,11 @@ class GridRelativeBias(nn.Module):
 
     @property
     def offsets(self) -> tuple[int, int]:
-        """How many offsets there are along the height and the width of the table's map."""
+        """The number of offsets along the height and the width of the feature map of the table."""
         return 2 * self.size[0] - 1, 2 * self.size[1] - 1
 
     def by_offset(self, height: int, width: int) -> Tensor:
-        """The bias by offset of rows and of columns, query minus key: (M, 2 * height - 1, 2 * width - 1).
-
-        All that depends on the size of the map.
-        """
+        """Return the bias (M, 2 * height - 1, 2 * width - 1) by offset of rows and of columns, query minus key."""
         grid = self.table.unflatten(0, self.offsets)
         if self.resizing == "per_feature_map":
             grid = resize_table(grid, (2 * height - 1, 2 * width - 1), mode=self.resize_mode)
@@ -221,19 +227,19 @@ class GridRelativeBias(nn.Module):
         return grid.movedim(-1, 0)
 
     def by_row_offset(self, height: int, width: int) -> Tensor:
-        """The bias of a pair of columns for each offset of rows, (M, 2 * height - 1, width, width): query by key."""
+        """Return the bias (M, 2 * height - 1, width, width) by row offset, query column and key column."""
         grid = self.by_offset(height, width)
         col = torch.arange(width, device=grid.device)
         offset = col[:, None] - col[None, :] + width - 1
         return grid.index_select(2, offset.flatten()).unflatten(2, (width, width))
 
     def row_group_biases(self, offset_bias: Tensor, rows: Tensor, key_rows: Tensor) -> Iterator[Tensor]:
-        """The bias of the queries in some rows of the map, group by group: one copy each, whose gradient is slow.
+        """Yield the bias of the queries in each group of rows. It needs one copy, but its gradient is slow.
 
         Args:
-            offset_bias: result of :meth:`by_row_offset`.
-            rows: (groups, R), numbers of rows of queries.
-            key_rows: (S,), those of keys.
+            offset_bias: The result of :meth:`by_row_offset`.
+            rows: (groups, R), the row numbers of queries.
+            key_rows: (S,), the row numbers of keys.
 
         Yields:
             (M, R * W, G + S * W)
@@ -254,20 +260,20 @@ class GridRelativeBias(nn.Module):
 
     @property
     def global_key_bias(self) -> Tensor | None:
-        """The bias of local queries at the global keys, (M, G), or None without global tokens."""
+        """The bias (M, G) of local queries at global keys, or None without global tokens."""
         return self.local_to_global if self.num_global_tokens else None
 
     def global_query_bias(self, tokens: int) -> Tensor:
-        """The bias of the global queries, (M, G, G + tokens)."""
+        """Return the bias (M, G, G + tokens) of the global queries."""
         to_local = self.global_to_local[:, :, None].expand(-1, -1, tokens)
         return torch.cat([self.global_to_global, to_local], dim=2)
 
     def forward(self, height: int, width: int) -> Tensor:
-        """The bias of a map of ``height`` x ``width``: (M, L, G + H * W), L the local or all queries, globals first."""
+        """Return the bias (M, L, G + H * W) of a feature map. L is H * W, or G + H * W with global queries."""
         rows = torch.arange(height, device=self.table.device)
         offset_bias = self.by_row_offset(height, width)
         if torch.is_grad_enabled():
-            # (M, H, H, W, W): a second copy, and a gradient that is faster than that of the groups
+            # (M, H, H, W, W). This is a second copy, but its gradient is faster than the gradient of the groups.
             bias = offset_bias.index_select(1, (rows[:, None] - rows + height - 1).flatten()).unflatten(1, (-1, height))
             bias = self._with_globals(bias.transpose(2, 3).flatten(3, 4).flatten(1, 2))
         else:
@@ -278,18 +284,18 @@ class GridRelativeBias(nn.Module):
 
 
 def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, made_for: tuple[int, int] | None = None) -> Tensor:
-    """A table of positions of another size, resized for the module that is to have it.
+    """Resize a position table of another size for the module that it is loaded into.
 
     Args:
-        tensor: table of a checkpoint.
-        owner: the module of this model.
-        leaf: the name of the parameter in ``owner``.
-        made_for: height and width, in tokens, of the feature map that ``tensor`` of a :class:`GridRelativeBias` is for;
-            None where that is unknown, which is then taken as square.
+        tensor: The table of a checkpoint.
+        owner: The module of this model.
+        leaf: Name of the parameter in ``owner``.
+        made_for: Height and width, in tokens, of the feature map that the table of a :class:`GridRelativeBias` is made
+            for. None if they are unknown; then the feature map is assumed to be square.
 
     Returns:
-        ``tensor`` in the size of ``owner``'s parameter; unchanged where that is not such a table or cannot be resized:
-        offsets share rows of a segment's table, so that it is not a grid.
+        ``tensor`` in the size of the parameter. It is unchanged if the parameter is no position table, or is a
+        :class:`SegmentRelativeBias`: offsets share rows of its table, so it is not a grid.
     """
     table = getattr(owner, leaf, None)
     # A bias for 2 x 14 tokens has as many rows as one for 14 x 2.
@@ -309,14 +315,14 @@ def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, made_for: tuple[in
 
 
 def resize_tables(model: nn.Module, resized: nn.Module) -> None:
-    """Resize tables of positions in place, as :func:`fit_table` does for a checkpoint's.
+    """Resize the position tables of a model in place, with :func:`fit_table`.
 
     Args:
-        model: the parameters stay the same objects, without gradients where they are resized.
-        resized: the same model made for another size, on any device.
+        model: The model. Its parameters remain the same objects. Resized ones lose their gradients.
+        resized: The same model created for another image size, on any device.
 
     Raises:
-        ConfigError: where a parameter cannot be resized; nothing has changed then.
+        ConfigError: If a parameter cannot be resized. Then the model is unchanged.
     """
     resized_modules, tables, sized = dict(resized.named_modules()), [], []
     for path, module in model.named_modules():
@@ -328,8 +334,8 @@ def resize_tables(model: nn.Module, resized: nn.Module) -> None:
             table = fit_table(tensor, other, leaf, made_for=made_for)
             if table.shape != wanted.shape:
                 raise ConfigError(
-                    f"{path}.{leaf} is {tuple(tensor.shape)} and belongs to one image size: create the model for the"
-                    " other one (img_size)"
+                    f"'{path}.{leaf}' of shape {tuple(tensor.shape)} cannot be resized to another image size. Create "
+                    "the model with that img_size."
                 )
             if table is not tensor:
                 tables.append((parameter, table))

@@ -1,7 +1,7 @@
-"""Token merging (LIT section 3.3): 2 x 2 tokens become one, sampled at learned offsets, or on the regular grid.
+"""Token merging (LIT section 3.3): 2 x 2 tokens become one, sampled at learned offsets or on the regular grid.
 
-Shapes: B images, C channels in and D out, H x W tokens in and ceil(H / 2) x ceil(W / 2) out. An odd height or width is
-padded with zeros below and on the right.
+Shapes: B images, C input and D output channels, H x W input and ceil(H / 2) x ceil(W / 2) output tokens. An odd height
+or width is padded with zeros at the bottom or on the right.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from backbones.layers.tracing import (
 
 
 class DeformableTokenMerging(DeformConv2d):
-    """Deformable convolution of 2 x 2 tokens with stride 2, BatchNorm, GELU (equations 7 and 8).
+    """A deformable convolution of 2 x 2 tokens with stride 2, BatchNorm and GELU (equations 7 and 8).
 
-    The offsets start at zero (section 4.1): a new module is a plain convolution. Sampling positions and products are
-    computed in float32, or float64 where the input is, whatever autocast or the module's own type is. A trace needs
-    torchvision where it is loaded.
+    The offsets start at zero (section 4.1), so that a new module is a plain convolution. Sampling positions and
+    products are computed in float32 or better, regardless of autocast. To load a trace of the module, import
+    torchvision first.
 
     Args:
-        in_channels: C.
-        dim: D.
-        norm: a key of ``BATCH_NORMS``.
+        in_channels: Channels C of an input token.
+        dim: Channels D of an output token.
+        norm: A key of ``BATCH_NORMS``.
     """
 
     def __init__(self, in_channels: int, dim: int, *, norm: str = "BN") -> None:
@@ -48,13 +48,17 @@ class DeformableTokenMerging(DeformConv2d):
         self.norm = BATCH_NORMS[norm](dim)
 
     def forward(self, features: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, ceil(H / 2), ceil(W / 2), D)."""
+        """Return the merged tokens (B, ceil(H / 2), ceil(W / 2), D) of a feature map (B, C, H, W)."""
         return F.gelu(self.norm(self._merge(features))).permute(0, 2, 3, 1)
 
     def offsets(self, features: Tensor) -> Tensor:
-        """Return the offset of each sampling position from the regular grid, in tokens of the map that is merged.
+        """Return the offset of each sampling position from the regular grid, in input tokens.
 
-        (B, C, H, W) -> (B, ceil(H / 2), ceil(W / 2), 2, 2, 2): merged token, row and column of its 2 x 2, (y, x).
+        Args:
+            features: (B, C, H, W).
+
+        Returns:
+            (B, ceil(H / 2), ceil(W / 2), 2, 2, 2): merged token, row and column of its 2 x 2 tokens, (y, x).
         """
         with autocast_off(features.device):
             return (
@@ -66,7 +70,7 @@ class DeformableTokenMerging(DeformConv2d):
         with autocast_off(features.device), no_trace_warnings() if is_tracing() else contextlib.nullcontext():
             padded = at_least_float32(pad_to_multiple(features, 2))
             weight, bias = self.weight.to(padded.dtype), self.bias.to(padded.dtype)
-            # torchvision takes five times as long on a CPU, and not every runtime has its operator.
+            # torchvision's operator is five times slower on a CPU, and many runtimes do not have it.
             is_sampling = is_exporting() or (features.device.type == "cpu" and not is_tracing())
             convolve = deformable_by_sampling if is_sampling else deform_conv2d
             return convolve(padded, self._offset(padded), weight, bias, stride=2).to(features.dtype)
@@ -77,28 +81,28 @@ class DeformableTokenMerging(DeformConv2d):
 
 
 def deformable_by_sampling(features: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, *, stride: int) -> Tensor:
-    """``torchvision.ops.deform_conv2d`` for a kernel as large as its stride, from operators that every runtime has.
+    """Return ``torchvision.ops.deform_conv2d`` for a kernel as large as its stride, with widely supported operators.
 
-    The feature map is sampled at as many positions as it has tokens, and then goes through a plain convolution. Where
-    an offset is a whole number, sampling is not differentiable: its gradient is that of one side, as rounding decides.
+    The feature map is sampled once per token, and a plain convolution follows. Sampling is not differentiable at whole
+    numbers. There the gradient is the derivative of one side, which depends on rounding.
 
     Args:
         features: (B, C, H, W).
         offset: (B, 2 * S * S, H / S, W / S) for a stride of S: (y, x) for each position of the kernel.
         weight: (D, C, S, S).
         bias: (D,).
-        stride: S, which divides H and W.
+        stride: Stride S. It divides H and W.
 
     Returns:
         (B, D, H / S, W / S)
     """
     batch, _, height, width = features.shape
-    # (B, H, W, 2): each position of the map belongs to one of the merged tokens.
+    # (B, H, W, 2): each position of the feature map belongs to one merged token.
     offset = contiguous_for_export(offset.unflatten(1, (stride, stride, 2)).permute(0, 4, 1, 5, 2, 3))
     offset = offset.reshape(batch, height, width, 2)
     rows = torch.arange(height, device=features.device, dtype=features.dtype)
     cols = torch.arange(width, device=features.device, dtype=features.dtype)
-    # From -1 for the centre of the first token to 1 for that of the last
+    # From -1 at the center of the first token to 1 at the center of the last one
     y = (rows[:, None] + offset[..., 0]) * (2 / (height - 1)) - 1
     x = (cols + offset[..., 1]) * (2 / (width - 1)) - 1
     sampled = F.grid_sample(features, torch.stack([x, y], dim=-1), padding_mode="zeros", align_corners=True)
@@ -106,33 +110,35 @@ def deformable_by_sampling(features: Tensor, offset: Tensor, weight: Tensor, bia
 
 
 class LinearTokenMerging(PatchMerging):
-    """The uniform merging of Swin, for the starred LIT-S of Table 3: LayerNorm of 2 x 2 tokens, then a linear layer."""
+    """The uniform merging of Swin, for LIT-S* in Table 3: a LayerNorm of 2 x 2 tokens, then a linear layer."""
 
     def forward(self, features: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, ceil(H / 2), ceil(W / 2), D)."""
+        """Return the merged tokens (B, ceil(H / 2), ceil(W / 2), D) of a feature map (B, C, H, W)."""
         return super().forward(features.permute(0, 2, 3, 1))
 
 
 def sampled_positions(offsets: Sequence[Tensor], row: int, col: int) -> Tensor:
-    """Where a merged token comes from, back through n merging modules one after another (LIT Figure 2).
+    """Return the positions that a merged token is sampled from, through n merging modules (LIT Figure 2).
 
-    A position between tokens is traced on through the nearest token; one beyond the map through the token at its edge.
+    A position between tokens continues at the nearest token. A position outside the feature map continues at the token
+    at its edge.
 
     Args:
-        offsets: those of n modules, first module first, each (H, W, 2, 2, 2): one image of
+        offsets: The offsets (H, W, 2, 2, 2) of each module for one image, first module first. See
             :meth:`DeformableTokenMerging.offsets`.
-        row, col: position of a token that the last module gives.
+        row: Row of an output token of the last module.
+        col: Column of this token.
 
     Returns:
-        (4^n, 2): (y, x) in tokens of the map that the first module merges; whole numbers are centres of tokens. On an
-        image of patches of P pixels, the centre is at pixel (y + 0.5) * P - 0.5.
+        (4^n, 2): (y, x) in input tokens of the first module. Whole numbers are centers of tokens. For patches of P
+        pixels, the center is at pixel (y + 0.5) * P - 0.5.
 
     Raises:
-        ConfigError: where the last map has no such token.
+        ConfigError: If the last feature map has no such token.
     """
     height, width = offsets[-1].shape[:2]
     if not (0 <= row < height and 0 <= col < width):
-        raise ConfigError(f"there is no token ({row}, {col}) in a feature map of {height} x {width}")
+        raise ConfigError(f"Token ({row}, {col}) is outside the feature map of {height} x {width} tokens.")
     positions = offsets[-1].new_tensor([[row, col]])
     for offset in reversed(offsets):
         height, width = offset.shape[:2]
@@ -146,21 +152,21 @@ def sampled_positions(offsets: Sequence[Tensor], row: int, col: int) -> Tensor:
 
 
 def with_deformable_merging(swin: nn.Module, *, norm: str = "BN") -> nn.Module:
-    """A copy of timm's Swin with deformable token merging (LIT Table 4, "Swin-Ti + DTM"), with new weights in it.
+    """Return a copy of timm's Swin with new deformable token merging modules (LIT Table 4, "Swin-Ti + DTM").
 
-    The table's PVT-S is not offered: timm has only PVT v2, whose overlapping embeddings of 3 x 3 are another model.
+    The PVT-S of this table is not supported. timm has only PVT v2, which has overlapping 3 x 3 embeddings.
 
     Args:
-        swin: a model like ``timm.create_model("swin_tiny_patch4_window7_224")``, also with ``features_only=True``.
-        norm: see :class:`DeformableTokenMerging`.
+        swin: A model such as ``timm.create_model("swin_tiny_patch4_window7_224")``, also with ``features_only=True``.
+        norm: See :class:`DeformableTokenMerging`.
 
     Raises:
-        ConfigError: where nothing merges tokens as Swin does.
+        ConfigError: If the model has no Swin token merging.
     """
     swin = copy.deepcopy(swin)
     names = [name for name, module in swin.named_modules() if isinstance(module, PatchMerging)]
     if not names:
-        raise ConfigError(f"{type(swin).__name__} has no PatchMerging to replace")
+        raise ConfigError(f"{type(swin).__name__} has no PatchMerging to replace. Pass a Swin model of timm.")
     for name in names:
         old = swin.get_submodule(name)
         new = _SwinMerging(old.dim, old.out_dim, norm=norm)
@@ -171,5 +177,5 @@ def with_deformable_merging(swin: nn.Module, *, norm: str = "BN") -> nn.Module:
 
 class _SwinMerging(DeformableTokenMerging):
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), D)."""
+        """Return the merged tokens (B, ceil(H / 2), ceil(W / 2), D) of tokens (B, H, W, C)."""
         return super().forward(tokens.permute(0, 3, 1, 2))

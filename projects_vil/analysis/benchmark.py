@@ -41,7 +41,6 @@ _SUFFIXES = {
     "checkpointing": ("ACTIVATION_CHECKPOINTING", True),
     "sdpa": ("ATTENTION_BACKEND", "sdpa"),
     "triton": ("ATTENTION_BACKEND", "triton"),
-    "flex": ("ATTENTION_BACKEND", "flex"),
     "shift": None,
 }
 _STRIDES = (4, 8, 16, 32)
@@ -54,7 +53,7 @@ class BenchmarkCase:
 
     Attributes:
         name: a variant, ``timm:MODEL`` or a config file, with suffixes: ``+checkpointing`` for activation
-            checkpointing, ``+shift`` for random-shift training, ``+sdpa``, ``+triton`` and ``+flex`` for an attention
+            checkpointing, ``+shift`` for random-shift training, ``+sdpa`` and ``+triton`` for an attention
             backend. Or a baseline (:func:`build_baseline`).
         is_baseline: whether it is a baseline.
         part: one of ``MEASURED_PARTS``: the first attention module, all feature maps of the backbone, inference of the

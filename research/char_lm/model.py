@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.attention.dense import merge_heads, split_heads
-from backbones.attention.sdpa import pytorch_attention
+from backbones.attention.dense import merge_heads, pytorch_attention, split_heads
 from backbones.errors import ConfigError, check_choice
 from research.sequence import create_char_lm
 from research.sequence.char_lm import CharLMLayer

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.attention.dense import merge_heads, split_heads
-from backbones.attention.sdpa import pytorch_attention
+from backbones.attention.dense import merge_heads, pytorch_attention, split_heads
 from research.long_range_arena.tasks import CLASS_TOKENS, ENCODER, Settings
 from research.sequence import create_sequence_encoder
 from research.sequence.encoder import EncoderLayer

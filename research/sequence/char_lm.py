@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import chunks
-from backbones.attention.dense import merge_heads, split_heads
+from backbones.attention.dense import merge_heads, pytorch_attention, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
-from backbones.attention.sdpa import pytorch_attention
 from backbones.errors import ConfigError, check_whole, explain_unknown_keywords
 from backbones.layers.parameters import names_without_weight_decay
 from backbones.layers.tracing import at_least_float32, padding_to_multiple

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from backbones.attention import blocked
+from backbones.attention import cpu_blocks
 from backbones.backbone import BackboneSettings
 from backbones.layers.patch_embed import PatchEmbed
 from backbones.layers.token_merging import DeformableTokenMerging, LinearTokenMerging, sampled_positions
@@ -66,7 +66,7 @@ def test_sampling_offsets_are_those_of_the_forward_pass():
 def test_large_map_needs_no_bias_or_scores_of_all_pairs(training, monkeypatch):
     """At a reduced size: 800 x 1333 has 4200 tokens in stage 3 and groups of 2^22 scores a head."""
     groups = 2**14
-    monkeypatch.setitem(blocked.BLOCK_SCORES, "cpu", groups)
+    monkeypatch.setattr(cpu_blocks, "BLOCK_SCORES", groups)
     model, images = small_lit("relative").train(training), random_images(1, 3, 16 * 20, 16 * 33)
     tokens, heads = 20 * 33, 3
     with LargestTensor() as largest, torch.set_grad_enabled(training):

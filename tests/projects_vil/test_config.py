@@ -239,9 +239,8 @@ def test_a_requested_device_is_used_or_refused(gpus):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is available")
-@pytest.mark.parametrize("backend", ["triton", "flex"])
-def test_attention_for_a_gpu(backend):
-    keys = ["MODEL.TRANSFORMER.ATTENTION_BACKEND", backend]
+def test_attention_for_a_gpu():
+    keys = ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"]
     found = choose_device(small_config("retinanet", *keys, "MODEL.DEVICE", "cuda"))
     assert (found.MODEL.DEVICE, found.MODEL.TRANSFORMER.ATTENTION_BACKEND) == ("cpu", "auto")
     assert not check_device(found)

@@ -15,7 +15,7 @@ from backbones.attention.long_short import long_short_attention
 from backbones.attention.sliding_chunk import sliding_chunk_attention
 from tests.backbones.helpers import attention_inputs, random_images
 
-# Options of sliding chunks, with all neighbours and with one; the other two kernels have none.
+# Options of sliding chunks, with all neighbors and with one; the other two kernels have none.
 WINDOWS = {
     "zero_pad": {},
     "exact": {"mode": "exact"},

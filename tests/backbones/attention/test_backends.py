@@ -1,7 +1,6 @@
 """The backend triton runs its kernel if it is right, else PyTorch's attention; auto only suggests it."""
 
 import functools
-import itertools
 import logging
 import subprocess
 import sys
@@ -11,11 +10,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backbones import ConfigError, create_backbone
-from backbones.attention import backends, sliding_chunk, triton_chunks
-from backbones.attention.backends import choose_kernel
+from backbones.attention import triton_check, triton_chunks
 from backbones.attention.dense import DenseAttention
 from backbones.attention.long_short import LongShortAttention, long_short_attention
 from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chunk_attention
+from backbones.attention.triton_check import choose_kernel, suggest_triton, triton_is_right
 from backbones.attention.triton_chunks import SEGMENT_MODE, triton_chunk_attention
 from tests.backbones.attention.cases import FakeGPU, OnMap, attend
 from tests.backbones.helpers import attention_inputs, randomise
@@ -32,7 +31,7 @@ def choose(monkeypatch):
 
     def run(kernel, device="cpu", dtype=torch.float32, num_global=1, biases=BIASES, is_learned=True, **changes) -> str:
         is_segment = changes.get("mode") == SEGMENT_MODE
-        monkeypatch.setattr(backends, f"triton_{'long_short' if is_segment else 'chunk'}_attention", kernel)
+        monkeypatch.setattr(triton_check, f"triton_{'long_short' if is_segment else 'chunk'}_attention", kernel)
         options = {"chunk_size": 3, "mode": "zero_pad", "shift": None} | changes
         return choose_kernel(torch.device(device), dtype, 4, num_global, biases, is_learned, **options)
 
@@ -163,8 +162,8 @@ def test_comparison_within_a_backward_pass(choose):
 def asked(monkeypatch):
     """What a choice as on a GPU is asked for."""
     found = []
-    monkeypatch.setattr(backends, "_can_check", lambda query: True)
-    monkeypatch.setattr(backends, "choose_kernel", lambda *key, **options: found.append((key, options)) or "sdpa")
+    monkeypatch.setattr(triton_check, "_can_check", lambda query: True)
+    monkeypatch.setattr(triton_check, "choose_kernel", lambda *key, **options: found.append((key, options)) or "sdpa")
     return found
 
 
@@ -189,17 +188,15 @@ def test_triton_backend_counts_projected_keys_as_global_tokens(asked):
 def test_empty_global_tokens_do_not_change_the_check(asked):
     inputs = attention_inputs(7, 10)
     none = {name: inputs["query"][:, :, 0, :0] for name in ("global_key", "global_value")}
-    expected = sliding_chunk_attention(**inputs, chunk_size=3)
-    assert torch.equal(sliding_chunk.BACKENDS["triton"](**inputs, **none, chunk_size=3), expected)
+    assert not triton_is_right(inputs | none, chunk_size=3, mode="zero_pad")
     assert [key[3] for key, _ in asked] == [0]
 
 
 ATTENTIONS = [SlidingChunkAttention, functools.partial(LongShortAttention, rank=2)]
 
 
-@pytest.mark.parametrize(
-    "backend, attention", [*itertools.product(("triton", "auto"), ATTENTIONS), ("flex", ATTENTIONS[0])]
-)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("backend", ["triton", "auto"])
 def test_auto_and_traced_runs_use_no_triton_kernel(asked, monkeypatch, backend, attention):
     """Not even where Triton's interpreter would run it, which takes minutes."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -217,7 +214,7 @@ def test_auto_and_traced_runs_use_no_triton_kernel(asked, monkeypatch, backend, 
 @pytest.mark.parametrize("capability, lines", [((8, 0), 1), ((7, 5), 0)])
 def test_auto_is_pytorchs_attention_and_suggests_triton_once(monkeypatch, caplog, attention, capability, lines):
     caplog.set_level(logging.INFO)
-    backends._log_suggestion.cache_clear()
+    suggest_triton.cache_clear()
     monkeypatch.setattr(triton_chunks, "_is_installed", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     module = attention(8, num_heads=2, chunk_size=3, backend="auto")
@@ -226,7 +223,7 @@ def test_auto_is_pytorchs_attention_and_suggests_triton_once(monkeypatch, caplog
             attend(module, torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8))
         assert gpu.cudnn
     assert [("MODEL.TRANSFORMER.ATTENTION_BACKEND triton" in message) for message in caplog.messages] == [True] * lines
-    backends._log_suggestion.cache_clear()
+    suggest_triton.cache_clear()
 
 
 def test_capture_of_a_cuda_graph_without_a_check_is_refused(choose, monkeypatch):
@@ -265,17 +262,14 @@ def test_backends_of_the_stages():
     for asked, *expected in (
         ("auto", "auto", "auto", "auto", "sdpa"),
         ("triton", "triton", "triton", "triton", "sdpa"),
-        ("flex", "flex", "sdpa", "flex", "sdpa"),
         ("reference",) * 5,
     ):
         model = create_backbone("vil_tiny", attention=attention, attention_backend=asked)
         assert [stage.blocks[0].attention.backend for stage in model.stages] == expected
-        if asked != "flex":
-            model = create_backbone("cvt_ls_13", attention_backend=asked)
-            assert {block.attention.backend for stage in model.stages for block in stage.blocks} == {asked}
-    for name, backend in (("lit_ti", "triton"), ("lit_ti", "flex"), ("ls_tiny", "flex"), ("cvt_ls_13", "flex")):
-        with pytest.raises(ConfigError, match=backend):
-            create_backbone(name, attention_backend=backend)
+        model = create_backbone("cvt_ls_13", attention_backend=asked)
+        assert {block.attention.backend for stage in model.stages for block in stage.blocks} == {asked}
+    with pytest.raises(ConfigError, match="triton"):
+        create_backbone("lit_ti", attention_backend="triton")
 
 
 @on_gpu
@@ -289,4 +283,4 @@ def test_tritons_kernel_is_right_on_a_gpu(choose, dtype, changes):
     if DEVICE == "cpu":
         pytest.skip("the kernels are not compiled for a CPU")
     name = "triton_long_short_attention" if "mode" in changes else "triton_chunk_attention"
-    assert choose(getattr(backends, name), DEVICE, dtype, chunk_size=7, **changes) == "triton"
+    assert choose(getattr(triton_check, name), DEVICE, dtype, chunk_size=7, **changes) == "triton"

@@ -4,13 +4,10 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from backbones.attention.chunks import (
-    is_padding,
-    mask_keys,
-    mask_queries,
-)
+from backbones.attention.chunks import QUERY_MASK, is_padding, mask_keys
 from tests.backbones.helpers import random_images
 
 
@@ -20,7 +17,7 @@ def test_hidden_keys_score_far_below_all_others(channels, extra, dtype):
     """Every number is one that the type holds, and seen keys keep their scores."""
     query, key = (random_images(1, 1, 2, 3, channels, seed=seed, dtype=dtype) for seed in (1, 2))
     hidden, scale = torch.tensor([[False, True, False], [True, False, False]]), 1 / math.sqrt(channels)
-    marked_query, marked_key = mask_queries(query, extra), mask_keys(key, hidden, extra)
+    marked_query, marked_key = F.pad(query, (0, extra), value=QUERY_MASK), mask_keys(key, hidden, extra)
     assert marked_query.dtype == marked_key.dtype == dtype and marked_key.isfinite().all()
     scores = scale * marked_query.double().flatten(0, 3) @ marked_key.double().flatten(0, 3).T
     plain = scale * query.double().flatten(0, 3) @ key.double().flatten(0, 3).T

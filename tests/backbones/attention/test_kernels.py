@@ -6,8 +6,7 @@ import functools
 import pytest
 import torch
 
-from backbones.attention import blocked, chunks, reference
-from backbones.attention import windows as windows_module
+from backbones.attention import chunks, cpu_blocks, dense, reference
 from backbones.attention.chunks import copied_windows
 from backbones.attention.dense import dense_attention
 from backbones.attention.sliding_chunk import SHIFTS
@@ -51,13 +50,13 @@ def _refuse(*args, **kwargs):
     raise TypeError("another signature")
 
 
-@kernels
+@windows
 @pytest.mark.parametrize("block_scores", [1, 700, 3000])
-@pytest.mark.parametrize("operator", [blocked._CPU_KERNEL, None, _refuse], ids=["private", "none", "refusing"])
+@pytest.mark.parametrize("operator", [cpu_blocks._CPU_KERNEL, None, _refuse], ids=["private", "none", "refusing"])
 def test_result_does_not_depend_on_the_block_size(monkeypatch, kernel, block_scores, operator):
-    """From one chunk, or one query of one head, at a time to several; also as on a GPU, without log-sum-exps."""
-    monkeypatch.setitem(blocked.BLOCK_SCORES, "cpu", block_scores)
-    monkeypatch.setattr(blocked, "_CPU_KERNEL", operator)
+    """One chunk or several at a time; also without PyTorch's private operator, which returns log-sum-exps."""
+    monkeypatch.setattr(cpu_blocks, "BLOCK_SCORES", block_scores)
+    monkeypatch.setattr(cpu_blocks, "_CPU_KERNEL", operator)
     assert_equals_reference(*case(kernel, num_global=2, batch=3))
 
 
@@ -65,9 +64,8 @@ def test_result_does_not_depend_on_the_block_size(monkeypatch, kernel, block_sco
 @pytest.mark.parametrize("num_global", [0, 1, 2])
 def test_result_is_the_same_as_on_a_gpu(monkeypatch, kernel, num_global):
     """With its mask channels, aligned biases, and PyTorch's own gradients."""
-    for module in (chunks, windows_module):
-        monkeypatch.setattr(module, "wants_alignment", lambda device: True)
-    monkeypatch.setattr(windows_module, "needs_blocks", lambda *tensors, biases: False)
+    monkeypatch.setattr(chunks, "wants_alignment", lambda device: True)
+    monkeypatch.setattr(cpu_blocks, "is_needed", lambda *tensors: False)
     assert_equals_reference(*case(kernel, channels=8, num_global=num_global))
 
 
@@ -75,13 +73,13 @@ def test_result_is_the_same_as_on_a_gpu(monkeypatch, kernel, num_global):
 @pytest.mark.parametrize("block_scores", [2**27, 4000, 900], ids=["one_call", "heads", "rows"])
 def test_attention_of_a_map_as_on_a_gpu(monkeypatch, num_global, block_scores):
     """Some heads, and some rows, in a call, whose bias is a view of the table by offset."""
-    monkeypatch.setitem(blocked.BLOCK_SCORES, "cpu", block_scores)
+    monkeypatch.setattr(dense, "_CALL_SCORES", block_scores)
     bias = randomise(GridRelativeBias((5, 7), 2, num_global_tokens=num_global)).double()
     tokens = num_global + 35
     inputs = [random_images(2, 2, *sizes, 4, seed=seed) for seed, sizes in enumerate([(5, 7), (tokens,), (tokens,)])]
     inputs = [x.requires_grad_() for x in inputs]
     query, key, value = inputs
-    actual = blocked.checkpointed_map_attention(query, key, value, bias.by_offset(5, 7), bias.global_key_bias)
+    actual = dense.map_attention(query, key, value, bias.by_offset(5, 7), bias.global_key_bias)
     expected = reference.attention(query.flatten(2, 3), key, value, bias=bias(5, 7))
     learned, weights = [*inputs, *bias.parameters()], torch.linspace(-1, 1, expected.numel()).view_as(expected)
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
@@ -189,7 +187,7 @@ def test_memory_is_linear_in_the_tokens(kernel):
     assert largest(1, 12, 16) >= (12 * 16) ** 2
 
 
-@kernels
+@windows
 def test_scores_are_not_kept_for_the_backward_pass(kernel):
     """The backward pass keeps the inputs, the output and a number for each query, of whole chunks of 24 x 33 tokens."""
     function, _, inputs = case(kernel, 23, 31, batch=1, channels=8)

@@ -79,8 +79,8 @@ def test_module_equals_its_steps_by_hand(num_global):
     update, global_update = attend(module, tokens, global_tokens)
 
     def normed(x: Tensor, norm: torch.nn.LayerNorm) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
+        centerd = x - x.mean(-1, keepdim=True)
+        return centerd / (centerd.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
 
     for image in range(2):
         local = tokens[image].reshape(-1, dim)

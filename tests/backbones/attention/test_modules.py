@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backbones.attention import blocked, reference
+from backbones.attention import cpu_blocks, reference
 from backbones.attention.dense import DenseAttention, join_tokens, merge_heads, split_heads
 from backbones.attention.efficient import (
     GlobalMemoryAttention,
@@ -132,7 +132,7 @@ def outputs_and_gradients_of(module: nn.Module, num_global: int, height: int, wi
 def test_gradients_match_reference_at_several_sizes(monkeypatch, name, num_global):
     ours, check = (build(name, num_global, backend=backend) for backend in ("sdpa", "reference"))
     for height, width, block_scores in ((7, 10, 2000), (12, 5, 1), (2, 3, 2**20), (7, 10, 2**20)):
-        monkeypatch.setitem(blocked.BLOCK_SCORES, "cpu", block_scores)
+        monkeypatch.setattr(cpu_blocks, "BLOCK_SCORES", block_scores)
         expected = outputs_and_gradients_of(check, num_global, height, width)
         assert_all_close(outputs_and_gradients_of(ours, num_global, height, width), expected, tolerance=1e-9)
 

@@ -17,11 +17,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import reference, triton_chunks
-from backbones.attention.chunks import WindowInputs
 from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import MODES, SHIFTS, SlidingChunkAttention
 from backbones.attention.triton_chunks import (
     Launch,
+    WindowInputs,
     triton_chunk_attention,
     triton_long_short_attention,
     unmet_requirement,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from backbones.layers.conv import SeparableProjection, StandardisedConv2d
+from backbones.layers.conv import SeparableProjection, StandardizedConv2d
 from backbones.layers.patch_embed import PatchEmbed
 from tests.backbones.helpers import random_images, randomise
 
@@ -47,9 +47,9 @@ def test_separable_projection_is_a_convolution_of_each_channel_then_of_each_toke
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_standardised_weights_have_mean_0_and_variance_1(dtype):
-    conv = randomise(StandardisedConv2d(4, 6, 3, padding=1, groups=2)).to(dtype)
-    weight = conv.standardised()
+def test_standardized_weights_have_mean_0_and_variance_1(dtype):
+    conv = randomise(StandardizedConv2d(4, 6, 3, padding=1, groups=2)).to(dtype)
+    weight = conv.standardized()
     assert weight.shape == conv.weight.shape and weight.dtype == dtype
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-3
     filters = weight.double().flatten(1)
@@ -61,7 +61,7 @@ def test_standardised_weights_have_mean_0_and_variance_1(dtype):
 
 
 def test_filters_of_equal_weights_are_finite():
-    conv = StandardisedConv2d(2, 2, 3, groups=2, bias=False)
+    conv = StandardizedConv2d(2, 2, 3, groups=2, bias=False)
     torch.nn.init.ones_(conv.weight)
-    conv.standardised().sum().backward()
-    assert conv.standardised().eq(0).all() and conv.weight.grad.isfinite().all()
+    conv.standardized().sum().backward()
+    assert conv.standardized().eq(0).all() and conv.weight.grad.isfinite().all()

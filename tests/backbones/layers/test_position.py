@@ -16,7 +16,7 @@ from tests.tolerances import FLOAT32
 
 
 def interpolate(table: np.ndarray, size: int) -> np.ndarray:
-    """Linear along the first axis: the centre of position i is at i + 1/2, and the ends are clamped."""
+    """Linear along the first axis: the center of position i is at i + 1/2, and the ends are clamped."""
     old = len(table)
     position = (np.arange(size) + 0.5) * old / size - 0.5
     columns = [np.interp(position, np.arange(old), column) for column in table.reshape(old, -1).T]
@@ -24,7 +24,7 @@ def interpolate(table: np.ndarray, size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("old, new", [(56, 336), (7, 42), (42, 7), (5, 5), (1, 4)])
-def test_resizing_a_row_is_linear_with_half_pixel_centres(old, new):
+def test_resizing_a_row_is_linear_with_half_pixel_centers(old, new):
     table = random_images(old, 3, dtype=torch.float32)
     resized = resize_table(table, (new,))
     assert resized.dtype == torch.float32
@@ -73,7 +73,7 @@ def test_grid_bias_is_looked_up_by_offset(num_global, global_queries):
 def test_grid_positions_of_the_largest_map_are_cropped():
     positions = GridPositions((5, 7), 4, resizing="once")
     assert torch.equal(positions(3, 6), positions.table[:3, :6])
-    with pytest.raises(ConfigError, match="a map of 6 x 7 tokens does not fit the position table of 5 x 7"):
+    with pytest.raises(ConfigError, match="6 x 7 tokens does not fit the position table of 5 x 7"):
         positions(6, 7)
 
 
@@ -82,5 +82,5 @@ def test_relative_bias_of_a_smaller_map_is_a_crop():
     bias = GridRelativeBias((5, 7), 2, resizing="once").double()
     whole = bias(5, 7).unflatten(1, (5, 7)).unflatten(3, (5, 7))
     torch.testing.assert_close(bias(3, 4).unflatten(1, (3, 4)).unflatten(3, (3, 4)), whole[:, :3, :4, :3, :4])
-    with pytest.raises(ConfigError, match="raise max_img_size"):
+    with pytest.raises(ConfigError, match="Raise max_img_size"):
         bias(5, 8)

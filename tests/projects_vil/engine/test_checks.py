@@ -55,7 +55,6 @@ def test_valid_setups(shapes, trained_run):
         (["TEST.BEST_METRIC", "validation_loss/total_loss"], "TEST.VALIDATION_LOSS"),
         (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"], "ATTENTION_BACKEND"),
         (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "spda"], "MODEL.TRANSFORMER.ATTENTION_BACKEND 'spda'"),
-        (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "flex"], "ATTENTION_BACKEND"),
         (
             ["MODEL.TRANSFORMER.VARIANT", "sra64_tiny", "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION", "0.5"],
             "RANDOM_SHIFT_FRACTION",

@@ -103,7 +103,7 @@ def test_unknown_classes_of_a_validation_file(shapes, tmp_path, request):
     register_datasets(cfg)
     for check in (check_setup, read_datasets):
         text = message(check, cfg)
-        assert all(part in text for part in ("'own'", "'Square'", "'shapes_train'", "did you mean 'square'?"))
+        assert all(part in text for part in ("'own'", "'Square'", "'shapes_train'", "Did you mean 'square'?"))
 
 
 @pytest.mark.parametrize("present", [("square",), ("square", "triangle")])

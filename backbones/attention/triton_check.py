@@ -1,4 +1,4 @@
-"""The check of Triton's kernels of attention to windows, and the suggestion to try them."""
+"""Check the Triton kernels against the reference before their first use, and suggest to try them."""
 
 import concurrent.futures
 import functools
@@ -19,39 +19,34 @@ from backbones.errors import ConfigError
 from backbones.layers.tracing import in_autocast_dtype
 
 logger = logging.getLogger(__name__)
-# Relative to the largest value.
+# Relative to the largest value
 _TOLERANCES = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 # The lowest compute capability that the Triton kernels are compiled for in the tests.
 _LEAST_CAPABILITY = (8, 0)
 
 
-def suggest_triton(query: Tensor) -> None:
-    """Log once per process that the Triton kernels could be tried, if the device of ``query`` may run them."""
-    if query.device.type == "cuda" and not torch.compiler.is_compiling():
-        _log_suggestion()
-
-
 @functools.cache
-def _log_suggestion() -> None:
+def suggest_triton() -> None:
+    """Log, once per process, that the Triton kernels could be tried if this GPU can run them."""
     if unmet_requirement(torch.device("cuda")) is None and torch.cuda.get_device_capability() >= _LEAST_CAPABILITY:
         logger.info(
-            "The attention backend is PyTorch's. The Triton kernels may be faster on this GPU: to try them, set "
+            "The attention backend is PyTorch's. The Triton kernels may be faster on this GPU. To try them, set "
             "MODEL.TRANSFORMER.ATTENTION_BACKEND triton (in Python attention_backend='triton')."
         )
 
 
-def triton_or_sdpa(
+def triton_is_right(
     tensors: dict[str, Tensor | None], *, chunk_size: int, mode: str, shift: tuple[int, int] | None = None
-) -> str:
-    """Return ``"triton"``, or ``"sdpa"`` if :func:`choose_kernel` excludes the Triton kernel for these tensors.
+) -> bool:
+    """Return whether the Triton kernel may be used for these tensors. See :func:`choose_kernel`.
 
-    The kernel is not checked in a compiled run, nor where it raises a :class:`ConfigError` in any case.
+    The kernel is not checked in a compiled run, nor if it raises a :class:`ConfigError` in any case.
     """
     query = tensors["query"]
     if torch.compiler.is_compiling() or not query.numel() or not _can_check(query):
-        return "triton"
+        return True
     given = {name: x for name, x in tensors.items() if x is not None and x.numel()}
-    return choose_kernel(
+    chosen = choose_kernel(
         query.device,
         in_autocast_dtype(query)[0].dtype,
         query.shape[4],
@@ -62,6 +57,7 @@ def triton_or_sdpa(
         mode=mode,
         shift=shift,
     )
+    return chosen == "triton"
 
 
 def _can_check(query: Tensor) -> bool:
@@ -81,22 +77,25 @@ def choose_kernel(
     mode: str,
     shift: tuple[int, int] | None,
 ) -> str:
-    """Return ``"triton"``, or ``"sdpa"`` if Triton's kernel fails or differs from the reference.
+    """Return ``"triton"``, or ``"sdpa"`` if the Triton kernel fails or differs from the reference.
 
-    At the first call for its arguments the kernel runs once on a small feature map, and the choice is logged. Image
-    sizes do not change the choice, and processes with the same devices and libraries choose the same.
+    The first call with these arguments runs the kernel once on a small feature map and logs the choice. The choice does
+    not depend on the image size. Processes with the same devices and libraries make the same choice.
 
     Args:
-        channels: D of each head.
-        num_global: G, with the projected keys of long-short attention.
-        biases: which of ``"local_bias"`` and ``"global_bias"`` there are.
-        is_learned: whether gradients are needed.
-        chunk_size, mode, shift: see :func:`.sliding_chunk.sliding_chunk_attention`. The mode of long-short attention
-            is ``SEGMENT_MODE``.
+        device: Device of the tensors.
+        dtype: Dtype of the queries.
+        channels: Channels D of a head.
+        num_global: Number of global tokens, and of projected keys in long-short attention.
+        biases: The given ones of ``"local_bias"`` and ``"global_bias"``.
+        is_learned: Whether gradients are needed.
+        chunk_size: See :func:`.sliding_chunk.sliding_chunk_attention`.
+        mode: See there. The mode of long-short attention is ``SEGMENT_MODE``.
+        shift: See there.
 
     Raises:
-        ConfigError: if the first call is in the capture of a CUDA graph, where the check cannot run.
-        RuntimeError: if the kernel leaves the device unusable or there is no memory for the check.
+        ConfigError: If the first call is in the capture of a CUDA graph, where the check cannot run.
+        RuntimeError: If the kernel leaves the device unusable, or there is no memory for the check.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ConfigError(
@@ -130,7 +129,7 @@ def choose_kernel(
 def _inputs(
     dtype: torch.dtype, channels: int, num_global: int, biases: tuple[str, ...], size: int, mode: str
 ) -> dict[str, Tensor]:
-    """Random inputs of two images of 2 x 3 chunks and one token more each way."""
+    """Return random inputs for two images of 2 x 3 chunks and one more row and column of tokens."""
     shapes = dict.fromkeys(("query", "key", "value"), (2, 2, 2 * size + 1, 3 * size + 1, channels))
     shared, side = ("projected", max(size // 2, 1)) if mode == SEGMENT_MODE else ("global", size)
     if num_global:
@@ -158,17 +157,17 @@ def _reason_against_triton(
     except (ConfigError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        # A broken installation, the compiler, the assembler and the driver raise errors of many types.
+        # A broken installation, the compiler, the assembler and the driver raise many types of errors.
         try:
             torch.get_device_module(device).synchronize(device)
         except RuntimeError:
-            # The device is unusable, so that PyTorch's attention would fail too.
+            # The device is unusable, so PyTorch's attention would fail too.
             raise error from None
         lines = str(error).strip().splitlines()
         return f"failed: {type(error).__name__}: {lines[0] if lines else ''}"
     pairs = zip(actual, expected, strict=True)
     errors = [((x.cpu().double() - y).abs().max() / y.abs().max()).item() for x, y in pairs]
-    # A NaN is within no tolerance.
+    # NaN is never within the tolerance.
     if all(error <= _TOLERANCES[inputs["query"].dtype] for error in errors):
         return None
     return f"differs from the reference by {max(errors):.1e} of the largest value"
@@ -182,6 +181,6 @@ def _outputs_and_gradients(
     if not is_learned:
         return [output]
     weights = torch.linspace(-1, 1, output.numel(), device=output.device).to(output.dtype).view(output.shape)
-    # On the threads of a device a backward pass would wait for the caller's, where that is one itself.
+    # On the thread of the device, this backward pass would wait for the caller's own backward pass.
     with torch.autograd.set_multithreading_enabled(False):
         return [output.detach(), *torch.autograd.grad(output, list(inputs.values()), weights)]

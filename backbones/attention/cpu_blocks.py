@@ -1,0 +1,458 @@
+"""Attention for training on a CPU: the backward pass computes scores again, a block at a time.
+
+PyTorch's CPU kernels keep all scores in memory if a bias needs a gradient, or compute them from copies of overlapping
+windows. Here the forward pass keeps only the log-sum-exp of each query, as FlashAttention does. The backward pass
+computes the scores of a few queries at a time, so that they stay in the cache. No other device uses this module.
+
+Shapes: B images, M heads, H x W tokens, D channels per head, G global tokens, chunks of w x w = P positions. A block
+has N matrices (images or chunks times heads) of P queries.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from backbones.attention.chunks import split_blocks, wrap
+from backbones.layers.tracing import at_least_float32, autocast_off, in_autocast_dtype, is_tracing, padding_to_multiple
+
+# Scores in a block: they fit the cache.
+BLOCK_SCORES = 2**20
+# Smaller exponents are raised to this value. The weight is negligible, and denormal numbers slow exponentials tenfold.
+_MIN_EXPONENT = -60.0
+_MASK = -1e9
+# Returns the output and the log-sum-exps. The operator is private: some versions of torch lack it or change it.
+_CPU_KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+
+def is_needed(*tensors: Tensor | None) -> bool:
+    """Return whether attention to windows needs gradients on a CPU. Traced and compiled runs are left to PyTorch."""
+    if tensors[0].device.type != "cpu" or not torch.is_grad_enabled() or is_tracing() or torch.compiler.is_compiling():
+        return False
+    needs_grad = False
+    for x in tensors:
+        if x is not None:
+            needs_grad |= x.requires_grad
+            if not x.numel():
+                return False
+    return needs_grad
+
+
+def window_attention(
+    attend: Callable[..., Tensor],
+    *tensors: Tensor | None,
+    chunk_size: int,
+    side: int,
+    is_cyclic: bool = False,
+    shift: tuple[int, int] | None = None,
+) -> Tensor:
+    """Return ``attend(*tensors)``, the attention of each chunk to its window, with gradients computed by blocks.
+
+    Args:
+        attend: Computes the output (B, M, H, W, D) from ``tensors`` and the function ``attention``, which it calls once
+            for all chunks.
+        tensors: Queries, keys and values (B, M, H, W, D), then global keys and values (B, M, G, D) or None, the local
+            bias (M or 1, P, L * L) or None, with L = ``chunk_size + 2 * side``. The global bias (M, G) or None follows
+            if the mechanism has one.
+        chunk_size: Side w of a chunk.
+        side: Tokens of the window on each side of a chunk.
+        is_cyclic: Whether the feature map continues at its opposite border. See :func:`.wrap`.
+        shift: Step to the only neighboring chunk in the window, in chunks down and to the right. None for the whole
+            window.
+    """
+
+    def forward(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        logsumexps = []
+
+        def attention(query: Tensor, key: Tensor, value: Tensor, **options: Tensor | float | None) -> Tensor:
+            output, logsumexp = _attention_with_logsumexp(query, key, value, **options)
+            logsumexps.append(logsumexp)
+            return output
+
+        return attend(*tensors, attention=attention), logsumexps[0]
+
+    backward = functools.partial(_window_gradients, chunk_size, side, is_cyclic, shift)
+    return _RecomputedAttention.apply(forward, backward, *in_autocast_dtype(*tensors))
+
+
+def map_attention(query: Tensor, key: Tensor, value: Tensor, offset_bias: Tensor, global_bias: Tensor | None) -> Tensor:
+    """Return the attention of a feature map's tokens to the global tokens and to the whole feature map.
+
+    The N x N bias is never in memory, neither in training nor in inference.
+
+    Args:
+        query: (B, M, H, W, D).
+        key: (B, M, G + H * W, D).
+        value: (B, M, G + H * W, D).
+        offset_bias: (M, 2 * H - 1, W, W), the bias by row offset (query minus key, from 1 - H), column of the query
+            and column of the key.
+        global_bias: (M, G), or None without global tokens.
+
+    Returns:
+        (B, M, H * W, D)
+    """
+    size = tuple(query.shape[2:4])
+    tensors = in_autocast_dtype(query.flatten(2, 3), key, value, offset_bias, global_bias)
+    forward, backward = functools.partial(_map_forward, size), functools.partial(_map_gradients, size)
+    return _RecomputedAttention.apply(forward, backward, *tensors)
+
+
+class _RecomputedAttention(torch.autograd.Function):
+    """Attention with its own backward pass.
+
+    ``forward(*tensors)`` returns the output and the log-sum-exps or None. ``backward(grad, output, logsumexp, needed,
+    *tensors)`` returns a gradient for each tensor; ``needed`` tells which of them are used.
+    """
+
+    @staticmethod
+    def forward(ctx, forward: Callable, backward: Callable, *tensors: Tensor | None) -> Tensor:
+        ctx.run_backward = backward
+        with autocast_off(tensors[0].device):
+            output, logsumexp = forward(*tensors)
+        ctx.save_for_backward(*tensors, output, logsumexp)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, output, logsumexp = ctx.saved_tensors
+        needed, results = ctx.needs_input_grad[2:], [None, None]
+        with autocast_off(grad.device):
+            gradients = ctx.run_backward(grad, output, logsumexp, needed, *tensors)
+        for gradient, tensor, is_used in zip(gradients, tensors, needed, strict=True):
+            results.append(gradient.to(tensor.dtype) if is_used else None)
+        return tuple(results)
+
+
+def _attention_with_logsumexp(
+    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output (N, M, L, E) of attention, and the log-sum-exps (N, M, L) if this torch computes them."""
+    if _CPU_KERNEL is not None:
+        # The kernel assumes that the channels of a token are contiguous, and does not check it.
+        query, key, value = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
+        try:
+            return _CPU_KERNEL(query, key, value, 0.0, False, attn_mask=attn_mask, scale=scale)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            # The fallback below needs even more memory.
+            if "allocate memory" in str(error):
+                raise
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=scale), None
+
+
+class _Keys(NamedTuple):
+    """Keys that all queries of a block see, and the tensors to which their gradients are added.
+
+    Attributes:
+        key: (N, K, D + 1). The last channel is 0, or a large negative number for a hidden key.
+        value: (N, K, D + 1). The last channel is 1.
+        key_grad: (N, K, D), or (M, K, D) for keys that all chunks share.
+        value_grad: As ``key_grad``.
+        biases: For some queries each: their slice, their bias, and its gradient or None. Biases broadcast to
+            (M, K, queries).
+    """
+
+    key: Tensor
+    value: Tensor
+    key_grad: Tensor
+    value_grad: Tensor
+    biases: list[tuple[slice, Tensor, Tensor | None]]
+
+
+def _add_gradients(
+    query: Tensor,
+    grad: Tensor,
+    delta: Tensor,
+    logsumexp: Tensor | None,
+    query_grad: Tensor,
+    keys: list[_Keys],
+    heads: int,
+    buffer: Tensor,
+) -> None:
+    """Compute ``query_grad`` of a block, and add to the gradients in ``keys``.
+
+    Scores are (N, K, P), keys first: almost all products are then of matrices as they lie in memory.
+
+    Args:
+        query: (N, P, D), scaled.
+        grad: (N, P, D), the gradient of the output.
+        delta: (N, P), the product of the output and its gradient.
+        logsumexp: (N / M, M, P), or None if it is not known.
+        query_grad: (N, P, D).
+        keys: All that the queries see.
+        heads: M.
+        buffer: (2, N * P * K of all keys or more). All blocks use the same memory: to allocate it for each block would
+            take as long as some products.
+    """
+    # (N, D + 1, P): the last channel adds the mask of a key to its scores, and -delta to the products below.
+    query_columns, grad_columns = F.pad(query.mT, (0, 0, 0, 1), value=1.0), torch.cat([grad.mT, -delta[:, None]], dim=1)
+    sizes = [len(query) * key.key.shape[1] * query.shape[1] for key in keys]
+    all_weights, all_products = buffer[0, : sum(sizes)], buffer[1, : sum(sizes)]
+    # Views of the part of each of the keys
+    weights = [x.view(len(query), -1, query.shape[1]) for x in all_weights.split(sizes)]
+    products = [x.view(len(query), -1, query.shape[1]) for x in all_products.split(sizes)]
+    for part, own in zip(weights, keys, strict=True):
+        for queries, bias, _ in own.biases:
+            scores = part[..., queries].unflatten(0, (-1, heads))
+            if logsumexp is None:
+                scores.copy_(bias)
+            else:
+                torch.sub(bias.expand_as(scores), logsumexp[:, :, None, queries], out=scores)
+        part.baddbmm_(own.key, query_columns)
+    if logsumexp is None:
+        logsumexp = torch.stack([part.logsumexp(dim=1) for part in weights]).logsumexp(dim=0)[:, None]
+        for part in weights:
+            part.sub_(logsumexp)
+    all_weights.clamp_(min=_MIN_EXPONENT).exp_()
+    for part, own in zip(products, keys, strict=True):
+        torch.bmm(own.value, grad_columns, out=part)
+    # The gradient of the scores
+    all_products.mul_(all_weights)
+    for index, (weight, product, own) in enumerate(zip(weights, products, keys, strict=True)):
+        _add_products(own.value_grad, weight, grad)
+        _add_products(own.key_grad, product, query)
+        query_grad.baddbmm_(product.mT, own.key[..., :-1], beta=min(index, 1))
+        for queries, _, bias_grad in own.biases:
+            if bias_grad is not None:
+                bias_grad += product[..., queries].unflatten(0, (-1, heads)).sum_to_size(bias_grad.shape)
+
+
+def _add_products(total: Tensor, weights: Tensor, sources: Tensor) -> None:
+    """Add ``weights`` (N, K, P) @ ``sources`` (N, P, D) to ``total``, which is (N, K, D) or (M, K, D)."""
+    if len(total) < len(weights):
+        total += (weights @ sources).unflatten(0, (-1, len(total))).sum(0)
+    elif total.is_contiguous():
+        total.baddbmm_(weights, sources)
+    else:
+        total += weights @ sources
+
+
+def _window_gradients(
+    chunk_size: int,
+    side: int,
+    is_cyclic: bool,
+    shift: tuple[int, int] | None,
+    grad: Tensor,
+    output: Tensor,
+    logsumexp: Tensor | None,
+    needed: tuple[bool, ...],
+    *tensors: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the tensors of :func:`window_attention`, in float32 or better.
+
+    A block is some neighboring chunks of a row of chunks. The window is cut into pieces of at most w columns and R
+    rows, so that a piece of one chunk is a piece of its neighbors too.
+    """
+    size, length = chunk_size, chunk_size + 2 * side
+    # Long-short attention has no global bias.
+    tensors, needed, num_tensors = (*tensors, None), (*needed, False), len(tensors)
+    query, key, value, global_key, global_value, local_bias, global_bias = (
+        None if x is None else at_least_float32(x) for x in tensors[:7]
+    )
+    grad, output = at_least_float32(grad), at_least_float32(output)
+    batch, heads, height, width, channels = query.shape
+    rows, cols, scale = -(-height // size), -(-width // size), channels**-0.5
+    if shift is None:
+        piece_rows, pieces = length, [(0, col, min(size, length - col)) for col in range(0, length, size)]
+    else:
+        piece_rows, pieces = size, [((1 + row) * size, (1 + col) * size, size) for row, col in ((0, 0), shift)]
+
+    # (B, rows, cols, M, P, D)
+    query, grad, delta = (
+        _to_chunks(x, size, rows, cols) for x in (query * scale, grad, (grad * output).sum(dim=-1, keepdim=True))
+    )
+    query_grad, delta = torch.empty_like(query), delta[..., 0]
+    if logsumexp is not None:
+        # (B * rows * M, cols, P) before
+        logsumexp = logsumexp.unflatten(0, (batch, rows, heads)).transpose(2, 3)
+    halo = _with_halo(key, value, size, side, is_cyclic)
+    halo_grad = halo.new_zeros(*halo.shape[:-1], channels)
+    num_global, global_grads = 0, (None, None)
+    if global_key is not None:
+        num_global, global_grads = global_key.shape[2], (torch.zeros_like(global_key), torch.zeros_like(global_value))
+        global_key, global_value = F.pad(global_key, (0, 1)), F.pad(global_value, (0, 1), value=1.0)
+    # For each piece, and for the global keys, (M or 1, keys, P)
+    no_bias = query.new_zeros(1, 1, 1)
+    biases = [no_bias] * len(pieces)
+    if local_bias is not None:
+        window = local_bias.unflatten(2, (length, length))
+        biases = [
+            window[:, :, row : row + piece_rows, col : col + columns].permute(0, 3, 2, 1).flatten(1, 2)
+            for row, col, columns in pieces
+        ]
+    biases.append(no_bias if global_bias is None else global_bias[:, :, None])
+    bias_grads = [torch.zeros_like(x) if needed[5] else None for x in biases[:-1]]
+    bias_grads.append(torch.zeros_like(biases[-1]) if needed[6] else None)
+
+    # Memory that all rows and blocks use in turn
+    strip = (2, halo.shape[2], heads, size, piece_rows)
+    strips = {row: (query.new_empty(*strip, channels + 1), query.new_empty(*strip, channels)) for row, _, _ in pieces}
+    num_keys = sum(columns for _, _, columns in pieces) * piece_rows + num_global
+    blocks = [block for (block,) in split_blocks((cols,), heads * num_keys * size**2, BLOCK_SCORES)]
+    buffer = query.new_empty(2, max(block.stop - block.start for block in blocks) * heads * num_keys * size**2)
+    for image, row in itertools.product(range(batch), range(rows)):
+        for first, (strip, strip_grad) in strips.items():
+            strip.copy_(halo[:, image, ..., row * size + first : row * size + first + piece_rows, :])
+            strip_grad.zero_()
+        for chunks in blocks:
+            keys = []
+            for (first, col, columns), bias, bias_grad in zip(pieces, biases[:-1], bias_grads[:-1], strict=True):
+                groups = slice(chunks.start + col // size, chunks.stop + col // size)
+                own = [x[index, groups].flatten(0, 1)[:, :columns] for x in strips[first] for index in range(2)]
+                keys.append(_Keys(*(x.flatten(1, 2) for x in own), [(slice(None), bias, bias_grad)]))
+            if num_global:
+                shared = (x[image].expand(chunks.stop - chunks.start, -1, -1, -1) for x in (global_key, global_value))
+                own_biases = [(slice(None), biases[-1], bias_grads[-1])]
+                keys.append(_Keys(*(x.flatten(0, 1) for x in shared), *(x[image] for x in global_grads), own_biases))
+            block = (x[image, row, chunks].flatten(0, 1) for x in (query, grad, delta))
+            lse = None if logsumexp is None else logsumexp[image, row, chunks]
+            _add_gradients(*block, lse, query_grad[image, row, chunks].flatten(0, 1), keys, heads, buffer)
+        for first, (_, strip_grad) in strips.items():
+            halo_grad[:, image, ..., row * size + first : row * size + first + piece_rows, :] += strip_grad
+
+    local_bias_grad = None
+    if needed[5]:
+        local_bias_grad = query.new_zeros(len(local_bias), size**2, length, length)
+        for (row, col, columns), part in zip(pieces, bias_grads[:-1], strict=True):
+            part = part.unflatten(1, (columns, piece_rows)).permute(0, 3, 2, 1)
+            local_bias_grad[:, :, row : row + piece_rows, col : col + columns] = part
+        local_bias_grad = local_bias_grad.flatten(2)
+    # (B, rows, w, cols, w, M, D) -> (B, M, H, W, D), which lies in memory as (B, H, W, M, D)
+    query_grad = query_grad.mul_(scale).unflatten(4, (size, size)).permute(0, 1, 4, 2, 5, 3, 6).flatten(3, 4)
+    query_grad = query_grad.flatten(1, 2)[:, :height, :width].permute(0, 3, 1, 2, 4)
+    global_bias_grad = None if bias_grads[-1] is None else bias_grads[-1][..., 0]
+    key_grad, value_grad = _without_halo(halo_grad, height, width, size, side, is_cyclic)
+    return (query_grad, key_grad, value_grad, *global_grads, local_bias_grad, global_bias_grad)[:num_tensors]
+
+
+def _to_chunks(x: Tensor, chunk_size: int, rows: int, cols: int) -> Tensor:
+    """(B, M, H, W, E) -> (B, rows, cols, M, P, E), padded with zeros."""
+    x = F.pad(x, (0, 0, 0, cols * chunk_size - x.shape[3], 0, rows * chunk_size - x.shape[2]))
+    x = x.unflatten(3, (cols, chunk_size)).unflatten(2, (rows, chunk_size))
+    return x.permute(0, 2, 4, 1, 3, 5, 6).flatten(4, 5).contiguous()
+
+
+def _with_halo(key: Tensor, value: Tensor, chunk_size: int, side: int, is_cyclic: bool) -> Tensor:
+    """Return keys and values with the margins of the windows: (2, B, groups, M, w columns, rows * w + 2 * side, D + 1).
+
+    A group is the columns of a chunk. Groups of the margins follow on both sides, and the last may be filled up. The
+    last channel of values is 1. The last channel of keys is 0 for a token and a large negative number elsewhere.
+    """
+    batch, heads, height, width, channels = key.shape
+    whole_height, whole_width = (x + padding_to_multiple(x, chunk_size) for x in (height, width))
+    columns = whole_width + 2 * side + padding_to_multiple(2 * side, chunk_size)
+    halo = key.new_zeros(2, batch, columns, heads, whole_height + 2 * side, channels + 1)
+    halo[1, ..., -1] = 1.0
+    if is_cyclic:
+        (source_rows, hidden_rows), (source_cols, hidden_cols) = _cyclic_sources(
+            (height, width), chunk_size, key.device
+        )
+        for target, x in zip(halo, (key, value), strict=True):
+            target[..., :-1] = x.permute(0, 3, 1, 2, 4).index_select(1, source_cols).index_select(3, source_rows)
+        halo[0, ..., -1] = (hidden_cols[:, None] | hidden_rows).to(key.dtype)[:, None] * _MASK
+    else:
+        halo[0, ..., -1] = _MASK
+        inside = halo[:, :, side : side + width, :, side : side + height]
+        for target, x in zip(inside, (key, value), strict=True):
+            target[..., :-1] = x.permute(0, 3, 1, 2, 4)
+        inside[0, ..., -1] = 0.0
+    return halo.unflatten(2, (-1, chunk_size)).transpose(3, 4)
+
+
+def _without_halo(grad: Tensor, height: int, width: int, chunk_size: int, side: int, is_cyclic: bool) -> Tensor:
+    """Return the gradients (2, B, M, H, W, D) of keys and values from the gradient of :func:`_with_halo`."""
+    grad = grad.transpose(3, 4).flatten(2, 3)
+    if is_cyclic:
+        (rows, _), (cols, _) = _cyclic_sources((height, width), chunk_size, grad.device)
+        grad = grad.new_zeros(*grad.shape[:2], width, *grad.shape[3:]).index_add_(2, cols, grad)
+        grad = grad.new_zeros(*grad.shape[:4], height, grad.shape[5]).index_add_(4, rows, grad)
+    else:
+        grad = grad[:, :, side : side + width, :, side : side + height]
+    return grad.permute(0, 1, 3, 4, 2, 5)
+
+
+def _cyclic_sources(size: tuple[int, int], chunk_size: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Return, for rows and for columns, the source of each position, and whether it is hidden; padding has source 0."""
+    sources = []
+    for length in size:
+        source, hidden = wrap(length, length + padding_to_multiple(length, chunk_size), chunk_size, device)
+        sources.append((source.where(source < length, 0), hidden))
+    return sources
+
+
+def _map_forward(
+    size: tuple[int, int],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offset_bias: Tensor,
+    global_bias: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output, which lies in memory as (B, H * W, M, D), and the log-sum-exps (B, M, H * W) or None."""
+    height, width = size
+    num_global, scale, logsumexp = key.shape[2] - height * width, query.shape[-1] ** -0.5, None
+    # (M, W, 2 * H - 1, W): for the column of a query, the rows of keys in their order
+    offset_bias = offset_bias.flip(1).transpose(1, 2).contiguous()
+    output = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
+    for images, heads, rows in split_blocks((*query.shape[:2], height), width * key.shape[2], BLOCK_SCORES):
+        queries = slice(rows.start * width, rows.stop * width)
+        q, k, v = query[images, heads, queries], key[images, heads], value[images, heads]
+        bias = q.new_empty(q.shape[1], rows.stop - rows.start, width, k.shape[2])
+        if num_global:
+            bias[..., :num_global] = global_bias[heads, None, None]
+        for row in range(rows.start, rows.stop):
+            own = offset_bias[heads, :, height - 1 - row : 2 * height - 1 - row]
+            bias[:, row - rows.start, :, num_global:] = own.flatten(2)
+        bias = bias.flatten(1, 2)[None]
+        output[images, heads, queries], lse = _attention_with_logsumexp(q, k, v, attn_mask=bias, scale=scale)
+        if lse is not None:
+            logsumexp = lse.new_empty(query.shape[:3]) if logsumexp is None else logsumexp
+            logsumexp[images, heads, queries] = lse
+    return output, logsumexp
+
+
+def _map_gradients(
+    size: tuple[int, int],
+    grad: Tensor,
+    output: Tensor,
+    logsumexp: Tensor | None,
+    needed: tuple[bool, ...],
+    *tensors: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the tensors of :func:`_map_forward`, in float32 or better."""
+    height, width = size
+    query, key, value, offset_bias, global_bias = (None if x is None else at_least_float32(x) for x in tensors)
+    grad, delta = at_least_float32(grad).contiguous(), (at_least_float32(grad) * at_least_float32(output)).sum(-1)
+    scale, num_global = query.shape[-1] ** -0.5, key.shape[2] - height * width
+    # (M, 2 * H - 1, W, W): rows of keys in their order, columns of keys, columns of queries
+    offset_bias = offset_bias.flip(1).mT.contiguous()
+    offset_grad = torch.zeros_like(offset_bias)
+    global_grad = None if global_bias is None else torch.zeros_like(global_bias)
+    query_grad, key_grad, value_grad = query.new_empty(query.shape), key.new_zeros(key.shape), key.new_zeros(key.shape)
+    query, key, value = (query * scale).contiguous(), F.pad(key, (0, 1)), F.pad(value, (0, 1), value=1.0)
+    buffer = query.new_empty(2, 0)
+    for images, heads, rows in split_blocks((*query.shape[:2], height), width * key.shape[2], BLOCK_SCORES):
+        queries, biases = slice(rows.start * width, rows.stop * width), []
+        for row in range(rows.start, rows.stop):
+            own = heads, slice(height - 1 - row, 2 * height - 1 - row)
+            columns = slice((row - rows.start) * width, (row - rows.start + 1) * width)
+            biases.append((columns, offset_bias[own].flatten(1, 2), offset_grad[own].flatten(1, 2)))
+        # Views (N, K, E)
+        all_keys = [x[images, heads].flatten(0, 1) for x in (key, value, key_grad, value_grad)]
+        keys = [_Keys(*(x[:, num_global:] for x in all_keys), biases)]
+        if num_global:
+            biases = [(slice(None), global_bias[heads, :, None], global_grad[heads, :, None])]
+            keys.append(_Keys(*(x[:, :num_global] for x in all_keys), biases))
+        block = [x[images, heads, queries].flatten(0, 1) for x in (query, grad, delta)]
+        needed_size = len(block[0]) * block[0].shape[1] * key.shape[2]
+        if buffer.shape[1] < needed_size:
+            buffer = query.new_empty(2, needed_size)
+        lse = None if logsumexp is None else logsumexp[images, heads, queries]
+        own_grad = query_grad[images, heads, queries].flatten(0, 1)
+        _add_gradients(*block, lse, own_grad, keys, heads.stop - heads.start, buffer)
+    return query_grad.mul_(scale), key_grad, value_grad, offset_grad.mT.flip(1), global_grad
