@@ -11,7 +11,7 @@ from tests.projects_vil.export.exporting import FEW_LEVELS, skip_without
 from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool, small_config, untrained_detector
 
 OVERRIDES = ("MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1_rpb", "MODEL.FPN.IN_FEATURES", "['stage2', 'stage3']")
-OVERRIDES += tuple(FEW_LEVELS["mask_rcnn"].split())
+OVERRIDES += (*FEW_LEVELS["mask_rcnn"].split(), "MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.001")
 FLAGS = ("--format", "onnx", "--batched", "--fixed-detections")
 TYPES = {"tensor(float)": "TYPE_FP32", "tensor(int64)": "TYPE_INT64", "tensor(uint8)": "TYPE_UINT8"}
 

@@ -191,6 +191,7 @@ def export(name: str, file_format: str, folder, *options: str):
     """Run the tool on random weights, on a part of the stages."""
     torch.manual_seed(0)
     few = ["MODEL.FPN.IN_FEATURES", "['stage2', 'stage3']", *FEW_LEVELS["retinanet"].split()]
+    few += ["MODEL.RETINANET.SCORE_THRESH_TEST", "0.001"]
     cfg = config(name, *few, detector="retinanet")
     Checkpointer(build_model(cfg), str(folder), cfg=cfg).save("model")
     command = ["--config-file", "configs/demo/retinanet_vil_shapes.yaml", "--weights", folder / "model.pth"]
