@@ -70,8 +70,7 @@ def test_int8(shapes, tmp_path, monkeypatch, file_format, accept_drop):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file_format", ["onnx", "openvino"])
-@pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
+@pytest.mark.parametrize("name, file_format", [("retinanet", "onnx"), ("mask_rcnn", "openvino")])
 def test_what_the_heads_predict_is_not_quantised(written, tmp_path, name, file_format):
     """A score whose range came from calibration could not be higher than on those images: here they are grey."""
     pytest.importorskip("nncf")

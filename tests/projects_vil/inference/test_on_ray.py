@@ -40,7 +40,6 @@ def inputs(tmp_path_factory):
     (root / listed[7]).write_text("broken")
     # With a mark of the byte order, as some editors on Windows write it.
     (root / "list.txt").write_text("\n\n".join(listed), "utf-8-sig")
-    (root / "table.csv").write_text("\n".join(["file_name,number", *(f"{name},1" for name in listed)]))
     parquet.write_table(pa.table({"photo": listed}), root / "table.parquet")
     for number in range(3):
         with tarfile.open(root / f"shard-{number}.tar", "w") as tar:
@@ -78,7 +77,7 @@ def predict_here(model, source, output, **options):
     return predict_parts(Detector.load(model, device="cpu"), source, output, part_size=1024, **options)
 
 
-@pytest.mark.parametrize("name", ["photos", "list.txt", "table.csv", "table.parquet", "shard-{0..2}.tar"])
+@pytest.mark.parametrize("name", ["photos", "table.parquet", "shard-{0..2}.tar"])
 def test_the_rows_are_those_without_ray(name, inputs, cluster, trained_run, tmp_path):
     options = {"column": "photo" if name == "table.parquet" else None}
     here = predict_here(trained_run, inputs / name, tmp_path / "here", **options)
