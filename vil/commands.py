@@ -48,47 +48,29 @@ def add_predict_arguments(parser: ToolParser) -> None:
 
 
 def predict(model: str, args: argparse.Namespace) -> None:
-    from backbones import ConfigError
-    from projects_vil.inference import Detector, predict
-    from projects_vil.inference.image_listing import find_images, is_video
+    from projects_vil.inference import predict
 
-    if args.ray and args.format == "coco":
-        raise ConfigError("format coco: --ray writes Parquet files; leave out one of them")
-    file_format = "ray" if args.ray else args.format or "coco"
-    flags = {"coco": "--format coco", "parquet": "--format parquet", "ray": "--ray"}
-    only = {"shard": ["parquet"], "ray_workers": ["ray"], "part_size": ["parquet", "ray"]}
-    only |= dict.fromkeys(("annotations", "score_threshold", "workers"), ["coco"])
-    for name, formats in only.items():
-        if getattr(args, name) is not None and file_format not in formats:
-            raise ConfigError(f"{name} is for {' and '.join(flags[one] for one in formats)} only")
-    options = {"batch_size": args.batch_size, "column": args.column}
-    if file_format != "coco":
-        options["part_size"] = args.part_size or PART_SIZE
-    if not args.annotations and (file_format != "coco" or not is_video(args.input)):
-        # Before the model is loaded.
-        next(find_images(args.input, exclude=args.output, column=args.column))
-    if file_format == "ray":
-        from projects_vil.inference.on_ray import predict_on_ray
-
-        options |= {"workers": args.ray_workers, "tta": args.tta, "overrides": args.opts}
-        _end(args.output, predict_on_ray(model, args.input, args.output, **options))
-    detector = Detector.load(model, tta=args.tta, overrides=args.opts)
-    if file_format == "parquet":
-        from projects_vil.inference.parquet_writer import predict_parts
-
-        _end(args.output, predict_parts(detector, args.input, args.output, shard=args.shard, **options))
-    options |= {"annotations": args.annotations, "drawings": not args.no_drawings, "workers": args.workers or 0}
-    options |= {} if args.score_threshold is None else {"score_threshold": args.score_threshold}
-    summary = predict(detector, args.input, args.output, **options)
-    show(*summary.lines())
-    if summary.skipped:
+    summary = predict(
+        model,
+        args.input,
+        args.output,
+        file_format=args.format,
+        batch_size=args.batch_size,
+        column=args.column,
+        annotations=args.annotations,
+        drawings=not args.no_drawings,
+        score_threshold=args.score_threshold,
+        draw_workers=args.workers,
+        part_size=args.part_size,
+        shard=args.shard,
+        ray=args.ray,
+        ray_workers=args.ray_workers,
+        tta=args.tta,
+        overrides=args.opts,
+    )
+    show(*summary.lines)
+    if summary.num_skipped:
         sys.exit(2)
-
-
-def _end(output: str, totals: dict[str, int]) -> None:
-    counts = (f"{number} {name.removesuffix('s') if number == 1 else name}" for name, number in totals.items())
-    show(f"{output}: {', '.join(counts)}")
-    sys.exit(2 if totals["errors"] else 0)
 
 
 def add_export_arguments(parser: ToolParser) -> None:

@@ -1,4 +1,4 @@
-"""Helpers for the tests of inference: synthetic images, a runner without weights, and reading of results."""
+"""Helpers for the tests of inference: synthetic images, a runner without weights, and a reader of results."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ config = functools.cache(small_config)
 
 
 class BrightHalfRunner:
-    """A runner that detects the brighter half of each image, with its brightness as the score."""
+    """A runner that detects the brighter half of each image. The score is its brightness."""
 
     channels, score_threshold, weights = "RGB", 0.0, __file__
     categories = ANY
@@ -72,7 +72,7 @@ def read(folder: Path) -> tuple[list[dict], dict]:
 
 
 def save_run(folder: Path, name: str, *overrides: str):
-    """Write config and weights of an untrained detector, as a run does; returns both."""
+    """Write the config and the weights of an untrained detector like a run, and return the config and the model."""
     cfg = small_config(name, "OUTPUT_DIR", str(folder), *overrides)
     detector = untrained_detector(cfg)
     (folder / CONFIG_FILE).write_text(cfg.dump())
@@ -93,7 +93,7 @@ def write_video(path: Path, frames: int, *, size: tuple[int, int] = (40, 60)) ->
 
 
 def assert_same(ours: list[dict], theirs: list[dict]) -> None:
-    """Check that results are equal, in the same order, up to rounding; masks may differ in a pixel of their border."""
+    """Check that results are equal up to rounding, in the same order. Masks may differ in a pixel at their border."""
     assert len(ours) == len(theirs) > 0
     for one, other in zip(ours, theirs, strict=True):
         assert one.keys() == other.keys()
