@@ -1,4 +1,4 @@
-"""Count the parameters and FLOPs of detectors, or of every variant next to the figures of the papers.
+"""Count the parameters and FLOPs of detectors, or of variants, next to the figures of the papers.
 
 Example:
     python tools/analyze_model.py --config-file configs/retinanet/vil_tiny_rpb_1x.yaml
@@ -16,11 +16,11 @@ def main() -> None:
     what.add_argument("--config-file", nargs="+", type=existing_path, metavar="FILE", help="one or more configs")
     what.add_argument("--variants", nargs="*", metavar="PREFIX", help="all variants, or those with these prefixes")
     parser.add_argument("--size", type=positive, nargs=2, metavar=("H", "W"), help="image size (default 800 1333)")
-    parser.add_argument("--no-flops", action="store_true", help="count parameters only, which is fast")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the counts there too")
+    parser.add_argument("--no-flops", action="store_true", help="count only parameters, which is fast")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the counts to this file")
     args = parser.parse_args()
     if args.variants is not None and (args.size or args.no_flops or args.opts):
-        parser.error("--size, --no-flops and overrides are for --config-file")
+        parser.error("--size, --no-flops and overrides need --config-file")
 
     from projects_vil import load_config
     from projects_vil.analysis import count_detector, count_variants, format_detectors, format_variants
