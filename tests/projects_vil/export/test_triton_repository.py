@@ -1,4 +1,4 @@
-"""The folder of a model in a model repository of Triton Inference Server, as far as it can be checked without one."""
+"""The model repository of Triton Inference Server, checked without a server."""
 
 import re
 
@@ -38,7 +38,7 @@ def test_the_folder_of_a_model(run, tmp_path):
     (folder / "config.pbtxt").write_text("mine")
     assert str(folder) in run(*FLAGS, "--triton", folder).stderr and (folder / "config.pbtxt").read_text() == "mine"
 
-    # Triton compares the configuration with what onnxruntime tells. A batch of any size is -1 there.
+    # Triton compares the config with the shapes in onnxruntime, where a variable batch size is -1.
     session, expected = pytest.importorskip("onnxruntime").InferenceSession(model), {}
     for tensor in (*session.get_inputs(), *session.get_outputs()):
         sizes = ", ".join(str(size) if isinstance(size, int) else "-1" for size in tensor.shape)
