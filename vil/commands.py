@@ -422,10 +422,10 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     """Measure time and memory of models: interleaved in one process, medians and quartiles.
 
     Models are variants, timm:MODEL or config files. A suffix changes a model: +checkpointing (activation
-    checkpointing), +shift (random-shift training), +long_short (in all stages), +sdpa or +triton (attention backend). Baselines (--against) are r50
-    and swin_t of detectron2, or models of timm. Ratios are to the first baseline, or to the first model. Several
-    --image-size are a sweep, with the exponents of pixels by which time and memory grow. Overrides of config keys apply
-    to the models, not to the baselines.
+    checkpointing), +shift (random-shift training), +long_short (long-short attention in all stages), +sdpa or +triton
+    (attention backend). Baselines (--against) are r50 and swin_t of detectron2, or models of timm. Ratios are to the
+    first baseline, or to the first model. Several --image-size are a sweep, with the exponents of pixels by which time
+    and memory grow. Overrides of config keys apply to the models, not to the baselines.
 
     Example:
         vil benchmark --models vil_tiny_rpb vil_small_rpb --against swin_t --image-size 800 1344
