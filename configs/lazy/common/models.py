@@ -1,4 +1,4 @@
-"""detectron2's RetinaNet and Mask R-CNN with a backbone of this project, as in configs/base/{retinanet,mask_rcnn}.yaml."""
+"""detectron2's RetinaNet and Mask R-CNN with a backbone of this project: configs/base/{retinanet,mask_rcnn}.yaml."""
 
 from detectron2 import model_zoo
 from detectron2.config import LazyCall as L
