@@ -26,7 +26,7 @@ SUFFIXES = (".pth", ".safetensors")
 # modules whose state dict is not of version 1.
 _METADATA, _DIGEST, _VERSIONS = "vil-detectron2", "sha256", "module_versions"
 # Swin and LIT save a yacs config next to the weights; DeiT, LIT-Ti and timm save their arguments. They load as dicts.
-_SETTINGS = [(OrderedDict, "yacs.config.CfgNode"), (OrderedDict, "argparse.Namespace")]
+_SETTINGS: list[Any] = [(OrderedDict, "yacs.config.CfgNode"), (OrderedDict, "argparse.Namespace")]
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:

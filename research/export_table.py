@@ -34,7 +34,7 @@ from projects_vil.export import (
     PRECISIONS,
     ExportedModel,
     check_format,
-    compare,
+    compare_detections,
     eager_detections,
     example_image,
     export_detector,
@@ -142,7 +142,9 @@ def _measure(cfg: CfgNode, weights: Path, folder: Path, row: dict, args: argpars
     images = [example_image(64, 64, seed=5), *([example_image(800, 1333, seed=6)] if args.large else [])]
     images.append(torch.zeros(3, 96, 128, dtype=torch.uint8))
     eager, model = functools.partial(eager_detections, build_detector(cfg, weights)), ExportedModel(path)
-    rows = report["images"] + compare(eager, model, images, row["precision"], model.metadata["thresholds"])
+    thresholds = model.metadata["thresholds"]
+    rows = [compare_detections(eager(image), model(image), row["precision"], thresholds) for image in images]
+    rows = report["images"] + rows
     latency = report["latency"]
     if args.image_size:
         latency = measure_latency(eager, model, example_image(*args.image_size, seed=7))

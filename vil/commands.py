@@ -173,51 +173,30 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         image_source(source)
     except argparse.ArgumentTypeError as error:
         parser.error(f"argument INPUT: {error}")
-    _predict(model, source, args)
 
+    from projects_vil.inference import predict
 
-def _predict(model: str, source: str, args: argparse.Namespace) -> None:
-    from backbones import ConfigError
-    from projects_vil.inference import Detector, predict
-    from projects_vil.inference.image_listing import find_images, is_video
-
-    if args.ray and args.format == "coco":
-        raise ConfigError("--ray writes Parquet files. Remove --format coco.")
-    file_format = "ray" if args.ray else args.format or "coco"
-    flags = {"coco": "--format coco", "parquet": "--format parquet", "ray": "--ray"}
-    only = {"shard": ["parquet"], "ray_workers": ["ray"], "part_size": ["parquet", "ray"]}
-    only |= dict.fromkeys(("annotations", "score_threshold", "draw_workers"), ["coco"])
-    for name, formats in only.items():
-        if getattr(args, name) is not None and file_format not in formats:
-            raise ConfigError(f"{name} is for {' and '.join(flags[one] for one in formats)} only")
-    options = {"batch_size": args.batch, "column": args.column}
-    if file_format != "coco":
-        options["part_size"] = args.part_size or choices.PART_SIZE
-    if not args.annotations and (file_format != "coco" or not is_video(source)):
-        # Before the model is loaded.
-        next(find_images(source, exclude=args.output, column=args.column))
-    if file_format == "ray":
-        from projects_vil.inference.on_ray import predict_on_ray
-
-        options |= {"workers": args.ray_workers, "tta": args.tta, "overrides": args.opts}
-        _end(args.output, predict_on_ray(model, source, args.output, **options))
-    detector = Detector.load(model, tta=args.tta, overrides=args.opts)
-    if file_format == "parquet":
-        from projects_vil.inference.parquet_writer import predict_parts
-
-        _end(args.output, predict_parts(detector, source, args.output, shard=args.shard, **options))
-    options |= {"annotations": args.annotations, "drawings": not args.no_drawings, "workers": args.draw_workers or 0}
-    options |= {} if args.score_threshold is None else {"score_threshold": args.score_threshold}
-    summary = predict(detector, source, args.output, **options)
-    show(*summary.lines())
-    if summary.skipped:
+    summary = predict(
+        model,
+        source,
+        args.output,
+        file_format=args.format,
+        batch_size=args.batch,
+        column=args.column,
+        annotations=args.annotations,
+        drawings=not args.no_drawings,
+        score_threshold=args.score_threshold,
+        draw_workers=args.draw_workers,
+        part_size=args.part_size,
+        shard=args.shard,
+        ray=args.ray,
+        ray_workers=args.ray_workers,
+        tta=args.tta,
+        overrides=args.opts,
+    )
+    show(*summary.lines)
+    if summary.num_skipped:
         sys.exit(2)
-
-
-def _end(output: str, totals: dict[str, int]) -> None:
-    counts = (f"{number} {name.removesuffix('s') if number == 1 else name}" for name, number in totals.items())
-    show(f"{output}: {', '.join(counts)}")
-    sys.exit(2 if totals["errors"] else 0)
 
 
 def _add_config_file(parser: ToolParser) -> None:
@@ -443,10 +422,10 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     """Measure time and memory of models: interleaved in one process, medians and quartiles.
 
     Models are variants, timm:MODEL or config files. A suffix changes a model: +checkpointing (activation
-    checkpointing), +shift (random-shift training), +sdpa or +triton (attention backend). Baselines (--against) are r50
-    and swin_t of detectron2, or models of timm. Ratios are to the first baseline, or to the first model. Several
-    --image-size are a sweep, with the exponents of pixels by which time and memory grow. Overrides of config keys apply
-    to the models, not to the baselines.
+    checkpointing), +shift (random-shift training), +long_short (long-short attention in all stages), +sdpa or +triton
+    (attention backend). Baselines (--against) are r50 and swin_t of detectron2, or models of timm. Ratios are to the
+    first baseline, or to the first model. Several --image-size are a sweep, with the exponents of pixels by which time
+    and memory grow. Overrides of config keys apply to the models, not to the baselines.
 
     Example:
         vil benchmark --models vil_tiny_rpb vil_small_rpb --against swin_t --image-size 800 1344

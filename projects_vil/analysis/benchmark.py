@@ -1,4 +1,7 @@
-"""Time and memory of models: parts of a detector, interleaved in one process, against backbones of other projects."""
+"""Time and memory of attention, backbones, detectors and training steps, next to baselines of other projects.
+
+All models run interleaved in one process, so that a busy machine slows all of them equally.
+"""
 
 import dataclasses
 import itertools
@@ -35,12 +38,13 @@ from projects_vil.utils import peak_in_new_process
 
 MEASURED_PARTS = ("attention", "backbone", "detector", "train-step")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BASELINES = ("r50", "swin_t")  # from detectron2; any other name is a timm model
-# Suffix of a model's name -> the key of MODEL.TRANSFORMER that it sets; random shifts are sampled for each step.
+BASELINES = ("r50", "swin_t")  # of detectron2; other names are timm models
+# The key of MODEL.TRANSFORMER that a suffix of a model's name sets. Random shifts are sampled in each step instead.
 _SUFFIXES = {
     "checkpointing": ("ACTIVATION_CHECKPOINTING", True),
     "sdpa": ("ATTENTION_BACKEND", "sdpa"),
     "triton": ("ATTENTION_BACKEND", "triton"),
+    "long_short": ("ATTENTION", ["long_short"] * 4),
     "shift": None,
 }
 _STRIDES = (4, 8, 16, 32)
@@ -49,20 +53,22 @@ _SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkCase:
-    """One model, the part of it that is measured, and its input.
+    """A model, the part of it to measure, and its input.
 
     Attributes:
-        name: a variant, ``timm:MODEL`` or a config file, with suffixes: ``+checkpointing`` for activation
-            checkpointing, ``+shift`` for random-shift training, ``+sdpa`` and ``+triton`` for an attention
-            backend. Or a baseline (:func:`build_baseline`).
-        is_baseline: whether it is a baseline.
-        part: one of ``MEASURED_PARTS``: the first attention module, all feature maps of the backbone, inference of the
-            detector, or a training step with the update of the optimizer.
-        base: the config of the detector into which variants and baselines are built.
-        size: height and width of the images in pixels; they are padded to multiples of 32.
-        backward: whether gradients are computed too, for attention and backbones.
-        device, dtype: dtype is a key of ``DTYPES``, and autocast is used unless it is float32.
-        overrides: keys and values of the config, not for baselines.
+        name: a variant, ``timm:MODEL`` or a config file, followed by any of the suffixes ``+checkpointing`` (activation
+            checkpointing), ``+shift`` (random shifts), ``+long_short`` (long-short attention in all stages), ``+sdpa``
+            and ``+triton`` (attention backend); or the name of a baseline.
+        is_baseline: whether ``name`` is a baseline, see :func:`build_baseline`.
+        part: one of ``MEASURED_PARTS``: the first attention module, the backbone with all feature maps, detector
+            inference, or a training step with the optimizer.
+        base: the config of the detector for variants and baselines.
+        size: height and width of the images in pixels, padded to multiples of 32.
+        batch_size: images per batch.
+        backward: whether to include the backward pass of attention and backbones.
+        device: the device.
+        dtype: a key of ``DTYPES``; autocast is used unless it is float32.
+        overrides: config keys and values, not applied to baselines.
     """
 
     name: str
@@ -77,10 +83,10 @@ class BenchmarkCase:
     overrides: tuple[str, ...] = ()
 
     def build(self) -> Callable[[], None]:
-        """Build the step that is measured.
+        """Return a function that runs one step.
 
         Raises:
-            ConfigError: for a model that does not exist, or does not have the part.
+            ConfigError: If the model does not exist or does not have the part.
         """
         torch.manual_seed(_SEED)
         name, *suffixes = self.name.split("+") if not self.is_baseline else [self.name]
@@ -109,7 +115,9 @@ class BenchmarkCase:
         model.train(self._trains)
         shifted = model if "shift" in suffixes else None
         if shifted is not None and not (self._trains and sample_shifts(model, seed=None)):
-            raise ConfigError(f"{self.name}: random shifts need sliding chunks, and backward or a training step")
+            raise ConfigError(
+                f"'{self.name}' cannot use random shifts. They need sliding chunks, and backward or a training step."
+            )
         optimizer = build_optimizer(cfg, model) if self.part == "train-step" else None
         return self._step(module, inputs, optimizer, shifted)
 
@@ -126,7 +134,7 @@ class BenchmarkCase:
         cfg = load_config(path, [*keys, "MODEL.DEVICE", self.device])
         cfg.defrost()
         if is_variant:
-            # A CvT has three stages.
+            # CvT has only three stages.
             cfg.MODEL.FPN.IN_FEATURES = [stage for stage in cfg.MODEL.FPN.IN_FEATURES if stage in stages]
         for key, value in filter(None, map(_SUFFIXES.get, suffixes)):
             cfg.MODEL.TRANSFORMER[key] = value
@@ -142,7 +150,7 @@ class BenchmarkCase:
                 length = attention.num_global_tokens + math.prod(size)
                 tokens = torch.randn(self.batch_size, length, dim, device=self.device)
                 return attention, (tokens.requires_grad_(self._trains), size)
-        raise ConfigError(f"{self.name} has no attention module of this project")
+        raise ConfigError(f"'{self.name}' has no attention module of this project. Measure its backbone instead.")
 
     def _step(
         self, module: nn.Module, inputs: tuple, optimizer: torch.optim.Optimizer | None, shifted: nn.Module | None
@@ -168,7 +176,7 @@ class BenchmarkCase:
                 sum(outputs).backward()
                 optimizer.step()
 
-        # As in training
+        # Run TorchScript as the trainer does.
         return step if optimizer is None else torch.jit.optimized_execution(False)(step)
 
 
@@ -176,14 +184,14 @@ class BenchmarkCase:
 
 
 def build_baseline(name: str) -> Backbone:
-    """Build a backbone with feature maps of strides 4, 8, 16 and 32, in this order.
+    """Build a baseline with feature maps of strides 4, 8, 16 and 32, in this order.
 
     Args:
-        name: ``"r50"``, detectron2's ResNet-50 with frozen BatchNorm and no frozen stage, ``"swin_t"``, its Swin-T
-            without stochastic depth, or a model of timm with such feature maps, as ``"pvt_v2_b2"``.
+        name: ``"r50"``, detectron2's ResNet-50 with frozen batch norm and no frozen stage; ``"swin_t"``, its Swin-T
+            without drop path; or a timm model with these feature maps, such as ``"pvt_v2_b2"``.
 
     Raises:
-        ConfigError: for an unknown name, and a model without such feature maps.
+        ConfigError: If the name is unknown or the model does not have these feature maps.
     """
     if name == "r50":
         cfg = get_cfg()
@@ -194,12 +202,12 @@ def build_baseline(name: str) -> Backbone:
         return SwinTransformer(drop_path_rate=0.0)
     if not timm.is_model(name):
         hint = closest(name, [*BASELINES, *timm.list_models()])
-        raise ConfigError(f"unknown baseline {name!r}: choose one of {', '.join(BASELINES)} or a model of timm{hint}")
+        raise ConfigError(f"Unknown baseline {name!r}. Use {', '.join(BASELINES)} or a timm model{hint}")
     return TimmBackbone(f"timm:{name}", out_features=stage_names(f"timm:{name}"))
 
 
 def _with_fpn(cfg: CfgNode, bottom_up: nn.Module) -> FPN:
-    """Build the FPN of the config's detector: levels 3 to 7 from three feature maps, or 2 to 6 from four."""
+    """Return the FPN of the detector: P3 to P7 for RetinaNet, P2 to P6 for others."""
     names, channels = list(bottom_up.output_shape()), cfg.MODEL.FPN.OUT_CHANNELS
     if cfg.MODEL.META_ARCHITECTURE == "RetinaNet":
         return FPN(bottom_up, names[1:], channels, top_block=LastLevelP6P7(channels, channels, in_feature="p5"))
@@ -207,7 +215,7 @@ def _with_fpn(cfg: CfgNode, bottom_up: nn.Module) -> FPN:
 
 
 def _objects(size: tuple[int, int]) -> Instances:
-    """Return four objects, each a quarter of the image."""
+    """Return four ground-truth objects; each covers a quarter of the image."""
     height, width = size
     boxes = torch.tensor([[x, y, x + width / 2, y + height / 2] for x in (0, width / 2) for y in (0, height / 2)])
     corners = boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]].double().numpy()
@@ -221,22 +229,22 @@ def _objects(size: tuple[int, int]) -> Instances:
 def measure(
     cases: Sequence[BenchmarkCase], *, reference: int = 0, runs: int = 5, memory: bool = True
 ) -> list[dict[str, Any]]:
-    """Time cases of one size, interleaved so that a busy machine slows all alike, after one warm-up of each.
+    """Measure the time and memory of cases, after one warm-up of each.
 
     Args:
-        cases: on one device.
-        reference: index of the case that ratios are to.
-        runs: how often each is timed.
-        memory: whether memory is measured too: on a GPU by its own counter, else in a new process for each case.
+        cases: cases of one size on one device.
+        reference: the index of the case that ratios are relative to.
+        runs: timed runs of each case.
+        memory: whether to measure memory: on a GPU with its counter, otherwise in a new process per case.
 
     Returns:
-        A row for each case: ``model``, ``part``, ``size``, ``batch_size``, ``backward``, ``device``, ``dtype``; the
-        median of ``seconds``, and of the ``ratio`` to the reference in the same round, each with its quartiles;
-        ``images_per_second``; and ``memory``, the bytes at the peak of one call above what there was before it, or None
-        where it was not measured.
+        One row per case: ``model``, ``part``, ``size``, ``batch_size``, ``backward``, ``device`` and ``dtype``; the
+        medians of ``seconds`` and of the ``ratio`` to the reference in the same round, with ``seconds_quartiles`` and
+        ``ratio_quartiles``; ``images_per_second``; and ``memory``, the peak bytes of one call above the memory before
+        it, or ``None`` if not measured.
 
     Raises:
-        ConfigError: as :meth:`BenchmarkCase.build`.
+        ConfigError: See :meth:`BenchmarkCase.build`.
     """
     times, peaks = measure_steps(cases, runs=runs, memory=memory)
     fields = ("part", "size", "batch_size", "backward", "device", "dtype")
@@ -251,10 +259,10 @@ def measure(
 
 
 def measure_steps(cases: Sequence[Any], *, runs: int, memory: bool) -> tuple[np.ndarray, list[int | None]]:
-    """Return the seconds of each case's step in each of ``runs`` rounds, (cases, runs), and the bytes at its peak.
+    """Return the seconds of each step in each round, (cases, runs), and the peak bytes of each step or ``None``.
 
     Args:
-        cases: as for :func:`measure`, or others with a name, a device, and a ``build`` that returns a step.
+        cases: objects with ``name``, ``device`` and ``build``, which returns a step.
     """
     steps = [case.build() for case in cases]
     is_cuda = cases[0].device.startswith("cuda")
@@ -268,7 +276,7 @@ def measure_steps(cases: Sequence[Any], *, runs: int, memory: bool) -> tuple[np.
             times[index, run] = seconds_of(step)
     del steps, step
     if memory and not is_cuda:
-        instead = "use smaller sizes, or leave memory out"
+        instead = "use smaller sizes, or do not measure memory"
         for index, case in enumerate(cases):
             _log_progress(f"memory of {case.name}")
             peaks[index] = peak_in_new_process(case.build, what=case.name, instead=instead)
@@ -280,7 +288,7 @@ def _log_progress(message: str) -> None:
 
 
 def seconds_of(step: Callable[[], object], *, calls: int = 1) -> float:
-    """Return the seconds of a call, the mean of ``calls``, until the GPU has finished them."""
+    """Return the mean seconds of ``calls`` calls, synchronized with the GPU."""
     start = timer()
     for _ in range(calls):
         step()
@@ -298,7 +306,7 @@ def _peak_on_gpu(step: Callable[[], None], device: str) -> int:
 
 
 def format_measurements(rows: Sequence[dict[str, Any]], *, reference: str) -> str:
-    """Format all models and sizes as a Markdown table, with quartiles in brackets; ratios are to ``reference``."""
+    """Format the rows of :func:`measure` as a Markdown table, with quartiles in parentheses."""
     headers = ["model", "size", "seconds", "images/s", f"x {reference}", "memory, GB", f"x {reference}"]
     memories = {row["size"]: row["memory"] for row in rows if row["model"] == reference}
     cells = []
@@ -320,7 +328,7 @@ def format_measurements(rows: Sequence[dict[str, Any]], *, reference: str) -> st
 
 
 def growth(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Fit the exponents of pixels that time and memory grow by, for models at several sizes."""
+    """Fit time and memory of models with several sizes as powers of the number of pixels, and return the exponents."""
     found = {}
     for name, own in _by_model(rows).items():
         if len(own) > 1:
@@ -333,7 +341,7 @@ def growth(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def plot_measurements(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
-    """Plot time, and memory where it was measured, against pixels, both axes logarithmic."""
+    """Plot time, and memory if measured, against the number of pixels on logarithmic axes."""
     panels = {"time": ("seconds", "seconds", 1)}
     if all(row["memory"] for row in rows):
         panels["memory"] = ("memory", "peak memory, GB", 1e9)
@@ -347,8 +355,8 @@ def plot_measurements(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
             axes.loglog(pixels, [row[key] / unit for row in own], marker="o", label=label)
         axes.set(title=title, xlabel="megapixels")
         axes.grid(which="both", alpha=0.3)
-        axes.legend(title="exponent in brackets" if exponents else None, fontsize="small")
-    # By which a later plot may replace this one; PNG and SVG take this key.
+        axes.legend(title="exponent in parentheses" if exponents else None, fontsize="small")
+    # Allows a later plot to overwrite this file. PNG and SVG support this key.
     figure.savefig(path, dpi=120, metadata={"Description": GENERATOR})
 
 

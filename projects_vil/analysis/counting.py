@@ -23,11 +23,11 @@ from backbones.vil import ViLVariant
 from projects_vil.config import detector_name, with_overrides
 from projects_vil.modeling import TimmBackbone
 
-# "classifier" or the name of a detector -> variant -> parameters in millions and 1e9 multiply-adds, or None
+# {"classifier" or detector: {variant: [parameters in millions, 1e9 multiply-adds or None]}}
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text())
-# 800 x 1333, padded to the stride of the last feature map, as in a detector.
+# 800 x 1333, padded to a multiple of 32.
 _DETECTOR_SIZE = (800, 1344)
-# Operators that PyTorch's counter does not know: in-place baddbmm and, before torch 2.15, attention on the CPU.
+# Operators without a formula in PyTorch: in-place baddbmm and, before torch 2.15, CPU attention.
 _SAME_FORMULA = {
     "baddbmm_": "baddbmm",
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
@@ -38,28 +38,27 @@ for _operator, _known in _SAME_FORMULA.items():
 
 
 def count_variants(prefixes: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Count the variants that start with one of the prefixes, sorted by name; all of them without prefixes.
+    """Count the variants that start with one of the prefixes, sorted by name. Without prefixes, count all variants.
 
     Raises:
-        ConfigError: for a prefix that no variant has.
+        ConfigError: If no variant starts with a prefix.
     """
     names: set[str] = set()
     for prefix in prefixes or ("",):
         matches = list_variants(prefix)
         if not matches:
-            raise ConfigError(f"no variant starts with {prefix!r}{closest(prefix, VARIANTS)}")
+            raise ConfigError(f"No variant starts with {prefix!r}{closest(prefix, VARIANTS)}")
         names.update(matches)
     return [count_variant(name) for name in sorted(names)]
 
 
 def count_variant(name: str) -> dict[str, Any]:
-    """Count parameters and multiply-adds of a variant on the meta device.
+    """Count the parameters and multiply-adds of a variant on the meta device.
 
     Returns:
-        ``parameters`` (:func:`count_classifier_parameters`) and ``flops`` of the classifier with 1000 classes for
-        images of ``img_size`` x ``img_size``; ``backbone_flops`` of the backbone at 800 x 1333 pixels, padded to
-        800 x 1344, or None for a variant that is not a backbone; and ``published_parameters`` in millions and
-        ``published_flops`` in 1e9 as the paper prints them, or None.
+        - ``parameters`` and ``flops`` of the classifier with 1000 classes at ``img_size`` x ``img_size``;
+        - ``backbone_flops`` of the backbone at 800 x 1344, or ``None`` if the variant is only a classifier;
+        - ``published_parameters`` in millions and ``published_flops`` in 1e9, as printed in the paper, or ``None``.
     """
     img_size, classifier = get_variant(name).classifier_img_size, meta_classifier(name)
     published = PUBLISHED["classifier"].get(name, (None, None))
@@ -80,23 +79,26 @@ def count_variant(name: str) -> dict[str, Any]:
 def count_detector(
     cfg: CfgNode, name: str, *, size: tuple[int, int] = (800, 1333), with_flops: bool = True
 ) -> dict[str, Any]:
-    """Count the parameters of a detector and, on one image of ``size``, its multiply-adds.
+    """Count the parameters of a detector, and its multiply-adds on one image.
 
-    The image is dark noise, and the weights are random: operators whose work depends on the detections have little.
+    The image is dark noise and the weights are random, so that there are few detections.
 
     Args:
-        name: the name of the config.
-        size: height and width in pixels.
+        cfg: the config of the detector.
+        name: a name for the row.
+        size: height and width of the image in pixels.
+        with_flops: whether to count multiply-adds.
 
     Returns:
-        ``parameters`` of each part and their ``total``; ``as_published``, the total as the paper counts it: for ViL
-        with absolute positions for images of up to 1333 pixels, and with the classification head (1000 classes) and
-        norm that the official detectors carry and never use; ``classifier``, the parameters of the paper's classifier,
-        None for a model of timm;
-        ``flops``, or None, and ``flops_by_operator``; and ``published_parameters``, ``published_classifier`` and
-        ``published_flops``, in millions and in 1e9 as the papers print them, or None.
+        - ``parameters`` by part, and their ``total``;
+        - ``as_published``: the total as the paper counts it. For ViL this means absolute positions for 1333 pixels,
+          and the unused classification head (1000 classes) and norm of the official detectors;
+        - ``classifier``: the parameters of the paper's classifier, ``None`` for timm models;
+        - ``flops`` and ``flops_by_operator``;
+        - ``published_parameters``, ``published_classifier`` in millions and ``published_flops`` in 1e9, as printed in
+          the paper, or ``None``.
     """
-    # Without flops the weights need no memory.
+    # Counting parameters needs no memory for weights.
     cfg = with_overrides(cfg, {"MODEL.DEVICE": "cpu" if with_flops else "meta"})
     with torch.device(cfg.MODEL.DEVICE):
         model = build_model(cfg).eval()
@@ -134,36 +136,40 @@ def count_detector(
 
 
 def meta_classifier(name: str) -> nn.Module:
-    """Build the paper's classifier of a variant on the meta device."""
+    """Return the classifier of a variant in the paper, on the meta device."""
     with torch.device("meta"):
         return create_classifier(name, img_size=get_variant(name).classifier_img_size)
 
 
 def count_classifier_parameters(classifier: nn.Module) -> int:
-    """Count parameters as the ViL paper does: with Performer's random features, which are not trained."""
+    """Count parameters as the ViL paper does, including Performer's fixed random features."""
     features = [m.features.numel() for m in classifier.modules() if isinstance(m, PerformerAttention)]
     return parameter_count(classifier)[""] + sum(features)
 
 
 def count_flops(model: nn.Module, *inputs: Any) -> dict[str, int]:
-    """Count multiply-adds by type of operator of a model in eval mode, which may be on the meta device.
+    """Count the multiply-adds of a model by operator type, in eval mode.
 
-    Matrix products and convolutions are counted as they are computed: those of attention with the keys of padding, the
-    copies of the global tokens and the mask channel. Biases, norms, activations, softmax, and the interpolation of
-    deformable convolution are not counted.
+    Matrix products and convolutions are counted as computed, including the padding keys, copied global tokens and mask
+    channel of attention. Biases, norms, activations, softmax and the interpolation of deformable convolution are not
+    counted.
+
+    Args:
+        model: a model, which may be on the meta device.
+        inputs: the arguments of its forward.
     """
     model.eval().requires_grad_(False)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(*inputs)
     counts: Counter[str] = Counter()
     for operator, flops in counter.get_flop_counts().get("Global", {}).items():
-        # The counter takes a product and a sum for two operations.
+        # The counter counts a multiply-add as two operations.
         counts[operator_type(str(operator).rpartition(".")[2])] += flops // 2
     return dict(counts)
 
 
 def operator_type(name: str) -> str:
-    """Return the type of an operator of PyTorch: attention, matmul, convolution, norm, copy or other."""
+    """Return the type of a PyTorch operator: attention, matmul, convolution, norm, copy or other."""
     if name in ("mm", "addmm", "bmm", "baddbmm", "baddbmm_"):
         return "matmul"
     for part, label in (("attention", "attention"), ("conv", "convolution"), ("norm", "norm")):
@@ -180,7 +186,7 @@ _COPIES = {
 
 
 def format_variants(counts: Sequence[dict[str, Any]]) -> str:
-    """Format the counts of variants as a table; each difference is ours minus the paper's figure."""
+    """Format the result of :func:`count_variants` as a table. Differences are ours minus the paper's."""
     headers = ["variant", "params M", "paper", "diff", "1e9 mult-adds", "paper", "diff", "800 x 1333"]
     rows = []
     for each in counts:
@@ -193,7 +199,7 @@ def format_variants(counts: Sequence[dict[str, Any]]) -> str:
 
 
 def format_detectors(counts: Sequence[dict[str, Any]]) -> str:
-    """Format the counts of detectors as a table; one detector is split by part and by operator below it."""
+    """Format results of :func:`count_detector` as a table. A single detector is also split by part and operator."""
     headers = ["config", "params M", "as published", "paper", "classifier M", "paper", "1e9 mult-adds", "paper"]
     rows = [
         [
@@ -213,6 +219,6 @@ def format_detectors(counts: Sequence[dict[str, Any]]) -> str:
 
 @register_flop_formula(torch.ops.torchvision.deform_conv2d)
 def _deform_conv_flops(image: Any, weight: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
-    """Return twice the multiply-adds from the shapes of the weight (D, C, h, w) and of the output (B, D, H, W)."""
+    """Return twice the multiply-adds, from the shapes of the weight (D, C, h, w) and the output (B, D, H, W)."""
     batch, channels, height, width = out_shape
     return 2 * batch * height * width * channels * weight[1] * weight[2] * weight[3]

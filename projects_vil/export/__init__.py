@@ -1,10 +1,16 @@
-"""Export detectors to TorchScript, ONNX, torch.export, AOTInductor and OpenVINO, and check the files' detections."""
+"""Export detectors to TorchScript, ONNX, torch.export, AOTInductor and OpenVINO, and check their detections."""
 
 from projects_vil.export.exporter import PRECISIONS, export_detector
 from projects_vil.export.formats import FORMATS, check_format, is_exported
-from projects_vil.export.images import example_image, letterbox_size, pad_image
-from projects_vil.export.metadata import describe_model, digest_of, metadata_path, read_metadata
-from projects_vil.export.parity import compare, describe_report, eager_detections, is_equal, measure_latency
-from projects_vil.export.runtime import ExportedModel, paste_masks, to_instances
+from projects_vil.export.metadata import describe_model, digest_of, metadata_path
+from projects_vil.export.parity import (
+    compare_detections,
+    describe_report,
+    eager_detections,
+    example_image,
+    is_equal,
+    measure_latency,
+)
+from projects_vil.export.runtime import ExportedModel, letterbox_size, pad_image, paste_masks, to_instances
 from projects_vil.export.traceable import make_exportable
 from projects_vil.export.triton_repository import check_triton, write_triton_model

@@ -1,4 +1,4 @@
-"""The metadata (JSON) next to an exported file, with which one can run the file without this repository."""
+"""The metadata of an exported file: what a program needs to run it without this repository."""
 
 import datetime
 import hashlib
@@ -14,64 +14,26 @@ from backbones import ConfigError
 from backbones.errors import check_file
 from projects_vil.checkpoint import Categories, versions
 from projects_vil.config import detector_name
-from projects_vil.export.formats import FORMATS, OPSET, embedded_metadata
+from projects_vil.export.formats import FORMATS, OPSET, format_of
 from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
 from projects_vil.utils import parse_json, read_json
 
-# What a runner relies on: a set of types, a list of items of these types, or the allowed values.
-_SCHEMA: dict[str, set | list | tuple] = {
-    **dict.fromkeys(("precision", "detector", "input.name"), {str}),
-    **dict.fromkeys(("input.size", "resizing.short_side", "resizing.longest_side"), {type(None), int, list}),
-    **dict.fromkeys(("normalization.mean", "normalization.std"), [int, float]),
-    "input.batched": {bool},
-    "input.dtype": ("uint8", "float32"),
-    "input.sides": [int],
-    "input.color_order": ("RGB", "BGR"),
-    "outputs": [dict],
-    "classes": [str],
-    "category_ids": [int],
-    "thresholds.score": {int, float},
-    "thresholds.detections_per_image": {int},
+# The keys that :class:`projects_vil.export.ExportedModel` and ``Detector`` read.
+_REQUIRED = {
+    "input": ("name", "size", "batched", "dtype", "sides", "color_order"),
+    "resizing": ("short_side", "longest_side"),
+    "normalization": ("mean", "std"),
+    "thresholds": ("score", "detections_per_image"),
 }
 _DIGEST = "metadata_sha256"
-# What follows from the file, and so is not in it.
-_OF_FILE = ("sha256", "other_files", _DIGEST)
+# Facts about the written files, which the embedded metadata cannot contain.
+_OF_FILES = ("sha256", "other_files", _DIGEST)
 
 
 def metadata_path(path: str | Path) -> Path:
-    """Return the path of the metadata of an exported file."""
+    """Return the path of the metadata file of an exported file."""
     return Path(f"{path}.metadata.json")
-
-
-def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None:
-    """Raise a :class:`ConfigError` if a model with these sides does not take an image of ``size`` (height, width)."""
-    if min(size) < sides[0] or max(size) > sides[1]:
-        raise ConfigError(
-            f"{what}: {size[0]} x {size[1]} pixels, and the model takes sides of {sides[0]} to {sides[1]}"
-        )
-
-
-def check_input(taken: dict, shape: Sequence[int], *, what: str) -> None:
-    """Raise a :class:`ConfigError` where a model does not take images of ``shape``, (3, H, W) or (B, 3, H, W).
-
-    Args:
-        taken: ``input`` of its metadata.
-    """
-    height, width = shape[-2:]
-    if taken.get("size") and [height, width] != taken["size"]:
-        fixed = f"{taken['size'][0]} x {taken['size'][1]}"
-        raise ConfigError(f"{what}: {height} x {width} pixels, and the model takes {fixed} only: scale and pad to that")
-    check_sides(taken["sides"], (height, width), what=what)
-    least, most = taken.get("batch") or (1, shape[0])
-    if taken["batched"] and not least <= shape[0] <= most:
-        raise ConfigError(f"{what}: a batch of {shape[0]} images, and the model takes {least} to {most}")
-
-
-def digests_of(path: Path, file_format: str) -> dict:
-    """Return the SHA-256 of a model's file, and, by name, of the files that belong to it, as in its metadata."""
-    own, *others = FORMATS[file_format].files(path)
-    return {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
 
 
 def digest_of(path: str | Path) -> str:
@@ -79,85 +41,124 @@ def digest_of(path: str | Path) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def read_metadata(path: str | Path) -> dict:
-    """Return the metadata of an exported file: those next to it, or else those in it.
-
-    Raises:
-        ConfigError: where they are missing or not those of an exported model, or where they or the file have changed.
-    """
-    path, file = Path(path), metadata_path(path)
-    check_file(path, "file")
-    metadata = None
-    if file.exists():
-        try:
-            metadata = _checked(read_json(file, what=f"metadata of {path}"), file)
-        except ConfigError as error:
-            if embedded_metadata(path) is None:
-                raise
-            raise ConfigError(f"{error}; or remove it, since {path.name} has its own") from error
-        check_digest(path, metadata)
-    embedded = embedded_metadata(path)
-    if metadata is None and embedded is None:
-        check_file(file, "file", key=f"the metadata of {path}")
-    inside = None if embedded is None else _checked(parse_json(embedded, source=path), path)
-    if metadata is None:
-        metadata, file = inside, path
-    # The digest may have been removed on purpose.
-    digest = metadata.get(_DIGEST)
-    known = inside.get(_DIGEST) if inside is not None else digest
-    if digest is not None and not digest == known == with_digest(metadata)[_DIGEST]:
-        raise ConfigError(
-            f"{file} is not the metadata that {path.name} was exported with: restore or remove it (the file has its "
-            f"own); if you have changed it on purpose, remove {_DIGEST} there"
-        )
-    # Names may be changed on purpose, their number may not.
-    given, own = len(metadata["classes"]), len((inside or metadata)["classes"])
-    if given != own:
-        raise ConfigError(f"{file} has {given} classes, and {path.name} has {own}: restore or remove {file.name}")
-    return metadata
+def digests_of(path: Path) -> dict:
+    """Return the metadata entries with the SHA-256 of an exported file and of the files that belong to it."""
+    own, *others = FORMATS[format_of(path)].files(path)
+    return {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
 
 
 def with_digest(metadata: dict) -> dict:
-    """Return metadata with a SHA-256 of all that does not follow from the file."""
-    kept = json.dumps({key: value for key, value in metadata.items() if key not in _OF_FILE}, sort_keys=True)
-    return json.loads(json.dumps(metadata)) | {_DIGEST: hashlib.sha256(kept.encode()).hexdigest()}
+    """Return the metadata as it reads back from JSON, with the SHA-256 of everything but the facts about files."""
+    text = json.dumps({key: value for key, value in metadata.items() if key not in _OF_FILES}, sort_keys=True)
+    return json.loads(json.dumps(metadata)) | {_DIGEST: hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _checked(metadata: object, file: Path) -> dict:
-    wrong = [key for key, kind in _SCHEMA.items() if not _fits(_entry(metadata, key), kind)]
-    if not wrong:
-        ids, names = metadata["category_ids"], [output.get("name") for output in metadata["outputs"]]
-        wrong += ["category_ids"] * (not len(set(ids)) == len(ids) == len(metadata["classes"]))
-        wrong += ["outputs"] * (names[:3] != ["boxes", "scores", "classes"])
-    if wrong:
-        raise ConfigError(f"{file} is not the metadata of an exported model, see {wrong[0]}: export it again")
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_metadata(path: Path) -> dict | None:
+    """Return the metadata file next to an exported file, or ``None`` if there is none.
+
+    Raises:
+        ConfigError: If the metadata file is invalid, or the SHA-256 of a file of the model differs.
+    """
+    file = metadata_path(path)
+    if not file.exists():
+        return None
+    metadata = _validate(read_json(file, what=f"metadata of {path}"), file)
+    # A user who edits the model deletes its sha256.
+    for name, digest in ({path.name: metadata.get("sha256")} | metadata.get("other_files", {})).items():
+        check_file(path.with_name(name), "file", key=f"part of {path}")
+        if digest not in (None, digest_of(path.with_name(name))):
+            raise ConfigError(
+                f"The SHA-256 of '{path.with_name(name)}' differs from {file.name}. Export the model again, or delete "
+                "sha256 from the metadata if you changed the file yourself."
+            )
     return metadata
 
 
-def _entry(table: object, key: str) -> object:
-    for name in key.split("."):
-        table = table.get(name) if isinstance(table, dict) else None
-    return table
+def select_metadata(path: Path, metadata: dict | None, embedded: str | None) -> dict:
+    """Return the metadata of an exported file: the metadata file if there is one, else the embedded metadata.
+
+    Args:
+        path: the exported file.
+        metadata: the result of :func:`read_metadata`.
+        embedded: the JSON of the embedded metadata, or ``None``.
+
+    Raises:
+        ConfigError: If there is no metadata, or the metadata file was changed without deleting its digest, or has
+            another number of classes than the model.
+    """
+    file = metadata_path(path)
+    inside = None if embedded is None else _validate(parse_json(embedded, source=path), path)
+    if metadata is None:
+        if inside is None:
+            check_file(file, "file", key=f"the metadata of {path}")
+        metadata, file = inside, path
+    digest = metadata.get(_DIGEST)
+    if digest is not None and not digest == with_digest(metadata)[_DIGEST] == (inside or metadata).get(_DIGEST):
+        raise ConfigError(
+            f"'{file}' was changed after the export of {path.name}. Restore or delete it, or delete {_DIGEST} from it "
+            "if you changed it yourself."
+        )
+    given, expected = len(metadata["classes"]), len((inside or metadata)["classes"])
+    if given != expected:
+        raise ConfigError(f"'{file}' has {given} classes, but {path.name} has {expected}. Restore or delete the file.")
+    return metadata
 
 
-def _fits(value: object, kind: set | list | tuple) -> bool:
-    if isinstance(kind, list):
-        return type(value) is list and bool(value) and all(type(item) in kind for item in value)
-    return value in kind if isinstance(kind, tuple) else type(value) in kind
+def _validate(metadata: object, file: Path) -> dict:
+    tables = metadata if isinstance(metadata, dict) else {}
+    wrong = [name for name, keys in _REQUIRED.items() if not _has_keys(tables.get(name), keys)]
+    wrong += [name for name in ("precision", "detector") if not isinstance(tables.get(name), str)]
+    if not wrong:
+        names, ids = tables.get("classes"), tables.get("category_ids")
+        wrong += ["classes"] * (not isinstance(names, list) or not names)
+        wrong += ["category_ids"] * (not isinstance(ids, list) or not len(ids) == len(set(ids)) == len(names or ()))
+        outputs = [output.get("name") for output in tables.get("outputs") or ()]
+        wrong += ["outputs"] * (outputs[:3] != ["boxes", "scores", "classes"])
+    if wrong:
+        advice = "Export the model again, or delete the file if the model contains its metadata."
+        raise ConfigError(f"'{file}' is not the metadata of an exported model: see {wrong[0]}. {advice}")
+    return tables
 
 
-def check_digest(path: str | Path, metadata: dict) -> None:
-    """Raise a :class:`ConfigError` where an exported file, or one that belongs to it, is not that of its metadata."""
-    # sha256 may have been removed on purpose.
-    digests = {Path(path).name: metadata.get("sha256")} | metadata.get("other_files", {})
-    for name, digest in digests.items():
-        file = Path(path).with_name(name)
-        check_file(file, "file", key=f"which belongs to {path}")
-        if digest not in (None, digest_of(file)):
-            raise ConfigError(
-                f"{file} is damaged, or not the file that {metadata_path(path).name} was written for (its sha256 "
-                "differs): export it again; if you have changed it on purpose, remove sha256 there"
-            )
+def _has_keys(table: object, keys: Sequence[str]) -> bool:
+    return isinstance(table, dict) and all(key in table for key in keys)
+
+
+def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None:
+    """Raise a :class:`ConfigError` if a side of an image of ``size`` (height, width) is outside ``sides``.
+
+    Args:
+        sides: the smallest and largest side in pixels.
+    """
+    if min(size) < sides[0] or max(size) > sides[1]:
+        raise ConfigError(
+            f"{what}: the image has {size[0]} x {size[1]} pixels, but the model accepts sides from {sides[0]} to "
+            f"{sides[1]}."
+        )
+
+
+def check_input(accepted: dict, shape: Sequence[int], *, what: str) -> None:
+    """Raise a :class:`ConfigError` if a model does not accept images of ``shape``, (3, H, W) or (B, 3, H, W).
+
+    Args:
+        accepted: ``input`` of the metadata.
+    """
+    height, width = shape[-2:]
+    if accepted["size"] and [height, width] != accepted["size"]:
+        fixed = f"{accepted['size'][0]} x {accepted['size'][1]}"
+        raise ConfigError(f"{what}: the image has {height} x {width} pixels. Resize and pad it to {fixed}.")
+    check_sides(accepted["sides"], (height, width), what=what)
+    smallest, largest = accepted.get("batch") or (1, shape[0])
+    if accepted["batched"] and not smallest <= shape[0] <= largest:
+        raise ConfigError(
+            f"{what}: the batch has {shape[0]} images, but the model accepts from {smallest} to {largest}."
+        )
+
+
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def describe_model(
@@ -171,20 +172,20 @@ def describe_model(
     weights: str | Path,
     opset: int | None = None,
 ) -> dict:
-    """Return all that is needed to run an exported model without this repository, for JSON.
+    """Return the metadata of an exported detector, for JSON.
 
     Args:
-        cfg: the detector's config.
+        cfg: the config of the detector.
         exportable: the exported detector.
-        categories: the model's classes.
+        categories: the classes of the model.
         file_format: a key of ``FORMATS``.
-        precision: precision of the weights.
-        input_dtype: type of the input images.
-        weights: the checkpoint.
-        opset: that of ONNX; None for the usual one.
+        precision: the precision of the weights.
+        input_dtype: the dtype of the input images.
+        weights: the path of the checkpoint.
+        opset: the opset of an ONNX file; ``None`` for ``OPSET``.
 
     Raises:
-        ConfigError: for an ``exportable.size`` that the detector or the format does not take.
+        ConfigError: If the detector or the format does not accept ``exportable.size``.
     """
     entry = FORMATS[file_format]
     shortest, longest = export_sides(exportable.detector)
@@ -230,7 +231,7 @@ def describe_model(
             "mean": list(cfg.MODEL.PIXEL_MEAN),
             "std": list(cfg.MODEL.PIXEL_STD),
         },
-        # The head doubles the size of the pooled features.
+        # The mask head upsamples the pooled features by 2.
         "outputs": _describe_outputs(exportable, 2 * cfg.MODEL.ROI_MASK_HEAD.POOLER_RESOLUTION),
         "fixed_detections": exportable.fixed_number,
         "classes": list(categories.names),
@@ -245,17 +246,17 @@ def describe_model(
 
 
 _RULE = (
-    "the shorter side becomes short_side, the longer is multiplied by short_side / shorter; if it is more than "
-    "longest_side then, both are multiplied by longest_side / longer; each is int(side + 0.5); null: images are taken "
-    "as they are"
+    "the shorter side becomes short_side, and the longer side is multiplied by short_side / shorter side. If it then "
+    "exceeds longest_side, both sides are multiplied by longest_side / longer side. Each side is int(side + 0.5). "
+    "null: images are not resized."
 )
 _FIXED_RULE = (
-    "both sides are multiplied by the smaller of input.size[0] / height and input.size[1] / width, each is "
-    "int(side + 0.5); then the rounded mean is added below and on the right up to input.size; boxes are cut at the "
-    "end of the image"
+    "both sides are multiplied by min(input.size[0] / height, input.size[1] / width), and each is int(side + 0.5). "
+    "Then the image is padded to input.size at the bottom and on the right with the rounded mean. Clip boxes to the "
+    "unpadded image."
 )
-_MASKS = "probability that a pixel of the box is of the object: resize it to the box, then compare"
-_COUNT = "how many rows of the other outputs, from the first, are detections; the rest is zero"
+_MASKS = "probability that a pixel of the box belongs to the object: resize to the box, then threshold"
+_COUNT = "number of detections: the first rows of the other outputs. All other rows are zero."
 
 
 def _describe_outputs(exportable: ExportableDetector, mask_side: int) -> list[dict]:
@@ -263,10 +264,10 @@ def _describe_outputs(exportable: ExportableDetector, mask_side: int) -> list[di
     rows = ["detections"] if exportable.fixed_number is None else [*images, exportable.fixed_number]
     known = {
         "boxes": ([*rows, 4], "float32", "left, top, right, bottom in pixels of the input image"),
-        "scores": (rows, "float32", "probability, from the highest"),
-        "classes": (rows, "int64", "index into the list of classes"),
+        "scores": (rows, "float32", "probability, highest first"),
+        "classes": (rows, "int64", "index into classes"),
         "masks": ([*rows, 1, mask_side, mask_side], "float32", _MASKS),
-        "image_index": (rows, "int64", "which image of the batch it is in"),
+        "image_index": (rows, "int64", "index of the image in the batch"),
         "count": (images or [1], "int64", _COUNT),
     }
     keys = ("name", "shape", "dtype", "meaning")

@@ -1,6 +1,6 @@
-"""The parity check of an export: its detections are paired with detectron2's, and their differences measured.
+"""The parity check: an exported model must give the detections of the detectron2 detector that it was made from.
 
-:func:`check_export` makes the report next to the file, :func:`describe_report` prints it.
+:func:`check_export` compares both and returns the report. :func:`describe_report` formats it.
 """
 
 import functools
@@ -8,78 +8,120 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import transforms as T
 from detectron2.evaluation import inference_on_dataset
 from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
 from projects_vil.checkpoint import fingerprint
-from projects_vil.data import build_test_loader
+from projects_vil.data import build_test_loader, read_for_testing, read_image, size_for_testing
 from projects_vil.evaluation import build_evaluator
 from projects_vil.export.formats import FORMATS, check_onnx
-from projects_vil.export.runtime import ExportedModel
+from projects_vil.export.runtime import ExportedModel, letterbox_size, pad_image
+from projects_vil.modeling import MIN_EXPORT_SIDE
 
-# The largest differences that count as equal: boxes in pixels, scores and masks in probability. In lower precision they
-# are those that the rounding of the network causes.
+# The largest accepted differences: boxes in pixels, scores and masks as probabilities. The values for lower precisions
+# cover the rounding of the network.
 TOLERANCES = {
     "fp32": {"boxes": 1e-2, "scores": 1e-4, "masks": 1e-3},
     "fp16": {"boxes": 1.0, "scores": 2e-2, "masks": 5e-2},
     "bf16": {"boxes": 4.0, "scores": 1e-1, "masks": 2e-1},
     "int8": {"boxes": 4.0, "scores": 1e-1, "masks": 2e-1},
 }
-# The share of an image's detections that may differ by more: rounding makes non-maximum suppression keep the other of
-# two candidates that are nearly equal. None: int8 is evaluated by average precision, not by pairs.
+# The fraction of detections per image that may differ by more: after rounding, non-maximum suppression can keep the
+# other one of two nearly equal candidates. None: average precision decides for int8, not pairs.
 CHANGED_SHARE = {"fp32": 0.0, "fp16": 0.1, "bf16": 0.1, "int8": None}
-# How near a score is to the threshold, or to the end of a full list, for a detection to be on one side only.
+# Within this distance of the score threshold, or of the lowest score of a full list, a detection may be missing.
 BORDERLINE = TOLERANCES["fp32"]["scores"]
-# The largest difference of average precision, in points, that counts as equal; and how much lower it may be in int8.
+# The largest accepted difference of average precision in points, and the largest drop of int8.
 AP_TOLERANCE, AP_DROP = 0.1, 1.0
 Outputs = Mapping[str, Tensor]
 DetectFn = Callable[[Tensor], Outputs]
 _VERDICTS = {True: "; equal", False: "; NOT EQUAL", None: ""}
 
 
+# -- images ----------------------------------------------------------------------------------------
+
+
+def example_image(height: int, width: int, *, seed: int = 0) -> Tensor:
+    """Return a (3, height, width) uint8 image of bright rectangles on dim noise."""
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.rand(3, height, width, generator=generator) * 60
+    for _ in range(6):
+        top, left = (int(torch.randint(0, side * 3 // 4, (), generator=generator)) for side in (height, width))
+        color = 100 + 155 * torch.rand(3, 1, 1, generator=generator)
+        image[:, top : top + height // 5, left : left + width // 5] = color
+    return image.to(torch.uint8)
+
+
+def parity_images(
+    cfg: CfgNode, files: Sequence[str | Path] = (), *, fixed: tuple[int, int] | None = None
+) -> list[Tensor]:
+    """Return the images (3, H, W), uint8, of a parity check.
+
+    Args:
+        cfg: the config of the detector; files are read and resized as in testing.
+        files: image files; by default four synthetic images.
+        fixed: height and width for a model that accepts only one size.
+
+    Raises:
+        ConfigError: If a file cannot be read.
+    """
+    if files:
+        return [_read(cfg, file, fixed) for file in files]
+    if fixed:
+        return [example_image(*fixed, seed=seed) for seed in range(1, 5)]
+    sizes = [size_for_testing(cfg, *size) for size in ((400, 600), (600, 450), (360, 600), (500, 500))]
+    # The last one is smaller than in testing.
+    sizes[-1] = tuple(side // 2 + 3 for side in sizes[-1])
+    sizes = [tuple(max(side, MIN_EXPORT_SIDE) for side in size) for size in sizes]
+    return [example_image(*size, seed=seed) for seed, size in enumerate(sizes, start=1)]
+
+
+def _read(cfg: CfgNode, file: str | Path, fixed: tuple[int, int] | None) -> Tensor:
+    if fixed is None:
+        pixels, _ = read_for_testing(cfg, file, image_format=cfg.INPUT.FORMAT)
+    else:
+        pixels = read_image(file, cfg.INPUT.FORMAT)
+        height, width = pixels.shape[:2]
+        pixels = T.ResizeTransform(height, width, *letterbox_size(height, width, fixed)).apply_image(pixels)
+    image = torch.as_tensor(pixels.transpose(2, 0, 1).copy())
+    return pad_image(image, fixed, cfg.MODEL.PIXEL_MEAN) if fixed else image
+
+
 # -- pairs of detections ---------------------------------------------------------------------------
 
 
-def compare(
-    reference: DetectFn, exported: DetectFn, images: Sequence[Tensor], precision: str, thresholds: Mapping[str, float]
-) -> list[dict]:
-    """Run both on each image (3, H, W), see :func:`compare_detections`, and add the image's height and width."""
-    return [
-        {"height": image.shape[-2], "width": image.shape[-1]}
-        | compare_detections(reference(image), exported(image), precision, thresholds)
-        for image in images
-    ]
-
-
 def compare_detections(ours: Outputs, theirs: Outputs, precision: str, thresholds: Mapping[str, float]) -> dict:
-    """Measure how far two results for one image are apart.
+    """Measure the differences between the detections of the detector and of the exported model in one image.
 
-    Detections are paired by class and box, not by their rank: two scores that differ in the last digit change their
-    order in another runtime. A detection without a partner is borderline, and not an error, if its score is within
-    ``BORDERLINE`` of the threshold or, in a full list, of its lowest score.
+    Detections are paired by class and box, not by rank, because scores that differ by rounding change the order. An
+    unpaired detection is borderline, and no error, if its score is within ``BORDERLINE`` of the threshold or, in a
+    full list, of the lowest score.
 
     Args:
-        ours, theirs: boxes (D, 4), scores (D,), classes (D,), and masks (D, 1, S, S) or none.
+        ours, theirs: boxes (D, 4), scores (D,), classes (D,), and for Mask R-CNN masks (D, 1, S, S).
         precision: a key of ``TOLERANCES`` and ``CHANGED_SHARE``.
-        thresholds: those of the metadata: ``score``, and ``detections_per_image``, negative for any number.
+        thresholds: ``thresholds`` of the metadata; a negative ``detections_per_image`` means no limit.
 
     Returns:
-        ``detections`` and ``detections_exported``; ``pairs`` of them; ``unmatched``, those without a partner of their
-        class, except for borderline ones; ``borderline``, their number; ``changed``, pairs that differ by more than a
-        tolerance; the largest difference of boxes, scores and masks in the pairs; ``ok``, None if they do not decide.
+        ``detections`` and ``detections_exported``; the number of ``pairs``; ``unmatched``: detections without a partner
+        of their class, except borderline ones; ``borderline``; ``changed``: pairs that differ by more than a tolerance;
+        the largest difference of ``boxes``, ``scores`` and ``masks`` in pairs; and ``ok``, ``None`` if pairs do not
+        decide.
     """
     tolerances, changed_share = TOLERANCES[precision], CHANGED_SHARE[precision]
     distance = (ours["boxes"].float()[:, None] - theirs["boxes"].float()).abs().amax(2)
-    # NaN matches nothing.
+    # NaN never matches.
     distance = distance.nan_to_num(nan=torch.inf)
     distance = distance.masked_fill(ours["classes"][:, None] != theirs["classes"], torch.inf)
     pairs = _pair(distance, at_most=tolerances["boxes"])
     borderline = 0
-    # Unmatched detections that are not borderline should have been pairs: pair them too, to report their distance.
+    # Pair the other detections too, beyond the tolerance, to report their distance.
     rest = [torch.ones(side, dtype=torch.bool) for side in distance.shape]
     for axis, scores in enumerate((ours["scores"], theirs["scores"])):
         rest[axis][[pair[axis] for pair in pairs]] = False
@@ -110,7 +152,7 @@ def compare_detections(ours: Outputs, theirs: Outputs, precision: str, threshold
 
 
 def _pair(distance: Tensor, *, at_most: float) -> list[tuple[int, int]]:
-    """Return the nearest free partner of each row, in their order: (row, column)."""
+    """Return pairs (row, column): each row, in order, with its nearest free column."""
     free, pairs = distance.clone(), []
     for row in range(len(free)):
         if free.shape[1] and free[row].min() <= at_most:
@@ -128,9 +170,15 @@ def _is_borderline(scores: Tensor, thresholds: Mapping[str, float]) -> Tensor:
 
 
 def eager_detections(detector: nn.Module, image: Tensor) -> dict[str, Tensor]:
-    """Return what detectron2's own code finds in an image (3, H, W), by the names of an exported model.
+    """Return the detections of detectron2's own inference, by the output names of an exported model.
 
-    Masks are (N, 1, S, S), relative to their boxes; boxes without an area are left out, as in its last step.
+    Args:
+        detector: a detectron2 model in eval mode.
+        image: (3, H, W).
+
+    Returns:
+        boxes (D, 4), scores (D,), classes (D,), and masks (D, 1, S, S) relative to their boxes. As in detectron2's
+        post-processing, empty boxes are removed.
     """
     batch = [{"image": image}]
     with torch.no_grad():
@@ -147,14 +195,14 @@ def eager_detections(detector: nn.Module, image: Tensor) -> dict[str, Tensor]:
 
 
 def measure_latency(reference: DetectFn, exported: DetectFn, image: Tensor) -> dict[str, float]:
-    """Return median milliseconds of both on one image, interleaved, and their ratio: above 1 the export is faster."""
+    """Return the median milliseconds of both on one image, run alternately, and the speedup of the exported model."""
     times: list[list[float]] = [[], []]
     for _ in range(1 + 5):
         for detector, own in zip((reference, exported), times, strict=True):
             start = time.perf_counter()
             detector(image)
             own.append(1000 * (time.perf_counter() - start))
-    eager, ours = (statistics.median(own[1:]) for own in times)  # the first is a warm-up
+    eager, ours = (statistics.median(own[1:]) for own in times)  # without the warm-up
     return {
         "eager_ms": round(eager, 3),
         "exported_ms": round(ours, 3),
@@ -174,24 +222,34 @@ def check_export(
     evaluate: bool = False,
     accept_drop: bool = False,
 ) -> dict:
-    """Compare an exported model with the detector that it was made from; docs/export.md describes the report.
+    """Compare an exported model with the detector that it was made from, and return the report (docs/export.md).
+
+    A batched model sees each image first and second in a batch of two, next to its mirror image.
 
     Args:
-        evaluate: whether to evaluate both on ``DATASETS.TEST`` too.
-        accept_drop: whether average precision may be lower by any number.
+        cfg: the config of the detector.
+        reference: the detector, in float32 and eval mode.
+        model: the exported model.
+        images: (3, H, W) each.
+        evaluate: whether to compare average precision on ``DATASETS.TEST`` too.
+        accept_drop: whether to accept any drop of average precision.
 
     Raises:
-        ConfigError: for an ONNX file that other programs would refuse, see
-            :func:`projects_vil.export.formats.check_onnx`.
+        ConfigError: If an ONNX file is not valid or not portable, see :func:`projects_vil.export.formats.check_onnx`.
     """
     precision, thresholds = model.metadata["precision"], model.metadata["thresholds"]
     eager = functools.partial(eager_detections, reference)
-
-    def run(image: Tensor) -> Outputs:
-        return model.run_each([image])[0]
-
-    callables = [functools.partial(_run_in_batch, model, index) for index in (0, 1)] if model.batched else [run]
-    rows = [row for exported in callables for row in compare(eager, exported, images, precision, thresholds)]
+    rows, scores = [], {"eager": [], "exported": []}
+    for image in images:
+        ours, mirrored = eager(image), image.flip(2)
+        if model.batched:
+            theirs = [model.run_each([image, mirrored])[0], model.run_each([mirrored, image])[1]]
+        else:
+            theirs = [model(image)]
+        size = {"height": image.shape[-2], "width": image.shape[-1]}
+        rows += [size | compare_detections(ours, found, precision, thresholds) for found in theirs]
+        scores["eager"].append(ours["scores"])
+        scores["exported"].append(theirs[0]["scores"])
     report = {
         "file": model.path.name,
         "format": model.file_format,
@@ -201,7 +259,7 @@ def check_export(
         "tolerances": TOLERANCES[precision],
         "changed_share": CHANGED_SHARE[precision],
         "images": rows,
-        "latency": measure_latency(eager, run, images[0]),
+        "latency": measure_latency(eager, lambda image: model.run_each([image])[0], images[0]),
         "versions": model.metadata["versions"],
         "fingerprint": fingerprint(cfg, reference),
         "accept_drop": accept_drop,
@@ -209,31 +267,24 @@ def check_export(
     if model.file_format == "onnx":
         report["onnx"] = check_onnx(model.path)
     if precision == "int8":
-        found = [torch.cat([detect(image)["scores"] for image in images]) for detect in (eager, run)]
         report["scores"] = [
-            {"distinct": len(one.unique()), "highest": one.amax().item() if len(one) else None} for one in found
+            {"distinct": len(one.unique()), "highest": one.amax().item() if len(one) else None}
+            for one in map(torch.cat, scores.values())
         ]
     if evaluate:
         report["evaluation"] = _evaluate(cfg, reference, model)
-    is_as_good = [row["ok"] or (accept_drop and bool(row["AP_exported"])) for row in report.get("evaluation", ())]
-    report["ok"] = is_equal(rows) and all(is_as_good)
+    evaluation = report.get("evaluation", ())
+    report["ok"] = is_equal(rows) and all(row["ok"] or (accept_drop and row["AP_exported"]) for row in evaluation)
     return report
 
 
 def is_equal(rows: Sequence[dict]) -> bool:
-    """Return whether the rows of :func:`compare` have pairs, and all rows are ``ok``."""
+    """Return whether no result of :func:`compare_detections` failed, and there is at least one pair."""
     return any(row["pairs"] for row in rows) and all(row["ok"] is not False for row in rows)
 
 
-def _run_in_batch(model: ExportedModel, index: int, image: Tensor) -> dict[str, Tensor]:
-    """Return what a batched model finds in the image at ``index`` of two; the other one is its mirror image."""
-    images = [image.flip(2), image.flip(2)]
-    images[index] = image
-    return model.run_each(images)[index]
-
-
 def _evaluate(cfg: CfgNode, reference: nn.Module, model: ExportedModel) -> list[dict]:
-    """Return the average precision of both, for each test set and task, by detectron2's evaluator."""
+    """Return the average precision of both for each test set and task."""
     rows = []
     for name in cfg.DATASETS.TEST:
         results = []
@@ -243,7 +294,7 @@ def _evaluate(cfg: CfgNode, reference: nn.Module, model: ExportedModel) -> list[
         for task in results[0]:
             eager, exported = (float(result[task]["AP"]) for result in results)
             if model.metadata["precision"] == "int8":
-                # A detector without detections shows nothing about its export.
+                # An average precision of 0 shows nothing about the export.
                 is_ok = eager > 0 and eager - exported <= AP_DROP
             else:
                 is_ok = abs(eager - exported) <= AP_TOLERANCE or (math.isnan(eager) and math.isnan(exported))
@@ -257,7 +308,7 @@ def _number(value: float) -> float | None:
 
 
 def describe_report(report: dict) -> str:
-    """Return a report of :func:`check_export` as a few lines."""
+    """Format a report of :func:`check_export` as a few lines of text."""
     lines = []
     for row in report["images"]:
         differences = ", ".join(f"{name} {row[name]:.1e}" for name in report["tolerances"] if name in row)
@@ -268,8 +319,8 @@ def describe_report(report: dict) -> str:
         )
     if not any(row["detections"] or row["detections_exported"] for row in report["images"]):
         lines.append(
-            "NOT CHECKED: there are no detections above the score threshold on these images: name others "
-            "by --images, or lower SCORE_THRESH_TEST of the detector's head"
+            "NOT CHECKED: no detection exceeds the score threshold on these images. Use other images, or lower "
+            "SCORE_THRESH_TEST of the detection head."
         )
     for row in report.get("evaluation", ()):
         verdict = f"{'equal' if row['ok'] else 'NOT EQUAL'} within {AP_TOLERANCE}"
@@ -279,7 +330,7 @@ def describe_report(report: dict) -> str:
     if "onnx" in report:
         operators = report["onnx"]["operators"]
         lines.append(
-            f"{sum(operators.values())} nodes of {len(operators)} standard operators; valid in strict shape inference; "
+            f"{sum(operators.values())} nodes of {len(operators)} standard operators; passes strict shape inference; "
             f"loads with {', '.join(report['onnx']['providers'])}"
         )
     for side, one in zip(("eager", "exported"), report.get("scores", ()), strict=False):
@@ -290,7 +341,7 @@ def describe_report(report: dict) -> str:
     lines.append(
         f"{report['file']}: {report['bytes'] / 1e6:.1f} MB{opset}, {report['precision']}; "
         f"{latency['height']} x {latency['width']}: {latency['exported_ms']:.1f} ms, eager "
-        f"{latency['eager_ms']:.1f} ms, medians: {latency['ratio']:.2f} times as fast "
+        f"{latency['eager_ms']:.1f} ms (medians): {latency['ratio']:.2f} times as fast "
         f"({latency['threads']} thread{'' if latency['threads'] == 1 else 's'})"
     )
     return "\n".join(lines)

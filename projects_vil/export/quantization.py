@@ -1,4 +1,4 @@
-"""Post-training quantisation to int8 by nncf: which layers, which calibration images, and the file."""
+"""Post-training quantization to int8 with nncf."""
 
 import contextlib
 import io
@@ -14,8 +14,8 @@ from torch import Tensor
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import check_packages, import_openvino, log_step, openvino_core
 
-# Layers that stay float, by a part of their name: rounding in them moves boxes, cuts off scores
-# or, in LIT's offsets, moves the sampling positions.
+# Parts of the names of layers that stay float. Rounding in them moves boxes, clips scores or, in LIT's offsets, moves
+# sampling positions.
 FLOAT_LAYERS = (
     "patch_embed.offset",
     "cls_score",
@@ -27,34 +27,30 @@ FLOAT_LAYERS = (
 
 
 def stays_float(name: str) -> bool:
-    """Return whether the full name of a parameter or an operation has one of ``FLOAT_LAYERS`` in it."""
+    """Return whether the name of a parameter or an operation contains one of ``FLOAT_LAYERS``."""
     return any(layer in name for layer in FLOAT_LAYERS)
 
 
 def calibration_files(cfg: CfgNode, number: int) -> list[str]:
-    """Return at most ``number`` image files of ``DATASETS.TRAIN``, evenly spaced.
+    """Return up to ``number`` image files of ``DATASETS.TRAIN``, evenly spaced.
 
     Raises:
-        ConfigError: where nncf or the images are missing.
+        ConfigError: If nncf is not installed, or the images are missing.
     """
-    check_packages("precision int8", ["nncf"])
+    check_packages("Precision int8", ["nncf"])
     register_datasets(cfg)
     records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
     number = min(number, len(records))
     return [records[i * len(records) // number]["file_name"] for i in range(number)]
 
 
-def quantize(
-    source: Path, path: Path, file_format: str, files: Sequence[Any], read: Callable[[Any], Tensor]
-) -> dict[str, Any]:
-    """Quantise the file ``source`` into ``path``; both of ``file_format``, onnx or openvino.
+def quantize(source: Path, path: Path, file_format: str, files: Sequence[Any], read: Callable[[Any], Tensor]) -> None:
+    """Quantize the float file ``source`` and write the result to ``path``.
 
     Args:
-        files: calibration images; each is read when it is used.
-        read: one of them -> the image, as the model takes it.
-
-    Returns:
-        What the metadata has about it.
+        file_format: onnx or openvino.
+        files: the calibration images.
+        read: a function from one of ``files`` to an input of the model.
     """
     with log_step(f"nncf.quantize on {len(files)} images"), contextlib.redirect_stdout(io.StringIO()):
         if file_format == "onnx":
@@ -70,25 +66,24 @@ def quantize(
             model = openvino_core().read_model(source)
             quantized = _nncf_quantize(model, _float_operations(model), files, lambda file: read(file).numpy())
             openvino.save_model(quantized, path, compress_to_fp16=False)
-    return {"calibration_images": len(files), "float_layers": FLOAT_LAYERS}
 
 
 def _nncf_quantize(model, float_operations: Sequence[str], files: Sequence[Any], as_input: Callable[[Any], Any]):
     import nncf
 
-    # Its own set_log_level changes the level of every handler, also of those that an application added.
+    # nncf.set_log_level would also change handlers of the application.
     logging.getLogger("nncf").setLevel(logging.ERROR)
-    # SmoothQuant of nncf 3.4 gave a Transformer-LS ranges of about 0 in every second run, and no detections.
+    # With SmoothQuant of nncf 3.4, every second Transformer-LS had ranges of about 0 and no detections.
     off = nncf.AdvancedSmoothQuantParameters(convolution=-1, matmul=-1)
     return nncf.quantize(
         model,
         nncf.Dataset(files, as_input),
         subset_size=len(files),
         model_type=nncf.ModelType.TRANSFORMER,
-        # Constants and outputs are among the names, and nncf cannot ignore them.
+        # The names include constants and outputs, which nncf cannot ignore.
         ignored_scope=nncf.IgnoredScope(names=list(float_operations), validate=False),
         advanced_parameters=nncf.AdvancedQuantizationParameters(
-            # Half the range of weights: with all of it, sums in 16 bits saturate on processors without VNNI.
+            # Use half the weight range. Otherwise 16-bit sums saturate on CPUs without VNNI.
             overflow_fix=nncf.OverflowFix.ENABLE,
             smooth_quant_alphas=off,
         ),
@@ -96,9 +91,9 @@ def _nncf_quantize(model, float_operations: Sequence[str], files: Sequence[Any],
 
 
 def _float_nodes(graph) -> list[str]:
-    """Return the names of the nodes of an ``onnx.GraphProto`` that stay float."""
+    """Return the names of the float nodes of an ``onnx.GraphProto``."""
     weights = {tensor.name for tensor in graph.initializer}
-    # Products of attention have no weights.
+    # Matrix products of attention have no weights.
     return [
         node.name
         for node in graph.node
@@ -109,10 +104,10 @@ def _float_nodes(graph) -> list[str]:
 
 
 def fold_transposes(graph) -> None:
-    """Replace each Transpose of a weight by a transposed weight, in an ``onnx.GraphProto`` without branches.
+    """Replace each Transpose of a weight in an ``onnx.GraphProto`` by a transposed weight.
 
-    The exporter's optimiser leaves large weights that are used more than once, as for tokens and global tokens, and
-    nncf recognises a weight by its being a constant. The new name begins with the old one, the path of the module.
+    nncf recognizes weights as constants, but the optimizer of the exporter keeps the Transpose of a large weight that
+    is used more than once. The new name starts with the name of the weight.
     """
     from onnx import numpy_helper
 
@@ -134,7 +129,7 @@ def fold_transposes(graph) -> None:
 
 
 def _float_operations(model) -> list[str]:
-    """Return the names of the operations of an ``openvino.Model`` that stay float."""
+    """Return the names of the float operations of an ``openvino.Model``."""
     return [
         node.get_friendly_name()
         for node in model.get_ops()
@@ -145,7 +140,7 @@ def _float_operations(model) -> list[str]:
 
 
 def _is_weight(node) -> bool:
-    """Return whether an input of an operation is a constant, unlike in the products of attention."""
+    """Return whether an input of an operation is a constant. Matrix products of attention have none."""
     while node.get_type_name() in ("Convert", "Reshape", "Transpose"):
         node = node.input_value(0).get_node()
     return node.get_type_name() == "Constant"

@@ -1,4 +1,4 @@
-"""Run exported files in their own runtimes, and convert their outputs to detectron2's."""
+"""Run exported files in their own runtimes, and convert their outputs to detectron2's ``Instances``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,42 +9,53 @@ from detectron2.structures import Boxes, Instances
 from torch import Tensor
 
 from backbones import ConfigError
+from backbones.errors import check_file
 from projects_vil.export.formats import format_of, load_model
-from projects_vil.export.metadata import check_input, read_metadata
+from projects_vil.export.metadata import check_input, read_metadata, select_metadata
 from projects_vil.export.traceable import unpad_detections
 
 
 class ExportedModel:
     """An exported file in its own runtime, with its metadata.
 
+    Args:
+        path: the exported file.
+
     Attributes:
-        path: the file.
-        metadata: see :func:`projects_vil.export.metadata.describe_model`.
+        file_format: a key of ``FORMATS``.
+        metadata: see :func:`projects_vil.export.describe_model`.
+        output_names: the names of the outputs, in the order of the file.
+        batched: whether the model takes a batch.
+        dtype: the dtype of the input.
 
     Raises:
-        ConfigError: for a file that is missing, damaged, without metadata or of an unknown format.
+        ConfigError: If the file is missing or damaged, has no metadata, or its runtime is not installed.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.file_format = format_of(self.path)
-        self.metadata = read_metadata(self.path)
+        check_file(self.path, "file")
+        # Read first: its SHA-256 detects a damaged file, which can crash a runtime.
+        metadata = read_metadata(self.path)
+        self._run, embedded = load_model(self.path)
+        self.metadata = select_metadata(self.path, metadata, embedded)
         self.output_names = tuple(output["name"] for output in self.metadata["outputs"])
         self.batched = self.metadata["input"]["batched"]
         self.dtype = getattr(torch, self.metadata["input"]["dtype"])
-        self._run = load_model(self.path)
 
     def __call__(self, images: Tensor) -> dict[str, Tensor]:
-        """Return the outputs by name for (3, H, W), or (B, 3, H, W) for a batched model, 0 to 255.
+        """Return the outputs by name, without the padding of a fixed number of detections.
 
-        The padding of a model with a fixed number of detections is removed.
+        Args:
+            images: (3, H, W), or (B, 3, H, W) for a batched model, with values from 0 to 255. Other dtypes are cast.
 
         Raises:
-            ConfigError: for sizes and batches that the model does not take, and for floating-point images where it
-                takes uint8; other types are cast.
+            ConfigError: If the model does not accept the image size or batch size, or takes uint8 and the images are
+                floating point.
         """
         if images.is_floating_point() and not self.dtype.is_floating_point:
-            raise ConfigError(f"{self.path} takes {self.dtype} images: export it with input_dtype float32 for others")
+            raise ConfigError(f"'{self.path}' accepts only {self.dtype} images. Export it with input_dtype float32.")
         check_input(self.metadata["input"], images.shape, what=str(self.path))
         with torch.no_grad():
             outputs = dict(zip(self.output_names, self._run(images.to(self.dtype)), strict=True))
@@ -56,7 +67,7 @@ class ExportedModel:
         return {name: value[:count] for name, value in outputs.items()}
 
     def run_each(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """Return the outputs for each of several images (3, H, W) of one size: in one batch if the model is batched."""
+        """Return the outputs of each image (3, H, W). A batched model takes all images, of one size, in one call."""
         if not self.batched:
             return [self(image) for image in images]
         outputs = self(torch.stack(list(images)))
@@ -64,43 +75,75 @@ class ExportedModel:
         return [{name: value[index == i] for name, value in outputs.items()} for i in range(len(images))]
 
     def as_detectron2(self, batch: Sequence[dict]) -> list[dict[str, Instances]]:
-        """Run with the interface of detectron2's models, as for its evaluators.
+        """Run with the interface of detectron2's models, for its evaluators.
 
-        [{"image": (3, H, W), "height", "width"}] -> [{"instances"}], in pixels of that height and width.
+        Args:
+            batch: dicts with ``image`` (3, H, W), and ``height`` and ``width`` of the original image.
+
+        Returns:
+            For each image ``{"instances": Instances}``, in pixels of the original image.
         """
         results = []
         for inputs in batch:
             (outputs,) = self.run_each([inputs["image"]])
             height, width = inputs["image"].shape[-2:]
-            file_size = inputs.get("height", height), inputs.get("width", width)
-            results.append({"instances": to_instances(outputs, (height, width), file_size)})
+            original = inputs.get("height", height), inputs.get("width", width)
+            results.append({"instances": to_instances(outputs, (height, width), original)})
         return results
 
 
+# -- inputs of one size ----------------------------------------------------------------------------
+
+
+def letterbox_size(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
+    """Return the largest height and width with the aspect ratio of an image that fit into ``size``."""
+    scale = min(size[0] / height, size[1] / width)
+    return int(height * scale + 0.5), int(width * scale + 0.5)
+
+
+def pad_image(image: Tensor, size: tuple[int, int], mean: Sequence[float]) -> Tensor:
+    """Pad an image (3, h, w) to (3, *size), at the bottom and on the right, with the rounded ``mean``.
+
+    After normalization the padding is about 0, as in detectron2.
+    """
+    canvas = torch.tensor(mean).round().to(image.dtype)[:, None, None].repeat(1, *size)
+    canvas[:, : image.shape[1], : image.shape[2]] = image
+    return canvas
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+
 def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int], *, threshold: float = 0.5) -> Tensor:
-    """Paste masks into their boxes: (N, 1, S, S) probabilities, (N, 4) XYXY -> (N, height, width) bool.
+    """Paste masks into an image.
 
     Args:
-        size: height and width of the image; boxes are in its pixels.
+        masks: (N, 1, S, S), the probability of each pixel of a box.
+        boxes: (N, 4), XYXY in pixels.
+        size: height and width of the image.
+        threshold: the lowest probability of a mask pixel.
+
+    Returns:
+        (N, height, width) bool.
     """
-    # Without any mask detectron2 returns uint8.
+    # Without any mask, detectron2 returns uint8.
     return paste_masks_in_image(masks[:, 0].float(), boxes.float(), size, threshold=threshold).bool()
 
 
-def to_instances(outputs: dict[str, Tensor], size: tuple[int, int], file_size: tuple[int, int]) -> Instances:
-    """Return the detections of an exported model as detectron2's Instances.
+def to_instances(outputs: dict[str, Tensor], size: tuple[int, int], original: tuple[int, int]) -> Instances:
+    """Return the outputs of an exported model as detectron2's ``Instances``.
 
     Args:
-        outputs: outputs by name, in an image of ``size`` (height, width), which may have been padded; boxes are clipped
-            to it.
-        file_size: height and width before the image was resized: boxes are scaled to it, and masks pasted into it.
+        outputs: the outputs by name.
+        size: height and width of the resized image, without padding. Boxes are clipped to it.
+        original: height and width of the original image. Boxes are scaled to it, and masks are pasted into it.
     """
     boxes = Boxes(outputs["boxes"].clone())
-    boxes.scale(file_size[1] / size[1], file_size[0] / size[0])
-    instances = Instances(tuple(file_size), scores=outputs["scores"], pred_classes=outputs["classes"])
+    boxes.scale(original[1] / size[1], original[0] / size[0])
+    instances = Instances(tuple(original), scores=outputs["scores"], pred_classes=outputs["classes"])
     if "masks" in outputs:
-        # Before clipping: a mask covers the whole box.
-        instances.pred_masks = paste_masks(outputs["masks"], boxes.tensor, file_size)
-    boxes.clip(file_size)
+        # Paste before clipping, because a mask covers the whole box.
+        instances.pred_masks = paste_masks(outputs["masks"], boxes.tensor, original)
+    boxes.clip(original)
     instances.pred_boxes = boxes
     return instances[boxes.nonempty()]

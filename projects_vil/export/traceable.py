@@ -1,16 +1,16 @@
-"""Detectors written so that every exporter accepts them: detectron2's answers, in fixed steps on plain tensors.
+"""Detectors that every exporter can trace, equal to detectron2's.
 
-detectron2's own inference branches on numbers that depend on the image, builds lists of Instances and loops over
-classes. ``detectron2.export.TracingAdapter`` makes that traceable, but ``torch.export`` refuses it. Here is the
-equivalent, which shares the parameters of the detector. Letters: B images, A anchors per pixel, K classes, N
-candidates, P proposals, D detections.
+detectron2's inference branches on values, builds lists of ``Instances`` and loops over classes.
+``detectron2.export.TracingAdapter`` makes it traceable, but ``torch.export`` rejects it. The detectors here compute the
+same results from plain tensors and share the parameters of the original.
 
-- Where there are fewer candidates than are asked for, the list is padded with a score that never passes, so that no
-  number of candidates is fixed when the model is traced.
-- Non-maximum suppression of several groups (classes, levels, images) is one call: each group is shifted to its own
-  cell of a square grid. ``torchvision.ops.batched_nms`` shifts them along a line, on which the last of 80 classes
-  lies at 10^5 pixels and float32 rounds to 0.008 pixels; in a grid it is a tenth of that.
-- "The best n of each image" is a comparison of ranks, not a loop over images.
+Shapes: B images, A anchors per position, K classes, N candidates, P proposals, D detections, S side of a mask.
+
+- Lists of candidates are padded with scores that never pass, so that a trace does not fix their length.
+- Non-maximum suppression of all groups (classes, levels, images) is one call. Each group is shifted to its own cell of
+  a square grid. ``torchvision.ops.batched_nms`` shifts groups along a line: with 80 classes, coordinates reach 10^5
+  pixels, where float32 rounds to 0.008 pixels. In a grid the rounding is ten times smaller.
+- The best n detections of each image are selected by rank, not by a loop over images.
 """
 
 import math
@@ -30,21 +30,21 @@ from torchvision.ops import nms
 
 from backbones import ConfigError
 
-_LEAST = -1e30  # below every score
+_LOWEST = -1e30  # below every score
 
 
 # -- anchors and boxes -----------------------------------------------------------------------------
 
 
 def per_anchor(predictions: Tensor, channels: int) -> Tensor:
-    """(B, A * channels, H, W) -> (B, H * W * A, channels), in the order of :func:`grid_anchors`."""
-    # Always a copy: whether the axes can be joined without one depends on the size of the example.
+    """Reshape (B, A * channels, H, W) to (B, H * W * A, channels), in the order of :func:`grid_anchors`."""
+    # Always copy, because whether a view is possible depends on the example's size.
     predictions = predictions.unflatten(1, (-1, channels)).permute(0, 3, 4, 1, 2)
     return predictions.clone(memory_format=torch.contiguous_format).flatten(1, 3)
 
 
 def grid_anchors(generator: DefaultAnchorGenerator, features: list[Tensor]) -> list[Tensor]:
-    """Return the anchors of each feature map, (H * W * A, 4), XYXY in pixels, equal to those of ``generator``."""
+    """Return the anchors of each feature map, (H * W * A, 4), XYXY in pixels, as ``generator`` does."""
     anchors = []
     for level, stride, cell in zip(features, generator.strides, generator.cell_anchors, strict=True):
         top, left = (
@@ -59,41 +59,41 @@ def grid_anchors(generator: DefaultAnchorGenerator, features: list[Tensor]) -> l
 
 
 def clip(boxes: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return the part of the boxes (..., 4) that is inside an image of ``size`` (height, width)."""
+    """Clip boxes (..., 4) to an image of ``size`` (height, width)."""
     corners = [edge.clamp(min=0, max=size[1 - axis % 2]) for axis, edge in enumerate(boxes.unbind(-1))]
     return torch.stack(corners, dim=-1)
 
 
-def is_nonempty(boxes: Tensor, least: float = 0.0) -> Tensor:
-    """Return whether both sides of the boxes (..., 4) are longer than ``least`` pixels: (...)."""
+def is_nonempty(boxes: Tensor, threshold: float = 0.0) -> Tensor:
+    """Return whether both sides of boxes (..., 4) are longer than ``threshold`` pixels, as (...) bool."""
     left, top, right, bottom = boxes.unbind(-1)
-    return (right - left > least) & (bottom - top > least)
+    return (right - left > threshold) & (bottom - top > threshold)
 
 
-# -- the best of many candidates -------------------------------------------------------------------
+# -- selection -------------------------------------------------------------------------------------
 
 
 def padded_topk(scores: Tensor, number: int, *, padding: float) -> tuple[Tensor, Tensor]:
-    """Return the ``number`` largest values of each row of (B, N), and their indices, each (B, number), largest first.
+    """Return the ``number`` largest values of each row of (B, N) and their indices, both (B, number), largest first.
 
-    Rows with fewer values are completed by ``padding``, with index 0.
+    Shorter rows are completed with ``padding`` and index 0.
     """
-    # Padding comes after the values: with it before them, code that torch 2.14 compiles for AVX-512 reads beyond them.
+    # Pad after the values: with padding before them, AVX-512 code compiled by torch 2.14 reads out of bounds.
     best, index = F.pad(scores, (0, number), value=padding).topk(number, dim=1)
     return best, index * (index < scores.shape[1])
 
 
 def topk_above(scores: Tensor, threshold: float, number: int, *, batched: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ``number`` largest values of each row that are above ``threshold``: rows, indices and values, (N,).
+    """Return the rows, indices and values, (N,) each, of the ``number`` largest values above ``threshold`` of each row.
 
     Args:
-        scores: (B, N'), with B of 1 if not ``batched``.
+        scores: (B, M); B is 1 unless ``batched``.
     """
     if batched:
         best, index = padded_topk(scores, number, padding=-math.inf)
         row, rank = (best > threshold).nonzero().unbind(1)
         return row, index[row, rank], best[row, rank]
-    # Few of the millions of scores of a large map pass: this is 2 to 30 times as fast as topk of all.
+    # Few scores pass the threshold. This is 2 to 30 times as fast as topk of all scores.
     row, index = (scores > threshold).nonzero().unbind(1)
     _bound_length(index)
     values = scores[row, index]
@@ -108,52 +108,53 @@ def grouped_nms(boxes: Tensor, scores: Tensor, group: Tensor, groups_per_image: 
     Args:
         boxes: (N, 4).
         scores: (N,).
-        group: (N,), from 0; those of the first image, then those of the second, and so on.
-        threshold: IoU threshold.
+        group: (N,), non-negative and numbered image by image.
+        groups_per_image: the number of groups of each image.
+        threshold: the IoU threshold.
 
     Returns:
-        Indices of the kept boxes, highest score first.
+        The indices of the kept boxes, highest score first.
     """
     columns = math.ceil(math.sqrt(groups_per_image))
-    # One more value, because there may be no box.
+    # max() and min() need a value, even if there is no box.
     ends = F.pad(boxes.flatten(), (0, 1))
     cell = ends.max() - ends.min() + 1
     offset = torch.stack([group % columns, _divide(group, columns)], dim=1).to(boxes.dtype) * cell
-    # torchvision registers nms with torch.export as keeping at least two boxes: two without an area, which come last,
-    # ensure it.
-    # OpenVINO would drop scores of minus infinity.
+    # torchvision tells torch.export that nms keeps at least two boxes, so append two empty boxes that come last.
+    # Their scores are finite, because OpenVINO drops boxes with a score of minus infinity.
     boxes = F.pad(boxes + offset.repeat(1, 2), (0, 0, 0, 2))
-    return nms(boxes, F.pad(scores, (0, 2), value=_LEAST), _overlap_threshold(threshold))[:-2]
+    return nms(boxes, F.pad(scores, (0, 2), value=_LOWEST), _overlap_threshold(threshold))[:-2]
 
 
 def _overlap_threshold(threshold: float) -> float:
-    """Return the number for which each runtime drops the boxes that torchvision drops for ``threshold``.
+    """Return a threshold with which every runtime drops the boxes that torchvision drops with ``threshold``.
 
-    torchvision drops a box whose IoU, in float32, is above the threshold in float64; ONNX above the threshold in
-    float32; OpenVINO, whose models are traced, from the threshold in float32 on.
+    torchvision compares the IoU in float32 with the threshold in float64 (dropped if above). ONNX compares with the
+    threshold in float32 (dropped if above), and OpenVINO too (dropped if equal or above).
     """
     last_kept = np.float32(threshold)
     if float(last_kept) > threshold:
         last_kept = np.nextafter(last_kept, np.float32(0))
     first_dropped = np.nextafter(last_kept, np.float32(1))
-    # Between the two, so that it is right in float64 too; nearest to the second, to which it rounds in float32.
+    # Between both, for float64. Closer to the second, so that it rounds to it in float32. Only OpenVINO and TorchScript
+    # files are traced.
     return 0.25 * float(last_kept) + 0.75 * float(first_dropped) if torch.jit.is_tracing() else float(last_kept)
 
 
 def _rank_in_image(image: Tensor, num_images: int) -> Tensor:
-    """Return how many entries before each one are of the same image: (N,) -> (N,) int64."""
-    # (N, B) in float32, which is exact here: not every runtime has an int64 cumulative sum.
+    """Return for each entry of (N,) the number of earlier entries of the same image, (N,) int64."""
+    # (N, B) in float32, which is exact here, because not every runtime has an int64 cumulative sum.
     of_image = (image[:, None] == torch.arange(num_images, device=image.device)).float()
     return (of_image.cumsum(0) * of_image).sum(1).long() - 1
 
 
 def _divide(index: Tensor, number: int) -> Tensor:
-    """``index // number`` for values >= 0; ``//`` itself becomes sign tests of booleans in ONNX."""
+    """Return ``index // number`` for non-negative values. In ONNX, ``//`` would become sign tests of booleans."""
     return torch.div(index, number, rounding_mode="trunc")
 
 
 def _bound_length(x: Tensor) -> None:
-    """Give ``torch.export`` a bound for the length of ``x``; products with it could be too large for ONNX."""
+    """Bound the length of ``x`` for ``torch.export``, so that products with it fit ONNX."""
     if not torch.jit.is_tracing():
         torch._check(x.shape[0] <= 2**31)
 
@@ -162,11 +163,11 @@ def pad_detections(detections: dict[str, Tensor], *, number: int, num_images: in
     """Return ``number`` rows for each image: its detections, then zeros.
 
     Args:
-        detections: (D, ...) each, best of an image first, with ``image_index``, (D,); at most ``number`` per image.
+        detections: (D, ...) each, with ``image_index`` (D,); highest score first, at most ``number`` per image.
         num_images: B.
 
     Returns:
-        (B, number, ...) each, without ``image_index``, and ``count``, (B,) int64: how many rows are detections.
+        (B, number, ...) each, without ``image_index``, and ``count`` (B,) int64, the number of detections per image.
     """
     image = detections["image_index"]
     rank = _rank_in_image(image, num_images)
@@ -180,7 +181,7 @@ def pad_detections(detections: dict[str, Tensor], *, number: int, num_images: in
 
 
 def unpad_detections(rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Invert :func:`pad_detections`: (D, ...) each, highest score of all images first, with ``image_index``."""
+    """Invert :func:`pad_detections`: return (D, ...) each, highest score first, with ``image_index``."""
     count = rows["count"]
     is_real = torch.arange(rows["scores"].shape[1], device=count.device) < count[:, None]
     detections = {name: value[is_real] for name, value in rows.items() if name != "count"}
@@ -193,9 +194,9 @@ def unpad_detections(rows: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def pool(pooler: ROIPooler, features: list[Tensor], boxes: Tensor, image: Tensor) -> Tensor:
-    """Apply RoIAlign to the boxes (P, 4) of images (P,), each on the level for its size: (P, C, S, S).
+    """Apply RoIAlign to boxes (P, 4) of images (P,), each on the feature level of its size, in float32: (P, C, S, S).
 
-    Source: FPN (Lin et al. 2017), equation 1, as in detectron2's ``ROIPooler``. Sampled in float32.
+    Source: FPN (Lin et al. 2017), equation 1, as in detectron2's ``ROIPooler``.
     """
     first, last = pooler.min_level, pooler.max_level
     size = ((boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])).sqrt()
@@ -213,24 +214,30 @@ def pool(pooler: ROIPooler, features: list[Tensor], boxes: Tensor, image: Tensor
 
 
 class ExportableDetector(nn.Module):
-    """A detector as a function of one tensor of pixels to plain tensors.
+    """A detector as a function from one image tensor to plain tensors.
 
-    A subclass has ``detect``: from the FPN's features by name and the height and width of the images to all outputs
-    by name, and ``image_index``.
+    Subclasses implement ``detect``, from the FPN features by name and the image size (height, width) to the outputs by
+    name, including ``image_index``.
 
     Args:
-        detector: a detector in eval mode.
+        detector: a detectron2 model in eval mode.
         batched: whether the input is a batch of images of one size.
-        fixed_number: number of detections for each image, see :func:`pad_detections`; None for a variable number.
-        size: height and width of all images that the file is for; None for any.
+        fixed_number: number of detections per image, see :func:`pad_detections`; ``None`` for a variable number.
+        size: height and width of all images; ``None`` for any size.
 
-    Input: (3, H, W), or (B, 3, H, W) if batched: uint8 or floating point, 0 to 255, channels in ``INPUT.FORMAT``.
+    Input: (3, H, W), or (B, 3, H, W) if batched; uint8 or float, 0 to 255, with channels in the order of
+    ``INPUT.FORMAT``.
 
-    Output: a tuple, in the order of ``output_names``: boxes (D, 4), XYXY in pixels of the input, inside the image and
-    with an area; scores (D,), float32, from the highest; classes (D,), int64; for Mask R-CNN, masks (D, 1, S, S), the
-    probability at each pixel of the box, S = 28 by default; if batched, image_index (D,), int64. With ``fixed_number``
-    N, all of them are (N, ...), or (B, N, ...) if batched, image_index is left out, and the last is count, (1,) or
-    (B,), int64: how many of the rows are detections.
+    Output: a tuple in the order of ``output_names``:
+
+    - boxes (D, 4): XYXY in pixels of the input, clipped to the image and not empty;
+    - scores (D,): float32, highest first;
+    - classes (D,): int64;
+    - masks (D, 1, S, S), only for Mask R-CNN: the probability of each pixel of the box, S = 28 by default;
+    - image_index (D,), only if batched: int64.
+
+    With ``fixed_number`` N, each is (N, ...), or (B, N, ...) if batched. ``image_index`` is replaced by count, (1,) or
+    (B,), int64: the number of rows that are detections.
     """
 
     def __init__(
@@ -250,7 +257,7 @@ class ExportableDetector(nn.Module):
             self.output_names += ("image_index",)
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
-        """See the class."""
+        """Return the detections of an image or a batch, see the class."""
         image = image.to(torch.promote_types(self.detector.pixel_mean.dtype, torch.float32))
         images = image if self.batched else image[None]
         size = images.shape[2], images.shape[3]
@@ -262,7 +269,7 @@ class ExportableDetector(nn.Module):
         return tuple(outputs[name] for name in self.output_names)
 
     def _best(self, kept: Tensor, image: Tensor, number: int, features: dict[str, Tensor]) -> Tensor:
-        """Return the first ``number`` of the ``kept`` boxes of each image, all if it is negative."""
+        """Return the first ``number`` indices in ``kept`` of each image, or all if ``number`` is negative."""
         if number < 0:
             return kept
         if not self.batched:
@@ -271,18 +278,18 @@ class ExportableDetector(nn.Module):
         return kept[_rank_in_image(image[kept], num_images) < number]
 
     def _preprocess(self, images: Tensor) -> Tensor:
-        """Normalise (B, 3, H, W), 0 to 255, pad below and on the right for the FPN, and cast to the model's type."""
+        """Normalize (B, 3, H, W), pad the bottom and the right for the FPN, and cast to the dtype of the network."""
         images = (images - self.detector.pixel_mean.float()) / self.detector.pixel_std.float()
         divisor = max(self.detector.backbone.size_divisibility, 1)
         height, width = images.shape[2], images.shape[3]
-        # As a product with the divisor, so that exporters get simple terms for all sizes that follow from it.
+        # A product with the divisor gives exporters simple terms for all derived sizes.
         rows, cols = (height + divisor - 1) // divisor, (width + divisor - 1) // divisor
         images = F.pad(images, (0, cols * divisor - width, 0, rows * divisor - height))
         return images.to(next(self.detector.backbone.parameters()).dtype)
 
 
 class ExportableRetinaNet(ExportableDetector):
-    """detectron2's RetinaNet."""
+    """RetinaNet."""
 
     def detect(self, features: dict[str, Tensor], size: tuple[int, int]) -> dict[str, Tensor]:
         model = self.detector
@@ -308,10 +315,10 @@ class ExportableRetinaNet(ExportableDetector):
 
 
 class ExportableRCNN(ExportableDetector):
-    """detectron2's Faster, Mask or Cascade R-CNN.
+    """Faster, Mask or Cascade R-CNN.
 
-    Each head of a cascade moves the boxes of the one before. The boxes and thresholds are those of the last, the scores
-    the mean of all (Cai and Vasconcelos 2018, section 4).
+    Each cascade stage refines the boxes of the previous one. The final boxes and the score threshold belong to the last
+    stage, and the scores are the mean of all stages (Cai and Vasconcelos 2018, section 4).
     """
 
     def detect(self, features: dict[str, Tensor], size: tuple[int, int]) -> dict[str, Tensor]:
@@ -325,14 +332,14 @@ class ExportableRCNN(ExportableDetector):
             pooled = pool(heads.mask_pooler, levels, outputs["boxes"], outputs["image_index"])
             logits = heads.mask_head.layers(pooled).float()
             if logits.shape[1] > 1:
-                # (D, K, S, S) -> (D, 1, S, S), those of the detections' classes
+                # (D, K, S, S) -> (D, 1, S, S)
                 classes = outputs["classes"][:, None, None, None]
                 logits = logits.gather(1, classes.expand(-1, 1, *logits.shape[2:]))
             outputs["masks"] = logits.sigmoid()
         return outputs
 
     def _propose(self, features: dict[str, Tensor], size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return boxes that may hold an object, (P, 4), and their images, (P,)."""
+        """Return the proposals (P, 4) and the index of their images (P,)."""
         rpn = self.detector.proposal_generator
         levels = [features[name] for name in rpn.in_features]
         logits, deltas = rpn.rpn_head(levels)
@@ -356,7 +363,7 @@ class ExportableRCNN(ExportableDetector):
     def _predict(
         self, levels: list[Tensor], proposals: Tensor, image: Tensor, size: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Return scores of classes and background, (P, K + 1), and boxes, (P, K or 1, 4), of the proposals (P, 4)."""
+        """Return the scores of classes and background (P, K + 1) and the boxes (P, K or 1, 4) of proposals (P, 4)."""
         heads, scores = self.detector.roi_heads, []
         box_heads = heads.box_head if isinstance(heads, CascadeROIHeads) else [heads.box_head]
         for head, predictor in zip(box_heads, _box_predictors(heads), strict=True):
@@ -364,17 +371,17 @@ class ExportableRCNN(ExportableDetector):
             logits = logits.float()
             scores.append(logits.sigmoid() if predictor.use_sigmoid_ce else logits.softmax(dim=1))
             boxes = clip(predictor.box2box_transform.apply_deltas(deltas, proposals).unflatten(1, (-1, 4)), size)
-            # A cascade has one box for all classes, so that none is chosen before the last head.
+            # Cascade stages have one box for all classes.
             proposals = boxes[:, 0]
         return sum(scores) * (1.0 / len(scores)), boxes
 
     def _select(self, scores: Tensor, boxes: Tensor, image: Tensor, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the detections among all boxes and classes."""
+        """Return the detections from the scores and boxes of all classes."""
         predictor = _box_predictors(self.detector.roi_heads)[-1]
         num_groups = scores.shape[1]
         _bound_length(scores)
         is_finite = boxes.isfinite().flatten(1).all(1) & scores.isfinite().all(1)
-        # Without the background, which is last.
+        # The last column is the background.
         is_above = scores[:, :-1] > predictor.test_score_thresh
         row, classes = (is_above & is_finite[:, None]).nonzero().unbind(1)
         boxes = boxes[row, classes if boxes.shape[1] > 1 else torch.zeros_like(classes)]
@@ -385,7 +392,7 @@ class ExportableRCNN(ExportableDetector):
 
 
 def _nonempty(boxes: Tensor, scores: Tensor, classes: Tensor, image: Tensor) -> dict[str, Tensor]:
-    """Return the detections that have an area, by name."""
+    """Return the detections with non-empty boxes, by output name."""
     kept = is_nonempty(boxes).nonzero()[:, 0]
     return {"boxes": boxes[kept], "scores": scores[kept], "classes": classes[kept], "image_index": image[kept]}
 
@@ -401,29 +408,33 @@ def make_exportable(
     fixed_number: int | None = None,
     size: tuple[int, int] | None = None,
 ) -> ExportableDetector:
-    """Return the exportable equivalent of a detector, which shares its parameters, in eval mode.
+    """Return the exportable equivalent of a detector, in eval mode. It shares the parameters of the detector.
 
     Args:
+        detector: a detectron2 model.
         batched, fixed_number, size: see :class:`ExportableDetector`.
 
     Raises:
-        ConfigError: for a detector with parts that have no equivalent here.
+        ConfigError: If a part of the detector cannot be exported.
     """
     _check("META_ARCHITECTURE", detector, RetinaNet, GeneralizedRCNN)
     if isinstance(detector, RetinaNet):
         if detector.max_detections_per_image < 0:
-            raise ConfigError("TEST.DETECTIONS_PER_IMAGE is below 0: detectron2's RetinaNet then drops a detection")
+            raise ConfigError(
+                "TEST.DETECTIONS_PER_IMAGE is negative, with which detectron2's RetinaNet drops a detection. Set 100."
+            )
         exportable = ExportableRetinaNet
     else:
         heads = detector.roi_heads
-        _check("proposal generator", detector.proposal_generator, RPN)
+        _check("Proposal generator", detector.proposal_generator, RPN)
         _check("ROI_HEADS", heads, StandardROIHeads, CascadeROIHeads)
-        _check("keypoint head", heads.keypoint_head if heads.keypoint_on else None, type(None))
+        if heads.keypoint_on:
+            raise ConfigError(f"{type(heads.keypoint_head).__name__} cannot be exported. Set MODEL.KEYPOINT_ON False.")
         if heads.mask_on:
-            _check("mask head", heads.mask_head, MaskRCNNConvUpsampleHead)
+            _check("Mask head", heads.mask_head, MaskRCNNConvUpsampleHead)
         for pooler in (heads.box_pooler, *([heads.mask_pooler] if heads.mask_on else [])):
             for layer in pooler.level_poolers:
-                _check("pooler's layer", layer, ROIAlign)
+                _check("Pooler layer", layer, ROIAlign)
         exportable = ExportableRCNN
     return exportable(detector, batched=batched, fixed_number=fixed_number, size=size).eval()
 
@@ -431,4 +442,4 @@ def make_exportable(
 def _check(name: str, part: object, *known: type) -> None:
     if type(part) not in known:
         names = " or ".join(one.__name__ for one in known)
-        raise ConfigError(f"{name} is a {type(part).__name__}, and only {names} can be exported")
+        raise ConfigError(f"{name} {type(part).__name__} cannot be exported. Use {names}.")

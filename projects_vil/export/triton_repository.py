@@ -1,4 +1,4 @@
-"""Put an exported model into a model repository of Triton Inference Server, which serves it over HTTP and gRPC."""
+"""Write an exported model into a model repository of Triton Inference Server."""
 
 import shutil
 from pathlib import Path
@@ -7,27 +7,28 @@ from backbones import ConfigError
 from projects_vil.export.metadata import metadata_path
 from projects_vil.utils import atomic_folder
 
-# The server joins requests for images of one size to batches of at most so many images.
+# The server batches up to this many images of one size from concurrent requests.
 _MAX_BATCH_SIZE = 8
 _TYPES = {"tensor(uint8)": "TYPE_UINT8", "tensor(float)": "TYPE_FP32", "tensor(int64)": "TYPE_INT64"}
 
 
 def check_triton(folder: str | Path, *, file_format: str, batched: bool, fixed_detections: bool) -> None:
-    """Raise a :class:`ConfigError` where Triton cannot serve an export with these options, or ``folder`` exists."""
+    """Raise a :class:`ConfigError` if Triton cannot serve an export with these options, or ``folder`` exists."""
     if file_format != "onnx" or not batched or not fixed_detections:
-        raise ConfigError("triton needs the options format onnx, batched and fixed_detections: add what is missing")
+        raise ConfigError("triton needs format onnx, batched and fixed_detections. Add the missing options.")
     if Path(folder).exists():
-        raise ConfigError(f"triton: {folder} exists: remove it, or name another folder for the model")
+        raise ConfigError(f"triton: '{folder}' already exists. Remove it, or choose another folder.")
 
 
 def write_triton_model(model: str | Path, folder: str | Path) -> None:
-    """Write ``config.pbtxt``, ``1/model.onnx`` and its metadata into a new folder, whose name is that of the model.
+    """Write ``config.pbtxt``, ``1/model.onnx`` and its metadata into a new folder.
 
-    The configuration is ``model_config.proto`` of https://github.com/triton-inference-server/common as text.
+    Triton serves the model by the name of the folder. The config is text of
+    ``model_config.proto`` in https://github.com/triton-inference-server/common.
 
     Args:
-        model: an ONNX file that takes batches and returns a fixed number of detections.
-        folder: folder of the model in a model repository.
+        model: an ONNX file with a batched input and a fixed number of detections.
+        folder: the folder of the model in the model repository.
     """
     import onnxruntime
 
@@ -35,7 +36,7 @@ def write_triton_model(model: str | Path, folder: str | Path) -> None:
     lines = ['backend: "onnxruntime"', f"max_batch_size: {_MAX_BATCH_SIZE}", "dynamic_batching { }"]
     for kind, tensors in (("input", session.get_inputs()), ("output", session.get_outputs())):
         for tensor in tensors:
-            # The batch is left out. Triton has no empty shapes, as a count's for each image: it is [ 1 ], reshaped.
+            # Triton omits the batch dimension. It has no scalars: the count of an image is [ 1 ], reshaped.
             sizes = ", ".join(str(size) if isinstance(size, int) else "-1" for size in tensor.shape[1:])
             dims = f"dims: [ {sizes} ]" if sizes else "dims: [ 1 ] reshape: { }"
             lines.append(f'{kind} {{ name: "{tensor.name}" data_type: {_TYPES[tensor.type]} {dims} }}')

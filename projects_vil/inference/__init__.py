@@ -1,4 +1,4 @@
-"""Trained detectors on images, folders and videos, and on the Hugging Face Hub."""
+"""Predict on images, folders and videos, and share detectors on the Hugging Face Hub."""
 
 from projects_vil.inference.detector import Detections, Detector, find_model
-from projects_vil.inference.predict import predict
+from projects_vil.inference.predict import PART_SIZE, Summary, predict

@@ -1,13 +1,13 @@
-"""Trained detectors for images in files and in memory, and their results."""
+"""Load a trained detector and run it on images, folders and videos."""
 
 import contextlib
 import dataclasses
 import numbers
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import TypeVar, overload
 
 import numpy as np
 import PIL.Image
@@ -38,17 +38,18 @@ from projects_vil.visualization import DRAW_THRESHOLD, draw_instances
 LABEL_SIDE = 1000  # longer side in pixels above which labels grow with the image
 
 ImageLike = str | os.PathLike | np.ndarray | PIL.Image.Image
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Detections:
-    """The N objects in one image, by descending score, on the CPU, in pixels of the (upright) image.
+    """The N detections of one image on the CPU, by descending score, in pixels of the upright image.
 
     Attributes:
-        instances: detectron2's, with ``pred_boxes``, ``scores``, ``pred_classes`` and, for Mask R-CNN, ``pred_masks``;
-            those of :meth:`Detector.detect` have ``encoded_masks`` instead.
-        categories: the classes that ``pred_classes`` are indices of.
-        source: the image, to draw on. A file is read again, and an array is not copied.
+        instances: detectron2's Instances with ``pred_boxes``, ``scores``, ``pred_classes`` and, for Mask R-CNN,
+            ``pred_masks``. :meth:`Detector.detect` sets ``encoded_masks`` instead of ``pred_masks``.
+        categories: the classes. ``pred_classes`` are indices into them.
+        source: the image, for drawings. A file is read again; an array is not copied.
         draw_threshold: the default score threshold of :meth:`draw`.
         encoded_masks: the masks as COCO's compressed RLE, see :attr:`rles`.
     """
@@ -57,7 +58,7 @@ class Detections:
     categories: Categories
     source: ImageSource
     draw_threshold: float = DRAW_THRESHOLD
-    encoded_masks: list[Any] | None = None
+    encoded_masks: list[dict] | None = None
 
     def __len__(self) -> int:
         return len(self.instances)
@@ -78,7 +79,7 @@ class Detections:
 
     @property
     def scores(self) -> np.ndarray:
-        """(N,) float32, in 0..1."""
+        """(N,) float32, in [0, 1]."""
         return self.instances.scores.numpy()
 
     @property
@@ -88,7 +89,7 @@ class Detections:
 
     @property
     def names(self) -> list[str]:
-        """Class names of the N objects."""
+        """The class name of each detection."""
         return [self.categories.names[index] for index in self.instances.pred_classes.tolist()]
 
     @property
@@ -100,7 +101,7 @@ class Detections:
 
     @property
     def rles(self) -> list[dict] | None:
-        """COCO's compressed RLE of the N masks, ``size`` (height, width) and ``counts`` (bytes); None without masks."""
+        """The N masks as COCO's compressed RLE: ``size`` (height, width) and ``counts`` (bytes); None without masks."""
         if self.encoded_masks is None and self.instances.has("pred_masks"):
             return encode_masks([self.instances.pred_masks])[0]
         return self.encoded_masks
@@ -109,63 +110,65 @@ class Detections:
         """Return the image with boxes, masks and labels: (height, width, 3) uint8 RGB.
 
         Args:
-            score_threshold: lowest score of a drawn detection, in [0, 1]; None for that of the call or the detector,
-                or 0.3 if neither was given one.
-            longer_side: pixels to which a smaller image is enlarged, so that labels are legible.
+            score_threshold: lowest score of a drawn detection, in [0, 1]. By default the threshold of the call or of
+                the detector, or 0.3 if neither has one.
+            longer_side: smaller images are enlarged to this many pixels, so that labels are legible.
 
         Raises:
-            ConfigError: if the image's file cannot be read again.
+            ConfigError: if the image file cannot be read again.
+
+        Example:
+            ``PIL.Image.fromarray(detector("photo.jpg").draw()).save("drawing.png")``
         """
         threshold = self.draw_threshold if score_threshold is None else score_threshold
-        is_shown = self.instances.scores >= threshold
-        shown = [result for result, shows in zip(self._results(0), is_shown, strict=True) if shows]
+        results = [
+            result | {"category_id": index}
+            for result, index, score in zip(self.to_coco(0), self.classes.tolist(), self.scores, strict=True)
+            if score >= threshold
+        ]
         pixels = self.source.read()
-        longer, metadata = max(pixels.shape[:2]), self.categories.metadata
-        scale, label_size = max(longer_side / longer, 1), max(longer / LABEL_SIDE, 1)
-        return draw_instances(pixels, shown, metadata, scale=scale, label_size=label_size)
+        side = max(pixels.shape[:2])
+        scale, label_size = max(longer_side / side, 1), max(side / LABEL_SIDE, 1)
+        return draw_instances(pixels, results, self.categories.metadata, scale=scale, label_size=label_size)
 
     def to_coco(self, image_id: int) -> list[dict]:
-        """Return COCO's results format, with the category ids of the dataset that the detector was trained on.
+        """Return the detections in COCO's results format, with the category ids of the training dataset.
 
-        One dict per object: ``image_id``, ``category_id``, ``bbox`` (left, top, width, height), ``score`` and, for
-        Mask R-CNN, ``segmentation`` (RLE).
+        Each detection is a dict with ``image_id``, ``category_id``, ``bbox`` (left, top, width, height), ``score`` and,
+        for Mask R-CNN, ``segmentation`` (RLE).
         """
-        ids = self.categories.ids
-        return [result | {"category_id": ids[result["category_id"]]} for result in self._results(image_id)]
-
-    def _results(self, image_id: int) -> list[dict]:
-        """Return COCO's results with indices of classes as their ids."""
         fields = {name: value for name, value in self.instances.get_fields().items() if name != "pred_masks"}
-        results = instances_to_coco_json(Instances(self.image_size, **fields), image_id)
-        for result, rle in zip(results, self.rles or (), strict=False):
-            result["segmentation"] = rle | {"counts": rle["counts"].decode()}
+        results, rles = instances_to_coco_json(Instances(self.image_size, **fields), image_id), self.rles
+        for position, result in enumerate(results):
+            result["category_id"] = self.categories.ids[result["category_id"]]
+            if rles is not None:
+                result["segmentation"] = rles[position] | {"counts": rles[position]["counts"].decode()}
         return results
 
     def as_detectron2(self) -> dict[str, Instances]:
-        """Return detectron2's output for the image, for ``supervision.Detections.from_detectron2`` and others."""
+        """Return detectron2's output format, for example for ``supervision.Detections.from_detectron2``."""
         return {"instances": self.instances}
 
 
 class Detector(HubMixin):
-    """A trained detector for images in files and in memory::
+    """A trained detector for images in files and in memory.
 
-        detector = Detector.load("output/vil_tiny")
-        found = detector("photo.jpg")
-        found.boxes, found.scores, found.names
+    **Arrays are RGB**, (H, W, 3) uint8, as in PIL and Matplotlib. OpenCV images are BGR: pass ``array[..., ::-1]``. The
+    detector converts to the channel order of its model.
 
-    **Arrays are RGB**, (H, W, 3) uint8, as in PIL and Matplotlib; OpenCV's are BGR: pass ``array[..., ::-1]``. The
-    channel order of the model itself does not matter to the caller.
-
-    Images are resized as for testing. Only images that the model pads to one size share a batch, so that every batch
-    size gives the same detections, up to the rounding of floating-point sums.
+    Images are resized to the test size of the config. Only images of the same padded size share a batch, so that
+    detections do not depend on the batch size, up to floating-point rounding.
 
     Args:
-        runner: the model; :meth:`load` creates it.
-        categories: other ids and names for its classes.
+        runner: the model. :meth:`load` creates it.
+        categories: ids and names of the classes, if they differ from those of the runner.
         draw_threshold: the default score threshold of drawings.
 
-    Attributes:
-        runner, categories: as above.
+    Example::
+
+        detector = Detector.load("output/vil_tiny")
+        detections = detector("photo.jpg")
+        detections.boxes, detections.scores, detections.names
     """
 
     def __init__(
@@ -190,39 +193,43 @@ class Detector(HubMixin):
         """Load a detector.
 
         Args:
-            source: a run's folder or its ``config.yaml``, for the last checkpoint of the run; a folder from
-                :meth:`save_pretrained`; another config, with ``MODEL.WEIGHTS``; a checkpoint next to its
-                ``config.yaml``; or an exported file or the name of an official detector (docs/model_zoo.md), which need
-                no config.
+            source: one of the following:
+
+                - the output directory of a run or its ``config.yaml``, for the last checkpoint of the run;
+                - a folder written by :meth:`save_pretrained`;
+                - another config with ``MODEL.WEIGHTS``;
+                - a checkpoint with a ``config.yaml`` in its folder;
+                - an exported file, or the name of an official detector (docs/model_zoo.md). These need no config.
             weights: another checkpoint, or an exported file.
-            device: ``"cpu"`` or ``"cuda"``; None for the GPU if there is one. Exported files run on the CPU.
-            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, in which all but the last layers compute; None for
-                ``INFERENCE.DTYPE``. Exported files have their own.
-            score_threshold: lowest score of a detection, in [0, 1]; None for that of the config or the export.
+            device: ``"cpu"`` or ``"cuda"``. By default the GPU if there is one. Exported files run on the CPU.
+            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` for all layers but the last. By default
+                ``INFERENCE.DTYPE``. An exported file has a fixed dtype.
+            score_threshold: lowest score of a detection, in [0, 1]. By default the threshold of the config or export.
             tta: whether to use test-time augmentation.
-            overrides: keys and values of the config, ``["INPUT.MIN_SIZE_TEST", 640]``.
+            overrides: config keys and values, as in ``["INPUT.MIN_SIZE_TEST", 640]``.
 
         Raises:
-            ConfigError: for files that are missing, damaged, or do not fit together.
+            ConfigError: if a file is missing or damaged, or if files do not fit together.
         """
         source = Path(source).expanduser()
         if score_threshold is not None:
             check_threshold(score_threshold)
-        given: dict[Any, Any] = dict(zip(overrides[::2], overrides[1::2], strict=False))
+        given = dict(zip(overrides[::2], overrides[1::2], strict=False))
         weights, device = weights or given.get("MODEL.WEIGHTS"), device or given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's last checkpoint
-        exported = next((Path(path) for path in (weights, source) if path and is_exported(Path(path))), None)
-        if exported is not None:
-            others = {"weights": Path(weights or exported) != exported, "device": str(device or "cpu") != "cpu"}
-            named = [name for name, is_other in (others | {"tta": tta, "dtype": dtype}).items() if is_other]
-            named += ["dtype"] * (dtype is not None) + [
-                key for key in given if key not in ("MODEL.WEIGHTS", "MODEL.DEVICE")
-            ]
-            if named:
-                fixed = f"an exported model on the CPU, which fixes {', '.join(named)}"
-                raise ConfigError(f"{exported} is {fixed}: leave out what is named, or export again with other keys")
-            return cls(ExportedRunner(exported, score_threshold=score_threshold), draw_threshold=score_threshold)
+        for path in (weights, source):
+            if not path or not is_exported(path):
+                continue
+            options = {"weights": bool(weights) and weights != path, "dtype": dtype, "tta": tta}
+            options |= {"device": str(device or "cpu") != "cpu"}
+            options |= {key: key not in ("MODEL.WEIGHTS", "MODEL.DEVICE") for key in given}
+            if unused := [name for name, is_given in options.items() if is_given]:
+                raise ConfigError(
+                    f"An exported model has no option {', '.join(unused)}. "
+                    f"Leave it out, or export '{path}' again with other config keys."
+                )
+            return cls(ExportedRunner(path, score_threshold=score_threshold), draw_threshold=score_threshold)
         config, weights = find_model(source, weights)
         cfg = load_config(config, [str(value) for value in overrides])
         cfg.defrost()
@@ -231,7 +238,7 @@ class Detector(HubMixin):
         if score_threshold is not None:
             cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
         cfg = choose_device(cfg, requested=device is not None)
-        # For colors, and for the classes of checkpoints without metadata.
+        # For the colors of classes, and for the class names if the checkpoint has none.
         with contextlib.suppress(ConfigError):
             register_datasets(cfg)
         weights = find_weights(os.fspath(weights or cfg.MODEL.WEIGHTS))
@@ -241,13 +248,13 @@ class Detector(HubMixin):
         runner, number = self.runner, len(self.names)
         return (
             f"<{runner.architecture} with {runner.backbone} on {runner.device}, {number} class{'es' * (number > 1)} "
-            f"({first_of(self.names, 3)}), weights {runner.weights}, detections from a score of "
-            f"{runner.score_threshold:g}, drawn from {self.draw_threshold:g}>"
+            f"({first_of(self.names, 3)}), weights {runner.weights}, score threshold {runner.score_threshold:g}, "
+            f"draw threshold {self.draw_threshold:g}>"
         )
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Class names."""
+        """The class names."""
         return self.categories.names
 
     @overload
@@ -263,64 +270,94 @@ class Detector(HubMixin):
     def __call__(
         self, images: ImageLike | Sequence[ImageLike], *, batch_size: int = 1, score_threshold: float | None = None
     ) -> Detections | list[Detections]:
-        """Detect objects in an image, or in each image of a list, in its order.
+        """Detect objects in an image, or in each image of a list.
 
         Args:
-            images: file names, arrays **(H, W, 3) uint8 RGB**, or PIL images: one, or a list or tuple of any.
-            batch_size: maximum number of images at once.
-            score_threshold: lowest score of a detection in this call, in [0, 1]; None for the detector's own.
+            images: a file name, an array **(H, W, 3) uint8 RGB** or a PIL image, or a list or tuple of them.
+            batch_size: maximum number of images in a batch.
+            score_threshold: lowest score of a detection in this call, in [0, 1]. By default the detector's threshold.
+
+        Returns:
+            The detections of the image, or a list with the detections of each image.
 
         Raises:
-            ConfigError: for the first image that has another type, cannot be read, or is too small or large; and for a
-                threshold below the detector's own, under which it has no detections.
+            ConfigError: if an image has another type, cannot be read, or is too small or too large, or if
+                ``score_threshold`` is below the detector's threshold.
         """
         check_whole("batch_size", batch_size)
         if score_threshold is not None:
             check_threshold(score_threshold)
-            if score_threshold < (lowest := self.runner.score_threshold):
-                low = f"score_threshold is {score_threshold:g}, and the detector has no detections below {lowest:g}"
-                raise ConfigError(f"{low}: load it with that score_threshold, or export it with a lower one")
+            if score_threshold < self.runner.score_threshold:
+                raise ConfigError(
+                    f"score_threshold is {score_threshold:g}, below the detector's {self.runner.score_threshold:g}. "
+                    "Load or export the detector with a lower threshold."
+                )
         single = not isinstance(images, (list, tuple))
-        listed = [images] if single else images
-        names = ["the image"] if single else [f"image {index + 1} of {len(listed)}" for index in range(len(listed))]
-        sources = [_image_source(*pair, index) for index, pair in enumerate(zip(listed, names, strict=True))]
-        found = {}
-        for batch in self.detect(ImageBatches(sources), batch_size=batch_size, dense_masks=True):
-            for item, detections in batch:
-                if isinstance(item, Skipped):
-                    raise ConfigError(f"cannot read {item.name}: {item.reason}")
-                assert detections is not None
-                if score_threshold is not None:
-                    kept = detections.instances[detections.instances.scores >= score_threshold]
-                    detections = dataclasses.replace(detections, instances=kept, draw_threshold=score_threshold)
-                found[item.index] = detections
-        results = [found[index] for index in range(len(sources))]
+        images = [images] if single else images
+        sources = []
+        for index, image in enumerate(images):
+            name = "the image" if single else f"image {index + 1} of {len(images)}"
+            if isinstance(image, (str, os.PathLike)):
+                name, image = str(image) if single else f"{name}, {image}", Path(image)
+            elif not isinstance(image, np.ndarray | PIL.Image.Image):
+                kind = type(image).__name__
+                raise ConfigError(f"{name} is a {kind}. Pass a file name, an array (H, W, 3) uint8 RGB or a PIL image.")
+            elif isinstance(image, np.ndarray) and (
+                image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size
+            ):
+                raise ConfigError(f"{name} is an array {image.shape} {image.dtype}. Pass an array (H, W, 3) uint8 RGB.")
+            sources.append(ImageSource(image, name, index))
+
+        def select(item: Loaded | Skipped, detections: Detections | None) -> Detections:
+            if detections is None:
+                raise ConfigError(f"Cannot use {item.name}: {item.reason}.")
+            if score_threshold is None:
+                return detections
+            kept = detections.instances[detections.instances.scores >= score_threshold]
+            return dataclasses.replace(detections, instances=kept, draw_threshold=score_threshold)
+
+        results = list(self.detect(ImageBatches(sources), select, batch_size=batch_size, dense_masks=True))
         return results[0] if single else results
 
     def detect(
-        self, source: ImageBatches | Video, *, batch_size: int = 1, dense_masks: bool = False
-    ) -> Iterator[list[tuple[Loaded, Detections] | tuple[Skipped, None]]]:
-        """Yield the detections of a source in batches, while the next ones are read; images of one padded size
-        share a batch.
+        self,
+        source: ImageBatches | Video,
+        convert: Callable[[Loaded | Skipped, Detections | None], T],
+        *,
+        batch_size: int = 1,
+        dense_masks: bool = False,
+    ) -> Iterator[T]:
+        """Yield ``convert(image, detections)`` for each image of a source, in the order of the source.
+
+        This is the prediction pipeline: load and preprocess in threads, group into batches, run the model. ``convert``
+        is called as soon as a batch is finished, before its results are put in order.
 
         Args:
             source: images or a video.
-            batch_size: maximum number of images at once.
-            dense_masks: whether instances have ``pred_masks``. Else masks are encoded on the detector's device.
+            convert: turns the detections of an image into the format of a writer. For an image that cannot be used,
+                the arguments are a :class:`Skipped` and None.
+            batch_size: maximum number of images in a batch.
+            dense_masks: whether instances have ``pred_masks``. Otherwise masks are encoded on the detector's device.
         """
+        position, converted = 0, {}
         with (
             contextlib.closing(source.batches(self.runner, batch_size)) as batches,
             contextlib.closing(read_ahead(batches)) as batches_ahead,
         ):
             for batch in batches_ahead:
-                group = [item for item in batch if isinstance(item, Loaded)]
-                sizes = [(loaded.entry["height"], loaded.entry["width"]) for loaded in group]
-                outputs = self.runner([loaded.image for loaded in group], sizes) if group else []
-                results = [
-                    (loaded, Detections(instances, self.categories, loaded.source, self.draw_threshold, masks))
-                    for loaded, instances, masks in zip(group, *to_host(outputs, dense=dense_masks), strict=True)
-                ]
-                yield results + [(item, None) for item in batch if isinstance(item, Skipped)]
+                images = [item for item in batch if isinstance(item, Loaded)]
+                sizes = [(image.entry["height"], image.entry["width"]) for image in images]
+                outputs = self.runner([image.image for image in images], sizes) if images else []
+                results = zip(*to_host(outputs, dense_masks=dense_masks), strict=True)
+                for item in batch:
+                    detections = None
+                    if isinstance(item, Loaded):
+                        instances, masks = next(results)
+                        detections = Detections(instances, self.categories, item.source, self.draw_threshold, masks)
+                    converted[item.index] = convert(item, detections)
+                    while position in converted:
+                        yield converted.pop(position)
+                        position += 1
 
 
 def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[Path, str | os.PathLike | None]:
@@ -331,47 +368,39 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
         weights: another checkpoint.
 
     Returns:
-        The config's file, and the weights: those given, or the source's own; None for those of the config.
+        The config file and the weights. The weights are None if the config sets them.
 
     Raises:
-        ConfigError: where there is no config, or a run has no weights.
+        ConfigError: if there is no config, or if a run has no weights.
     """
     if is_zoo_name(source):
         return zoo_config(str(source)), weights or str(source)
     if not source.exists():
-        hub = "; Detector.from_pretrained loads from the Hugging Face Hub" * (len(source.parts) == 2)
-        takes = f"a run's folder, a checkpoint next to its {CONFIG_FILE}, a name of the model zoo, or an exported file"
-        raise ConfigError(f"there is no file or folder {source}: name {takes}{hub}")
+        hub = " To load from the Hugging Face Hub, use Detector.from_pretrained." * (len(source.parts) == 2)
+        choices = f"a run, a checkpoint with {CONFIG_FILE} in its folder, an exported file or a name of the model zoo"
+        raise ConfigError(f"Model '{source}' does not exist. Use {choices}.{hub}")
     if is_exported(source):
-        raise ConfigError(f"{source} is an exported model, which only predicts: name the run that it was exported from")
+        raise ConfigError(
+            f"'{source}' is an exported model, which can only predict. Use the run that it was exported from."
+        )
     folder = source if source.is_dir() else source.parent
     if source.suffix in (".yaml", ".yml") and source.name != CONFIG_FILE:
         return source, weights
     if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"there is no {CONFIG_FILE} in {folder}: name a run's folder, or a config and weights")
+        raise ConfigError(
+            f"'{folder}' has no {CONFIG_FILE}. Use the output directory of a run, or a config and weights."
+        )
     if source.is_file() and source.name != CONFIG_FILE:
         return folder / CONFIG_FILE, weights or source
-    # MODEL.WEIGHTS of a run's config are the initial ones.
+    # MODEL.WEIGHTS in the config of a run are the initial weights.
     is_run = source.is_dir() or any((folder / name).is_file() for name in (LAST_CHECKPOINT, PUBLISHED_WEIGHTS))
     weights = weights or (weights_of(folder) if is_run else None)
     if is_run and weights is None:
-        raise ConfigError(f"{folder} has no weights: neither a checkpoint, model_*.pth, nor {PUBLISHED_WEIGHTS}")
+        raise ConfigError(f"'{folder}' has no weights. It needs a checkpoint (model_*.pth) or {PUBLISHED_WEIGHTS}.")
     return folder / CONFIG_FILE, weights
-
-
-def _image_source(image: object, name: str, index: int) -> ImageSource:
-    if isinstance(image, (str, os.PathLike)):
-        return ImageSource(Path(image), str(image) if name == "the image" else f"{name}, {image}", index)
-    if isinstance(image, PIL.Image.Image):
-        return ImageSource(image, name, index)
-    if not isinstance(image, np.ndarray):
-        raise ConfigError(f"{name} is a {type(image).__name__}, not a file name, an array (H, W, 3) or a PIL image")
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
-        raise ConfigError(f"{name} is an array {image.shape} {image.dtype}, not (H, W, 3) uint8 RGB")
-    return ImageSource(image, name, index)
 
 
 def check_threshold(score_threshold: float) -> None:
     """Raise a :class:`ConfigError` unless a score threshold is a number in [0, 1]."""
     if not isinstance(score_threshold, numbers.Real) or not 0 <= score_threshold <= 1:
-        raise ConfigError(f"score_threshold is {score_threshold!r}: it must be between 0 and 1")
+        raise ConfigError(f"score_threshold is {score_threshold!r}. Use a number between 0 and 1.")

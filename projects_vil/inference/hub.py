@@ -1,4 +1,4 @@
-"""Detectors as folders for others, with a model card, and on the Hugging Face Hub."""
+"""Save detectors with a model card, and share them on the Hugging Face Hub."""
 
 import dataclasses
 import json
@@ -26,26 +26,26 @@ from projects_vil.utils import atomic_folder, read_json
 T = TypeVar("T", bound="HubMixin")
 CARD_FILE = "README.md"
 EXPORT_REPORTS = "*.report.json"
-# Evaluation and export reports, which are about particular weights.
+# These files describe one set of weights.
 REPORT_FILES = (EVALUATION_FILE, EVALUATED_MODEL_FILE, EXPORT_REPORTS)
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 _METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
-# detectron2's tasks -> the Hub's.
+# The Hub's names of detectron2's tasks.
 _TASKS = {"bbox": "object-detection", "segm": "image-segmentation"}
-# Keys with paths, services and names of one machine.
+# Keys with paths, services and names that belong to one machine.
 _PRIVATE = {
     "": ("OUTPUT_DIR", "LOGGING"),
     "MODEL": ("WEIGHTS", "DEVICE"),
     "TEST": ("EXPECTED_RESULTS",),
     "DATASETS": ("COCO", "ADE20K", "PROPOSAL_FILES_TRAIN", "PROPOSAL_FILES_TEST"),
 }
-# A path from a root, a home or a folder, or a URL.
+# An absolute path, a path from the home or a relative folder, or a URL.
 _PATH = re.compile(r"(?:^|[\s=:,;'\"])(?:~|/|\\\\|[A-Za-z]:[\\/]|\.{1,2}[\\/]|\w+://)")
 _logger = logging.getLogger(__name__)
 
 
 class HubMixin:
-    """Saving, loading and uploading of a :class:`Detector` as safetensors and text; see docs/hub.md."""
+    """Save, load and upload a :class:`Detector` as safetensors and text files; see docs/hub.md."""
 
     runner: EagerRunner | ExportedRunner
     categories: Categories
@@ -53,33 +53,33 @@ class HubMixin:
     def save_pretrained(
         self, save_directory: str | os.PathLike, *, license: str | None = None, repo_id: str | None = None
     ) -> None:
-        """Write weights, config, model card, and the evaluation and export reports of these weights into a folder.
+        """Write the weights, the config, a model card and the reports of the weights into a folder.
 
-        Evaluation and reports are looked for next to the checkpoint, and used if they are for these weights and
-        settings. The config keeps its score threshold; device, test-time augmentation and drawing options are chosen
-        when the folder is loaded.
+        The evaluation and the export reports are copied from the folder of the checkpoint if they are for the same
+        weights and settings. The score threshold is saved in the config. The device, test-time augmentation and the
+        drawing options are not saved.
 
         Args:
-            save_directory: a folder, which is created. An earlier save is replaced, except for its card.
-            license: license id of the weights on the Hub, such as ``"apache-2.0"``; None if there is none.
-            repo_id: name on the Hub, for the example on the card.
+            save_directory: the folder. It is created. An earlier save is replaced, except for its model card.
+            license: license id of the weights on the Hub, such as ``"apache-2.0"``.
+            repo_id: name on the Hub, for the example in the model card.
 
         Raises:
-            ConfigError: for an exported file, a config with private paths, the folder of a run, or a folder that cannot
-                be written.
+            ConfigError: if the detector is an exported file, the config contains private paths, or the folder is the
+                folder of a run or cannot be written.
         """
         folder, runner = Path(save_directory), self.runner
         if not isinstance(runner, EagerRunner):
-            raise ConfigError("an exported file has no weights to save: load the run that it was exported from")
+            raise ConfigError("An exported file has no weights to save. Load the run that was exported.")
         if (folder / CONFIG_FILE).exists() and not (folder / PUBLISHED_WEIGHTS).exists():
-            raise ConfigError(f"{folder} has a {CONFIG_FILE} that no save wrote: choose another folder")
+            raise ConfigError(f"'{folder}' contains another {CONFIG_FILE}. Choose a different folder.")
         config, model = published_config(runner.cfg), fingerprint(runner.cfg, runner.detector)
         evaluation, reports = find_reports(runner.weights.parent, model)
         texts = {CONFIG_FILE: config.dump()} | {name: json.dumps(report, indent=2) for name, report in reports.items()}
         if evaluation is not None:
             texts |= results_as_files(evaluation, model=model)
         if (folder / CARD_FILE).exists():
-            _logger.warning("%s is kept as it is: remove it to get a new card", folder / CARD_FILE)
+            _logger.warning("Keeping the existing %s. Delete it to get a new model card.", folder / CARD_FILE)
         else:
             texts[CARD_FILE] = str(self._model_card(evaluation, reports, license, repo_id))
         metadata = dataclasses.replace(
@@ -88,7 +88,7 @@ class HubMixin:
             category_ids=self.categories.ids,
         )
         try:
-            # All files are complete before the first one is replaced.
+            # All files are complete before the first file is replaced.
             with atomic_folder(folder) as unfinished:
                 for name, text in texts.items():
                     (unfinished / name).write_text(text, encoding="utf-8")
@@ -99,7 +99,7 @@ class HubMixin:
                 for name in (*texts, PUBLISHED_WEIGHTS):
                     os.replace(unfinished / name, folder / name)
         except OSError as error:
-            raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
+            raise ConfigError(f"Cannot write '{folder}': {error.strerror}.") from error
 
     def _model_card(
         self, evaluation: dict | None, reports: dict[str, dict], license: str | None, repo_id: str | None
@@ -156,9 +156,9 @@ class HubMixin:
         ignore_patterns: list[str] | str | None = None,
         delete_patterns: list[str] | str | None = None,
     ) -> str:
-        """Save the detector into a temporary folder, have the Hub validate its card, and upload it.
+        """Save the detector into a temporary folder, validate its model card, and upload it to the Hub.
 
-        The repository is created after that. An upload of weights removes the evaluation and reports of earlier ones.
+        The repository is created if the card is valid. New weights delete the reports of earlier weights.
 
         Args:
             repo_id: ``OWNER/NAME``.
@@ -170,7 +170,7 @@ class HubMixin:
             The URL of the commit.
 
         Raises:
-            ConfigError: see :meth:`save_pretrained`. Errors of the Hub are those of ``huggingface_hub``.
+            ConfigError: see :meth:`save_pretrained`. Other errors are exceptions of ``huggingface_hub``.
         """
         patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
         if delete_patterns is None and [*filter_repo_objects([PUBLISHED_WEIGHTS], **patterns)]:
@@ -205,23 +205,22 @@ class HubMixin:
         score_threshold: float | None = None,
         tta: bool = False,
     ) -> T:
-        """Load the detector of a folder from :meth:`save_pretrained`, or of a repository on the Hub.
+        """Load a detector from a folder written by :meth:`save_pretrained`, or from the Hub.
 
         Args:
-            pretrained_model_name_or_path: a folder, or else ``OWNER/NAME`` on the Hub. A path object is never looked
-                for on the Hub.
+            pretrained_model_name_or_path: a folder, or ``OWNER/NAME`` on the Hub. A ``Path`` is always a folder.
             revision, cache_dir, token, local_files_only, force_download: see ``huggingface_hub.snapshot_download``.
             device, score_threshold, tta: see :meth:`Detector.load`.
 
         Raises:
-            ConfigError: for a folder or a repository without such a detector. Errors of the Hub are those of
+            ConfigError: if the folder or repository has no such detector. Other errors are exceptions of
                 ``huggingface_hub``.
         """
         name = os.fspath(pretrained_model_name_or_path)
         folder = Path(name)
         if not folder.is_dir():
             if isinstance(pretrained_model_name_or_path, os.PathLike) or folder.exists():
-                raise ConfigError(f"there is no folder {name}")
+                raise ConfigError(f"Folder '{name}' does not exist.")
             options = {"revision": revision, "cache_dir": cache_dir, "token": token}
             options |= {"local_files_only": local_files_only, "force_download": force_download}
             files = [CONFIG_FILE, PUBLISHED_WEIGHTS, CARD_FILE, *REPORT_FILES]
@@ -231,23 +230,23 @@ class HubMixin:
 
 
 def find_reports(folder: Path, model: str) -> tuple[dict | None, dict[str, dict]]:
-    """Find the evaluation and the export reports of a model next to its weights, and in the folders there.
+    """Return the evaluation and the export reports of a model, from the folder of its weights and its subfolders.
 
     Args:
         folder: folder of the weights.
-        model: the model's fingerprint.
+        model: fingerprint of the model.
 
     Returns:
-        The evaluation (dataset -> task -> metric) or None, and file name -> report. Files about other
-        weights or settings, and those with a private path, are left out and logged.
+        The evaluation (dataset -> task -> metric) or None, and a dict of reports by file name. Files for other weights
+        or settings, and files with private paths, are skipped with a warning.
     """
     evaluation, reports = None, {}
     try:
         evaluation = read_results(folder, model=model)
     except ConfigError as error:
-        _logger.warning("left out: %s", error)
+        _logger.warning("Skipping the evaluation: %s", error)
     if evaluation is not None and _PATH.search(json.dumps(list(evaluation))):
-        _logger.warning("left out: the evaluation in %s is of a dataset whose name is a path", folder)
+        _logger.warning("Skipping the evaluation in %s: the name of a dataset is a path.", folder)
         evaluation = None
     for path in sorted([*folder.glob(EXPORT_REPORTS), *folder.glob(f"*/{EXPORT_REPORTS}")]):
         try:
@@ -255,27 +254,27 @@ def find_reports(folder: Path, model: str) -> tuple[dict | None, dict[str, dict]
         except ConfigError:
             report = None
         if not isinstance(report, dict) or report.get("fingerprint") != model:
-            _logger.warning("left out: %s is not a report on these weights and settings: export again", path)
+            _logger.warning("Skipping %s: it is for other weights or settings. Export the model again.", path)
         elif _PATH.search(json.dumps(report)) or path.name in reports:
-            _logger.warning("left out: %s contains a path, or another file has its name", path)
+            _logger.warning("Skipping %s: it contains a path, or another report has the same name.", path)
         else:
             reports[path.name] = report
     return evaluation, reports
 
 
 def published_config(cfg: CfgNode) -> CfgNode:
-    """Return a config without what belongs to one machine: weights, folders, devices, services and dataset files.
+    """Return a config without the weights, folders, device, services and dataset files of one machine.
 
-    Datasets keep their names, except for names that are paths.
+    The names of datasets are kept, except for names that are paths.
 
     Raises:
-        ConfigError: for another key with a path, or a key that load_config does not know.
+        ConfigError: if another key contains a path, or if ``load_config`` does not accept a key.
     """
     usual, published = default_config(), default_config()
     try:
         published.merge_from_other_cfg(cfg)
     except KeyError as error:
-        raise ConfigError(f"the config has a key that load_config does not know: {error.args[0]}") from error
+        raise ConfigError(f"The config has an unknown key: {error.args[0]}.") from error
     for node, keys in _PRIVATE.items():
         ours, theirs = (getattr(config, node) if node else config for config in (published, usual))
         for key in keys:
@@ -286,6 +285,6 @@ def published_config(cfg: CfgNode) -> CfgNode:
     unchanged = usual.dump().splitlines()
     for line in published.dump().splitlines():
         if line not in unchanged and _PATH.search(line):
-            raise ConfigError(f"the config has a path, {line.strip()}: set the key to its default before saving")
+            raise ConfigError(f"The config contains a path: {line.strip()}. Set the key to its default before saving.")
     published.freeze()
     return published

@@ -1,4 +1,4 @@
-"""The images that an input names, one after the other: files, folders, lists, tables and tar files, local or remote."""
+"""List the images of an input: files, folders, lists, tables and tar files, local or remote."""
 
 import csv
 import errno
@@ -18,163 +18,159 @@ from backbones import ConfigError
 from projects_vil.data import IMAGE_SUFFIXES
 from projects_vil.inference.image_loading import VIDEO_SUFFIXES, ImageSource, open_file, without_password
 
-TAR, TABLES = ".tar", (".csv", ".parquet")
+ARCHIVES = (".tar", ".tar.gz", ".tgz")
+TABLES = (".csv", ".parquet")
 LISTS = (".txt", *TABLES)
-COLUMNS = ("path", "file_name", "url", "image", "image_url")  # of tables, in this order
+COLUMNS = ("path", "file_name", "url", "image", "image_url")  # the default columns of tables, in order of preference
 _logger = logging.getLogger(__name__)
 
 
 def find_images(
-    source: str | Path, *, exclude: Path, column: str | None = None, shard: tuple[int, int] | None = None
+    source: str | Path, *, exclude: str | Path, column: str | None = None, shard: tuple[int, int] | None = None
 ) -> Iterator[ImageSource]:
-    """Return the images of an input, one after the other; ids count from 1.
+    """Return an iterator over the images of an input. Image ids count from 1.
 
-    Nothing is in memory but the names of one folder, some rows of a table, or one image of a tar file.
+    The input is streamed: only the names of one folder, some rows of a table, or one image of a tar file are in memory.
 
     Args:
-        source: an image; a folder, for all images and tar files in it and its subfolders, by name, except for hidden
-            ones; ``.txt`` with a path or URL a line; ``.csv`` or ``.parquet`` with a column of them; ``.tar`` or
-            ``.tar.gz`` with images. Each but a folder may be a URL that fsspec knows, or a pattern,
-            ``shards-{000..127}.tar``. Paths in a list or table are relative to its folder.
+        source: an image; a folder, for all its images and tar files, including subfolders, sorted by name, without
+            hidden files; a ``.txt`` list with one path or URL per line; a ``.csv`` or ``.parquet`` table with a column
+            of paths or URLs; or a ``.tar`` or ``.tar.gz`` file of images. Everything but a folder may also be an fsspec
+            URL, or a pattern such as ``shards-{000..127}.tar``. Paths in a list or table are relative to its folder.
         exclude: a folder to skip.
-        column: the column of a table; None for the first of ``COLUMNS`` that it has, and for other inputs.
-        shard: (I, N) for part I, from 0, of N disjoint parts of the images, by a hash of their names; those in a tar
-            file are of one part, by a hash of its name.
+        column: the column of a table. By default the first of ``COLUMNS`` that the table has.
+        shard: (i, n) selects shard i, counted from 0, of n disjoint shards. A hash of its name assigns an image to a
+            shard. All images of a tar file are in the same shard.
 
     Raises:
-        ConfigError: for an input that is missing or has no images, and for other wrong arguments.
-        OSError: for a list or table that cannot be read.
+        ConfigError: if the input does not exist or has no images, or if another argument is invalid.
+        OSError: if a list or table cannot be read.
     """
-    source = str(source)
-    if is_video(source):
-        raise ConfigError(f"source {source} is a video, a stream, or a URL without the suffix of images or a list")
     if shard is not None and not 0 <= shard[0] < shard[1]:
-        raise ConfigError(f"shard {shard[0]}/{shard[1]}: the first number must be below the second, and count from 0")
-    check_column(source, column)
-    place = next(expand_braces(source), source)
-    if "://" not in place and not os.path.exists(place):
-        raise ConfigError(f"source {place}: there is no such file or folder")
-    images = images_of(named_places(source, os.path.realpath(exclude), column), shard)
+        raise ConfigError(f"Shard {shard[0]}/{shard[1]} does not exist. Count shards from 0, up to {shard[1] - 1}.")
+    images = load_listed(list_paths(str(source), exclude=exclude, column=column), shard)
     first = next(images, None)
     if first is None and shard is None:
-        raise ConfigError(f"source {source} has no images ({', '.join(IMAGE_SUFFIXES)}) and no {TAR} files with some")
+        formats = ", ".join((*IMAGE_SUFFIXES, *ARCHIVES))
+        raise ConfigError(f"Input '{source}' has no images. Supported formats: {formats}.")
     return itertools.chain([] if first is None else [first], images)
 
 
-def check_column(source: str, column: str | None) -> None:
-    """Raise a :class:`ConfigError` if there is a column for a source without columns."""
-    if column is not None and (suffix_of(source) not in TABLES or os.path.isdir(source)):
-        raise ConfigError(f"column is {column!r}, and {source} is no {' or '.join(TABLES)} file. Leave out --column.")
-
-
 def is_video(source: str) -> bool:
-    """Return whether a source has frames: a stream, or a file or URL with the suffix of videos."""
-    return is_stream(source) or (suffix_of(source) in VIDEO_SUFFIXES and not os.path.isdir(source))
+    """Return whether an input is a video file, the number of a camera, or the URL of a video or stream."""
+    suffix = suffix_of(source)
+    if os.path.exists(source):
+        return suffix in VIDEO_SUFFIXES and not os.path.isdir(source)
+    is_stream = "://" in source and suffix not in (*IMAGE_SUFFIXES, *ARCHIVES, *LISTS)
+    return source.isdecimal() or is_stream or suffix in VIDEO_SUFFIXES
 
 
-def is_stream(source: str | Path) -> bool:
-    """Return whether a source is the number of a camera or a URL that is not one of images, and no file or folder."""
-    is_url = "://" in str(source) and suffix_of(str(source)) not in (*IMAGE_SUFFIXES, TAR, *LISTS)
-    return (str(source).isdecimal() or is_url) and not Path(source).exists()
+def suffix_of(path: str) -> str:
+    """Return the suffix of a path or URL in lower case, without the query of a URL."""
+    path = (path.partition("?")[0] if "://" in path else path).lower()
+    return ".tar.gz" if path.endswith(".tar.gz") else os.path.splitext(path)[1]
+
+
+def list_paths(source: str, *, exclude: str | Path, column: str | None = None) -> Iterator[tuple[str, str]]:
+    """Return an iterator over the names and paths of the images and tar files of an input; see :func:`find_images`.
+
+    Raises:
+        ConfigError: if the input does not exist or is a video, or if a column is given for an input without columns.
+    """
+    if is_video(source):
+        formats = (
+            f"images ({', '.join(IMAGE_SUFFIXES)}), lists ({', '.join(LISTS)}) or archives ({', '.join(ARCHIVES)})"
+        )
+        raise ConfigError(f"Input '{source}' is a video, a stream or an unknown URL. Use {formats}.")
+    is_folder = os.path.isdir(source)
+    if column is not None and (is_folder or suffix_of(source) not in TABLES):
+        raise ConfigError(f"Column {column!r} needs a table ({', '.join(TABLES)}). Leave out --column for '{source}'.")
+    first = next(expand_braces(source), source)
+    if "://" not in first and not os.path.exists(first):
+        raise ConfigError(f"Input '{first}' does not exist. Check the path.")
+    return _listed_paths(source, _walk(source, os.path.realpath(exclude)) if is_folder else None, column)
 
 
 def expand_braces(pattern: str) -> Iterator[str]:
-    """Yield the paths of a pattern such as ``shards-{000..127}.tar``, as a shell and webdataset do."""
-    found = None if os.path.exists(pattern) else re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
-    if found is None:
+    """Yield the paths of a pattern such as ``shards-{000..127}.tar``, like a shell or webdataset."""
+    match = None if os.path.exists(pattern) else re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if match is None:
         yield pattern
         return
-    for number in range(int(found[1]), int(found[2]) + 1):
-        yield from expand_braces(f"{pattern[: found.start()]}{number:0{len(found[1])}}{pattern[found.end() :]}")
+    for number in range(int(match[1]), int(match[2]) + 1):
+        yield from expand_braces(f"{pattern[: match.start()]}{number:0{len(match[1])}}{pattern[match.end() :]}")
 
 
-def images_of(named: Iterable[tuple[str, str]], shard: tuple[int, int] | None = None) -> Iterator[ImageSource]:
-    """Yield the images at named places, those in a tar file one after the other, or those of a shard."""
+def load_listed(paths: Iterable[tuple[str, str]], shard: tuple[int, int] | None = None) -> Iterator[ImageSource]:
+    """Yield the images of listed names and paths, or of one shard of them; a tar file is streamed."""
     number = itertools.count(1)
-    for name, place in named:
-        name = _as_utf8(without_password(name))
-        digest = int.from_bytes(hashlib.sha256(name.encode()).digest(), "big")
-        if shard is not None and digest % shard[1] != shard[0]:
+    for name, path in paths:
+        name = without_password(name)
+        # Results must be UTF-8, but file names may be any bytes.
+        encoded = name.encode(errors="backslashreplace")
+        if shard is not None and int.from_bytes(hashlib.sha256(encoded).digest(), "big") % shard[1] != shard[0]:
             continue
-        images = [("", place if "://" in place else Path(place))] if suffix_of(place) != TAR else _members(place)
-        for member, image in images:
-            yield ImageSource(image, name + _as_utf8(member), next(number))
+        is_archive = suffix_of(path) in ARCHIVES
+        for member, image in _read_tar(path) if is_archive else [("", path if "://" in path else Path(path))]:
+            yield ImageSource(image, (encoded + member.encode(errors="backslashreplace")).decode(), next(number))
 
 
-def _as_utf8(name: str) -> str:
-    """Return the name of a file for results, which must be UTF-8, as not all names are."""
-    return name.encode(errors="backslashreplace").decode()
-
-
-def named_places(source: str, exclude: str, column: str | None) -> Iterator[tuple[str, str]]:
-    """Yield names and places, paths or URLs, of images and tar files."""
-    root = source if os.path.isdir(source) else os.path.dirname(source.partition("{")[0])
-    for place in _walk(source, exclude) if os.path.isdir(source) else expand_braces(source):
-        if suffix_of(place) not in LISTS:
-            yield place[len(root) :].lstrip("/"), place
+def _listed_paths(source: str, files: Iterator[str] | None, column: str | None) -> Iterator[tuple[str, str]]:
+    root = source if files is not None else os.path.dirname(source.partition("{")[0])
+    for path in expand_braces(source) if files is None else files:
+        if suffix_of(path) not in LISTS:
+            yield path[len(root) :].lstrip("/"), path
             continue
-        for text in _listed(place, column):
-            # Absolute paths and URLs stay.
-            yield text, text if "://" in text else os.path.join(os.path.dirname(place), text)
-
-
-def suffix_of(place: str) -> str:
-    """Return the suffix of a path or URL, in lower case; ``.tar`` for ``.tar.gz`` too."""
-    path = _path_of(place)
-    return TAR if path.endswith((".tar.gz", ".tgz")) else os.path.splitext(path)[1]
-
-
-def _path_of(place: str) -> str:
-    """Return a path, or a URL without its query, in lower case."""
-    return (place.partition("?")[0] if "://" in place else place).lower()
+        for entry in _read_list(path, column):
+            # os.path.join keeps absolute paths.
+            yield entry, entry if "://" in entry else os.path.join(os.path.dirname(path), entry)
 
 
 def _walk(folder: str, exclude: str) -> Iterator[str]:
-    """Yield paths below a folder in the order of all of them sorted; only those of one folder are in memory."""
+    """Yield the paths below a folder in sorted order. Only the names of one folder are in memory at a time."""
     with os.scandir(folder) as entries:
         names = sorted(entry.name + "/" * entry.is_dir() for entry in entries if not entry.name.startswith("."))
     for name in names:
         path = os.path.join(folder, name)
-        if suffix_of(name) in (*IMAGE_SUFFIXES, TAR):
+        if suffix_of(name) in (*IMAGE_SUFFIXES, *ARCHIVES):
             yield path
         elif name.endswith("/") and os.path.islink(path[:-1]):
-            # It may lead back to a folder above.
-            _logger.warning("%s is a link to a folder, and its images are left out. Give it as an input.", path)
+            # A link may lead back to a parent folder.
+            _logger.warning("Skipping '%s', which is a link to a folder. To read its images, use it as input.", path)
         elif name.endswith("/") and os.path.realpath(path) != exclude:
             yield from _walk(path, exclude)
 
 
-def _listed(place: str, column: str | None) -> Iterator[str]:
-    """Yield the paths and URLs in a list or in the column of a table."""
-    with open_file(place) as file:
-        if suffix_of(place) == ".parquet":
-            from pyarrow import parquet  # which not everybody has
+def _read_list(path: str, column: str | None) -> Iterator[str]:
+    """Yield the paths and URLs of a list, or of a column of a table."""
+    with open_file(path) as file:
+        if suffix_of(path) == ".parquet":
+            from pyarrow import parquet  # an optional dependency
 
             table = parquet.ParquetFile(file)
             names = table.schema_arrow.names
         else:
             lines = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-            if suffix_of(place) == ".txt":
+            if suffix_of(path) == ".txt":
                 yield from filter(None, map(str.strip, lines))
                 return
             table = csv.DictReader(lines)
             names = table.fieldnames or ()
-        found = column or next((name for name in COLUMNS if name in names), None)
-        if found not in names:
-            raise ConfigError(
-                f"{place} has no column {found or ' or '.join(COLUMNS)}: name one of {', '.join(names)} (--column)"
-            )
-        if suffix_of(place) == ".parquet":
-            batches = table.iter_batches(1024, columns=[found])
+        selected = column or next((name for name in COLUMNS if name in names), None)
+        if selected not in names:
+            missing = selected or " or ".join(COLUMNS)
+            raise ConfigError(f"Table '{path}' has no column {missing}. Use --column with one of: {', '.join(names)}.")
+        if suffix_of(path) == ".parquet":
+            batches = table.iter_batches(1024, columns=[selected])
             table = (row for batch in batches for row in batch.to_pylist())
         for row in table:
-            yield str(row[found] or "")  # The row of an image without a name has an error.
+            yield str(row[selected] or "")  # an empty path becomes an error row in the results
 
 
-class _Member(tarfile.TarInfo):
-    """A member of a tar file, and the byte at which blocks of zeros before it begin, or None.
+class _TarMember(tarfile.TarInfo):
+    """A member of a tar file, with the offset of the zero blocks before it, or None.
 
-    tarfile would take a damaged or missing header for the end of the file.
+    ``tarfile`` treats a damaged or missing header as the end of the file. This class raises an error instead.
     """
 
     @classmethod
@@ -186,7 +182,7 @@ class _Member(tarfile.TarInfo):
             tar.zeros = tar.offset if zeros is None else zeros
             raise
         except tarfile.HeaderError as error:
-            # The end of the file, behind the blocks of zeros that end an archive.
+            # The end of the file, after the zero blocks that end an archive.
             if zeros is not None and isinstance(error, tarfile.EmptyHeaderError):
                 raise
             raise tarfile.ReadError(f"{error} at byte {tar.offset}") from error
@@ -194,39 +190,36 @@ class _Member(tarfile.TarInfo):
         return member
 
 
-def _members(place: str) -> Iterator[tuple[str, bytes | OSError]]:
-    """Yield names and contents of the images in a tar file, or an error; where it breaks off, no name and the error."""
-    name, is_compressed = without_password(place), not _path_of(place).endswith(TAR)
+def _read_tar(path: str) -> Iterator[tuple[str, bytes | OSError]]:
+    """Yield the name and content of each image in a tar file. A damaged file ends with an empty name and an error."""
+    name, is_compressed = without_password(path), suffix_of(path) != ".tar"
     num_images, member, has_zeros = 0, None, False
     try:
         with (
-            open_file(place) as file,
+            open_file(path) as file,
             gzip.open(file) if is_compressed else nullcontext(file) as plain,
-            # Up to the end of the file, where gzip compares the checksum. Archives may follow each other.
-            tarfile.open(fileobj=plain, mode="r|", tarinfo=_Member, ignore_zeros=True) as tar,
+            # Reads to the end, where gzip verifies the checksum. Concatenated archives are allowed.
+            tarfile.open(fileobj=plain, mode="r|", tarinfo=_TarMember, ignore_zeros=True) as tar,
         ):
             for member in tar:
                 if member.zeros is not None and not has_zeros:
-                    hint = "They are the end of an archive that another follows, or replace images that are lost."
-                    _logger.warning("%s has blocks of zeros at byte %d. %s", name, member.zeros, hint)
+                    hint = "The file is several archives in a row, or some of its images are lost."
+                    _logger.warning("'%s' has zero blocks at byte %d. %s", name, member.zeros, hint)
                     has_zeros = True
                 is_image = member.name.lower().endswith(IMAGE_SUFFIXES) and not member.isdir()
                 if is_image and not os.path.basename(member.name).startswith("."):
                     num_images += 1
-                    yield f"/{member.name}", tar.extractfile(member).read() if member.isfile() else _link_error(member)
-                tar.members.clear()  # which otherwise grow with the file
+                    hint = "Create the archive with 'tar --dereference --hard-dereference'."
+                    link = OSError(errno.EINVAL, f"it is a link to '{member.linkname}'. {hint}")
+                    yield f"/{member.name}", tar.extractfile(member).read() if member.isfile() else link
+                tar.members.clear()  # the list would grow with the file
             if member is None:
                 raise tarfile.ReadError("it contains only zeros")
     except OSError as error:
         if is_compressed and num_images:
-            hint = "Its images may be damaged too: replace the file, and predict into a new folder."
+            hint = "Its images may be damaged too. Replace the file and predict into a new output directory."
             error = OSError(error.errno, f"{error.strerror}. {hint}")
         yield "", error
     else:
         if not num_images:
-            _logger.warning("%s has no images (%s)", name, ", ".join(IMAGE_SUFFIXES))
-
-
-def _link_error(member: tarfile.TarInfo) -> OSError:
-    hint = "Make the tar file with 'tar --dereference --hard-dereference'."
-    return OSError(errno.EINVAL, f"it is a link to '{member.linkname}', not a file. {hint}")
+            _logger.warning("Archive '%s' has no images. Supported formats: %s.", name, ", ".join(IMAGE_SUFFIXES))

@@ -1,4 +1,4 @@
-"""Images from files, folders and memory, in batches of one padded size, and the frames of videos."""
+"""Load images and video frames, preprocess them, and group images of the same padded size into batches."""
 
 import contextlib
 import dataclasses
@@ -6,10 +6,11 @@ import errno
 import functools
 import itertools
 import operator
+import os
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -30,26 +31,26 @@ from projects_vil.data import UnreadableImage, read_image, read_size, upright_pi
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".ts")
-DEFAULT_FRAME_RATE = 25.0  # for videos without one
-READERS = 4  # threads that read files
-LOOKAHEAD_IMAGES = 512  # images among which those of one padded size are searched for
-BATCHES_AHEAD = 2
+DEFAULT_FRAME_RATE = 25.0  # for videos without a frame rate
+NUM_READERS = 4  # threads that read images
+BATCHING_WINDOW = 512  # number of images from which batches of one padded size are formed
+PREFETCHED_BATCHES = 2
 Runner = EagerRunner | ExportedRunner
 
-# Two threads must not load one PIL image, as when it is given twice.
+# PIL images are not thread-safe, and a list may contain the same image twice.
 _PIL_LOCK = Lock()
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageSource:
-    """An image that can be read.
+    """An image before it is loaded.
 
     Attributes:
-        image: a path, a URL as text, the contents of a file, an array (H, W, 3) uint8 RGB, a PIL image, or the error
-            for which there is none.
-        name: its name in messages and results; for a file, its path below the input folder, with ``/``.
-        image_id: its id in the results.
-        size: height and width that an annotation file gives; None if any size will do.
+        image: a path, a URL (text), the encoded content of a file, an array (H, W, 3) uint8 RGB, a PIL image, or the
+            error that occurred when the image was listed.
+        name: the name in messages and results. For a file, its path relative to the input folder, with ``/``.
+        image_id: the id in the results.
+        size: the height and width in the annotation file; None if any size is accepted.
     """
 
     image: Path | str | bytes | np.ndarray | PIL.Image.Image | OSError
@@ -59,20 +60,20 @@ class ImageSource:
 
     @functools.cached_property
     def content(self) -> bytes:
-        """The contents of a file that is not read from a path; those of a URL are fetched once."""
+        """The encoded content of an image that is not a local file. A URL is fetched once."""
         try:
             if isinstance(self.image, OSError):
                 raise self.image
             if isinstance(self.image, bytes):
                 return self.image
             with os_errors(self.image):
-                # In one request, where opening and reading are two.
+                # One request. Opening and reading would be two.
                 return fsspec.filesystem(self.image.partition("://")[0]).cat_file(self.image)
         except OSError as error:
             raise UnreadableImage(self.name, error.strerror) from error
 
     def read_size(self) -> tuple[int, int]:
-        """Return height and width without reading pixels; raises UnreadableImage."""
+        """Return the height and width from the header of the image. Raises UnreadableImage."""
         if isinstance(self.image, Path):
             return read_size(self.image)
         if isinstance(self.image, str | bytes | OSError):
@@ -80,7 +81,7 @@ class ImageSource:
         return self.image.shape[:2] if isinstance(self.image, np.ndarray) else upright_size(self.image)
 
     def read(self) -> np.ndarray:
-        """Return (H, W, 3) uint8 RGB, upright; raises UnreadableImage."""
+        """Return the upright image (H, W, 3) uint8 RGB. Raises UnreadableImage."""
         if isinstance(self.image, Path):
             return read_image(self.image, "RGB")
         if isinstance(self.image, str | bytes | OSError):
@@ -93,14 +94,14 @@ class ImageSource:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """An image, ready for a runner.
+    """A preprocessed image.
 
     Attributes:
         index: position in the input, from 0.
-        entry: the entry of ``images.json``: id, file name, height and width.
-        image: (3, H, W) uint8, resized.
+        entry: the entry of ``images.json``: id, file name, height and width, and for a video the frame and its time.
+        image: (3, H, W) uint8, resized to the input size of the model.
         source: the original image, for drawings.
-        padded_size: height and width to which the runner pads it.
+        padded_size: the height and width after the model's padding.
     """
 
     index: int
@@ -112,7 +113,7 @@ class Loaded:
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """An image that cannot be used, or the rest of a video: position in the input, name and reason."""
+    """An image, or the rest of a video, that cannot be used: its position in the input, its name and the reason."""
 
     index: int
     name: str
@@ -120,100 +121,97 @@ class Skipped:
 
 
 class ImageBatches:
-    """Images in batches of one padded size, read in threads.
+    """Load images in threads and group them into batches of the same padded size.
 
-    An image alone is padded to that size too, so that every batch size gives the same detections. Batches never cross a
-    window: those of a window depend on its images only. Headers of files give the sizes by which images are batched. A
-    batch whose images have other sizes once they are read is split. Pixels are in memory for a few batches only.
+    A single image has the same padding, so that results do not depend on the batch size. Batches are formed within
+    windows of consecutive images, so that a batch depends on the images of its window only. The headers of the files
+    give the sizes for batching. If an image turns out to have another size, its batch is split. Only a few batches of
+    pixels are in memory.
 
     Args:
-        images: the images, in the order of the results; any iterable, of which one window is taken at a time.
-        window: number of images among which those of one padded size are searched for.
-        keep_pixels: whether all images are drawn, so that no file is read twice.
+        images: the images, in the order of the results. An iterator is consumed one window at a time.
+        keep_pixels: whether to keep the original pixels of each image, so that drawing does not read the file again.
+
+    Attributes:
+        total: number of images; 0 if it is unknown.
     """
 
     unit = "image"
 
-    def __init__(
-        self, images: Iterable[ImageSource], *, window: int = LOOKAHEAD_IMAGES, keep_pixels: bool = False
-    ) -> None:
-        self.images = images
-        self.window = window
-        self.keep_pixels = keep_pixels
+    def __init__(self, images: Iterable[ImageSource], *, keep_pixels: bool = False) -> None:
+        self.images, self.keep_pixels, self.total = images, keep_pixels, operator.length_hint(images)
 
-    def __len__(self) -> int:
-        """Return the number of images, or 0 where the iterable does not know it."""
-        return operator.length_hint(self.images)
-
-    def batches(self, runner: Runner, batch_size: int) -> Generator[list[Loaded | Skipped], None, None]:
-        """Yield batches for a runner."""
+    def batches(self, runner: Runner, batch_size: int) -> Iterator[list[Loaded | Skipped]]:
+        """Yield the batches for a runner."""
         load = functools.partial(_load, runner=runner, keep_pixels=self.keep_pixels)
-        with ThreadPoolExecutor(READERS) as pool:
+        with ThreadPoolExecutor(NUM_READERS) as pool:
             numbered = enumerate(self.images)
-            while window := list(itertools.islice(numbered, self.window)):
+            while window := list(itertools.islice(numbered, BATCHING_WINDOW)):
                 buckets = defaultdict(list)
-                for image, size in zip(window, pool.map(_size, window), strict=True):
+                for image, size in zip(window, pool.map(_read_size, window), strict=True):
                     buckets[runner.padded_size(*size) if size else None].append(image)
                 for bucket in buckets.values():
                     for first in range(0, len(bucket), batch_size):
-                        yield from _of_one_size(pool.map(load, bucket[first : first + batch_size]))
+                        # The size is unknown if the header could not be read, and a header may be wrong.
+                        by_size = defaultdict(list)
+                        for item in pool.map(load, bucket[first : first + batch_size]):
+                            by_size[getattr(item, "padded_size", None)].append(item)
+                        yield from by_size.values()
 
 
 class Video:
-    """The frames of a video file, a camera or a stream, which can be read once.
+    """The frames of a video file, a camera or a stream. They can be read once.
 
     Args:
-        source: a file, or a string: the number of a camera, or a URL.
+        source: a file, the number of a camera, or a URL.
 
     Attributes:
-        name: the file's name, or one made from the camera's number or the URL, without a password that it may have.
+        name: the file name, or a name derived from the camera's number or the URL, without passwords.
+        is_stream: whether the source is a camera or a URL.
+        total: number of frames in the file's header, which may be an estimate; 0 if it is unknown.
 
     Raises:
-        ConfigError: for a camera or a stream that cannot be opened.
+        ConfigError: if a camera or a stream cannot be opened.
     """
 
     unit = "frame"
 
-    def __init__(self, source: Path | str) -> None:
-        self.source = source
-        is_camera = isinstance(source, str) and source.isdecimal()
-        self.capture = cv2.VideoCapture(int(source) if is_camera else str(source))
-        if isinstance(source, Path):
-            self.name = source.name
-        elif self.capture.isOpened():
-            url = urlsplit(source)
-            self.name = f"camera_{source}" if is_camera else Path(url.path).name or url.hostname or "stream"
-        else:
-            raise ConfigError(f"source {source}: OpenCV cannot open this {'camera' if is_camera else 'stream'}")
+    def __init__(self, source: str) -> None:
+        is_camera = source.isdecimal() and not os.path.exists(source)
+        self.source, self.is_stream = source, is_camera or "://" in source
+        self.capture = cv2.VideoCapture(int(source) if is_camera else source)
+        if self.is_stream and not self.capture.isOpened():
+            kind = "camera" if is_camera else "stream"
+            raise ConfigError(
+                f"OpenCV cannot open the {kind} '{without_password(source)}'. Check the number or the URL."
+            )
+        url = urlsplit(source)
+        name = Path(url.path).name or url.hostname or "stream" if self.is_stream else Path(source).name
+        self.name = f"camera_{source}" if is_camera else name
         frame_rate = self.capture.get(cv2.CAP_PROP_FPS)
-        # Some streams have none, and some give the rate of their clock, 90,000.
+        # Some streams report no frame rate, others the rate of their clock, 90,000.
         self.frame_rate = frame_rate if 0 < frame_rate <= 1000 else DEFAULT_FRAME_RATE
-        self.num_frames = max(int(self.capture.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
+        self.total = max(int(self.capture.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
 
-    def __len__(self) -> int:
-        """Return the number of frames in the file's header, which some containers only estimate."""
-        return self.num_frames
-
-    def batches(self, runner: Runner, batch_size: int) -> Generator[list[Loaded | Skipped], None, None]:
-        """Yield batches for a runner; pixels are always kept, because frames cannot be read again."""
+    def batches(self, runner: Runner, batch_size: int) -> Iterator[list[Loaded | Skipped]]:
+        """Yield the batches for a runner. Pixels are always kept, because frames cannot be read again."""
         if not self.capture.isOpened():
             yield [Skipped(0, self.name, "OpenCV cannot read it as a video")]
             return
         index, batch, start = 0, [], time.monotonic()
-        # Frames that come while the model works may be lost.
-        is_live = isinstance(self.source, str) and not self.num_frames
+        # A live stream drops frames while the model is busy, so that the frame number does not give the time.
+        is_live = self.is_stream and not self.total
         try:
             while (read := self.capture.read())[0]:
                 pixels = np.ascontiguousarray(read[1][..., ::-1])
-                reason = runner.size_error(*pixels.shape[:2])
-                if reason is not None:
-                    raise ConfigError(f"{self.source}: frames of {reason}")
-                entry = {"id": index + 1, "file_name": self.name, "height": len(pixels), "width": pixels.shape[1]}
-                seconds = time.monotonic() - start if is_live else index / self.frame_rate
-                entry |= {"frame": index, "seconds": round(seconds, 3)}
-                source = ImageSource(pixels, self.name, index + 1)
-                padded_size = runner.padded_size(*pixels.shape[:2])
-                # Streams may change their size.
+                height, width = pixels.shape[:2]
+                if (reason := runner.size_error(height, width)) is not None:
+                    raise ConfigError(f"Cannot use the frames of '{without_password(self.source)}': {reason}.")
+                seconds = round(time.monotonic() - start if is_live else index / self.frame_rate, 3)
+                entry = {"id": index + 1, "file_name": self.name, "height": height, "width": width}
+                entry |= {"frame": index, "seconds": seconds}
+                source, padded_size = ImageSource(pixels, self.name, index + 1), runner.padded_size(height, width)
+                # The frame size of a stream may change.
                 if batch and batch[0].padded_size != padded_size:
                     yield batch
                     batch = []
@@ -226,25 +224,17 @@ class Video:
                 yield batch
         finally:
             self.capture.release()
-        # An estimate may differ by a few frames.
-        if index < min(self.num_frames - 2, 0.95 * self.num_frames):
-            reason = f"from frame {index} on: only {index} of its {self.num_frames} frames can be read"
+        # The number of frames may be off by a few.
+        if index < min(self.total - 2, 0.95 * self.total):
+            reason = f"the video is damaged from frame {index} on: only {index} of its {self.total} frames can be read"
             yield [Skipped(index, self.name, reason)]
 
 
-def _size(numbered: tuple[int, ImageSource]) -> tuple[int, int] | None:
+def _read_size(numbered: tuple[int, ImageSource]) -> tuple[int, int] | None:
     try:
         return numbered[1].read_size()
     except UnreadableImage:
-        return None  # reading the pixels reports it
-
-
-def _of_one_size(batch: Iterable[Loaded | Skipped]) -> Iterator[list[Loaded | Skipped]]:
-    """Split a batch by padded size: a size is unknown if reading the header failed, and a header may be wrong."""
-    groups = defaultdict(list)
-    for item in batch:
-        groups[item.padded_size if isinstance(item, Loaded) else None].append(item)
-    yield from groups.values()
+        return None  # _load reports the error
 
 
 def _load(numbered: tuple[int, ImageSource], runner: Runner, *, keep_pixels: bool) -> Loaded | Skipped:
@@ -256,7 +246,7 @@ def _load(numbered: tuple[int, ImageSource], runner: Runner, *, keep_pixels: boo
     height, width = pixels.shape[:2]
     reason = runner.size_error(height, width)
     if source.size not in (None, (height, width)):
-        reason = f"it is {height} x {width} pixels, and {source.size[0]} x {source.size[1]} in its annotations"
+        reason = f"it is {height} x {width} pixels, but {source.size[0]} x {source.size[1]} in the annotations"
     if reason is not None:
         return Skipped(index, source.name, reason)
     entry = {"id": source.image_id, "file_name": source.name, "height": height, "width": width}
@@ -265,50 +255,16 @@ def _load(numbered: tuple[int, ImageSource], runner: Runner, *, keep_pixels: boo
     return Loaded(index, entry, prepare(pixels, runner), source, runner.padded_size(height, width))
 
 
-def without_password(text: str) -> str:
-    """Return a text without the user names and passwords of URLs in it."""
-    return re.sub(r"(?<=://)[^/@\s]*@", "", text)
-
-
-@contextlib.contextmanager
-def os_errors(place: str | Path) -> Iterator[None]:
-    """Raise what reading a path or URL raises as an OSError that names it."""
-    name = without_password(str(place))
-    try:
-        yield
-    except ConfigError:
-        raise
-    except ImportError as error:
-        hint = "pip install 'vil-detectron2[scale]' for Parquet and HTTP"
-        raise ConfigError(f"{name}: {one_line(error)} ({hint})") from error
-    except Exception as error:  # Each file system of fsspec has its own, and so have tarfile and pyarrow.
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"
-        raise OSError(errno.EIO, without_password(reason), name) from error
-
-
-@contextlib.contextmanager
-def open_file(place: str | Path) -> Iterator[IO[bytes]]:
-    """Open a path, or a URL that fsspec knows, for reading; what goes wrong while it is open is an OSError."""
-    is_url = "://" in str(place)
-    with os_errors(place):
-        # Opening a pipe waits until someone writes to it.
-        if not is_url and Path(place).is_fifo():
-            raise OSError(errno.ESPIPE, "it is a pipe, which cannot be read twice. Write its contents to a file.")
-        with fsspec.open(place, "rb") if is_url else open(place, "rb") as file:
-            yield file
-
-
 def prepare(pixels: np.ndarray, runner: Runner) -> Tensor:
-    """Resize (H, W, 3) uint8 RGB as for testing -> (3, H', W') uint8 in the runner's channel order."""
+    """Resize (H, W, 3) uint8 RGB for inference and return (3, H', W') uint8 in the runner's channel order."""
     height, width = pixels.shape[:2]
     resized = T.ResizeTransform(height, width, *runner.input_size(height, width)).apply_image(pixels)
     channels = resized[..., ::-1] if runner.channels == "BGR" else resized
-    # PIL's memory is read-only.
-    return torch.from_numpy(channels.transpose(2, 0, 1).copy())
+    return torch.from_numpy(channels.transpose(2, 0, 1).copy())  # PIL's memory is read-only
 
 
-def read_ahead(batches: Iterator[Any], *, depth: int = BATCHES_AHEAD) -> Generator[Any, None, None]:
-    """Yield the same batches, with the next ``depth`` of them made in a thread."""
+def read_ahead(batches: Iterator, *, depth: int = PREFETCHED_BATCHES) -> Iterator:
+    """Yield the same batches. A thread prefetches the next ``depth`` batches."""
     end = object()
     thread, pending = ThreadPoolExecutor(1), deque()
     try:
@@ -319,3 +275,37 @@ def read_ahead(batches: Iterator[Any], *, depth: int = BATCHES_AHEAD) -> Generat
             yield batch
     finally:
         thread.shutdown(cancel_futures=True)
+
+
+def without_password(text: str) -> str:
+    """Return a text without user names and passwords in its URLs."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "", text)
+
+
+@contextlib.contextmanager
+def os_errors(path: str | Path) -> Iterator[None]:
+    """Convert the exceptions of a file system or a file format to an OSError that names the path or URL."""
+    name = without_password(str(path))
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ImportError as error:
+        raise ConfigError(
+            f"Cannot read '{name}': {one_line(error)}. Run: pip install 'vil-detectron2[scale]'"
+        ) from error
+    except Exception as error:  # each file system of fsspec, tarfile and pyarrow have their own exceptions
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"
+        raise OSError(errno.EIO, without_password(reason), name) from error
+
+
+@contextlib.contextmanager
+def open_file(path: str | Path) -> Iterator[IO[bytes]]:
+    """Open a path or fsspec URL for reading. Errors inside the context are converted to OSError."""
+    is_url = "://" in str(path)
+    with os_errors(path):
+        # Opening a named pipe would block until a writer opens it.
+        if not is_url and Path(path).is_fifo():
+            raise OSError(errno.ESPIPE, "it is a pipe, which can be read only once. Write its content to a file.")
+        with fsspec.open(path, "rb") if is_url else open(path, "rb") as file:
+            yield file

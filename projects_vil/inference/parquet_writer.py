@@ -1,34 +1,36 @@
-"""Detections as Parquet: a row an image, in part files after which a killed run goes on."""
+"""Write detections to Parquet part files, with one row per image, and resume after the last complete part."""
 
-import contextlib
 import hashlib
 import itertools
 import json
 import logging
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import check_whole, printable
 from projects_vil.checkpoint import Categories, fingerprint
 from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detections, Detector
-from projects_vil.inference.image_listing import find_images
-from projects_vil.inference.image_loading import ImageBatches, Loaded, Runner, Skipped, os_errors, without_password
-from projects_vil.inference.predict import progress_bar
+from projects_vil.inference.image_loading import (
+    ImageBatches,
+    ImageSource,
+    Loaded,
+    Runner,
+    Skipped,
+    os_errors,
+    without_password,
+)
+from projects_vil.inference.predict import Summary, count, progress_bar, report_skipped
 
 with os_errors("Parquet files"):
     import pyarrow as pa
     from pyarrow import parquet
 
-# Boxes are left, top, right, bottom in pixels of the upright image, scores descend, and masks are the counts of COCO's
-# compressed RLE of size (height, width), null for a detector without masks. A row with an error has no objects.
+# Boxes are left, top, right, bottom in pixels of the upright image. Scores descend. Masks are the counts of COCO's
+# compressed RLE of size (height, width), or null for a detector without masks. A row with an error has no detections.
 SCHEMA = pa.schema(
     {
         "file_name": pa.string(),
@@ -43,9 +45,9 @@ SCHEMA = pa.schema(
 )
 
 
-def row_of(item: Loaded | Skipped, detections: Detections | None) -> dict[str, Any]:
-    """Return the row of one image, with the columns of ``SCHEMA``, from a pair that ``Detector.detect`` yields."""
-    if isinstance(item, Skipped):
+def to_row(item: Loaded | Skipped, detections: Detections | None) -> dict[str, Any]:
+    """Return the row of an image with the columns of ``SCHEMA``."""
+    if detections is None:
         empty = dict.fromkeys(SCHEMA.names) | {"boxes": [], "scores": [], "category_ids": []}
         return empty | {"file_name": item.name, "error": item.reason}
     ids, rles = detections.categories.ids, detections.rles
@@ -59,64 +61,60 @@ def row_of(item: Loaded | Skipped, detections: Detections | None) -> dict[str, A
     }
 
 
-def table_of(rows: Sequence[dict[str, Any]], categories: Categories) -> pa.Table:
-    """Return rows as a table of ``SCHEMA``, whose metadata has the ``categories`` as COCO's list, in JSON."""
+def to_table(rows: Sequence[dict[str, Any]], categories: Categories) -> pa.Table:
+    """Return rows as a table of ``SCHEMA``. Its metadata has the ``categories`` in COCO's format, as JSON."""
     listed = [{"id": number, "name": name} for number, name in zip(categories.ids, categories.names, strict=True)]
     return pa.Table.from_pylist(rows, SCHEMA.with_metadata({"categories": json.dumps(listed)}))
 
 
-def identity_of(runner: Runner) -> dict[str, str]:
-    """Return what decides on the detections of a runner, by name."""
+def describe_runner(runner: Runner) -> dict[str, str]:
+    """Return everything about a runner that changes its detections: a fingerprint of the model, and options."""
     model = fingerprint(runner.cfg, runner.detector) if hasattr(runner, "cfg") else digest_of(runner.weights)
     return {"model": model} | {name: str(getattr(runner, name, None)) for name in ("dtype", "tta", "score_threshold")}
 
 
 def check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise a :class:`ConfigError` that names all values in which a file of the output was made of something else."""
+    """Raise a :class:`ConfigError` that lists what changed since a file of the output was written."""
     pairs = [(name, before[name], value) for name, value in now.items() if before[name] != value]
-    if changed := "; ".join(f"{name} was {was}, and now it is {value}" for name, was, value in pairs):
-        raise ConfigError(f"output has {path}, whose {changed}: choose another one")
+    if changed := "; ".join(f"{name} was {old}, and now it is {new}" for name, old, new in pairs):
+        raise ConfigError(f"Cannot resume from '{path}': {changed}. Choose another output directory.")
 
 
-def predict_parts(
+def write_parts(
     detector: Detector,
-    source: str | Path,
-    output: str | Path,
+    images: Iterator[ImageSource],
+    output: Path,
     *,
+    source: str,
     part_size: int,
     batch_size: int = 1,
     column: str | None = None,
     shard: tuple[int, int] | None = None,
-) -> dict[str, int]:
-    """Detect objects in any number of images, and write Parquet files of ``part_size`` rows of ``SCHEMA``.
+) -> Summary:
+    """Run a detector on any number of images, and write Parquet files with ``part_size`` rows of ``SCHEMA``.
 
-    ``output`` gets ``part-000000.parquet`` and so on, each written as a whole, and ``manifest.jsonl``: a line with what
-    they were made of, and one with the names and the SHA-256 of each. With a shard the names of these files begin with
-    ``shard-0003-of-0016-``. Where some are there already, those that are whole are not made again, and all are as those
-    of one run, byte for byte, if the batch size and the machine are the same. Memory does not grow with the number of
-    images.
+    The output directory gets the part files ``part-000000.parquet`` and so on, and ``manifest.jsonl``. The first line
+    of the manifest describes the model and the input, and each other line the name and the SHA-256 of a part file. With
+    a shard, the names of these files begin with ``shard-0003-of-0016-``. Part files are written atomically. Complete
+    part files are not written again, and the result is identical to an uninterrupted run, byte for byte, with the same
+    batch size and on the same machine. Memory use does not depend on the number of images.
 
     Args:
-        detector: any.
-        source: what :func:`~projects_vil.inference.image_listing.find_images` takes.
-        output: folder of the parts, for one model and one input.
-        batch_size: maximum number of images at once.
-        part_size: number of images in a part.
-        column: the column of a table of paths or URLs.
-        shard: (I, N) for job I, from 0, of N that share the folder.
+        detector: the detector.
+        images: the images of ``source``, as :func:`~projects_vil.inference.image_listing.find_images` lists them.
+        output: the output directory, for one model and one input.
+        source, column, shard: the arguments with which the images were listed.
+        part_size: number of rows in a part file.
+        batch_size: maximum number of images in a batch.
 
     Returns:
-        The numbers of ``images``, ``errors`` (images that could not be read), ``detections`` and ``parts`` in all
-        part files of this job.
+        The totals over all part files of this job.
 
     Raises:
-        ConfigError: for invalid arguments; for an output of another model, input, ``part_size`` or N; and where the
-            images of a part are not those any more of which it was made.
+        ConfigError: if the output is of another model, input, ``part_size`` or number of shards, or if the images of a
+            part have changed.
     """
-    source, output = str(source), Path(output)
-    check_whole("part_size", part_size)
-    images = find_images(source, exclude=output, column=column, shard=shard)
-    made_of = identity_of(detector.runner) | {
+    description = describe_runner(detector.runner) | {
         "input": without_password(source) if "://" in source else os.path.realpath(source),
         "column": column,
         "part_size": part_size,
@@ -124,30 +122,38 @@ def predict_parts(
     }
     prefix = "" if shard is None else f"shard-{shard[0]:04}-of-{shard[1]:04}-"
     manifest = output / f"{prefix}manifest.jsonl"
-    parts = _read_parts(manifest, made_of)
+    parts = _read_manifest(manifest, description)
     if parts:
-        logging.getLogger(__name__).info("%s has %d parts already; whole ones are kept", output, len(parts))
+        logging.getLogger(__name__).info("Resuming in %s: complete parts of %d are kept.", output, len(parts))
     output.mkdir(parents=True, exist_ok=True)
-    _write_lines(manifest, [made_of, *parts])
+    _write_manifest(manifest, [description, *parts])
     with progress_bar("image") as progress:
+
+        def convert(item: Loaded | Skipped, detections: Detections | None) -> dict[str, Any]:
+            progress.update()
+            if detections is None:
+                report_skipped(item)
+            return to_row(item, detections)
+
         for number in itertools.count():
             path, before = output / f"{prefix}part-{number:06}.parquet", (parts[number:] or [None])[0]
-            sources, rows = itertools.islice(images, part_size), []
+            part_images, rows = itertools.islice(images, part_size), []
             if before and path.is_file() and digest_of(path) == before["sha256"]:
-                names = [source.name for source in sources]
+                names = [image.name for image in part_images]
             else:
-                rows = _detect(detector, ImageBatches(sources), batch_size, progress)
+                # No batch contains images of two parts, so that a part is the same after a resume.
+                rows = list(detector.detect(ImageBatches(part_images), convert, batch_size=batch_size))
                 names = [row["file_name"] for row in rows]
             part = {"file": path.name, "images": len(names), "ends": names[:1] + names[-1:]}
             part["names_sha256"] = hashlib.sha256("\n".join(names).encode()).hexdigest()
             if before and any(before.get(name) != part[name] for name in part):
-                was, now = (f"{one['images']} images, {' to '.join(one['ends'])}" for one in (before, part))
-                raise ConfigError(f"the names of the input have changed since {path} was written: {was}; now {now}")
+                old, new = (f"{one['images']} images, {' to '.join(one['ends'])}" for one in (before, part))
+                raise ConfigError(f"The input has changed since '{path}' was written. Before: {old}. Now: {new}.")
             if not names:
                 break
             if rows:
                 with atomic_write(path) as partial:
-                    parquet.write_table(table_of(rows, detector.categories), partial)
+                    parquet.write_table(to_table(rows, detector.categories), partial)
                 part["errors"] = sum(row["error"] is not None for row in rows)
                 part["detections"] = sum(len(row["scores"]) for row in rows)
                 part["sha256"] = digest_of(path)
@@ -155,46 +161,41 @@ def predict_parts(
                 if before is None:
                     _append(manifest, part)
                 elif part != before:
-                    _write_lines(manifest, [made_of, *parts])
-    totals = {name: sum(part[name] for part in parts) for name in ("images", "errors", "detections")}
-    return totals | {"parts": len(parts)}
+                    _write_manifest(manifest, [description, *parts])
+    totals = (sum(part[name] for part in parts) for name in ("images", "errors", "detections"))
+    return summarize_parts(output, *totals, len(parts))
 
 
-def _detect(detector: Detector, images: ImageBatches, batch_size: int, progress: tqdm) -> list[dict[str, Any]]:
-    """Return the rows of a part, in the order of its images: no batch depends on what is in other parts."""
-    rows = {}
-    with contextlib.closing(detector.detect(images, batch_size=batch_size)) as batches:
-        for item, found in itertools.chain.from_iterable(batches):
-            rows[item.index] = row_of(item, found)
-            progress.update()
-            if isinstance(item, Skipped):
-                tqdm.write(printable(f"skipped {item.name}: {item.reason}"), file=sys.stderr)
-    return [rows[index] for index in sorted(rows)]
+def summarize_parts(output: Path, images: int, errors: int, detections: int, parts: int) -> Summary:
+    """Return the summary of Parquet files: numbers of images, of images with an error, of detections and of files."""
+    units = {"image": images, "error": errors, "detection": detections, "part": parts}
+    line = f"{output}: {', '.join(count(number, unit) for unit, number in units.items())}"
+    return Summary(images - errors, detections, errors, (line,))
 
 
-def _read_parts(manifest: Path, made_of: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the parts that a manifest has; an error where the folder has parts that are made of something else."""
-    # Those of other shards agree with each other; Parquet files without any are none of ours.
+def _read_manifest(manifest: Path, description: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a manifest. Raise a :class:`ConfigError` if the output directory has other parts."""
+    # The manifests of other shards must agree. Parquet files without a manifest belong to something else.
     files = (manifest, *manifest.parent.glob("*manifest.jsonl"), *manifest.parent.glob("*.parquet"))
     path = next((path for path in files if path.exists()), None)
     if path is None:
         return []
     try:
         text = path.read_text("utf-8")
-        # A killed process may have written a part of the last line.
+        # The last line may be incomplete if the process was killed.
         before, *parts = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
-        check_same(path, before, made_of)
-        # Two jobs that wrote the same output have a line each.
+        check_same(path, before, description)
+        # Two jobs that write the same shard both append lines.
         return list({part["file"]: part for part in parts}.values()) if path == manifest else []
     except ConfigError:
         raise
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"output has {path}, and no readable manifest of parts: choose another one") from error
+        raise ConfigError(f"Output has '{path}', but no valid manifest. Choose another output directory.") from error
 
 
-def _write_lines(manifest: Path, contents: Sequence[dict[str, Any]]) -> None:
+def _write_manifest(manifest: Path, lines: Sequence[dict[str, Any]]) -> None:
     with atomic_write(manifest) as partial:
-        partial.write_text("".join(json.dumps(one) + "\n" for one in contents))
+        partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _append(manifest: Path, part: dict[str, Any]) -> None:
@@ -204,4 +205,4 @@ def _append(manifest: Path, part: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise ConfigError(f"{manifest} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"Cannot write '{manifest}': {error.strerror}.") from error

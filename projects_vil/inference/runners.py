@@ -1,4 +1,4 @@
-"""Detectors behind one interface: a model with weights, and an exported file."""
+"""Run a detector: a PyTorch model with weights, or an exported file. Both runners have the same interface."""
 
 import itertools
 from collections.abc import Sequence
@@ -22,51 +22,53 @@ from projects_vil.export import ExportedModel, letterbox_size, pad_image, to_ins
 from projects_vil.modeling import add_tta, autocast_detector, avoid_waits, max_input_side
 
 DTYPES = ("float32", "bfloat16", "float16")
-MASK_PIXELS = 2**27  # of masks that are encoded at once, a byte each and some for copies
+MAX_MASK_PIXELS = 2**27  # pixels of masks that are encoded at once; each takes one byte, plus temporary copies
 
 
 class EagerRunner:
-    """The detector of a config with the weights of a checkpoint, on ``MODEL.DEVICE``.
+    """Run the detector of a config with the weights of a checkpoint, on ``MODEL.DEVICE``.
 
     Args:
-        cfg: the detector's config.
+        cfg: the config of the detector.
         weights: its checkpoint.
-        tta: whether to use test-time augmentation, which takes images in their own size.
+        tta: whether to use test-time augmentation. Images then keep their size.
 
     Attributes:
-        channels: ``"RGB"`` or ``"BGR"``, the channel order of its input.
-        categories: its classes.
-        architecture, backbone: names of the detector and its backbone; ``device`` and ``weights`` as they were given.
+        channels: the channel order of the input, ``"RGB"`` or ``"BGR"``.
+        categories: the classes of the detector.
+        architecture, backbone: names of the detector and its backbone.
+        device, weights: the device and the path of the checkpoint.
         score_threshold: lowest score of a detection.
 
     Raises:
-        ConfigError: for a model that is not a detector, and weights that are missing or do not fit.
+        ConfigError: if the model is not a detector, or if the weights are missing or do not fit.
     """
 
     def __init__(self, cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:
-        check_choice("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, DETECTORS)
-        check_choice("INPUT.FORMAT", cfg.INPUT.FORMAT, ("RGB", "BGR"))
-        check_choice("INFERENCE.DTYPE", cfg.INFERENCE.DTYPE, DTYPES)
+        for key, value, choices in (
+            ("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, DETECTORS),
+            ("INPUT.FORMAT", cfg.INPUT.FORMAT, ("RGB", "BGR")),
+            ("INFERENCE.DTYPE", cfg.INFERENCE.DTYPE, DTYPES),
+        ):
+            check_choice(key, value, choices)
         self.detector, self.categories = load_detector(cfg, weights, device=cfg.MODEL.DEVICE, as_datasets=False)
         avoid_waits(self.detector)
-        self.cfg = cfg
+        self.cfg, self.tta = cfg, tta
         self.weights, self.device = Path(weights), cfg.MODEL.DEVICE
         self.architecture = detector_name(cfg)
         self.backbone = getattr(getattr(self.detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME)
         head = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
-        self.score_threshold = head.SCORE_THRESH_TEST
-        self.channels = cfg.INPUT.FORMAT
+        self.score_threshold, self.channels = head.SCORE_THRESH_TEST, cfg.INPUT.FORMAT
         self.dtype = getattr(torch, cfg.INFERENCE.DTYPE)
-        self.tta = tta
         self.max_input_side = max_input_side(self.detector)
         self.model = add_tta(cfg, self.detector) if tta else self.detector
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width to which an image of this size must be resized."""
+        """Return the height and width after resizing for inference."""
         return (height, width) if self.tta else size_for_testing(self.cfg, height, width)
 
     def padded_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size to which detectron2 pads an image of this size, resized: images of one may share a batch."""
+        """Return the height and width after resizing and padding. Images of one padded size can share a batch."""
         if self.tta:
             return height, width
         resized, backbone = torch.empty(self.input_size(height, width), device="meta"), self.detector.backbone
@@ -74,7 +76,7 @@ class EagerRunner:
         return tuple(ImageList.from_tensors([resized], backbone.size_divisibility, **padding).tensor.shape[1:])
 
     def size_error(self, height: int, width: int) -> str | None:
-        """Return why an image of this size cannot be used, or None."""
+        """Return the reason why the model cannot use an image of this size, or None if it can."""
         if not self.tta:
             return _size_error((height, width), self.input_size(height, width), (1, self.max_input_side))
         mapper = self.model.tta_mapper if isinstance(self.model, GeneralizedRCNNWithTTA) else self.model.mapper
@@ -83,15 +85,15 @@ class EagerRunner:
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
-        """Detect.
+        """Run the model on a batch.
 
         Args:
-            images: (3, H, W) uint8 on the CPU, of sizes from :meth:`input_size`, all of one :meth:`padded_size`.
+            images: (3, H, W) uint8 on the CPU, resized to :meth:`input_size`, all with the same :meth:`padded_size`.
             sizes: height and width of each original image.
 
         Returns:
-            For each image ``pred_boxes`` in pixels of the original, ``scores``, ``pred_classes`` and, for Mask R-CNN,
-            ``pred_masks`` (N, height, width), on the detector's device.
+            For each image ``pred_boxes`` in pixels of the original image, ``scores``, ``pred_classes`` and, for
+            Mask R-CNN, ``pred_masks`` (N, height, width), on the device of the model.
         """
         if self.detector.device.type == "cuda" and not self.tta:
             images = [image.pin_memory().to(self.detector.device, non_blocking=True) for image in images]
@@ -104,14 +106,14 @@ class EagerRunner:
 
 
 class ExportedRunner:
-    """An exported model with the interface of :class:`EagerRunner`; images are resized as in its metadata.
+    """Run an exported model. The interface is that of :class:`EagerRunner`; the file's metadata sets the input size.
 
     Args:
-        path: the exported file; its metadata is next to it.
-        score_threshold: lowest score of a detection; None for that of the export.
+        path: the exported file. Its metadata file is in the same folder.
+        score_threshold: lowest score of a detection; None for the threshold of the export.
 
     Raises:
-        ConfigError: if either file is missing or damaged, or the export's own threshold is above ``score_threshold``.
+        ConfigError: if a file is missing or damaged, or if ``score_threshold`` is below the threshold of the export.
     """
 
     def __init__(self, path: str | Path, *, score_threshold: float | None = None) -> None:
@@ -122,10 +124,13 @@ class ExportedRunner:
         self.channels = metadata["input"]["color_order"]
         classes = tuple(metadata["classes"])
         self.categories = known_categories(classes, metadata["category_ids"], number=len(classes))
-        exported_with = metadata["thresholds"]["score"]
-        self.score_threshold = exported_with if score_threshold is None else score_threshold
-        if self.score_threshold < exported_with:
-            raise ConfigError(f"score_threshold is {score_threshold:g}, and {path} was exported with {exported_with:g}")
+        exported = metadata["thresholds"]["score"]
+        self.score_threshold = exported if score_threshold is None else score_threshold
+        if self.score_threshold < exported:
+            raise ConfigError(
+                f"score_threshold is {score_threshold:g}, but '{path}' was exported with {exported:g}. "
+                "Use a higher threshold, or export the model again."
+            )
         self.resizing = metadata["resizing"]
         self.fixed_size = tuple(metadata["input"]["size"] or ()) or None
         self.sides = (1, None) if self.fixed_size else metadata["input"]["sides"]
@@ -147,65 +152,67 @@ class ExportedRunner:
     def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
         mean = self.model.metadata["normalization"]["mean"]
         inputs = [pad_image(image, self.fixed_size, mean) if self.fixed_size else image for image in images]
-        found = []
+        detections = []
         for outputs, image, size in zip(self.model.run_each(inputs), images, sizes, strict=True):
             kept = outputs["scores"] >= self.score_threshold
             outputs = {name: value[kept] for name, value in outputs.items()}
-            found.append(to_instances(outputs, image.shape[1:], size))
-        return found
+            detections.append(to_instances(outputs, image.shape[1:], size))
+        return detections
 
 
-def _size_error(original: tuple[int, int], size: tuple[int, int], sides: Sequence[int | None]) -> str | None:
+def _size_error(original: tuple[int, int], resized: tuple[int, int], sides: Sequence[int | None]) -> str | None:
     smallest, largest = sides
-    if min(size) < smallest or (largest is not None and max(size) > largest):
-        takes = f"{smallest} or more" if largest is None else f"{smallest} to {largest}"
-        resized = f"{size[0]} x {size[1]}, and the model takes sides of {takes}"
-        return f"{original[0]} x {original[1]} pixels: resized to {resized}"
-    return None
+    if min(resized) >= smallest and (largest is None or max(resized) <= largest):
+        return None
+    allowed = f"{smallest} or more" if largest is None else f"{smallest} to {largest}"
+    before, after = (f"{height} x {width}" for height, width in (original, resized))
+    return f"{before} pixels are resized to {after}, but the model needs sides of {allowed} pixels"
 
 
-def to_host(outputs: Sequence[Instances], *, dense: bool) -> tuple[list[Instances], list[list[dict] | None]]:
-    """Copy the detections of a batch to the CPU, which waits for their device once, and twice more for encoded masks.
+def to_host(outputs: Sequence[Instances], *, dense_masks: bool) -> tuple[list[Instances], list[list[dict] | None]]:
+    """Copy the detections of a batch to the CPU.
+
+    This synchronizes with the device once for the whole batch, and twice more for encoded masks.
 
     Args:
-        outputs: detections of images, on one device.
-        dense: whether ``pred_masks`` are copied as they are, or encoded by :func:`encode_masks` in their place.
+        outputs: the detections of each image, on one device.
+        dense_masks: whether to copy ``pred_masks`` as they are. Otherwise :func:`encode_masks` encodes them.
 
     Returns:
-        The detections of the images, and their encoded masks; None for an image with none.
+        The detections of each image, and their encoded masks; None for an image without encoded masks.
     """
-    found, masks = [], []
+    detections, masks = [], []
     for output in outputs:
         fields = dict(output.get_fields())
-        if not dense and "pred_masks" in fields:
+        if not dense_masks and "pred_masks" in fields:
             masks.append(fields.pop("pred_masks"))
         boxes = fields.pop("pred_boxes").tensor.to("cpu", non_blocking=True)
         copies = {name: value.to("cpu", non_blocking=True) for name, value in fields.items()}
-        found.append(Instances(output.image_size, pred_boxes=Boxes(boxes), **copies))
-    encoded = encode_masks(masks) if masks else [None] * len(found)
-    # Copies to the CPU are not complete before it.
+        detections.append(Instances(output.image_size, pred_boxes=Boxes(boxes), **copies))
+    encoded = encode_masks(masks) if masks else [None] * len(detections)
+    # Non-blocking copies to the CPU are complete after this.
     if outputs and outputs[0].scores.is_cuda:
         torch.cuda.current_stream(outputs[0].scores.device).synchronize()
-    return found, encoded
+    return detections, encoded
 
 
 def encode_masks(masks: Sequence[Tensor]) -> list[list[dict]]:
-    """Encode masks as COCO's compressed RLE, of which the device finds where runs begin, and the host gets only these.
+    """Encode masks as COCO's compressed RLE. The device computes the run starts, and only these are copied to the CPU.
 
     Args:
         masks: for each image (N, height, width) bool.
 
     Returns:
-        For each image N dicts with ``size`` and ``counts`` (bytes), equal to those of ``pycocotools.mask.encode``.
+        For each image N dicts with ``size`` and ``counts`` (bytes), identical to ``pycocotools.mask.encode``.
     """
     areas = [image.shape[1] * image.shape[2] for image in masks]
     encoded: list[list[dict]] = [[] for _ in masks]
-    parts = [(i, part) for i, image in enumerate(masks) for part in image.split(max(MASK_PIXELS // areas[i], 1))]
-    totals = itertools.accumulate(part.numel() for _, part in parts)
-    for _, group in itertools.groupby(zip(parts, totals, strict=True), lambda pair: pair[1] // MASK_PIXELS):
-        parts_of_group = [part for part, _ in group]
-        images = [i for i, part in parts_of_group for _ in part]
-        starts = torch.cat([_run_starts(part) for _, part in parts_of_group]).nonzero()[:, 0].cpu().numpy()
+    chunks = [(i, chunk) for i, image in enumerate(masks) for chunk in image.split(max(MAX_MASK_PIXELS // areas[i], 1))]
+    totals = itertools.accumulate(chunk.numel() for _, chunk in chunks)
+    for _, group in itertools.groupby(zip(chunks, totals, strict=True), lambda pair: pair[1] // MAX_MASK_PIXELS):
+        group_chunks = [chunk for chunk, _ in group]
+        images = [i for i, chunk in group_chunks for _ in chunk]
+        starts = torch.cat([_run_starts(chunk) for _, chunk in group_chunks]).nonzero()[:, 0].cpu().numpy()
         firsts = np.cumsum([0, *(areas[i] for i in images)])
         runs = np.split(starts, np.searchsorted(starts, firsts[1:-1]))
         for i, first, run in zip(images, firsts, runs, strict=False):
@@ -215,7 +222,7 @@ def encode_masks(masks: Sequence[Tensor]) -> list[list[dict]]:
 
 
 def _run_starts(masks: Tensor) -> Tensor:
-    """(N, H, W) -> (N * W * H,): whether a pixel differs from the one before, column by column."""
+    """Return whether each pixel differs from the previous one in column-major order: (N, H, W) -> (N * W * H,)."""
     columns = masks.transpose(1, 2).flatten(1)
     starts = columns.clone()
     starts[:, 1:] ^= columns[:, :-1]

@@ -1,4 +1,4 @@
-"""Where the host waits for a GPU while a batch is predicted: for what we do, only for its results."""
+"""Our code synchronizes with the GPU only to copy the results of a batch."""
 
 import json
 
@@ -8,7 +8,7 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.parametrize(("detector", "most_own", "most_detectron2"), [("retinanet", 1, 60), ("mask_rcnn", 3, 90)])
 def test_waits_of_batches(run_on_mock, detector, most_own, most_detectron2):
-    """The number of ours does not depend on that of the images; detectron2 waits where it selects by masks."""
+    """The number does not depend on the number of images. detectron2 synchronizes for boolean indexing."""
     for number in (1, 3):
         waits = json.loads(run_on_mock("count_predict.py", detector, number).splitlines()[-1])
         of_detectron2 = sum(count for place, count in waits.items() if place.startswith("detectron2/"))

@@ -77,11 +77,11 @@ def test_a_training_step_changes_the_weights(calls, detector, name, is_baseline)
     step()
     model = calls[-1][0]
     before = {key: x.detach().clone() for key, x in model.named_parameters()}
-    optimised = []
-    model.register_forward_hook(lambda *_: optimised.append(torch._C._get_graph_executor_optimize()))
+    optimized = []
+    model.register_forward_hook(lambda *_: optimized.append(torch._C._get_graph_executor_optimize()))
     step()
     # TorchScript, as in training
-    assert optimised == [False]
+    assert optimized == [False]
     changed = [key for key, x in model.named_parameters() if not torch.equal(x, before[key])]
     assert any(key.startswith("backbone.bottom_up") for key in changed) and model.training
     case(name, "detector", is_baseline=is_baseline, detector=detector).build()()

@@ -60,7 +60,7 @@ MECHANISMS = {
     ),
     "performer": (
         lambda: PerformerAttention(DIM, num_features=10, **COMMON),
-        # Features of queries and keys, their sums, and the normaliser of each head
+        # Features of queries and keys, their sums, and the normalizer of each head
         4 * TOKENS * DIM * 10 + TOKENS * HEADS * 10,
     ),
 }

@@ -66,10 +66,9 @@ def saved(output, name="model_final"):
     return torch.load(output / f"{name}.pth", weights_only=True)
 
 
-@pytest.mark.parametrize("detector", ["retinanet", pytest.param("mask_rcnn", marks=pytest.mark.slow)])
-def test_cut_off_and_stopped_runs_end_as_whole_ones(detector, tmp_path):
+def test_cut_off_and_stopped_runs_end_as_whole_ones(tmp_path):
     """The checkpoints of iterations 2 and 5, and of the signal's. The first iteration is logged at once."""
-    options = ["MODEL.EMA.ENABLED", "True"]
+    detector, options = "retinanet", ["MODEL.EMA.ENABLED", "True"]
     with log_of("detectron2.utils.events") as log:
         train(detector, tmp_path / "whole", *options)
     assert " iter: 0  total_loss: " in log.output[0]

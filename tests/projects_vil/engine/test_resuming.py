@@ -109,10 +109,9 @@ PASTED = [*WORKERS, "INPUT.AUGMENTATION", "lsj_copy_paste", "INPUT.LSJ.SIZE", "6
     "detector, overrides",
     [
         ("retinanet", []),
-        *slow_except([("retinanet", [*STEPS, *WORKERS]), ("mask_rcnn", STEPS), ("mask_rcnn", PASTED)], []),
-        *slow_except([("retinanet", PERFORMER)], []),
+        *slow_except([("retinanet", [*STEPS, *WORKERS]), ("mask_rcnn", PASTED), ("retinanet", PERFORMER)], []),
     ],
-    ids=["retinanet", "steps", "mask_rcnn", "pasted", "performer"],
+    ids=["retinanet", "steps", "pasted", "performer"],
 )
 def test_interrupted_run_equals_uninterrupted(detector, overrides, shapes, tmp_path):
     train(detector, tmp_path / "whole", *overrides)

@@ -1,4 +1,4 @@
-"""Exported files, each made once for all tests and processes: copy them before changing them."""
+"""Exported files. Each is written once for all tests and processes: copy a file before you change it."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ from tests.projects_vil.helpers import small_config
 
 @pytest.fixture(scope="session")
 def weights(made_once):
-    """A checkpoint of each of the demo's detectors."""
+    """Return the path of a checkpoint of a demo detector."""
 
     def save(name: str = "retinanet") -> Path:
         def fill(folder: Path) -> None:
@@ -27,7 +27,7 @@ def weights(made_once):
 
 @pytest.fixture(scope="session")
 def exported(made_once, weights):
-    """``export_detector`` of the demo's detectors, by default to TorchScript: detector, options -> path and report."""
+    """Return the path and report of an exported demo detector; by default in TorchScript."""
 
     @functools.cache
     def export(name: str, **options) -> tuple[Path, dict]:
@@ -44,7 +44,7 @@ def exported(made_once, weights):
 
 @pytest.fixture(scope="session")
 def written(file_of):
-    """Detector, format, options of :func:`.exporting.write` -> the file in its runtime."""
+    """Return the :class:`ExportedModel` of a detector, a format and options of :func:`.exporting.write`."""
 
     @functools.cache
     def load(name: str, file_format: str, **options) -> ExportedModel:

@@ -1,4 +1,4 @@
-"""Detectors that are traced in seconds, and the files that they are exported to."""
+"""Detectors that trace in seconds, and their exported files."""
 
 import contextlib
 import dataclasses
@@ -32,8 +32,8 @@ from tests.projects_vil.helpers import small_config, untrained_detector
 
 TRACED_SIZE = (96, 128)
 SHAPES = Categories((0, 1, 2), ("circle", "square", "triangle"))
-# Each level is traced and converted by itself: two or three take half the time of five. With these score thresholds a
-# detector finds nothing in a grey image, and something in a synthetic one.
+# Each feature level is traced and converted separately: two or three take half the time of five. With these score
+# thresholds, a detector finds objects in synthetic images and none in gray ones.
 _RCNN = "MODEL.RPN.IN_FEATURES ['p3','p4','p5'] MODEL.ROI_HEADS.IN_FEATURES ['p3','p4'] MODEL.ANCHOR_GENERATOR.SIZES "
 _RCNN += "[[16],[32],[64]] MODEL.RPN.POST_NMS_TOPK_TEST 100 MODEL.ROI_HEADS.SCORE_THRESH_TEST "
 FEW_LEVELS = {
@@ -45,7 +45,7 @@ FEW_LEVELS = {
 
 
 class Stem(Backbone):
-    """Four convolutions, strides 4 to 32; the exports of our backbones, which take longer, have tests of their own."""
+    """Four convolutions with strides 4 to 32. Other tests export the transformers, which take longer."""
 
     def __init__(self, channels: int = 16) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def config(name: str) -> CfgNode:
 
 @functools.cache
 def detector(name: str) -> nn.Module:
-    """detectron2's FPN and heads on a few convolutions and levels."""
+    """Return detectron2's FPN and heads on :class:`Stem`."""
     model = untrained_detector(config(name))
     torch.manual_seed(0)
     stem = Stem()
@@ -93,13 +93,13 @@ def write(
     dtype: str = "uint8",
     fixed_number: int | None = None,
 ) -> Path:
-    """A model and its metadata."""
+    """Write a model and its metadata, and return its path."""
     example = example_image(*TRACED_SIZE).to(getattr(torch, dtype))
     exportable = make_exportable(detector(name), batched=batched, fixed_number=fixed_number)
     path = folder / f"{name}{'_batched' if batched else ''}_{dtype}{FORMATS[file_format].suffix}"
     with pytest.MonkeyPatch.context() as patch:
-        if not batched:  # int8 files are made from batched ones, which have direct convolutions
-            patch.setattr(formats, "_WINOGRAD_CHANNELS", 16)  # as for the convolutions of detectors of full size
+        if not batched:  # int8 files are quantized from batched ones, which use direct convolutions
+            patch.setattr(formats, "_WINOGRAD_CHANNELS", 16)  # the small detectors have 32 channels
         FORMATS[file_format].write(exportable, torch.stack([example] * 2) if batched else example, path)
     facts = {"precision": "fp32", "input_dtype": dtype, "weights": "random.pth"}
     metadata = with_digest(describe_model(config(name), exportable, SHAPES, file_format, **facts))
@@ -110,13 +110,13 @@ def write(
 
 @functools.cache
 def demo_detector(name: str, *overrides: str) -> nn.Module:
-    """Build the demo's detector with few channels, on a ViL with all levels; tracing takes a few seconds."""
+    """Return a demo detector with few channels, on a ViL with all feature levels. It traces in a few seconds."""
     return untrained_detector(small_config(name, *overrides))
 
 
 @contextlib.contextmanager
 def shallow_variants(depth: int) -> Iterator[None]:
-    """Backbones whose stages have at most ``depth`` blocks: deeper ones have the same operators, and take minutes."""
+    """Limit stages to ``depth`` blocks. Deeper ones have the same operators and take minutes."""
     with pytest.MonkeyPatch.context() as patch:
         for key, variant in list(VARIANTS.items()):
             stages = tuple(dataclasses.replace(stage, depth=min(stage.depth, depth)) for stage in variant.stages)
@@ -125,7 +125,7 @@ def shallow_variants(depth: int) -> Iterator[None]:
 
 
 def skip_without(file_format: str) -> None:
-    """Skip a test of a format that needs what is not installed."""
+    """Skip a test if this machine cannot write a format."""
     try:
         check_format(file_format)
     except ConfigError as error:
@@ -133,7 +133,7 @@ def skip_without(file_format: str) -> None:
 
 
 def onnx_file(folder: Path, nodes: str, *, weights: str = "", output: str = "float") -> Path:
-    """A small ONNX file whose nodes, in ONNX's textual syntax, compute ``y`` from ``x``, (n, 4) floats."""
+    """Write an ONNX file of nodes in ONNX's text syntax, from ``x`` (n, 4) to ``y``, and return its path."""
     onnx = pytest.importorskip("onnx")
     header = '<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]> graph'
     model = onnx.parser.parse_model(f"{header} (float[n, 4] x) => ({output}[n, 4] y) <{weights}> {{ {nodes} }}")

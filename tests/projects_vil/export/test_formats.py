@@ -1,4 +1,4 @@
-"""Each format gives eager's detections in its own runtime, for sizes that it was not traced with."""
+"""Each format gives the detections of the detector in its own runtime, for sizes that it was not traced with."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from tests.projects_vil.export.exporting import detector, onnx_file, skip_withou
 
 BATCHES = {"batched": True, "dtype": "float32"}
 SIZES = [(64, 64), (33, 47), (101, 64), (150, 203)]
-# Pairwise: format, detector, options of :func:`.exporting.write`.
+# Format, detector, options of :func:`.exporting.write`: each pair of values is in one case.
 CASES = [
     ("torchscript", "retinanet", {}),
     ("torchscript", "mask_rcnn", BATCHES),
@@ -45,14 +45,14 @@ CASES = [
 
 
 def assert_equal(found: dict[str, Tensor], image: Tensor, eager: nn.Module, model: ExportedModel) -> None:
-    """The detections in an image are those that eager finds, and there are some."""
+    """The detections of an image equal detectron2's, and there are at least three."""
     theirs = eager_detections(eager, image)
     assert len(theirs["scores"]) >= 3 and found.keys() == theirs.keys()
     row = compare_detections(theirs, found, "fp32", model.metadata["thresholds"])
     assert row["ok"] and row["borderline"] <= 1, (image.shape, row)
 
 
-def grey(height: int, width: int) -> Tensor:
+def gray(height: int, width: int) -> Tensor:
     return torch.full((3, height, width), 128, dtype=torch.uint8)
 
 
@@ -65,23 +65,23 @@ def check_images(model: ExportedModel, eager: nn.Module) -> None:
             assert found["boxes"].dtype == found["scores"].dtype == torch.float32
             assert_equal(found, one, eager, model)
         shapes = {"boxes": (0, 4), "masks": (0, 1, 28, 28)}
-        assert all(tuple(value.shape) == shapes.get(key, (0,)) for key, value in model(grey(*size)).items())
+        assert all(tuple(value.shape) == shapes.get(key, (0,)) for key, value in model(gray(*size)).items())
 
 
 def check_batches(model: ExportedModel, eager: nn.Module) -> None:
     for number, size in ((1, (64, 97)), (2, (101, 64)), (3, (150, 203)), (5, (33, 47))):
         images = torch.stack([example_image(*size, seed=number + i) for i in range(number)])
-        # One image of the batch has no object.
+        # One image of the batch has no detections.
         empty = {1} if number == 3 else set()
         for index in empty:
-            images[index] = grey(*size)
+            images[index] = gray(*size)
         found = model(images)
         assert found["image_index"].dtype == torch.int64 and (found["scores"].diff() <= 0).all()
         assert set(found["image_index"].tolist()) == set(range(number)) - empty
         each = model.run_each(images)
         for index in set(range(number)) - empty:
             assert_equal(each[index], images[index], eager, model)
-    assert {len(value) for value in model(torch.stack([grey(70, 90)] * 2)).values()} == {0}
+    assert {len(value) for value in model(torch.stack([gray(70, 90)] * 2)).values()} == {0}
 
 
 @pytest.mark.parametrize(("file_format", "name", "options"), CASES)
@@ -91,8 +91,8 @@ def test_equals_eager_at_any_size(written, file_format, name, options):
     check = check_batches if model.batched else check_images
     check(model, detector(name))
     if "fixed_number" in options:
-        image = grey(40, 50).to(model.dtype)
-        rows = load_model(model.path)(image[None] if model.batched else image)
+        image = gray(40, 50).to(model.dtype)
+        rows = load_model(model.path)[0](image[None] if model.batched else image)
         assert rows[-1].tolist() == [0] and not any(value.any() for value in rows)
         for output, value in zip(model.metadata["outputs"], rows, strict=True):
             assert output["shape"] == (["batch", *value.shape[1:]] if model.batched else list(value.shape))
@@ -121,7 +121,7 @@ def check_onnx_file(model: ExportedModel) -> None:
 def test_the_description_of_an_onnx_file(tmp_path):
     found = check_onnx(onnx_file(tmp_path, "a = Relu(x) b = Relu(a) y = Cast<to = 7>(b)", output="int64"))
     assert list(found["operators"].items()) == [("Relu", 2), ("Cast", 1)]
-    assert found["types"] == {"FLOAT": 3, "INT64": 1} and "CPUExecutionProvider" in found["providers"]
+    assert "CPUExecutionProvider" in found["providers"]
 
 
 @pytest.mark.parametrize(
@@ -130,12 +130,12 @@ def test_the_description_of_an_onnx_file(tmp_path):
         "y = com.microsoft.Gelu(x)",
         "y = NoSuchOperator(x)",
         "y = Relu(absent)",
-        # Errors that only shape inference finds: an axis that does not exist, and y is not int64.
+        # Only shape inference finds an axis that does not exist, and a wrong output type.
         "y = Transpose<perm = [0, 2, 1]>(x)",
         "y = Cast<to = 7>(x)",
     ],
 )
-def test_an_onnx_file_that_others_would_refuse(tmp_path, nodes):
+def test_an_onnx_file_that_is_not_portable(tmp_path, nodes):
     with pytest.raises(ConfigError, match=r"model\.onnx"):
         check_onnx(onnx_file(tmp_path, nodes))
 
@@ -152,18 +152,18 @@ def test_an_openvino_file(written):
     assert read.input().get_partial_shape() == openvino.PartialShape([3, sides, sides])
     assert model.metadata["runtime_options"] == {"INFERENCE_PRECISION_HINT": "f32"}
     assert "GroupConvolution" in {operator.get_type_name() for operator in read.get_ops()}  # of Winograd's filtering
-    # Its telemetry would report the import, and leaves a folder in the user's home.
+    # Telemetry would report the import, and create a folder in the user's home.
     assert sys.modules["openvino_telemetry"] is None
 
 
 @pytest.mark.slow
 def test_ctrl_c_after_openvino_models_were_deleted(written):
-    """OpenVINO 2026.4 leaves a process that loads its CPU plugin twice without a stack for signals."""
+    """In OpenVINO 2026.4, a process that loads the CPU plugin twice loses its signal stack."""
     code = """
 import pathlib, signal, sys
 from projects_vil.export.formats import load_model
 signal.signal(signal.SIGINT, signal.default_int_handler)
-first, second = (load_model(pathlib.Path(sys.argv[1])) for _ in range(2))
+first, second = (load_model(pathlib.Path(sys.argv[1]))[0] for _ in range(2))
 del first
 del second
 try:
@@ -178,7 +178,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.slow
 def test_ctrl_c_while_openvino_converts(tmp_path, monkeypatch):
-    """OpenVINO would take the exception for an operator that cannot be converted."""
+    """OpenVINO would report the exception as an unsupported operator."""
     skip_without("openvino")
     openvino = import_openvino()
     convert = openvino.convert_model

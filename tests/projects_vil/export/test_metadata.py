@@ -1,4 +1,4 @@
-"""The metadata describe the exported file."""
+"""The metadata describes the exported file."""
 
 import json
 
@@ -23,14 +23,8 @@ def test_metadata():
     metadata, cfg = described("mask_rcnn"), small_config("mask_rcnn")
     assert metadata["detector"] == "Mask R-CNN" and metadata["backbone"] == cfg.MODEL.TRANSFORMER.VARIANT
     expected = {"name": "image", "shape": [3, "height", "width"], "range": [0, 255], "sides": [1, 8192]}
-    expected |= {
-        "size": None,
-        "stride": 32,
-        "batched": False,
-        "batch": None,
-        "dtype": "uint8",
-        "color_order": cfg.INPUT.FORMAT,
-    }
+    expected |= {"size": None, "stride": 32, "batched": False, "batch": None, "dtype": "uint8"}
+    expected["color_order"] = cfg.INPUT.FORMAT
     assert metadata["input"] == expected
     pixels = {"inside_the_model": True, "mean": cfg.MODEL.PIXEL_MEAN, "std": cfg.MODEL.PIXEL_STD}
     assert metadata["normalization"] == pixels
@@ -45,7 +39,7 @@ def test_metadata():
 
 
 def test_metadata_of_other_detectors():
-    # RetinaNet has no masks, whatever the value of the key.
+    # RetinaNet ignores MODEL.MASK_ON.
     metadata = described("retinanet", "MODEL.MASK_ON", "True", file_format="onnx")
     assert metadata["detector"] == "RetinaNet" and "mask" not in metadata["thresholds"]
     assert metadata["opset"] == 20 and metadata["input"]["sides"] == [32, 8192]
@@ -59,7 +53,7 @@ def test_metadata_of_other_detectors():
 
 
 def resized(rule: dict, height: int, width: int) -> tuple[int, int]:
-    """Return height and width by the resizing rule as the metadata describe it."""
+    """Return height and width by the resizing rule of the metadata."""
     scale = rule["short_side"] / min(height, width)
     sides = [float(rule["short_side"]), scale * max(height, width)]
     if sides[1] > rule["longest_side"]:
@@ -70,8 +64,8 @@ def resized(rule: dict, height: int, width: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("short, longest", [(800, 1333), (64, 100)])
-def test_the_resizing_rule_is_that_of_testing(shapes, short, longest):
-    """And Pillow's BILINEAR, without any of this project's code, gives the pixels of the test loader."""
+def test_the_resizing_rule_equals_testing(shapes, short, longest):
+    """Pillow's BILINEAR gives the pixels of the test loader."""
     overrides = ("INPUT.MIN_SIZE_TEST", str(short), "INPUT.MAX_SIZE_TEST", str(longest))
     rule, cfg = described("retinanet", *overrides)["resizing"], small_config("retinanet", *overrides)
     assert (rule["short_side"], rule["longest_side"]) == (short, longest)

@@ -1,4 +1,4 @@
-"""int8: which layers stay float, which images it is calibrated on, and that average precision decides."""
+"""int8: float layers, calibration images, and the decision by average precision."""
 
 import shutil
 from pathlib import Path
@@ -19,18 +19,18 @@ from tests.tolerances import FLOAT32
 
 
 def test_layers_that_stay_float_exist():
-    """The detectors have parameters of these names: a renamed one would be quantised without a warning."""
+    """A renamed layer would be quantized without a warning."""
     names = [name for detector in ("retinanet", "mask_rcnn") for name, _ in demo_detector(detector).named_parameters()]
     for layer in FLOAT_LAYERS[1:]:  # the first is LIT's
         assert any(layer in name for name in names), layer
 
 
-# Quantised values, as floats.
+# Operations that output quantized values as floats.
 SCALED = ("DequantizeLinear", "FakeQuantize")
 
 
 def operations(path: Path, file_format: str) -> list[tuple[str, set[str], set[str]]]:
-    """Return type, inputs and outputs of all operations of a file, each after those that it reads."""
+    """Return the type, inputs and outputs of all operations of a file in topological order."""
     if file_format == "onnx":
         import onnx
 
@@ -43,7 +43,7 @@ def operations(path: Path, file_format: str) -> list[tuple[str, set[str], set[st
 @pytest.mark.slow
 @pytest.mark.parametrize(("file_format", "accept_drop"), [("onnx", True), ("openvino", False)])
 def test_int8(shapes, tmp_path, monkeypatch, file_format, accept_drop):
-    """Quantise a checkpoint and evaluate it: average precision decides, and here no drop is small enough."""
+    """Average precision decides. The allowed drop is set so low that no export passes."""
     skip_without(file_format)
     pytest.importorskip("nncf")
     monkeypatch.setattr(parity, "AP_DROP", -200.0)
@@ -63,38 +63,37 @@ def test_int8(shapes, tmp_path, monkeypatch, file_format, accept_drop):
         *(inputs | outputs for kind, inputs, outputs in operations(path, file_format) if kind in SCALED)
     )
     assert len(names) > 50 and not any(map(stays_float, names))
-    # Most detections are eager's.
+    # Most detections equal detectron2's.
     rows, scores = report["images"], report["scores"]
     assert all(one["distinct"] > 100 and 0.5 < one["highest"] < 1 for one in scores) and len(scores) == 2
     assert sum(row["changed"] + row["unmatched"] for row in rows) < 0.5 * sum(row["detections"] for row in rows)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file_format", ["onnx", "openvino"])
-@pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
-def test_what_the_heads_predict_is_not_quantised(written, tmp_path, name, file_format):
-    """A score whose range came from calibration could not be higher than on those images: here they are grey."""
+@pytest.mark.parametrize("name, file_format", [("retinanet", "onnx"), ("mask_rcnn", "openvino")])
+def test_predictions_of_the_heads_are_not_quantized(written, tmp_path, name, file_format):
+    """A quantized score could not exceed its maximum on the calibration images, which are gray here."""
     pytest.importorskip("nncf")
     model = written(name, file_format, batched=True, dtype="float32")
     path, images = tmp_path / model.path.name, [torch.full((1, 3, 96, 128), value) for value in (0.0, 100.0, 200.0)]
     quantize(model.path, path, file_format, images, lambda image: image)
-    predicted, quantised = set(), 0
+    predicted, quantized = set(), 0
     for kind, inputs, outputs in operations(path, file_format):
-        # These pass on places and sizes, not values; RoIAlign makes features of boxes.
+        # These use shapes and positions, not values.
         if kind in ("NonZero", "Shape", "ShapeOf", "RoiAlign", "ROIAlign"):
             continue
-        quantised += kind in SCALED
+        quantized += kind in SCALED
         assert not (predicted & inputs and kind in SCALED), inputs
         if predicted & inputs or any(layer in value for layer in FLOAT_LAYERS for value in inputs | outputs):
             predicted |= outputs
-    assert quantised > 5 and len(predicted) > 50
+    assert quantized > 5 and len(predicted) > 50
 
 
 def random_input(seed: int) -> Tensor:
     return torch.rand(4, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_only_linear_is_quantised(path: Path, file_format: str) -> None:
+def assert_only_linear_is_quantized(path: Path, file_format: str) -> None:
     found = operations(path, file_format)
     scaled = set().union(*(outputs for kind, _, outputs in found if kind in SCALED))
     linear, product = (inputs for kind, inputs, _ in found if kind == "MatMul")
@@ -112,7 +111,7 @@ def test_products_without_weights_stay_float_in_openvino(tmp_path):
     source, path = tmp_path / "float.xml", tmp_path / "int8.xml"
     openvino.save_model(openvino.Model([product], [image]), source, compress_to_fp16=False)
     quantize(source, path, "openvino", range(8), random_input)
-    assert_only_linear_is_quantised(path, "openvino")
+    assert_only_linear_is_quantized(path, "openvino")
 
 
 def test_products_without_weights_stay_float_in_onnx(tmp_path):
@@ -120,17 +119,17 @@ def test_products_without_weights_stay_float_in_onnx(tmp_path):
     nodes = "[linear] a = MatMul(x, weight) [product] y = MatMul(x, a)"
     source = onnx_file(tmp_path, nodes, weights="float[4, 4] weight = {1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1}")
     quantize(source, tmp_path / "int8.onnx", "onnx", range(8), random_input)
-    assert_only_linear_is_quantised(tmp_path / "int8.onnx", "onnx")
+    assert_only_linear_is_quantized(tmp_path / "int8.onnx", "onnx")
     import onnx
 
-    # Two products of an unsigned and a signed byte are below 2^15, the largest sum of processors without VNNI.
+    # CPUs without VNNI add two products of an unsigned and a signed byte in 16 bits.
     weights = map(onnx.numpy_helper.to_array, onnx.load(tmp_path / "int8.onnx").graph.initializer)
     assert max(abs(weight.astype(int)).max() for weight in weights if weight.ndim == 2) in (63, 64)
 
 
 def test_folded_transposes(tmp_path):
     onnx = pytest.importorskip("onnx")
-    # t is used twice, as the exporter's optimiser leaves it; "b.weight" also as it is; v and w are not of a weight.
+    # t is used twice, "b.weight" also without Transpose, and v and w are no transposed weights.
     nodes = """
         t = Transpose<perm = [1, 0]>("a.weight") c = MatMul(x, t) d = MatMul(c, t)
         u = Transpose("b.weight") e = MatMul(d, u) f = MatMul(e, "b.weight")
@@ -139,17 +138,17 @@ def test_folded_transposes(tmp_path):
     values = ", ".join(map(str, np.random.default_rng(0).normal(size=16).round(3)))
     weights = ", ".join(f'float[4, 4] "{name}" = {{{values}}}' for name in ("a.weight", "b.weight"))
     path, image = onnx_file(tmp_path, nodes, weights=weights), torch.rand(3, 4)
-    (expected,) = load_model(path)(image)
+    (expected,) = load_model(path)[0](image)
     model = onnx.load(path)
     fold_transposes(model.graph)
     assert {tensor.name for tensor in model.graph.initializer} == {"a.weight.t", "b.weight", "b.weight.u"}
     assert [one.op_type for one in model.graph.node] == ["MatMul"] * 4 + ["Transpose"] * 2 + ["Add"]
     onnx.save(model, path)
-    torch.testing.assert_close(load_model(path)(image)[0], expected, **FLOAT32)
+    torch.testing.assert_close(load_model(path)[0](image)[0], expected, **FLOAT32)
 
 
 def test_calibration_images(shapes, weights, tmp_path, monkeypatch):
-    """They are evenly spaced in the training set, and read once before the export, which takes minutes."""
+    """They are evenly spaced in the training set, and are read before the export, which takes minutes."""
     pytest.importorskip("nncf")
     skip_without("onnx")
     cfg = small_config()

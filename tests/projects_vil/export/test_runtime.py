@@ -1,4 +1,4 @@
-"""Exported files in their own runtimes: what they take, detectron2's interface over them, and damaged ones."""
+"""Exported files in their own runtimes: inputs, detectron2's interface, and damaged or malicious files."""
 
 import io
 import json
@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from backbones import ConfigError
-from projects_vil.export import FORMATS, ExportedModel, example_image, metadata_path, paste_masks
+from projects_vil.export import (
+    FORMATS,
+    ExportedModel,
+    example_image,
+    letterbox_size,
+    metadata_path,
+    pad_image,
+    paste_masks,
+)
 from projects_vil.export.formats import load_model
 from projects_vil.export.metadata import digests_of, with_digest
 from tests.projects_vil.export.exporting import demo_detector
@@ -19,28 +27,22 @@ from tests.tolerances import FLOAT32
 
 
 def copy_of(model: ExportedModel, folder: Path, **metadata) -> Path:
-    """A copy of the files, with other metadata."""
+    """Copy the files of a model, with other metadata and no digest of it."""
     path = folder / model.path.name
     for file in FORMATS[model.file_format].files(model.path):
         shutil.copy(file, folder)
-    changed = with_digest(model.metadata | metadata)
-    if changed != model.metadata | metadata:
-        changed.pop("metadata_sha256")
-    metadata_path(path).write_text(json.dumps(changed))
+    metadata_path(path).write_text(json.dumps(model.metadata | metadata | {"metadata_sha256": None}))
     return path
 
 
-def test_traced_models_take_both_types(written):
+def test_inputs(written, tmp_path):
     model, image = written("retinanet", "torchscript"), example_image(70, 90)
     traced = torch.jit.load(model.path)
     for ours, theirs in zip(traced(image), traced(image.float()), strict=True):
         torch.testing.assert_close(ours, theirs, **FLOAT32)
-    # Fractions would be cut off for other formats.
+    # Casting to uint8 would truncate fractions.
     with pytest.raises(ConfigError, match="float32"):
         model(image.float())
-
-
-def test_a_batch_that_is_too_large(written, tmp_path):
     model = written("mask_rcnn", "torchscript", batched=True, dtype="float32")
     assert model.metadata["input"]["batch"] == [1, 1024]
     small = ExportedModel(copy_of(model, tmp_path, input=model.metadata["input"] | {"batch": [1, 2]}))
@@ -48,12 +50,23 @@ def test_a_batch_that_is_too_large(written, tmp_path):
         small(torch.stack([example_image(40, 50)] * 3))
 
 
+def test_letterboxing():
+    assert letterbox_size(480, 640, (800, 1333)) == (800, 1067)
+    size = letterbox_size(300, 201, (96, 128))
+    assert size == (96, 64)
+    image = torch.full((3, *size), 7, dtype=torch.uint8)
+    canvas = pad_image(image, (96, 128), [123.675, 116.28, 103.53])
+    assert canvas.shape == (3, 96, 128) and torch.equal(canvas[:, : size[0], : size[1]], image)
+    mean = torch.tensor([124, 116, 104], dtype=torch.uint8)[:, None, None]
+    assert (canvas[:, size[0] :] == mean).all() and (canvas[:, :, size[1] :] == mean).all()
+
+
 @pytest.mark.parametrize("name", ["retinanet", pytest.param("mask_rcnn", marks=pytest.mark.slow)])
-def test_an_exported_model_with_detectron2s_interface(exported, name):
-    """Boxes are scaled to the size of the file, and masks pasted, as detectron2 does it."""
+def test_detectron2s_interface(exported, name):
+    """Boxes are scaled to the original size, and masks pasted, as in detectron2."""
     model = ExportedModel(exported(name)[0])
     inputs = {"image": example_image(64, 90), "height": 200, "width": 281}
-    for _ in range(2):  # the second time shows that the first has left its outputs as they were
+    for _ in range(2):  # the first call must not change outputs that the runtime reuses
         (ours,) = model.as_detectron2([inputs])
     with torch.no_grad():
         (theirs,) = demo_detector(name)([inputs])
@@ -61,9 +74,6 @@ def test_an_exported_model_with_detectron2s_interface(exported, name):
     assert ours.image_size == theirs.image_size == (200, 281) and len(ours) == len(theirs) > 0
     assert_same_detections(ours, theirs)
     assert name == "retinanet" or (ours.pred_masks.shape == (len(ours), 200, 281) and ours.pred_masks.any())
-
-
-def test_pasting_no_masks():
     none = paste_masks(torch.zeros(0, 1, 28, 28), torch.zeros(0, 4), (64, 90))
     assert none.shape == (0, 64, 90) and none.dtype == torch.bool
 
@@ -71,67 +81,59 @@ def test_pasting_no_masks():
 # -- damaged files ---------------------------------------------------------------------------------
 
 
-def test_the_weights_of_openvino_are_in_a_file_of_their_own(written, tmp_path):
+def test_the_weights_file_of_openvino(written, tmp_path):
     model = written("retinanet", "openvino", fixed_number=100)
-    path = copy_of(model, tmp_path, **digests_of(model.path, "openvino"))
+    path = copy_of(model, tmp_path, **digests_of(model.path))
     weights = path.with_suffix(".bin")
     assert ExportedModel(path).metadata["other_files"].keys() == {weights.name}
     weights.write_bytes(weights.read_bytes()[::-1])
-    with pytest.raises(ConfigError, match=weights.name):
-        ExportedModel(path)
-    weights.unlink()
-    with pytest.raises(ConfigError, match=weights.name):
-        ExportedModel(path)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=weights.name):
+            ExportedModel(path)
+        weights.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda data: data["outputs"].reverse(),
-        lambda data: data["input"].update(color_order="BGR"),
-        lambda data: data["classes"].pop(),
-        lambda data: data.update(category_ids=[1, 1, 1]),
-        lambda data: data.update(thresholds=None),
-        lambda data: data.update(input=[]),
-    ],
-)
-@pytest.mark.parametrize("keep_digest", [True, False])
-def test_changed_metadata(written, tmp_path, change, keep_digest):
-    """Of a wrong form, or with a digest of its own that is not the one in the file."""
+def test_changed_metadata(written, tmp_path):
+    """Metadata must be valid and match the embedded digest, unless the digest was deleted."""
     model = written("retinanet", "torchscript")
     path = copy_of(model, tmp_path)
-    data = json.loads(metadata_path(path).read_text())
-    change(data)
-    metadata_path(path).write_text(json.dumps(data if keep_digest else with_digest(data)))
-    with pytest.raises(ConfigError, match=path.name):
-        ExportedModel(path)
-    # On purpose, without a digest: not what the model cannot have.
+    file = metadata_path(path)
+    assert ExportedModel(path).metadata == model.metadata | {"metadata_sha256": None}
     fewer = {name: model.metadata[name][1:] for name in ("classes", "category_ids")}
-    metadata_path(path).write_text(json.dumps({**model.metadata, **fewer, "metadata_sha256": None}))
-    with pytest.raises(ConfigError, match="2 classes"):
+    other_order = {"input": model.metadata["input"] | {"color_order": "BGR"}}
+    invalid = [
+        {"outputs": model.metadata["outputs"][::-1]},
+        {"category_ids": [1, 1, 1]},
+        {"thresholds": None},
+        {"input": []},
+        fewer,
+    ]
+    for change in (*invalid, other_order):
+        data = model.metadata | change
+        versions = [data, with_digest(data)] + [data | {"metadata_sha256": None}] * (change in invalid)
+        for text in map(json.dumps, versions):
+            file.write_text(text)
+            with pytest.raises(ConfigError, match=path.name):
+                ExportedModel(path)
+    file.write_text("{")
+    with pytest.raises(ConfigError, match=file.name):
         ExportedModel(path)
-    metadata_path(path).write_text("{")
-    with pytest.raises(ConfigError, match="has its own"):
-        ExportedModel(path)
-    metadata_path(path).unlink()
+    file.unlink()
     assert ExportedModel(path).metadata == model.metadata
 
 
-def test_no_path_of_this_machine_is_in_a_file(written):
-    for file_format in ("torchscript", "openvino"):
-        check_paths(written("retinanet", file_format, **({"fixed_number": 100} if file_format == "openvino" else {})))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("file_format", ["onnx", "torch_export"])
-def test_no_path_of_this_machine_is_in_a_slow_file(written, file_format):
-    options = {"batched": True, "fixed_number": 100} if file_format == "onnx" else {}
-    check_paths(written("retinanet", file_format, **options))
-
-
-def check_paths(model: ExportedModel) -> None:
+@pytest.mark.parametrize(
+    ("file_format", "options"),
+    [
+        ("torchscript", {}),
+        ("openvino", {"fixed_number": 100}),
+        pytest.param("onnx", {"batched": True, "fixed_number": 100}, marks=pytest.mark.slow),
+        pytest.param("torch_export", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_no_file_contains_a_path_of_this_machine(written, file_format, options):
     paths = [str(path).encode() for path in (ROOT, Path.home(), "site-packages", "dist-packages")]
-    for file in FORMATS[model.file_format].files(model.path):
+    for file in FORMATS[file_format].files(written("retinanet", file_format, **options).path):
         contents = [file.read_bytes()]
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
@@ -139,8 +141,8 @@ def check_paths(model: ExportedModel) -> None:
         assert not [path for path in paths for content in contents if path in content], file
 
 
-class Creates:
-    """A pickle that creates a file."""
+class CreateFile:
+    """A pickle that creates a file when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -150,18 +152,16 @@ class Creates:
 
 
 @pytest.mark.parametrize(
-    "member", ["data/sample_inputs/model.pt", "data/weights/model.pt", "data/constants/opaque_obj_0"]
+    "record", ["data/sample_inputs/model.pt", "data/weights/model.pt", "data/constants/opaque_obj_0"]
 )
-def test_a_pickle_in_an_archive_of_torch_export(tmp_path, member):
-    """It is not run, whether torch would read it or not."""
+def test_a_pickle_in_a_torch_export_archive_is_not_run(tmp_path, record):
     path, created = tmp_path / "model.pt2", tmp_path / "created"
-    exported = torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
-    torch.export.save(exported, path)
+    torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(1, 2),)), path)
     reader, buffer, pickled = torch._C.PyTorchFileReader(str(path)), io.BytesIO(), io.BytesIO()
-    torch.save(Creates(created), pickled)
+    torch.save(CreateFile(created), pickled)
     writer = torch._C.PyTorchFileWriter(buffer)
-    members = {name: reader.get_record(name) for name in reader.get_all_records()} | {member: pickled.getvalue()}
-    for name, content in members.items():
+    records = {name: reader.get_record(name) for name in reader.get_all_records()} | {record: pickled.getvalue()}
+    for name, content in records.items():
         if name not in ("version", ".data/serialization_id"):
             writer.write_record(name, content, len(content))
     writer.write_end_of_file()

@@ -1,4 +1,4 @@
-"""Files for the tests of predicting."""
+"""Fixtures for the tests of inference."""
 
 import contextlib
 import functools
@@ -26,9 +26,9 @@ def exported_run(trained_run, made_once):
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
-    """A server of files, and of a camera: JPEGs without an end, as IP cameras send them.
+    """A server of files, and of an endless stream of JPEG images as sent by an IP camera.
 
-    The first request for a file below ``flaky/`` fails.
+    The first request for each file in ``flaky/`` fails.
     """
 
     def __init__(self, *args, failed: set[str], **options) -> None:

@@ -1,4 +1,4 @@
-"""Helpers for the tests of inference: synthetic images, a runner without weights, and reading of results."""
+"""Helpers for the tests of inference: synthetic images, a runner without weights, and a reader of results."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ config = functools.cache(small_config)
 
 
 class BrightHalfRunner:
-    """A runner that detects the brighter half of each image, with its brightness as the score."""
+    """A runner that detects the brighter half of each image. The score is its brightness."""
 
     channels, score_threshold, weights = "RGB", 0.0, __file__
     categories = ANY
@@ -74,7 +74,7 @@ def read(folder: Path) -> tuple[list[dict], dict]:
 
 
 def save_run(folder: Path, name: str, *overrides: str):
-    """Write config and weights of an untrained detector, as a run does; returns both."""
+    """Write the config and the weights of an untrained detector like a run, and return the config and the model."""
     cfg = small_config(name, "OUTPUT_DIR", str(folder), *overrides)
     detector = untrained_detector(cfg)
     (folder / CONFIG_FILE).write_text(cfg.dump())

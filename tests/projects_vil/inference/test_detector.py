@@ -1,4 +1,4 @@
-"""Detector: sources that it loads from, images that it takes, and its results."""
+"""Detector: models to load, types of images, and results."""
 
 import json
 
@@ -45,7 +45,7 @@ def assert_equal(ours: Detections, theirs: Detections) -> None:
 @pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_networks_in_sixteen_bits(tmp_path, name, dtype):
-    """Outputs stay in float32, and near those of float32."""
+    """Outputs are float32, and close to the outputs of a float32 model."""
     save_run(tmp_path, name, "TEST.DETECTIONS_PER_IMAGE", "5")
     image = np.random.default_rng(0).integers(0, 255, (50, 70, 3), np.uint8)
     expected = Detector.load(tmp_path)(image)
@@ -62,23 +62,24 @@ def test_networks_in_sixteen_bits(tmp_path, name, dtype):
         Detector.load(tmp_path, dtype="int8")
 
 
-def test_masks_are_encoded_as_by_pycocotools(monkeypatch):
-    """Of images of several sizes and numbers of masks, in parts of any size; with whole, empty and noisy masks."""
+def test_encoded_masks_equal_pycocotools(monkeypatch):
+    """For images of different sizes with full, empty and noisy masks, and for any chunk size."""
     random = np.random.default_rng(0)
     images = [
         random.random((number, height, width)) < 0.5 for number, height, width in ((5, 9, 13), (0, 8, 3), (4, 30, 7))
     ]
     images[0][0], images[0][1], images[2][1, :, 2:5], images[2][2, 0, 0] = False, True, True, True
     expected = [[mask_util.encode(np.asfortranarray(mask.astype(np.uint8))) for mask in image] for image in images]
-    for pixels in (1, 250, runners.MASK_PIXELS):
-        monkeypatch.setattr(runners, "MASK_PIXELS", pixels)
+    for pixels in (1, 250, runners.MAX_MASK_PIXELS):
+        monkeypatch.setattr(runners, "MAX_MASK_PIXELS", pixels)
         assert runners.encode_masks([torch.from_numpy(image) for image in images]) == expected
 
 
 def test_encoded_and_dense_masks_are_the_same(tmp_path):
     save_run(tmp_path, "mask_rcnn", "TEST.DETECTIONS_PER_IMAGE", "7")
     detector, image = Detector.load(tmp_path), picture(50, 70)
-    ((_, encoded),) = next(detector.detect(ImageBatches([ImageSource(image, "a", 1)])))
+    source = ImageBatches([ImageSource(image, "a", 1), ImageSource(image, "b", 2)])
+    encoded, _ = detector.detect(source, lambda _, detections: detections)
     dense = detector(image)
     assert len(dense) == 7 and dense.instances.pred_masks.shape == (7, 50, 70)
     assert not encoded.instances.has("pred_masks") and np.array_equal(encoded.masks, dense.masks)
@@ -127,8 +128,8 @@ def test_pil_images_are_taken_upright(tmp_path):
     detector = Detector(BrightHalfRunner())
     for image in (tmp_path / "rotated.jpg", PIL.Image.open(tmp_path / "rotated.jpg")):
         assert detector(image).image_size == (60, 40)
-    grey = PIL.Image.fromarray(picture(40, 60, bright="right")[..., 0].astype(np.uint16) * 257)
-    assert detector(grey).names == ["right"]
+    gray = PIL.Image.fromarray(picture(40, 60, bright="right")[..., 0].astype(np.uint16) * 257)
+    assert detector(gray).names == ["right"]
 
 
 @pytest.mark.parametrize(
@@ -154,29 +155,28 @@ def test_images_of_other_types(image, named):
 
 
 @pytest.mark.parametrize("name", ["model_final.pth", pytest.param("model.ts", marks=pytest.mark.slow)])
-def test_a_detector_says_what_it_is_and_filters_by_a_threshold_of_one_call(request, trained_run, photos, name):
+def test_repr_and_the_score_threshold_of_a_call(request, trained_run, photos, name):
     folder = trained_run if name == "model_final.pth" else request.getfixturevalue("exported_run")
-    detector, runs_on = Detector.load(folder / name, device="cpu"), "RetinaNet with vil_tiny_1_1_3_1_rpb on cpu"
-    for fact in (runs_on, "3 classes (circle, square, triangle)", str(folder / name), "0.001", f"{DRAW_THRESHOLD}"):
+    detector, model = Detector.load(folder / name, device="cpu"), "RetinaNet with vil_tiny_1_1_3_1_rpb on cpu"
+    for fact in (model, "3 classes (circle, square, triangle)", str(folder / name), "0.001", f"{DRAW_THRESHOLD}"):
         assert fact in repr(detector) and "\n" not in repr(detector)
     found = detector(photos[0])
     middle = float(found.scores[len(found) // 2])
     fewer = detector(photos[0], score_threshold=middle)
     assert 0 < len(fewer) < len(found) and (fewer.scores >= middle).all() and fewer.draw_threshold == middle
     assert len(detector(photos[0])) == len(found)
-    # The model finds nothing below its own threshold.
     for wrong in (1.5, 0.0005):
         with pytest.raises(ConfigError, match=f"score_threshold is {wrong:g}"):
             detector(photos[0], score_threshold=wrong)
 
 
 def masked(size: tuple[int, int] = (40, 61)) -> Detections:
-    """Two objects with masks on a grey image."""
+    """Two objects with masks on a gray image."""
     instances = Instances(size, pred_boxes=Boxes([[5.0, 10.0, 25.0, 30.0], [30.0, 2.0, 55.0, 35.0]]))
     instances.scores, instances.pred_classes = torch.tensor([0.9, 0.4]), torch.tensor([1, 0])
     instances.pred_masks = torch.zeros(2, *size, dtype=torch.bool)
     instances.pred_masks[0, 10:30, 5:25] = instances.pred_masks[1, 2:35, 30:55] = True
-    return Detections(instances, ANY, ImageSource(np.full((*size, 3), 128, np.uint8), "grey", 0))
+    return Detections(instances, ANY, ImageSource(np.full((*size, 3), 128, np.uint8), "gray", 0))
 
 
 def test_fields_and_coco_results():
@@ -192,18 +192,16 @@ def test_fields_and_coco_results():
     assert json.loads(json.dumps([first, second])) == [first, second]
 
 
-@pytest.mark.parametrize("size", [(40, 61), (501, 77)])
-def test_drawings(size):
-    found = masked(size)
-    drawn = found.draw()
-    assert drawn.shape == (*size, 3) and drawn.dtype == np.uint8 and (found.source.image == 128).all()
-    changed = (drawn != 128).any(axis=2)
-    assert changed[25, 15] and changed[32, 50]
-    assert not (found.draw(score_threshold=0.41) != 128).any(axis=2)[32, 50]
-    assert max(found.draw(longer_side=600).shape) in (599, 600)
-
-
-def test_a_drawing_reads_its_file_again(tmp_path):
+def test_drawings(tmp_path):
+    for size in ((40, 61), (501, 77)):
+        found = masked(size)
+        drawn = found.draw()
+        assert drawn.shape == (*size, 3) and drawn.dtype == np.uint8 and (found.source.image == 128).all()
+        changed = (drawn != 128).any(axis=2)
+        assert changed[25, 15] and changed[32, 50]
+        assert not (found.draw(score_threshold=0.41) != 128).any(axis=2)[32, 50]
+        assert max(found.draw(longer_side=600).shape) in (599, 600)
+    # The file is read again.
     save(tmp_path / "a.png", picture(80, 120))
     found = Detector(BrightHalfRunner())(tmp_path / "a.png")
     assert found.draw().shape == (80, 120, 3)
@@ -228,7 +226,7 @@ def test_sources_of_a_run_give_the_same(detector, trained_run, photos, tmp_path)
     ):
         assert other.categories == detector.categories
         assert_equal(other(photos[0]), expected)
-    # The last checkpoint of an unfinished run.
+    # An unfinished run has no model_final.pth.
     run = link(trained_run, tmp_path / "run", "config.yaml", "model_0000001.pth")
     assert Detector.load(run).runner.weights.name == "model_0000001.pth"
 

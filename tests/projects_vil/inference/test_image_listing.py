@@ -1,4 +1,4 @@
-"""find_images: the same images from every kind of input, in shards, and what is not there."""
+"""find_images: all types of inputs, shards, and damaged files."""
 
 import csv
 import gzip
@@ -15,12 +15,12 @@ from projects_vil.inference.image_listing import find_images
 from tests.projects_vil.helpers import message
 from tests.projects_vil.inference.helpers import picture, save
 
-HEIGHTS = {"a.b/z.png": 30, "a.png": 40, "a/x.jpg": 50, "b.bmp": 60}  # in the order of their names
+HEIGHTS = {"a.b/z.png": 30, "a.png": 40, "a/x.jpg": 50, "b.bmp": 60}  # sorted by name
 
 
 @pytest.fixture
 def photos(tmp_path):
-    """A folder of photos, and beside it lists, a table and tar files of the same photos."""
+    """A folder of photos, and a list, a table and tar files of the same photos."""
     for name, height in HEIGHTS.items():
         save(tmp_path / "in" / name, picture(height, 60))
     save(tmp_path / "in/out/c.png", picture(20, 60))
@@ -31,7 +31,7 @@ def photos(tmp_path):
     with (tmp_path / "table.csv").open("w") as file:
         csv.writer(file).writerows([["number", "url"], *enumerate(paths)])
     for number, names in enumerate((list(HEIGHTS)[:2], list(HEIGHTS)[2:])):
-        # With a header before that of the first member, as git writes it.
+        # With a global header, as in archives written by git.
         with tarfile.open(tmp_path / f"shard-{number + 8:02}.tar", "w", pax_headers={"comment": "photos"}) as tar:
             for name in names:
                 tar.add(tmp_path / "in" / name, name)
@@ -40,7 +40,7 @@ def photos(tmp_path):
 
 
 def found(source, **options) -> dict[str, int]:
-    """Return the names of images and the heights of their pixels."""
+    """Return the names and heights of the images."""
     images = {}
     for image in find_images(source, exclude=Path(source).parent / "in/out", **options):
         pixels = image.read()
@@ -51,8 +51,8 @@ def found(source, **options) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", ["in", "list.txt", "table.csv", "table.parquet", "shard-{08..09}.tar"])
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_every_kind_of_input_has_the_same_images(photos, request, kind, is_remote):
-    """In the same order; a password in a URL is written nowhere."""
+def test_all_types_of_inputs(photos, request, kind, is_remote):
+    """The images are in the same order. The password of a URL is not in the names."""
     source = str(photos / kind)
     if kind.endswith(".parquet"):
         pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -77,8 +77,8 @@ def test_tar_files_in_a_folder(photos):
 
 
 @pytest.mark.parametrize("fault", ["two gzip members", "zeros", "two archives", "damaged header", "cut", "no header"])
-def test_no_image_of_a_tar_file_is_lost_in_silence(photos, fault, caplog):
-    """tarfile takes a damaged or missing header, and blocks of zeros between two images, for the end of the file."""
+def test_damaged_tar_files(photos, fault, caplog):
+    """tarfile treats a damaged header, a missing header and zero blocks as the end of the file."""
     contents = (photos / "shard-09.tar").read_bytes()
     with tarfile.open(photos / "shard-09.tar") as tar:
         start = tar.getmembers()[1].offset
@@ -91,7 +91,7 @@ def test_no_image_of_a_tar_file_is_lost_in_silence(photos, fault, caplog):
         (photos / "faulty.tar").write_bytes(before + faulty[fault])
     first, *others, last = find_images(next(photos.glob("faulty.*")), exclude=photos / "in")
     assert first.read_size() and len(others) == (fault == "two archives")
-    assert (f"faulty.tar has blocks of zeros at byte {start}" in caplog.text) == (fault in ("zeros", "two archives"))
+    assert (f"faulty.tar' has zero blocks at byte {start}" in caplog.text) == (fault in ("zeros", "two archives"))
     if fault in ("two gzip members", "zeros", "two archives"):
         assert last.read_size() == (60, 60)
     else:
@@ -101,7 +101,7 @@ def test_no_image_of_a_tar_file_is_lost_in_silence(photos, fault, caplog):
 
 @pytest.mark.parametrize("fault, reason", [("a pixel", "CRC"), ("cut", "ended"), ("more", "gzip")])
 def test_the_checksum_of_a_compressed_tar_file_is_checked(photos, fault, reason):
-    """Its error comes after its images, in which a flipped byte may change a pixel."""
+    """The images come first, with a wrong pixel, and the error comes last."""
     content = bytearray(gzip.compress((photos / "shard-09.tar").read_bytes(), compresslevel=0))
     pixels = (photos / "in/b.bmp").read_bytes()[-500:]
     content[content.index(pixels) + 250] ^= 1
@@ -116,7 +116,7 @@ def test_the_checksum_of_a_compressed_tar_file_is_checked(photos, fault, reason)
 
 
 def test_tar_files_without_images(photos, caplog):
-    """One of zeros, as a download leaves it that failed, is an error."""
+    """A file of zeros, as after a failed download, is an error."""
     with tarfile.open(photos / "texts.tar", "w") as tar:
         tar.add(photos / "list.txt", "a.txt")
     (photos / "zeros.tar").write_bytes(bytes(10240))
@@ -124,11 +124,11 @@ def test_tar_files_without_images(photos, caplog):
     (zeros,) = find_images(photos / "list.txt", exclude=photos / "in")
     with pytest.raises(UnreadableImage, match=r"zeros\.tar.*only zeros"):
         zeros.read_size()
-    assert "texts.tar has no images" in caplog.text
+    assert "texts.tar' has no images" in caplog.text
 
 
 def test_links_in_a_tar_file_are_errors(photos):
-    """In a stream the file that a link names may have passed."""
+    """The target of a link may be before the current position of the stream."""
     with tarfile.open(photos / "links.tar", "w") as tar:
         tar.add(photos / "in/a.png", "a.png")
         for name, kind in (("b.png", tarfile.LNKTYPE), ("c.png", tarfile.SYMTYPE), ("d.png", tarfile.DIRTYPE)):
@@ -142,19 +142,19 @@ def test_links_in_a_tar_file_are_errors(photos):
             link.read_size()
 
 
-def test_links_to_folders_are_left_out_with_a_warning(photos, caplog):
+def test_links_to_folders_are_skipped_with_a_warning(photos, caplog):
     (photos / "in/a/up").symlink_to(photos / "in", target_is_directory=True)
     assert list(found(photos / "in").values()) == list(HEIGHTS.values())
-    assert f"{photos / 'in/a/up'}/ is a link" in caplog.text
+    assert f"{photos / 'in/a/up'}/', which is a link" in caplog.text
 
 
-def test_images_come_before_all_of_them_are_known(photos):
+def test_images_are_streamed(photos):
     (photos / "0.png").touch()
     images = find_images(photos / "{0..999999999999}.png", exclude=photos)
     assert [image.name for image in itertools.islice(images, 3)] == ["0.png", "1.png", "2.png"]
 
 
-def test_shards_are_disjoint_and_whole(photos):
+def test_shards_are_disjoint_and_complete(photos):
     names = [f"in/{number}.png" for number in range(200)] + ["shard-08.tar", "shard-09.tar"]
     members = []
     for order in (names, names[::-1]):
@@ -167,8 +167,8 @@ def test_shards_are_disjoint_and_whole(photos):
     assert "3/3" in message(find_images, photos / "list.txt", exclude=photos, shard=(3, 3))
 
 
-def test_what_cannot_be_read_has_an_error(photos):
-    """An image has one, and so has the rest of a tar file; others are read."""
+def test_unreadable_images_have_errors(photos):
+    """An image, or the rest of a tar file. The other images are read."""
     content = (photos / "shard-08.tar").read_bytes()
     (photos / "cut.tar").write_bytes(content[: len(content) // 4])
     (photos / "list.txt").write_text("in/a.png\nabsent.png\nin\nfoo://host/a.png\nabsent.tar\ncut.tar")
@@ -184,6 +184,7 @@ def test_what_cannot_be_read_has_an_error(photos):
     "source, options, named",
     [
         ("absent", {}, "absent"),
+        ("clip.avi", {}, "video"),
         ("shard-{10..12}.tar", {}, "shard-10.tar"),
         ("table.csv", {"column": "path"}, "path"),
         ("table.csv", {"column": "path"}, "--column"),
@@ -191,14 +192,14 @@ def test_what_cannot_be_read_has_an_error(photos):
         ("list.txt", {"column": "path"}, "--column"),
     ],
 )
-def test_inputs_that_cannot_be_used(photos, source, options, named):
+def test_invalid_inputs(photos, source, options, named):
     assert named in message(find_images, photos / source, exclude=photos, **options)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 @pytest.mark.parametrize("suffix", [".txt", ".csv", ".tar"])
 def test_a_pipe_is_an_error(tmp_path, suffix):
-    """Opening it would wait for someone who writes to it."""
+    """Opening a pipe would block until a writer opens it."""
     os.mkfifo(tmp_path / f"pipe{suffix}")
     with pytest.raises((OSError, UnreadableImage), match="pipe"):
         next(find_images(tmp_path / f"pipe{suffix}", exclude=tmp_path)).read()

@@ -1,4 +1,4 @@
-"""predict_parts: rows equal to COCO's results, and part files that do not show that a run was killed."""
+"""Parquet part files: rows equal COCO results, and a resumed run writes the same files."""
 
 import json
 import os
@@ -26,9 +26,9 @@ pytest.importorskip("pyarrow")
 
 from pyarrow import parquet
 
-from projects_vil.inference.parquet_writer import SCHEMA, predict_parts
+from projects_vil.inference.parquet_writer import SCHEMA
 
-NUM_IMAGES = int(os.environ.get("NUM_IMAGES", "300"))  # of the test that kills
+NUM_IMAGES = int(os.environ.get("NUM_IMAGES", "300"))  # of the slow test
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -37,27 +37,30 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def photos(tmp_path):
-    """13 images of three sizes, and one that is none, in the third part of five."""
+    """13 images of three sizes, and an invalid file in the third of five parts."""
     for number in range(13):
         save(tmp_path / f"in/{number:02}.png", picture(40 + 8 * (number % 3), 60, bright=("left", "right")[number % 2]))
     (tmp_path / "in/06x.png").write_text("not an image")
     return tmp_path / "in"
 
 
-def run(photos, output, runner=None, **options) -> dict[str, int]:
-    options = {"part_size": 3, "batch_size": 2} | options
-    return predict_parts(Detector(runner or BrightHalfRunner()), photos, output, **options)
+def run(photos, output, runner=None, **options) -> str:
+    """Predict and return the line of the summary."""
+    options = {"part_size": 3, "batch_size": 2, "file_format": "parquet"} | options
+    summary = predict(Detector(runner or BrightHalfRunner()), photos, output, **options)
+    return summary.lines[0].removeprefix(f"{output}: ")
 
 
 @pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
-def test_rows_are_those_of_coco(photos, tmp_path, name):
+def test_rows_equal_coco_results(photos, tmp_path, name):
     (tmp_path / "run").mkdir()
     save_run(tmp_path / "run", name, "TEST.DETECTIONS_PER_IMAGE", "5")
     detector = Detector.load(tmp_path / "run", device="cpu")
     predict(detector, photos, tmp_path / "coco", drawings=False)
     results, images = read(tmp_path / "coco")
-    totals = predict_parts(detector, photos, tmp_path / "out", part_size=8)
-    assert totals == {"images": 14, "errors": 1, "detections": len(results), "parts": 2}
+    summary = predict(detector, photos, tmp_path / "out", file_format="parquet", part_size=8)
+    assert (summary.num_images, summary.num_skipped, summary.num_detections) == (13, 1, len(results))
+    assert summary.lines[0].endswith(f"out: 14 images, 1 error, {len(results)} detections, 2 parts")
     tables = [parquet.read_table(path) for path in sorted((tmp_path / "out").glob("part-*.parquet"))]
     assert all(table.schema.equals(SCHEMA) for table in tables)
     assert json.loads(tables[0].schema.metadata[b"categories"]) == images["categories"]
@@ -70,31 +73,29 @@ def test_rows_are_those_of_coco(photos, tmp_path, name):
     assert_same(results_of(rows), [result | {"image_id": images_by_id[result["image_id"]]} for result in results])
 
 
-def test_parts_that_are_not_whole_are_made_again(photos, tmp_path):
-    """Only these: others are not read, and all are as after one run."""
+def test_only_incomplete_parts_are_written_again(photos, tmp_path):
     run(photos, tmp_path / "out")
     expected = files(tmp_path / "out")
     (tmp_path / "out/part-000001.parquet").unlink()
     (tmp_path / "out/part-000003.parquet").write_bytes(expected["part-000003.parquet"][:-1])
-    # Of two jobs at once, one of which was killed.
+    # As left by two jobs at once, one of which was killed.
     manifest = expected["manifest.jsonl"]
     (tmp_path / "out/manifest.jsonl").write_bytes(manifest + manifest.splitlines(keepends=True)[-1] + b'{"file": "part')
     for num_images in (6, 0):
         runner = BrightHalfRunner()
-        totals = run(photos, tmp_path / "out", runner)
+        assert run(photos, tmp_path / "out", runner) == "14 images, 1 error, 13 detections, 5 parts"
         assert sum(map(len, runner.batches)) == num_images
-        assert totals == {"images": 14, "errors": 1, "detections": 13, "parts": 5}
         assert files(tmp_path / "out") == expected
 
 
-def test_names_do_not_control_the_terminal(tmp_path, capsys):
+def test_control_characters_of_names_are_escaped(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/\x1b[31m\n.png").write_text("not an image")
     run(tmp_path / "in", tmp_path / "out")
     assert r"skipped \x1b[31m\n.png" in capsys.readouterr().err
 
 
-def test_shards_share_a_folder(photos, tmp_path):
+def test_shards_share_an_output(photos, tmp_path):
     for number in range(3):
         run(photos, tmp_path / "out", shard=(number, 3))
     rows = [row for path in (tmp_path / "out").glob("*.parquet") for row in parquet.read_table(path).to_pylist()]
@@ -102,25 +103,22 @@ def test_shards_share_a_folder(photos, tmp_path):
     assert "shards" in message(run, photos, tmp_path / "out")
 
 
+CHANGED = "dtype was None, and now it is bfloat16; score_threshold was 0.0, and now it is 0.5"
+
+
 @pytest.mark.parametrize(
     "options, changed, content, named",
     [
         ({"part_size": 4}, "in/00.png", None, "part_size"),
         ({"weights": np.__file__}, "in/00.png", None, "model"),
-        (
-            {"score_threshold": 0.5, "dtype": "bfloat16"},
-            "in/00.png",
-            None,
-            "dtype was None, and now it is bfloat16; score_threshold was 0.0, and now it is 0.5",
-        ),
+        ({"score_threshold": 0.5, "dtype": "bfloat16"}, "in/00.png", None, CHANGED),
         ({}, "in/00.png", None, "part-000000.parquet"),
         ({}, "in/99.png", "", "part-000004.parquet"),
         ({}, "out/manifest.jsonl", None, "part-00000"),
         ({}, "out/manifest.jsonl", "{", "manifest.jsonl"),
     ],
 )
-def test_parts_of_something_else_are_refused(photos, tmp_path, options, changed, content, named):
-    """What is there stays."""
+def test_parts_of_another_model_or_input_are_not_changed(photos, tmp_path, options, changed, content, named):
     run(photos, tmp_path / "out")
     (tmp_path / changed).unlink(missing_ok=True)
     if content is not None:
@@ -131,7 +129,7 @@ def test_parts_of_something_else_are_refused(photos, tmp_path, options, changed,
     assert files(tmp_path / "out") == before
 
 
-def test_an_image_with_another_name_is_noticed_anywhere_in_a_part(photos, tmp_path):
+def test_a_renamed_image_in_the_middle_of_a_part_is_an_error(photos, tmp_path):
     run(photos, tmp_path / "out")
     (photos / "04.png").rename(photos / "04x.png")
     assert "part-000001.parquet" in message(run, photos, tmp_path / "out")
@@ -139,7 +137,7 @@ def test_an_image_with_another_name_is_noticed_anywhere_in_a_part(photos, tmp_pa
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_three_times(tmp_path):
-    """NUM_IMAGES=100000 pytest -m slow -k killed_three_times tests/projects_vil/inference/test_parts.py"""
+    """NUM_IMAGES=100000 pytest -m slow -k killed_three_times tests/projects_vil/inference/test_parquet_writer.py"""
     (tmp_path / "run").mkdir()
     save_run(tmp_path / "run", "retinanet", "TEST.DETECTIONS_PER_IMAGE", "10")
     rng = np.random.default_rng(0)
@@ -162,10 +160,10 @@ def test_a_run_that_is_killed_three_times(tmp_path):
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-    for output in ("killed", "undisturbed"):
+    for output in ("killed", "uninterrupted"):
         process = start(tmp_path / output)
         process.join()
         assert process.exitcode == 2, (tmp_path / "stderr").read_text()
-    killed, undisturbed = files(tmp_path / "killed"), files(tmp_path / "undisturbed")
-    # A process that is killed leaves the temporary file that it was writing.
-    assert {name: killed[name] for name in killed if not name.endswith(".partial")} == undisturbed
+    killed, uninterrupted = files(tmp_path / "killed"), files(tmp_path / "uninterrupted")
+    # A killed process leaves its temporary file.
+    assert {name: killed[name] for name in killed if not name.endswith(".partial")} == uninterrupted

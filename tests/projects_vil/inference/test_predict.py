@@ -1,4 +1,4 @@
-"""predict: results equal to an evaluation, batches, drawings, videos, and files that cannot be used."""
+"""predict: results, batches, drawings, videos, and invalid files and arguments."""
 
 import gc
 import json
@@ -21,7 +21,7 @@ from projects_vil import Detector
 from projects_vil.checkpoint import Categories
 from projects_vil.engine import Trainer
 from projects_vil.export import metadata_path
-from projects_vil.inference import predict
+from projects_vil.inference import image_loading, predict
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Video, read_ahead
 from projects_vil.inference.predict import categories_as_annotated
 from tests.projects_vil.export.exporting import write
@@ -54,7 +54,7 @@ def test_results_equal_those_of_an_evaluation(shapes, tmp_path, name, channels):
     truth = json.loads(annotations.read_text())
     assert [image["id"] for image in images["images"]] == [image["id"] for image in truth["images"]]
     assert [(c["id"], c["name"]) for c in images["categories"]] == [(c["id"], c["name"]) for c in truth["categories"]]
-    assert (summary.done, summary.detections, summary.skipped) == (8, len(results), ())
+    assert (summary.num_images, summary.num_detections, summary.num_skipped) == (8, len(results), 0)
     drawn = {path.name for path in (tmp_path / "out/drawings").iterdir()}
     assert drawn == {path.name for path in (shapes / "val").iterdir()}
 
@@ -65,7 +65,7 @@ def test_augmented_results_are_in_pixels_of_the_files(trained_run, shapes, tmp_p
         detector = Detector.load(trained_run, overrides=overrides, tta=tta)
         predict(detector, shapes / "val", tmp_path / str(tta), drawings=False, batch_size=2)
     augmented, plain = read(tmp_path / "True")[0], read(tmp_path / "False")[0]
-    # Some boxes are merged that overlap once they are clipped to the image.
+    # Boxes that overlap after clipping to the image are merged.
     assert 0.8 * len(plain) < len(augmented) <= len(plain)
     rows = np.array([[one["image_id"] * 1e4, one["category_id"] * 1e4, *one["bbox"]] for one in plain])
     for one in augmented:
@@ -93,15 +93,16 @@ def test_ids_of_annotations(tmp_path):
     results, images = read(tmp_path / "out")
     assert [(r["image_id"], r["category_id"]) for r in results] == [(40, 10), (41, 11)]
     assert [(c["id"], c["name"]) for c in images["categories"]] == [(11, "left"), (10, "right")]
-    assert summary.done == 2 and [item.name for item in summary.skipped] == ["c.png"]
-    with pytest.raises(ConfigError, match=r"3 classes"):
-        other = annotations_of(tmp_path / "b.json", sizes, ["left", "right", "star"])
-        run_on(tmp_path / "in", tmp_path / "out", annotations=other)
-    for name in ("../a.png", f"{tmp_path}/a.png"):
-        save(tmp_path / "a.png", picture(40, 60))
-        outside = annotations_of(tmp_path / "c.json", {name: (40, 60)}, ["left", "right"])
-        with pytest.raises(ConfigError, match=r"c\.json"):
-            run_on(tmp_path / "in", tmp_path / "out", annotations=outside)
+    assert summary.num_images == 2 and [item["file_name"] for item in images["skipped"]] == ["c.png"]
+    save(tmp_path / "a.png", picture(40, 60))
+    for image_sizes, names, expected in (
+        (sizes, ["left", "right", "star"], "3 classes"),
+        ({"../a.png": (40, 60)}, ["left", "right"], "b.json"),
+        ({f"{tmp_path}/a.png": (40, 60)}, ["left", "right"], "b.json"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            options = {"annotations": annotations_of(tmp_path / "b.json", image_sizes, names)}
+            run_on(tmp_path / "in", tmp_path / "out", **options)
 
 
 def test_categories_as_annotated():
@@ -131,8 +132,9 @@ def test_batches_of_one_padded_size(tmp_path):
     assert results[0]["bbox"] == [30, 0, 30, 40] and results[1]["bbox"] == [0, 0, 25, 64]
 
 
-def test_batches_stay_within_a_window():
-    """Images are taken a window at a time, and the batches of a window do not depend on what is around it."""
+def test_batches_stay_within_a_window(monkeypatch):
+    """Images are read one window at a time, and the batches of a window do not depend on other windows."""
+    monkeypatch.setattr(image_loading, "BATCHING_WINDOW", 4)
     sizes, taken = [(40, 60), (64, 50), (41, 60), (40, 61)] * 3, []
 
     def images(first):
@@ -141,10 +143,10 @@ def test_batches_stay_within_a_window():
             yield ImageSource(np.zeros((*sizes[index], 3), np.uint8), str(index), index)
 
     def batches(first):
-        for batch in ImageBatches(images(first), window=4).batches(BrightHalfRunner(), 2):
+        for batch in ImageBatches(images(first)).batches(BrightHalfRunner(), 2):
             yield [item.entry["id"] for item in batch]
 
-    assert len(ImageBatches(images(0))) == 0 and len(ImageBatches(list(images(0)))) == 12
+    assert ImageBatches(images(0)).total == 0 and ImageBatches(list(images(0))).total == 12
     taken.clear()
     whole = batches(0)
     assert next(whole) == [0, 2] and taken == [0, 1, 2, 3]
@@ -168,7 +170,7 @@ def test_detections_do_not_depend_on_the_batch(tmp_path, monkeypatch, name, padd
 
 
 def turn(path: Path) -> None:
-    """Add an EXIF orientation behind the pixels of a PNG, which exchanges the height and width of its header."""
+    """Add an EXIF orientation after the pixels of a PNG file, so that its header has height and width swapped."""
     exif = PIL.Image.Exif()
     exif[PIL.ExifTags.Base.Orientation] = 6
     content, data = path.read_bytes(), b"eXIf" + exif.tobytes().removeprefix(b"Exif\0\0")
@@ -177,8 +179,8 @@ def turn(path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["unknown", "wrong"])
-def test_images_whose_size_is_known_late_have_batches_of_their_own(tmp_path, request, size):
-    """The first request for each URL fails, and the headers of files give another size than their pixels have."""
+def test_batches_are_split_if_the_size_of_an_image_was_unknown_or_wrong(tmp_path, request, size):
+    """The first request for each URL fails, or the header of a file has a wrong size."""
     save_run(tmp_path, "retinanet", "TEST.DETECTIONS_PER_IMAGE", "20")
     random, sizes = np.random.default_rng(0), [(40, 60), (64, 50), (96, 140), (41, 60), (60, 40), (40, 60)]
     names = [f"flaky/{number}.png" for number in range(len(sizes))]
@@ -195,13 +197,13 @@ def test_images_whose_size_is_known_late_have_batches_of_their_own(tmp_path, req
     for folder, batch_size in ((place, 8), (tmp_path, 1)):
         (tmp_path / "list.txt").write_text("\n".join(f"{folder}/{name}" for name in names))
         summary = predict(detector, tmp_path / "list.txt", tmp_path / "out", drawings=False, batch_size=batch_size)
-        assert (summary.done, summary.skipped) == (len(sizes), ())
+        assert (summary.num_images, summary.num_skipped) == (len(sizes), 0)
         results.append(sorted(read(tmp_path / "out")[0], key=lambda one: (one["image_id"], -one["score"])))
     assert_same(*results)
 
 
 def test_frames_of_a_stream_that_changes_its_size(tmp_path, monkeypatch):
-    """A batch has one size, and frames stay in their order."""
+    """All frames of a batch have the same size, and frames keep their order."""
     sizes = [(40, 60), (40, 60), (64, 50), (40, 60), (40, 60), (40, 60)]
     frames = iter([*((True, np.zeros((*size, 3), np.uint8)) for size in sizes), (False, None)])
     opened = SimpleNamespace(isOpened=lambda: True, get=lambda _: 0, read=lambda: next(frames), release=lambda: None)
@@ -211,12 +213,12 @@ def test_frames_of_a_stream_that_changes_its_size(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_drawing_in_other_processes_is_the_same(shapes, tmp_path):
-    """The frames of a video come in their order."""
+def test_drawing_workers_write_the_same_drawings(shapes, tmp_path):
+    """Also the frames of a video, in order."""
     write_video(tmp_path / "clip.avi", 7)
     for source in (shapes / "val", tmp_path / "clip.avi"):
         for workers in (0, 2):
-            run_on(source, tmp_path / str(workers), drawings=True, batch_size=3, workers=workers)
+            run_on(source, tmp_path / str(workers), drawings=True, batch_size=3, draw_workers=workers)
         files = [sorted((tmp_path / name / "drawings").iterdir()) for name in ("0", "2")]
         assert len({tuple((path.name, path.read_bytes()) for path in listed) for listed in files}) == 1
 
@@ -231,20 +233,19 @@ def test_unreadable_files_are_skipped(tmp_path, capsys):
     for name in ("text.jpeg", "notes.txt", "._hidden.jpg"):
         (source / name).write_text("not an image")
     save(source / "thin.png", picture(1, 4000))
-    for _ in range(2):  # the output folder is not read
+    for _ in range(2):  # the output folder is not an input
         summary = run_on(source, source / "out", drawings=True, batch_size=2)
         results, images = read(source / "out")
         assert [image["file_name"] for image in images["images"]] == ["b.png", "below/deep.png"]
     assert [(r["image_id"], r["category_id"]) for r in results] == [(1, 3), (2, 7)]
     assert results[1]["score"] == pytest.approx(200 / 255, abs=0.01)
-    assert [item.name for item in summary.skipped] == ["cut.jpg", "empty.PNG", "text.jpeg", "thin.png"]
-    assert [item["file_name"] for item in images["skipped"]] == [item.name for item in summary.skipped]
-    errors = capsys.readouterr().err
-    assert all(f"{item.name}: {item.reason}" in errors for item in summary.skipped)
+    names, errors = [item["file_name"] for item in images["skipped"]], capsys.readouterr().err
+    assert names == ["cut.jpg", "empty.PNG", "text.jpeg", "thin.png"] and summary.num_skipped == 4
+    assert all(f"skipped {item['file_name']}: {item['reason']}" in errors for item in images["skipped"])
 
 
 def test_drawings(tmp_path):
-    """They have names of their own, and show what is above the threshold."""
+    """Each drawing has its own file, and shows the detections above the threshold."""
     for name in ("a.bmp", "a.bmp.png", "a.jpg", "b.JPG", "below/a.png", "c.tif"):
         save(tmp_path / "in" / name, picture(40, 60))
     drawings, drawn = tmp_path / "out/drawings", []
@@ -254,11 +255,10 @@ def test_drawings(tmp_path):
         assert len(read(tmp_path / "out")[0]) == 6
         # The mean of a bright half is 100 of 255.
         number, highest = (6, "") if threshold == 0.3 else (0, "; the highest score is 0.39")
-        line = f"{number} of 6 detections drawn (score >= {threshold}){highest}"
-        assert line in summary.lines()[1]
+        assert f"{number} of 6 detections drawn (score >= {threshold}){highest}" in summary.lines[1]
     names = {path.relative_to(drawings).as_posix() for path in drawings.rglob("*") if path.is_file()}
     assert names == {"a.bmp.png.png", "a.bmp.png", "a.jpg", "b.JPG", "below/a.png", "c.tif.png"}
-    # The bright half is 200, 100, 0 in RGB; the label is in its upper left corner, light on black.
+    # The bright half is (200, 100, 0) in RGB. The label is in the upper left corner.
     with_box, without = drawn
     assert with_box.shape == without.shape == (320, 480, 3)
     for drawing in drawn:
@@ -267,16 +267,19 @@ def test_drawings(tmp_path):
     assert (with_box[:, 300:] == without[:, 300:]).all()
 
 
-def test_video(tmp_path):
+@pytest.mark.parametrize("is_url", [False, True])
+def test_video(tmp_path, request, is_url):
+    """A file, or a URL whose password is not in the output."""
     write_video(tmp_path / "clip.avi", 7)
     runner, output = BrightHalfRunner(), tmp_path / "out"
-    summary = run_on(tmp_path / "clip.avi", output, runner=runner, batch_size=3, drawings=True)
+    source = f"{request.getfixturevalue('served')}/clip.avi" if is_url else tmp_path / "clip.avi"
+    summary = run_on(source, output, runner=runner, batch_size=3, drawings=True)
     results, images = read(output)
-    assert (summary.unit, summary.done, summary.skipped) == ("frame", 7, ())
+    assert (summary.lines[0], summary.num_skipped) == ("7 frames, 7 detections", 0)
     assert [len(batch) for batch in runner.batches] == [3, 3, 1]
     assert [result["category_id"] for result in results] == [7, 3, 3, 7, 3, 3, 7]
     frame = {"id": 4, "file_name": "clip.avi", "frame": 3, "seconds": 0.375, "height": 40, "width": 60}
-    assert images["images"][3] == frame
+    assert images["images"][3] == frame and "secret" not in str(images)
     assert results[3]["score"] == pytest.approx(100 / 255, abs=0.02)
     assert [path.name for path in (output / "drawings").iterdir()] == ["clip.mp4"]
     video = cv2.VideoCapture(str(output / "drawings/clip.mp4"))
@@ -288,29 +291,16 @@ def test_damaged_videos(tmp_path):
     content = (tmp_path / "clip.avi").read_bytes()
     (tmp_path / "cut.avi").write_bytes(content[: len(content) // 2])
     (tmp_path / "text.avi").write_text("not a video")
-    summary = run_on(tmp_path / "cut.avi", tmp_path / "out")
-    assert 5 < summary.done < 25 and f"{summary.done} of its 30 frames" in summary.skipped[0].reason
-    assert len(read(tmp_path / "out")[0]) == summary.done
-    # The results of another input stay.
-    before = read(tmp_path / "out")
+    number = run_on(tmp_path / "cut.avi", tmp_path / "out").num_images
+    before = results, images = read(tmp_path / "out")
+    assert 5 < len(results) == number < 25 and f"{number} of its 30 frames" in images["skipped"][0]["reason"]
+    # The results of another input are kept.
     assert "text.avi" in message(run_on, tmp_path / "text.avi", tmp_path / "out")
     assert read(tmp_path / "out") == before
 
 
-def test_a_recorded_stream_is_as_its_file(served, tmp_path):
-    """A password in a URL is written nowhere."""
-    write_video(tmp_path / "clip.avi", 7)
-    written = []
-    for source in (tmp_path / "clip.avi", f"{served}/clip.avi"):
-        summary = run_on(source, tmp_path / "out", drawings=True, batch_size=3)
-        assert (summary.unit, summary.done, summary.skipped) == ("frame", 7, ())
-        written.append(read(tmp_path / "out"))
-        assert cv2.VideoCapture(str(tmp_path / "out/drawings/clip.mp4")).get(cv2.CAP_PROP_FRAME_COUNT) == 7
-    assert written[0] == written[1] and "secret" not in str(written)
-
-
 def test_a_camera_is_read_until_it_is_interrupted(served, tmp_path):
-    """What was found in earlier frames is in the files, and not in memory."""
+    """The results of earlier frames are not in memory."""
 
     class InterruptedRunner(BrightHalfRunner):
         num_in_memory = ()
@@ -326,7 +316,7 @@ def test_a_camera_is_read_until_it_is_interrupted(served, tmp_path):
     runner, before = InterruptedRunner(), signal.getsignal(signal.SIGINT)
     summary = run_on(f"{served}/camera", tmp_path / "out", runner=runner, drawings=True)
     results, images = read(tmp_path / "out")
-    assert summary.done == len(results) == len(images["images"]) == len(runner.batches) == 61
+    assert summary.num_images == len(results) == len(images["images"]) == len(runner.batches) == 61
     assert [image["id"] for image in images["images"]] == list(range(1, 62))
     assert runner.num_in_memory[1] < runner.num_in_memory[0] + 10
     assert cv2.VideoCapture(str(tmp_path / "out/drawings/camera.mp4")).get(cv2.CAP_PROP_FRAME_COUNT) == 61
@@ -354,21 +344,22 @@ def test_reading_ahead_is_bounded_and_raises():
             assert made[number] == number and len(made) <= number + 3
 
 
-# Images and arguments that cannot work
+# Invalid images and arguments
 
 
-def test_images_that_an_exported_model_cannot_take_are_skipped(tmp_path, caplog):
+def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path, caplog):
     for name, size in (("a", (48, 64)), ("b", (16, 64)), ("c", (48, 300))):
         save(tmp_path / f"in/{name}.png", picture(*size))
     path = write(tmp_path, "retinanet", "torchscript")
     metadata = json.loads(metadata_path(path).read_text())
-    del metadata["metadata_sha256"]  # they are changed on purpose
+    del metadata["metadata_sha256"]
     metadata["input"]["sides"], metadata["resizing"]["short_side"] = [32, 256], None
     metadata_path(path).write_text(json.dumps(metadata))
     detector = Detector.load(path)
     summary = predict(detector, tmp_path / "in", tmp_path / "out", drawings=False, batch_size=3)
-    assert summary.done == 1 and [item.name for item in summary.skipped] == ["b.png", "c.png"]
-    assert "16 x 64" in summary.skipped[0].reason and "32 to 256" in summary.skipped[0].reason
+    skipped = read(tmp_path / "out")[1]["skipped"]
+    assert summary.num_images == 1 and [item["file_name"] for item in skipped] == ["b.png", "c.png"]
+    assert "16 x 64" in skipped[0]["reason"] and "32 to 256" in skipped[0]["reason"]
     assert "batch_size" in caplog.text
     write_video(tmp_path / "clip.avi", 2, size=(16, 64))
     with pytest.raises(ConfigError, match=r"clip\.avi"):
@@ -381,7 +372,8 @@ def test_images_too_thin_to_augment_are_skipped(tmp_path, name):
     save(tmp_path / "in/a.png", picture(40, 60))
     save(tmp_path / "in/thin.png", picture(1, 20000))
     summary = predict(Detector.load(tmp_path, tta=True), tmp_path / "in", tmp_path / "out", drawings=False)
-    assert summary.done == 1 and [item.name for item in summary.skipped] == ["thin.png"]
+    skipped = read(tmp_path / "out")[1]["skipped"]
+    assert summary.num_images == 1 and [item["file_name"] for item in skipped] == ["thin.png"]
 
 
 @pytest.mark.parametrize(
@@ -389,21 +381,25 @@ def test_images_too_thin_to_augment_are_skipped(tmp_path, name):
     [
         ("in", "out", {"batch_size": 0}, "batch_size"),
         ("in", "out", {"score_threshold": 1.5}, "score_threshold"),
-        ("in", "out", {"workers": -1}, "workers"),
-        ("absent", "out", {}, "source .*absent"),
-        ("empty", "out", {}, "source .*empty"),
-        ("in", "file/out", {}, r"output .*file"),
-        ("in", "in", {}, "output .*in"),
-        ("in", "other", {}, r"output .*other.* results\.json"),
+        ("in", "out", {"draw_workers": -1}, "draw_workers"),
+        ("in", "out", {"part_size": 4}, "part_size .* --format coco"),
+        ("in", "out", {"file_format": "parquet", "score_threshold": 0.5}, "score_threshold .* --format parquet"),
+        ("in", "out", {"ray": True, "file_format": "coco"}, "--ray"),
+        ("in", "out", {"file_format": "csv"}, "csv"),
+        ("absent", "out", {}, "Input .*absent"),
+        ("empty", "out", {}, "Input .*empty"),
+        ("in", "file/out", {}, r"Output .*file"),
+        ("in", "in", {}, "Output .*in"),
+        ("in", "other", {}, r"Output .*other.* results\.json"),
         ("in", "foreign", {}, r"foreign/images\.json.* exists"),
-        ("out/drawings", "out", {}, "output .*out"),
+        ("out/drawings", "out", {}, "Output .*out"),
         ("in", "out", {"annotations": "absent.json"}, r"annotations .*absent\.json"),
         ("in/a.png", "out", {"annotations": "file"}, "annotations"),
         ("in", "out", {"annotations": "in/../out/results.json"}, r"results\.json"),
         ("clip.avi", "out", {"column": "path"}, "column .*path"),
     ],
 )
-def test_arguments_that_cannot_work(tmp_path, source, output, options, named):
+def test_invalid_arguments(tmp_path, source, output, options, named):
     for name in ("in/a.png", "out/drawings/a.png"):
         save(tmp_path / name, picture(40, 60))
     (tmp_path / "empty").mkdir()
@@ -422,7 +418,7 @@ def test_arguments_that_cannot_work(tmp_path, source, output, options, named):
 
 @pytest.mark.parametrize("source", ["run", pytest.param("export", marks=pytest.mark.slow)])
 def test_tool(trained_run, shapes, tmp_path, request, source):
-    """A run's config, or an exported model without one; neither is an error."""
+    """With a run, or with an exported model, which has no config."""
     shutil.copytree(shapes / "val", tmp_path / "in")
     (tmp_path / "in/text.jpg").write_text("not an image")
     arguments = ["--input", tmp_path / "in", "--output", tmp_path / "out", "--batch", 2]

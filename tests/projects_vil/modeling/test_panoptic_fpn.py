@@ -29,14 +29,14 @@ def test_stuff_needs_masks_to_be_joined_with():
 
 
 @pytest.mark.slow
-def test_twenty_iterations(panoptic_root, tmp_path):
+def test_a_run(panoptic_root, tmp_path):
     run = tmp_path / "run"
     overrides = [
         *SMALL_PANOPTIC,
         "OUTPUT_DIR",
         run,
         "SOLVER.EPOCHS",
-        10,
+        2,
         "TEST.VALIDATION_LOSS",
         True,
         "TEST.NUM_VISUALIZED_IMAGES",
@@ -47,7 +47,7 @@ def test_twenty_iterations(panoptic_root, tmp_path):
     assert result.returncode == 0, result.stderr
     # Eight images, four in a batch.
     cfg = load_config(run / "config.yaml")
-    assert (cfg.SOLVER.EPOCHS, cfg.SOLVER.MAX_ITER, cfg.SOLVER.CHECKPOINT_PERIOD) == (0, 20, 20)
+    assert (cfg.SOLVER.EPOCHS, cfg.SOLVER.MAX_ITER) == (0, 4)
     evaluation = json.loads((run / "evaluation.json").read_text())[VAL]
     assert evaluation.keys() == {"bbox", "segm", "sem_seg", "validation_loss"}
     assert 0 < evaluation["sem_seg"]["mIoU"] <= 100 and "loss_sem_seg" in evaluation["validation_loss"]

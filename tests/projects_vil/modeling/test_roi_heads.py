@@ -98,9 +98,9 @@ def test_its_weights_have_a_version(suffix, tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_twenty_iterations(datasets_root, tmp_path):
+def test_a_run(datasets_root, tmp_path):
     run = tmp_path / "run"
-    overrides = [*SMALL_POINTS, "OUTPUT_DIR", run, "SOLVER.MAX_ITER", 20, "TEST.VALIDATION_LOSS", True]
+    overrides = [*SMALL_POINTS, "OUTPUT_DIR", run, "SOLVER.MAX_ITER", 4, "TEST.VALIDATION_LOSS", True]
     result = run_tool("train_net.py", "--config-file", CONFIG, *overrides, datasets_root=datasets_root)
     assert result.returncode == 0, result.stderr
     evaluation = json.loads((run / "evaluation.json").read_text())["shapes_val"]
