@@ -72,9 +72,7 @@ class HubMixin:
         if not isinstance(runner, EagerRunner):
             raise ConfigError("An exported file has no weights to save. Load the run that was exported.")
         if (folder / CONFIG_FILE).exists() and not (folder / PUBLISHED_WEIGHTS).exists():
-            raise ConfigError(
-                f"'{folder}' contains another {CONFIG_FILE}. Choose a different folder."
-            )
+            raise ConfigError(f"'{folder}' contains another {CONFIG_FILE}. Choose a different folder.")
         config, model = published_config(runner.cfg), fingerprint(runner.cfg, runner.detector)
         evaluation, reports = find_reports(runner.weights.parent, model)
         texts = {CONFIG_FILE: config.dump()} | {name: json.dumps(report, indent=2) for name, report in reports.items()}
