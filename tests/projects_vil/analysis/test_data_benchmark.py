@@ -36,5 +36,5 @@ def test_ways_of_predicting_are_measured(tmp_path, short_ray_folder):
     # On a busy machine the start of a way may take longer with few images than with all.
     assert any(row["images_per_second"] for row in rows) and all(row["memory"] > 1e7 for row in rows)
     assert all(name in format_predictions(rows) for name in names)
-    with pytest.raises(ConfigError, match="there is no file or folder"):
+    with pytest.raises(ConfigError, match="does not exist"):
         measure_predictions(str(tmp_path / "none"), num_images=10, batch_size=1, runs=1)
