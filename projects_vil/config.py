@@ -491,7 +491,7 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
     return cfg
 
 
-    """Return the config for an available device: its own, or the CPU without a GPU. The choice is logged.
+# Properties of a config -----------------------------------------------------------------------------------------------
 
 
 def number_of_classes(cfg: CfgNode) -> tuple[str, int]:

@@ -161,7 +161,7 @@ class Detector(HubMixin):
 
     Args:
         runner: the model. :meth:`load` creates it.
-        categories: ids and names of the classes, if they differ from those of the runner.
+        categories: ids and names of the classes. By default the categories of the runner.
         draw_threshold: the default score threshold of drawings.
 
     Example::

@@ -1,6 +1,6 @@
 """Predict on images, folders, lists, tar files, videos and streams, and write COCO JSON, drawings or Parquet files.
 
-Images are read and resized as for evaluation, so that results are identical to those of ``vil eval``.
+Images are read and resized as for evaluation, so that the detections are identical to an evaluation.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ def predict(
       in seconds; ``categories`` with id and name; ``skipped`` with file name and reason.
     - ``drawings/``: a drawing of each image under the name of the image, or a video.
 
-    Image ids count from 1 in the order of the input. Category ids are those of the detector, or of ``annotations``.
+    Image ids count from 1 in the order of the input. Category ids come from the detector, or from ``annotations``.
     Both JSON files are streamed to temporary files and renamed at the end. A camera or a stream is read until it ends,
     or until SIGINT (Ctrl-C) or SIGTERM. A live stream drops frames while the detector is busy.
 

@@ -106,7 +106,7 @@ class EagerRunner:
 
 
 class ExportedRunner:
-    """Run an exported model. The interface is that of :class:`EagerRunner`; the file's metadata sets the input size.
+    """Run an exported model. The interface equals :class:`EagerRunner`. The metadata of the file sets the input size.
 
     Args:
         path: the exported file. Its metadata file is in the same folder.
