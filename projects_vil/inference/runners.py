@@ -20,8 +20,8 @@ from projects_vil.config import DETECTORS, detector_name
 from projects_vil.data import size_for_testing
 from projects_vil.export import ExportedModel, letterbox_size, pad_image, to_instances
 from projects_vil.modeling import add_tta, autocast_detector, avoid_waits, max_input_side
+from vil.choices import DTYPES
 
-DTYPES = ("float32", "bfloat16", "float16")
 MAX_MASK_PIXELS = 2**27  # pixels of masks that are encoded at once; each takes one byte, plus temporary copies
 
 
