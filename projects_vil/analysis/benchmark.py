@@ -58,8 +58,8 @@ class BenchmarkCase:
             checkpointing), ``+shift`` (random shifts), ``+long_short`` (long-short attention in all stages), ``+sdpa``
             and ``+triton`` (attention backend); or the name of a baseline.
         is_baseline: whether ``name`` is a baseline, see :func:`build_baseline`.
-        part: one of :data:`vil.choices.BENCHMARK_PARTS`: the first attention module, the backbone with all feature maps, detector
-            inference, or a training step with the optimizer.
+        part: one of :data:`vil.choices.BENCHMARK_PARTS`: the first attention module, the backbone with all feature
+            maps, detector inference, or a training step with the optimizer.
         base: the config of the detector for variants and baselines.
         size: height and width of the images in pixels, padded to multiples of 32.
         batch_size: images per batch.
