@@ -19,7 +19,7 @@ from projects_vil.checkpoint import known_categories, load_detector
 from projects_vil.config import DETECTORS, detector_name
 from projects_vil.data import size_for_testing
 from projects_vil.export import ExportedModel, letterbox_size, pad_image, to_instances
-from projects_vil.modeling import add_tta, autocast_detector, avoid_waits, max_input_side
+from projects_vil.modeling import add_tta, autocast_detector, max_input_side, use_sync_free_parts
 
 DTYPES = ("float32", "bfloat16", "float16")
 MASK_PIXELS = 2**27  # of masks that are encoded at once, a byte each and some for copies
@@ -48,7 +48,7 @@ class EagerRunner:
         check_choice("INPUT.FORMAT", cfg.INPUT.FORMAT, ("RGB", "BGR"))
         check_choice("INFERENCE.DTYPE", cfg.INFERENCE.DTYPE, DTYPES)
         self.detector, self.categories = load_detector(cfg, weights, device=cfg.MODEL.DEVICE, as_datasets=False)
-        avoid_waits(self.detector)
+        use_sync_free_parts(self.detector)
         self.cfg = cfg
         self.weights, self.device = Path(weights), cfg.MODEL.DEVICE
         self.architecture = detector_name(cfg)
