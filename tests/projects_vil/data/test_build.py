@@ -16,7 +16,7 @@ from detectron2.utils import comm
 
 from backbones import ConfigError
 from projects_vil.data import build_test_loader, build_train_loader, load_dataset, read_datasets, register_datasets
-from projects_vil.data.shared_records import read_once
+from projects_vil.data.shared_records import read_and_share
 from projects_vil.evaluation import build_evaluator, validation_loss
 from tests.projects_vil.data.own import NAME, config, edit, entry, first_image, load
 from tests.projects_vil.engine.gloo import in_processes
@@ -85,7 +85,7 @@ def test_box_dataset_for_a_mask_detector(copy):
     edit(copy, lambda content: [a.pop("segmentation") for a in content["annotations"]])
     for train in (True, False):
         text = message(load, copy, detector="mask_rcnn", train=train)
-        assert str(copy / "annotations.json") in text and text.endswith("add MODEL.MASK_ON False")
+        assert str(copy / "annotations.json") in text and text.endswith("Set MODEL.MASK_ON False.")
     edit(copy, lambda content: content.update(annotations=[]))
     assert len(load(copy, detector="mask_rcnn", train=False)) == 8
 
@@ -180,6 +180,6 @@ def test_what_the_first_process_cannot_read_or_keep_ends_all(tmp_path):
 def _read_in_vain(absent: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # in place of a full disk
     with pytest.raises(ConfigError, match="absent"):
-        read_once(lambda keep: absent.read_text())
+        read_and_share(lambda share: absent.read_text())
     with pytest.raises(ConfigError, match="Cannot write .*: File too large"):
-        read_once(lambda keep: keep(("key",), [{"box": 100 * [0.5]}] * 100))
+        read_and_share(lambda share: share(("key",), [{"box": 100 * [0.5]}] * 100))

@@ -256,7 +256,7 @@ def test_check_dataset(copy, tmp_path):
 def test_all_findings_are_in_the_json(copy, tmp_path):
     edit(copy, lambda content: [one.update(bbox=[5, 5, -1, 2]) for one in content["annotations"][:8]])
     arguments = [copy / "annotations.json", copy / "images", "--json", tmp_path / "found.json"]
-    assert "and 3 more: --json" in run_tool("check_dataset.py", *arguments).stdout
+    assert "and 3 more, which --json" in run_tool("check_dataset.py", *arguments).stdout
     (found,) = json.loads((tmp_path / "found.json").read_text())["found"]
     assert [one["annotation"] for one in found["examples"]] == list(range(1, 9))
 

@@ -59,7 +59,7 @@ def test_labels_that_are_missing_or_of_no_class(folder):
 def test_classes_of_stuff_are_counted(folder):
     key = "MODEL.SEM_SEG_HEAD.NUM_CLASSES"
     text = message(check_datasets, panoptic_config(key, "54"), [VAL])
-    assert VAL in text and text.endswith(f"add {key} 2")
+    assert VAL in text and text.endswith(f"Set {key} 2.")
 
 
 @pytest.mark.parametrize(

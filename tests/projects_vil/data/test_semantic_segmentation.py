@@ -72,7 +72,7 @@ def test_own_dataset(copy):
 
 
 def test_classes_of_ade20k_where_none_are_named(copy):
-    assert message(load, copy, classes=False).endswith("add MODEL.SEM_SEG_HEAD.NUM_CLASSES 150")
+    assert message(load, copy, classes=False).endswith("Set MODEL.SEM_SEG_HEAD.NUM_CLASSES 150.")
     assert MetadataCatalog.get(NAME).stuff_classes == list(ADE20K_SEM_SEG_CATEGORIES)
 
 
