@@ -125,9 +125,10 @@ def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
     """
 
     def read(share: Callable[[tuple, Sequence[Any]], None]) -> tuple[int, dict[str, dict[str, Any]]]:
-        for name in [] if train or cfg.DATASETS.CHECK == "off" else filter(is_coco, names):
-            options = {"check": cfg.DATASETS.CHECK, "masks": cfg.MODEL.MASK_ON}
-            share(fixed_key(name, **options), [fixed_coco(name, **options)])
+        options = {"check": cfg.DATASETS.CHECK, "masks": cfg.MODEL.MASK_ON}
+        if not train and cfg.DATASETS.CHECK != "off":
+            for name in filter(is_coco, names):
+                share(fixed_key(name, **options), [fixed_coco(name, **options)])
         records = load_dataset(cfg, names, train=train)
         share(_key(cfg, names, train), records)
         classes = {name: {key: MetadataCatalog.get(name).get(key) for key in _CLASS_KEYS} for name in names}
