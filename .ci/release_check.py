@@ -4,6 +4,7 @@ Example:
     python .ci/release_check.py
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -22,7 +23,10 @@ VERSIONS = {
 
 def run(*command: str) -> str:
     """Run a command in the repository and return its output, or exit with the output if it fails."""
-    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    # With PYTHONPATH, pip finds this tree installed and leaves the wheel out.
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    result = subprocess.run(command, cwd=ROOT, env=env, check=False, **output)
     if result.returncode:
         sys.exit(f"{result.stdout}error: '{' '.join(command)}' failed with status {result.returncode}")
     return result.stdout

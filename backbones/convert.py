@@ -1,7 +1,7 @@
 """Convert official checkpoints into state dicts of this project.
 
 The module of each model family has the table of its official names (``OFFICIAL_NAMES``) and a function for the tensors
-that are split or dropped (``convert_official``). :func:`convert_tensors` applies them and accounts for every name.
+that are split or dropped (``convert_tensor``). :func:`convert_tensors` applies them and accounts for every name.
 """
 
 import dataclasses
@@ -154,7 +154,7 @@ def convert_state_dict(
         if official_name in HEAD_NAMES:
             return {official_name: tensor} if classifier else {"": HEAD}
         key = rename(official_name, family.OFFICIAL_NAMES)
-        pieces = family.convert_official(official_name, key, tensor, modules)
+        pieces = family.convert_tensor(official_name, key, tensor, modules)
         return {f"{prefix}{key}" if isinstance(piece, Tensor) else key: piece for key, piece in pieces.items()}
 
     return convert_tensors(model, official, convert, name=f"'{name}'", initial_values=family.initial_values)

@@ -332,7 +332,7 @@ _COMPUTED = "not a weight: the model or its trainer computes it"
 _UNUSED = "never used: the global tokens are dropped after the stage"
 
 
-def convert_official(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor | str]:
+def convert_tensor(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor | str]:
     """Return what an official tensor becomes.
 
     Args:

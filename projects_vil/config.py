@@ -1,4 +1,4 @@
-"""The configuration keys of this project, how config files and overrides are read, and the task of a config."""
+"""Config keys of this project, reading of config files and overrides, and properties of a config."""
 
 import ast
 import contextlib
@@ -17,20 +17,20 @@ from detectron2.projects.point_rend import add_pointrend_config
 
 from backbones.attention.triton_chunks import unmet_requirement
 from backbones.errors import ConfigError, check_file, closest
+from vil.choices import DEVICES
 
-# What detectron2 writes the whole config of a run into, in OUTPUT_DIR.
+# The resolved config of a run, in OUTPUT_DIR.
 CONFIG_FILE = "config.yaml"
-DEVICES = ("cpu", "cuda")
-# The meta-architectures that are exported and predict.
+# Meta-architectures that can be exported and can predict.
 DETECTORS = ("RetinaNet", "GeneralizedRCNN")
-# Configs as files: in an installed package, and in a clone.
+# The folder of the configs in an installed package, and in a clone.
 _CONFIGS = (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs")
 _EVAL = "tag:yaml.org,2002:python/object/apply:eval"
 _ARITHMETIC = (
     *(ast.Expression, ast.List, ast.Tuple, ast.ListComp, ast.comprehension, ast.Name, ast.Load, ast.Store),
     *(ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop),
 )
-# The beginning of a key, a key that it depends on, and the values of the latter for which the former has an effect.
+# Prefix of a key, the key that it depends on, and the values of that key for which it has an effect.
 _EFFECTIVE_WITH = (
     ("INPUT.MIN_SIZE_TRAIN", "INPUT.AUGMENTATION", ("default",)),
     ("INPUT.MAX_SIZE_TRAIN", "INPUT.AUGMENTATION", ("default",)),
@@ -47,142 +47,149 @@ _logger = logging.getLogger(__name__)
 
 
 def add_vil_config(cfg: CfgNode) -> None:
-    """Add ``MODEL.TRANSFORMER`` and the solver's and datasets' keys of this project to a detectron2 config.
+    """Add the keys of this project to a detectron2 config. With their defaults, a config means the same as before.
 
-    A config that names none of them means what it means in detectron2.
+    Example:
+        >>> cfg = detectron2.config.get_cfg()
+        >>> add_vil_config(cfg)
+        >>> cfg.merge_from_file("configs/retinanet/vil_tiny_rpb_1x.yaml")
     """
     cfg.MODEL.TRANSFORMER = CfgNode()
-    # A name of backbones.list_variants(): vil_tiny_rpb has relative bias, vil_tiny absolute positions. Or timm:MODEL or
-    # timm:MODEL.TAG for timm's pretrained weights where MODEL.WEIGHTS is empty (docs/training.md).
+    # Name of a variant (see backbones.list_variants), for example "vil_tiny_rpb". "timm:MODEL" and "timm:MODEL.TAG" are
+    # models of timm; with a tag and an empty MODEL.WEIGHTS, timm's pretrained weights are loaded.
     cfg.MODEL.TRANSFORMER.VARIANT = "vil_tiny_rpb"
-    # Stages that feed FPN; empty for those in MODEL.FPN.IN_FEATURES.
+    # Stages that feed the FPN. If empty, the stages in MODEL.FPN.IN_FEATURES.
     cfg.MODEL.TRANSFORMER.OUT_FEATURES = []
-    # Rate of stochastic depth of the last block, growing linearly from 0 at the first.
+    # Stochastic depth rate of the last block. The rate grows linearly from 0 at the first block.
     cfg.MODEL.TRANSFORMER.DROP_PATH = 0.1
-    # Largest image side in pixels, for tables of positions that are not resized to each map.
+    # Largest image side in pixels. It sizes the position tables that are resized once, when weights are loaded.
     cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE = 1333
-    # Compute activations again in the backward pass: less memory, about a third more time.
+    # Recompute activations in the backward pass. This needs less memory and about a third more time.
     cfg.MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING = False
-    # Whether torch.compile compiles the backbone, for images of any size: minutes before the first iteration. Exports
-    # and evaluations of averaged weights are not compiled.
+    # Compile the backbone with torch.compile for images of any size. This takes minutes before the first iteration.
+    # Exports and evaluations of averaged weights are not compiled.
     cfg.MODEL.TRANSFORMER.COMPILE = False
-    # "auto" (PyTorch's, with a hint in the log if "triton" may be faster), "sdpa" (PyTorch's), "triton" (kernels of
-    # sliding chunks and long-short attention, on CUDA) or "reference" (quadratic, for debugging).
+    # Attention backend. "auto" and "sdpa" are PyTorch's attention; "auto" also logs a hint if "triton" may be faster.
+    # "triton" uses this project's CUDA kernels for sliding-chunk and long-short attention. "reference" has quadratic
+    # cost and is for debugging.
     cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"
-    # An empty value of the following keys means that of the variant; a key that its family does not have is an error.
-    # ViL and LS: the attention of each stage, "sliding_chunk", "long_short" or "dense".
+    # ViL and LS: attention of each stage, "sliding_chunk", "long_short" or "dense". If this key or one of the following
+    # keys is empty, the variant sets it. A key that the family does not have is an error.
     cfg.MODEL.TRANSFORMER.ATTENTION = []
-    # ViL: "zero_pad", "exact" or "cyclic" (appendix C).
+    # ViL: border handling of sliding chunks, "zero_pad", "exact" or "cyclic" (ViL appendix C).
     cfg.MODEL.TRANSFORMER.ATTENTION_MODE = ""
-    # ViL and LS: global tokens of each stage.
+    # ViL and LS: number of global tokens of each stage.
     cfg.MODEL.TRANSFORMER.GLOBAL_TOKENS = []
-    # ViL, LS and CvT: sides of the chunks or segments in tokens (7 is ViL's window of 15), of each stage.
+    # ViL, LS and CvT: side of a chunk or segment in tokens, per stage. 7 corresponds to ViL's window of 15.
     cfg.MODEL.TRANSFORMER.CHUNK_SIZE = []
     # LS and CvT: rank of the dynamic projection of each stage.
     cfg.MODEL.TRANSFORMER.PROJECTION_RANK = []
     # ViL: whether local and global tokens share their projections, as in the released models.
     cfg.MODEL.TRANSFORMER.SHARED_PROJECTIONS = None
-    # LIT: "deformable" or "uniform" (which has no offsets: empty SOLVER.LR_MULTIPLIERS too).
+    # LIT: "deformable" or "uniform" token merging. Uniform merging has no offsets: also empty SOLVER.LR_MULTIPLIERS.
     cfg.MODEL.TRANSFORMER.TOKEN_MERGING = ""
-    # LIT's deformable merging, CvT's projections and models of timm: "BN", "FrozenBN" or "SyncBN".
+    # Batch norm of LIT's token merging, CvT's projections and models of timm: "BN", "FrozenBN" or "SyncBN".
     cfg.MODEL.TRANSFORMER.NORM = ""
-    # ViL, LS and LIT: "once" for tables of positions that are resized once, when weights are loaded, to MAX_IMG_SIZE;
-    # "per_feature_map" for tables that are resized to each map; empty as in each paper (docs/checkpoints.md).
+    # ViL, LS and LIT: "once" resizes position tables to MAX_IMG_SIZE when weights are loaded, and "per_feature_map"
+    # resizes them to each feature map. If empty, as in the paper of the family.
     cfg.MODEL.TRANSFORMER.POSITION_INTERPOLATION = ""
-    # Performer: iterations between two samplings of its random features (ViL, appendix D: 1000 in detection).
+    # Performer: iterations between two samplings of the random features (ViL appendix D: 1000 in detection).
     cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD = 1000
-    # ViL: the first part of the iterations, 0 to 1, in which a token attends to one of the eight neighbours of its own
-    # chunk, sampled for each layer and iteration, which takes less time. 0.875 in the official configs.
+    # ViL: fraction of the iterations, 0 to 1, with random-shift training. A token then attends to its own chunk and to
+    # one random neighbor chunk, which is faster. The official configs have 0.875.
     cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION = 0.0
 
-    # RetinaNet: whether a ReLU is between P6 and P7, as in detectron2; mmdetection, and so the official LIT, has none.
+    # RetinaNet: whether a ReLU is between P6 and P7, as in detectron2. mmdetection, and the official LIT, have none.
     cfg.MODEL.FPN.P7_RELU = True
 
-    # Exponential moving average of the weights, which is evaluated and saved as the "model" of checkpoints. After step
-    # n it becomes d average + (1 - d) weights, with d = min(DECAY, (1 + n) / (10 + n)).
     cfg.MODEL.EMA = CfgNode()
+    # Whether to keep an exponential moving average of the weights. It is evaluated and saved as "model" in checkpoints.
     cfg.MODEL.EMA.ENABLED = False
+    # Decay d of the average: after step n, average = d * average + (1 - d) * weights, with d = min(DECAY, (1 + n) /
+    # (10 + n)).
     cfg.MODEL.EMA.DECAY = 0.9998
 
-    # Whether training may start from the beginning in an OUTPUT_DIR that has checkpoints.
+    # Whether training may start from the beginning in an output directory that has checkpoints.
     cfg.OVERWRITE_OUTPUT_DIR = False
-    # How many numbered checkpoints are kept, the newest; 0 for all.
+    # Number of numbered checkpoints to keep, the newest ones. 0 keeps all.
     cfg.SOLVER.CHECKPOINT_MAX_TO_KEEP = 0
-    # The metric by which the best checkpoint is saved as model_best.pth, such as "bbox/AP"; empty saves none. The best
-    # value is the highest, and that of a "validation_loss/..." the lowest.
+    # Metric that selects model_best.pth, for example "bbox/AP". Empty for none. The highest value is the best, except
+    # for "validation_loss/...", where it is the lowest.
     cfg.TEST.BEST_METRIC = ""
-    # Whether evaluations compute the losses on DATASETS.TEST too: validation_loss/... in metrics.json.
+    # Whether an evaluation also computes the losses on DATASETS.TEST, as validation_loss/... in metrics.json.
     cfg.TEST.VALIDATION_LOSS = False
-    # Whether evaluations compute by autocast in bfloat16, as predictions with INFERENCE.DTYPE.
     cfg.TEST.AMP = CfgNode()
+    # Whether evaluations use bfloat16 autocast, like predictions with INFERENCE.DTYPE.
     cfg.TEST.AMP.ENABLED = False
-    # "bfloat16" or "float16" for predictions that compute backbone, FPN and the heads' layers but the last by autocast;
-    # scores, boxes and masks are in float32. "float32" computes all in it.
     cfg.INFERENCE = CfgNode()
+    # Data type of predictions: "float32", "bfloat16" or "float16". In 16 bits, autocast covers the backbone, the FPN
+    # and all but the last layers of the heads. Scores, boxes and masks stay in float32.
     cfg.INFERENCE.DTYPE = "float32"
-    # The library that computes AP: "pycocotools", or "faster_coco_eval", which is faster and has the same results.
+    # Library that computes AP: "pycocotools", or "faster_coco_eval", which is faster with the same results.
     cfg.TEST.COCO_API = "pycocotools"
-    # Number of validation images drawn into OUTPUT_DIR/drawings at each evaluation, 0 to 32.
+    # Number of validation images, 0 to 32, that each evaluation draws into OUTPUT_DIR/drawings.
     cfg.TEST.NUM_VISUALIZED_IMAGES = 4
 
     cfg.LOGGING = CfgNode()
-    # The project of Weights & Biases and the experiment of MLflow to which metrics are logged; empty for none.
+    # Weights & Biases project to log metrics to. Empty for none.
     cfg.LOGGING.WANDB_PROJECT = ""
+    # MLflow experiment to log metrics to. Empty for none.
     cfg.LOGGING.MLFLOW_EXPERIMENT = ""
 
-    # "SGD", as detectron2 trains, or "ADAMW", as all configs of this project do.
+    # "SGD" as in detectron2, or "ADAMW" as in all configs of this project.
     cfg.SOLVER.OPTIMIZER = "SGD"
-    # Pairs of a shell-style pattern on full parameter names and a factor of the learning rate of those that match.
+    # Pairs of a shell-style pattern of parameter names and a factor for the learning rate of the matching parameters.
     cfg.SOLVER.LR_MULTIPLIERS = []
-    # Layer-wise decay of the learning rate, above 0 and at most 1 (no decay): block l of L learns at LAYER_DECAY to the
-    # power of L + 1 - l, the patch embedding is l = 0, and FPN and heads learn at the full rate.
+    # Layer-wise learning-rate decay, above 0 and at most 1 (no decay). The learning rate of block l of L has the
+    # factor LAYER_DECAY ** (L + 1 - l). The patch embedding is l = 0. FPN and heads have the full learning rate.
     cfg.SOLVER.LAYER_DECAY = 1.0
-    # Number of epochs, or 0. SOLVER.MAX_ITER, STEPS, WARMUP_ITERS and CHECKPOINT_PERIOD and TEST.EVAL_PERIOD then
-    # follow from the number of images and IMS_PER_BATCH (projects_vil/solver.py).
+    # Number of epochs, or 0. Epochs set SOLVER.MAX_ITER, STEPS, WARMUP_ITERS and CHECKPOINT_PERIOD and TEST.EVAL_PERIOD
+    # from the number of images and IMS_PER_BATCH.
     cfg.SOLVER.EPOCHS = 0
-    # With SOLVER.AMP.ENABLED: "float16", which needs a GPU and scales the loss, "bfloat16", also on the CPU, or "auto":
-    # float16 on GPUs of compute capability below 8.0, otherwise bfloat16.
+    # Data type with SOLVER.AMP.ENABLED: "float16" (GPU only, with loss scaling), "bfloat16", or "auto". "auto" is
+    # bfloat16, except for GPUs with a compute capability below 8.0.
     cfg.SOLVER.AMP.DTYPE = "auto"
-    # Gradient accumulation: the number of micro-batches into which IMS_PER_BATCH images are split, or "auto". "auto"
+    # Gradient accumulation: number of micro-batches into which IMS_PER_BATCH images are split, or "auto". "auto"
     # chooses the number by the free memory of a GPU, or by the number of pixels on the CPU.
     cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = 1
-    # The batch size for which BASE_LR and BASE_LR_END are given: they are multiplied by IMS_PER_BATCH divided by it. 0
-    # leaves them as they are.
+    # Batch size for which BASE_LR and BASE_LR_END are given. They are scaled by IMS_PER_BATCH / REFERENCE_BATCH_SIZE.
+    # 0 does not scale them.
     cfg.SOLVER.REFERENCE_BATCH_SIZE = 0
-    # How many batches with a loss or gradient that is not finite are skipped before the run stops (nonfinite.json).
+    # Number of batches with a non-finite loss or gradient that are skipped before training stops. They are listed in
+    # nonfinite.json.
     cfg.SOLVER.MAX_NONFINITE_STEPS = 0
-    # The run ends after this many evaluations without a better TEST.BEST_METRIC; 0 disables early stopping.
+    # Stop after this number of evaluations without a better TEST.BEST_METRIC. 0 disables early stopping.
     cfg.SOLVER.EARLY_STOPPING_PATIENCE = 0
-    # The exponent of SOLVER.LR_SCHEDULER_NAME WarmupPolyLR, which falls from BASE_LR to BASE_LR_END.
+    # Exponent of the schedule "WarmupPolyLR", which decays from BASE_LR to BASE_LR_END.
     cfg.SOLVER.POLY_LR_POWER = 0.9
 
-    # Semantic segmentation: a crop is sampled again, up to ten times, where one class has more than this share of it.
+    # Semantic segmentation: largest fraction of a crop that one class may cover. Other crops are sampled again, up to
+    # ten times.
     cfg.INPUT.CROP.SINGLE_CATEGORY_MAX_AREA = 1.0
-    # The same: whether an image smaller than an absolute crop is padded to its size, with MODEL.PIXEL_MEAN and ignored
-    # labels. Else only batches are padded, to their largest image.
+    # Semantic segmentation: pad images that are smaller than an absolute crop to the crop size, with MODEL.PIXEL_MEAN
+    # and ignored labels. Otherwise images are only padded to the largest image of the batch.
     cfg.INPUT.CROP.PAD = False
-    # The augmentation of training images: "default" resizes to MIN_SIZE_TRAIN and flips, "lsj" is large-scale jitter
-    # (below) and a flip, and "lsj_copy_paste" adds PHOTOMETRIC_DISTORTION and COPY_PASTE, which need an R-CNN with
-    # masks.
+    # Augmentation of training images. "default" resizes to MIN_SIZE_TRAIN and flips. "lsj" is large-scale jitter and a
+    # flip. "lsj_copy_paste" adds PHOTOMETRIC_DISTORTION and COPY_PASTE, and needs an R-CNN with masks.
     cfg.INPUT.AUGMENTATION = "default"
-    # "lsj" and "lsj_copy_paste": an image is scaled to fit into a square of SIZE pixels times a random factor from
-    # SCALE, then cropped or padded to the square, as in the new baselines of detectron2.
     cfg.INPUT.LSJ = CfgNode()
+    # Large-scale jitter: side in pixels of the square to which images are cropped or padded.
     cfg.INPUT.LSJ.SIZE = 1024
+    # Large-scale jitter: range of the random scale, relative to an image that fits into the square.
     cfg.INPUT.LSJ.SCALE = (0.1, 2.0)
-    # "lsj_copy_paste": the share of images that get objects of another training image pasted, 0.0 for none.
     cfg.INPUT.COPY_PASTE = CfgNode()
+    # Copy-paste: probability that an image gets objects of another training image.
     cfg.INPUT.COPY_PASTE.PROBABILITY = 0.5
-    # In training: random brightness, contrast, saturation and hue, as in SSD.
+    # Whether training images get random brightness, contrast, saturation and hue, as in SSD.
     cfg.INPUT.PHOTOMETRIC_DISTORTION = False
 
-    # The check of COCO files before training and evaluation (docs/datasets.md): "error" stops at errors in a file,
-    # "warn" logs them and continues without those annotations and images, "off" does not check.
+    # Check of COCO files before training and evaluation: "error" stops at errors, "warn" logs them and skips the
+    # affected annotations and images, "off" does not check.
     cfg.DATASETS.CHECK = "error"
-    # COCO-format datasets to register: [name, annotation file, image folder], each.
+    # COCO-format datasets to register, each as [name, annotation file, image folder].
     cfg.DATASETS.COCO = []
-    # Those in the layout of ADE20K, whose label images have 0 for ignored, classes from 1: [name, image folder, label
-    # folder], each, for its 150 classes, or [name, image folder, label folder, file with one class name per line].
+    # ADE20K-format datasets to register, each as [name, image folder, label folder] for the 150 classes of ADE20K, or
+    # [name, image folder, label folder, file with one class name per line]. In label images, 0 is ignored.
     cfg.DATASETS.ADE20K = []
 
 
@@ -386,12 +393,12 @@ def _explain(error: Exception, cfg: CfgNode) -> str:
         return one_line(message)
     known = [key for key, _ in config_items(cfg)]
     if unknown[1] in known:
-        return f"{unknown[1]} is one word in it: in a file, the parts of a key are indented below each other"
+        return f"the key {unknown[1]} is written with dots. In a file, write each part as a section of its own."
     return f"unknown config key {unknown[1]}{closest(unknown[1], known) or closest(unknown[1].upper(), known)}"
 
 
 def config_items(node: object, prefix: str = "", *, lists: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield keys and values of nested dicts, ``SOLVER`` and ``SOLVER.STEPS``; with ``lists`` ``SOLVER.STEPS.0``."""
+    """Yield keys such as ``SOLVER.STEPS`` and values of nested dicts, and with ``lists`` also ``SOLVER.STEPS.0``."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if lists and isinstance(node, list) else ()
     for key, value in items:
         yield f"{prefix}{key}", value
@@ -405,7 +412,7 @@ def first_of(names: Sequence[str], number: int) -> str:
 
 
 def one_line(message: object) -> str:
-    """Return a library's message without line breaks, and without the middle where it is long."""
+    """Return a message of a library on one line. A long message is cut in the middle."""
     line = " ".join(str(message).split())
     return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"
 
@@ -423,7 +430,7 @@ def check_override_effects(cfg: CfgNode, overridden: Collection[str]) -> None:
             value = value_of(cfg, other)
             if key.startswith(beginning) and value not in values:
                 instead = " or ".join(map(str, values))
-                raise ConfigError(f"{key} has no effect with {other} {value}: leave it out, or add {other} {instead}")
+                raise ConfigError(f"{key} has no effect with {other} {value}. Remove it, or set {other} {instead}.")
 
 
 def value_of(cfg: CfgNode, key: str) -> Any:
@@ -439,31 +446,31 @@ def check_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES) -> bool:
 
     Args:
         cfg: the config of a model.
-        devices: types of device that are allowed.
+        devices: allowed types of device.
 
     Raises:
-        ConfigError: where the device is not available or of another type, or the attention backend does not run on it.
+        ConfigError: if the device is not available or not allowed, or if the attention backend does not run on it.
     """
     name, backend = cfg.MODEL.DEVICE, cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND
     match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", name)
     if match is None or match[1] not in devices:
-        raise ConfigError(f"MODEL.DEVICE is {name}: it must be {' or '.join(devices)}")
+        raise ConfigError(f"MODEL.DEVICE is {name}. Use {' or '.join(devices)}.")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if match[1] == "cuda" and int(match[2] or 0) >= available:
-        raise ConfigError(f"MODEL.DEVICE is {name}, and {available} CUDA devices are available: use MODEL.DEVICE cpu")
+        raise ConfigError(f"MODEL.DEVICE is {name}, but {available} CUDA devices are available. Use MODEL.DEVICE cpu.")
     missing = unmet_requirement(torch.device(name)) if backend == "triton" else None
     if missing is not None:
-        raise ConfigError(f"MODEL.TRANSFORMER.ATTENTION_BACKEND {backend} {missing} (MODEL.DEVICE): use auto")
+        raise ConfigError(f"MODEL.TRANSFORMER.ATTENTION_BACKEND {backend} {missing} (MODEL.DEVICE). Use auto.")
     return match[1] == "cuda"
 
 
 def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: bool = False) -> CfgNode:
-    """Return ``cfg`` on an available device: its own, or the CPU in place of a GPU; the log reports which.
+    """Return the config for an available device: its own, or the CPU if there is no GPU. The choice is logged.
 
     Args:
-        cfg: is not changed.
-        devices: types of device that are allowed.
-        requested: whether the user named the device, which then is used or refused.
+        cfg: config of a model.
+        devices: allowed types of device.
+        requested: whether the user set the device. It is then used, or an error.
 
     Raises:
         ConfigError: as :func:`check_device`.
@@ -484,7 +491,7 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
     return cfg
 
 
-# What a config is for ------------------------------------------------------------------------------------------------
+# Properties of a config -----------------------------------------------------------------------------------------------
 
 
 def number_of_classes(cfg: CfgNode) -> tuple[str, int]:
@@ -497,7 +504,7 @@ def number_of_classes(cfg: CfgNode) -> tuple[str, int]:
 
 
 def detector_name(cfg: CfgNode) -> str:
-    """Return the papers' name, "Cascade Mask R-CNN" for one, or else the meta-architecture."""
+    """Return the name of the detector in the papers, such as "Cascade Mask R-CNN", or the meta-architecture."""
     if cfg.MODEL.META_ARCHITECTURE != "GeneralizedRCNN":
         return cfg.MODEL.META_ARCHITECTURE
     is_cascade, has_masks = cfg.MODEL.ROI_HEADS.NAME == "CascadeROIHeads", cfg.MODEL.MASK_ON
@@ -514,10 +521,10 @@ def is_segmentor(cfg: CfgNode) -> bool:
 
 
 def is_panoptic(cfg: CfgNode) -> bool:
-    """Return whether a config is for boxes and masks of things, and labels of stuff."""
+    """Return whether a config is for panoptic segmentation."""
     return cfg.MODEL.META_ARCHITECTURE == "PanopticFPN"
 
 
 def is_point_rend(cfg: CfgNode) -> bool:
-    """Return whether masks are those of PointRend's head: detectron2's, or this project's."""
+    """Return whether the mask head is PointRend's."""
     return cfg.MODEL.MASK_ON and cfg.MODEL.ROI_MASK_HEAD.NAME in ("PointRendMaskHead", "AnyBatchPointRendMaskHead")

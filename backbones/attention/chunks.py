@@ -63,7 +63,7 @@ def attend_chunks(
         if is_exporting():
             # torch 2.14 exports a broadcast bias only for two or more columns of chunks.
             bias = bias.expand(-1, queries.shape[1], -1, -1)
-        if wants_alignment(bias.device):
+        if needs_alignment(bias.device):
             # A view of aligned rows
             bias = bias[..., : keys.shape[2]]
     output = attention(queries, keys, values, attn_mask=bias, scale=channels**-0.5)[..., :channels]
@@ -73,7 +73,7 @@ def attend_chunks(
     return take_first(take_first(output, 1, height), 2, width).permute(0, 3, 1, 2, 4)
 
 
-def wants_alignment(device: torch.device) -> bool:
+def needs_alignment(device: torch.device) -> bool:
     """Return whether PyTorch's kernel needs channels and rows of a bias in multiples of 8. The GPU kernel does."""
     return device.type == "cuda"
 
@@ -83,7 +83,7 @@ def extra_channels(channels: int, device: torch.device) -> tuple[int, int]:
 
     Keys have one mask channel. The fast kernels for GPUs need multiples of 8 channels.
     """
-    return (8 - channels % 8, -channels % 8) if wants_alignment(device) else (1, 1)
+    return (8 - channels % 8, -channels % 8) if needs_alignment(device) else (1, 1)
 
 
 def aligned_bias(parts: list[Tensor]) -> Tensor:
@@ -91,7 +91,7 @@ def aligned_bias(parts: list[Tensor]) -> Tensor:
 
     PyTorch's kernel for GPUs would copy a bias whose rows are not aligned.
     """
-    padding = -sum([part.shape[2] for part in parts]) % 8 if wants_alignment(parts[0].device) else 0
+    padding = -sum([part.shape[2] for part in parts]) % 8 if needs_alignment(parts[0].device) else 0
     if padding:
         parts = [*parts, parts[0].new_zeros(1, 1, 1).expand(*parts[0].shape[:2], padding)]
     return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]

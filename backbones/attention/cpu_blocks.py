@@ -34,13 +34,8 @@ def is_needed(*tensors: Tensor | None) -> bool:
     """Return whether attention to windows needs gradients on a CPU. Traced and compiled runs are left to PyTorch."""
     if tensors[0].device.type != "cpu" or not torch.is_grad_enabled() or is_tracing() or torch.compiler.is_compiling():
         return False
-    needs_grad = False
-    for x in tensors:
-        if x is not None:
-            needs_grad |= x.requires_grad
-            if not x.numel():
-                return False
-    return needs_grad
+    given = [x for x in tensors if x is not None]
+    return any(x.requires_grad for x in given) and all(x.numel() for x in given)
 
 
 def window_attention(
@@ -66,7 +61,7 @@ def window_attention(
             window.
     """
 
-    def forward(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         logsumexps = []
 
         def attention(query: Tensor, key: Tensor, value: Tensor, **options: Tensor | float | None) -> Tensor:
@@ -105,7 +100,7 @@ def map_attention(query: Tensor, key: Tensor, value: Tensor, offset_bias: Tensor
 class _RecomputedAttention(torch.autograd.Function):
     """Attention with its own backward pass.
 
-    ``forward(*tensors)`` returns the output and the log-sum-exps or None. ``backward(grad, output, logsumexp, needed,
+    ``forward(*tensors)`` returns the output and the log-sum-exps. ``backward(grad, output, logsumexp, needed,
     *tensors)`` returns a gradient for each tensor; ``needed`` tells which of them are used.
     """
 
@@ -131,29 +126,33 @@ class _RecomputedAttention(torch.autograd.Function):
 
 def _attention_with_logsumexp(
     query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """Return the output (N, M, L, E) of attention, and the log-sum-exps (N, M, L) if this torch computes them."""
+) -> tuple[Tensor, Tensor]:
+    """Return the output (N, M, L, E) of attention and the log-sum-exps (N, M, L), in float32 or better."""
     if _CPU_KERNEL is not None:
         # The kernel assumes that the channels of a token are contiguous, and does not check it.
         query, key, value = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
         try:
             return _CPU_KERNEL(query, key, value, 0.0, False, attn_mask=attn_mask, scale=scale)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            # The fallback below needs even more memory.
+            # The code below needs even more memory.
             if "allocate memory" in str(error):
                 raise
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=scale), None
+    scores = at_least_float32(query @ key.mT) * scale
+    if attn_mask is not None:
+        scores += attn_mask
+    logsumexp = scores.logsumexp(dim=-1, keepdim=True)
+    return (scores - logsumexp).exp_().to(value.dtype) @ value, logsumexp[..., 0]
 
 
 class _Keys(NamedTuple):
-    """Keys that all queries of a block see, and the tensors to which their gradients are added.
+    """Keys of all queries of a block, and the tensors to which their gradients are added.
 
     Attributes:
         key: (N, K, D + 1). The last channel is 0, or a large negative number for a hidden key.
         value: (N, K, D + 1). The last channel is 1.
         key_grad: (N, K, D), or (M, K, D) for keys that all chunks share.
         value_grad: As ``key_grad``.
-        biases: For some queries each: their slice, their bias, and its gradient or None. Biases broadcast to
+        biases: A list of slices of queries, their biases, and the gradients of the biases or None. Biases broadcast to
             (M, K, queries).
     """
 
@@ -168,7 +167,7 @@ def _add_gradients(
     query: Tensor,
     grad: Tensor,
     delta: Tensor,
-    logsumexp: Tensor | None,
+    logsumexp: Tensor,
     query_grad: Tensor,
     keys: list[_Keys],
     heads: int,
@@ -176,38 +175,31 @@ def _add_gradients(
 ) -> None:
     """Compute ``query_grad`` of a block, and add to the gradients in ``keys``.
 
-    Scores are (N, K, P), keys first: almost all products are then of matrices as they lie in memory.
+    Scores are (N, K, P), keys first. Almost all matrix products then need no transposition in memory.
 
     Args:
         query: (N, P, D), scaled.
         grad: (N, P, D), the gradient of the output.
         delta: (N, P), the product of the output and its gradient.
-        logsumexp: (N / M, M, P), or None if it is not known.
+        logsumexp: (N / M, M, P).
         query_grad: (N, P, D).
-        keys: All that the queries see.
-        heads: M.
-        buffer: (2, N * P * K of all keys or more). All blocks use the same memory: to allocate it for each block would
-            take as long as some products.
+        keys: All keys of the queries.
+        heads: Number M of heads.
+        buffer: (2, N * P * K or more), with the K of all keys. All blocks use the same memory, because an allocation
+            per block would take as long as some products.
     """
     # (N, D + 1, P): the last channel adds the mask of a key to its scores, and -delta to the products below.
     query_columns, grad_columns = F.pad(query.mT, (0, 0, 0, 1), value=1.0), torch.cat([grad.mT, -delta[:, None]], dim=1)
     sizes = [len(query) * key.key.shape[1] * query.shape[1] for key in keys]
     all_weights, all_products = buffer[0, : sum(sizes)], buffer[1, : sum(sizes)]
-    # Views of the part of each of the keys
+    # A view for each of the keys
     weights = [x.view(len(query), -1, query.shape[1]) for x in all_weights.split(sizes)]
     products = [x.view(len(query), -1, query.shape[1]) for x in all_products.split(sizes)]
     for part, own in zip(weights, keys, strict=True):
         for queries, bias, _ in own.biases:
             scores = part[..., queries].unflatten(0, (-1, heads))
-            if logsumexp is None:
-                scores.copy_(bias)
-            else:
-                torch.sub(bias.expand_as(scores), logsumexp[:, :, None, queries], out=scores)
+            torch.sub(bias.expand_as(scores), logsumexp[:, :, None, queries], out=scores)
         part.baddbmm_(own.key, query_columns)
-    if logsumexp is None:
-        logsumexp = torch.stack([part.logsumexp(dim=1) for part in weights]).logsumexp(dim=0)[:, None]
-        for part in weights:
-            part.sub_(logsumexp)
     all_weights.clamp_(min=_MIN_EXPONENT).exp_()
     for part, own in zip(products, keys, strict=True):
         torch.bmm(own.value, grad_columns, out=part)
@@ -239,7 +231,7 @@ def _window_gradients(
     shift: tuple[int, int] | None,
     grad: Tensor,
     output: Tensor,
-    logsumexp: Tensor | None,
+    logsumexp: Tensor,
     needed: tuple[bool, ...],
     *tensors: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
@@ -267,9 +259,8 @@ def _window_gradients(
         _to_chunks(x, size, rows, cols) for x in (query * scale, grad, (grad * output).sum(dim=-1, keepdim=True))
     )
     query_grad, delta = torch.empty_like(query), delta[..., 0]
-    if logsumexp is not None:
-        # (B * rows * M, cols, P) before
-        logsumexp = logsumexp.unflatten(0, (batch, rows, heads)).transpose(2, 3)
+    # (B, rows, cols, M, P)
+    logsumexp = logsumexp.unflatten(0, (batch, rows, heads)).transpose(2, 3)
     halo = _with_halo(key, value, size, side, is_cyclic)
     halo_grad = halo.new_zeros(*halo.shape[:-1], channels)
     num_global, global_grads = 0, (None, None)
@@ -309,9 +300,9 @@ def _window_gradients(
                 shared = (x[image].expand(chunks.stop - chunks.start, -1, -1, -1) for x in (global_key, global_value))
                 own_biases = [(slice(None), biases[-1], bias_grads[-1])]
                 keys.append(_Keys(*(x.flatten(0, 1) for x in shared), *(x[image] for x in global_grads), own_biases))
-            block = (x[image, row, chunks].flatten(0, 1) for x in (query, grad, delta))
-            lse = None if logsumexp is None else logsumexp[image, row, chunks]
-            _add_gradients(*block, lse, query_grad[image, row, chunks].flatten(0, 1), keys, heads, buffer)
+            block = [x[image, row, chunks].flatten(0, 1) for x in (query, grad, delta)]
+            own_grad = query_grad[image, row, chunks].flatten(0, 1)
+            _add_gradients(*block, logsumexp[image, row, chunks], own_grad, keys, heads, buffer)
         for first, (_, strip_grad) in strips.items():
             halo_grad[:, image, ..., row * size + first : row * size + first + piece_rows, :] += strip_grad
 
@@ -392,13 +383,14 @@ def _map_forward(
     value: Tensor,
     offset_bias: Tensor,
     global_bias: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the output, which lies in memory as (B, H * W, M, D), and the log-sum-exps (B, M, H * W) or None."""
+) -> tuple[Tensor, Tensor]:
+    """Return the output, which lies in memory as (B, H * W, M, D), and the log-sum-exps (B, M, H * W)."""
     height, width = size
-    num_global, scale, logsumexp = key.shape[2] - height * width, query.shape[-1] ** -0.5, None
+    num_global, scale = key.shape[2] - height * width, query.shape[-1] ** -0.5
     # (M, W, 2 * H - 1, W): for the column of a query, the rows of keys in their order
     offset_bias = offset_bias.flip(1).transpose(1, 2).contiguous()
     output = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
+    logsumexp = at_least_float32(query.new_empty(query.shape[:3]))
     for images, heads, rows in split_blocks((*query.shape[:2], height), width * key.shape[2], BLOCK_SCORES):
         queries = slice(rows.start * width, rows.stop * width)
         q, k, v = query[images, heads, queries], key[images, heads], value[images, heads]
@@ -409,10 +401,8 @@ def _map_forward(
             own = offset_bias[heads, :, height - 1 - row : 2 * height - 1 - row]
             bias[:, row - rows.start, :, num_global:] = own.flatten(2)
         bias = bias.flatten(1, 2)[None]
-        output[images, heads, queries], lse = _attention_with_logsumexp(q, k, v, attn_mask=bias, scale=scale)
-        if lse is not None:
-            logsumexp = lse.new_empty(query.shape[:3]) if logsumexp is None else logsumexp
-            logsumexp[images, heads, queries] = lse
+        block = _attention_with_logsumexp(q, k, v, attn_mask=bias, scale=scale)
+        output[images, heads, queries], logsumexp[images, heads, queries] = block
     return output, logsumexp
 
 
@@ -420,7 +410,7 @@ def _map_gradients(
     size: tuple[int, int],
     grad: Tensor,
     output: Tensor,
-    logsumexp: Tensor | None,
+    logsumexp: Tensor,
     needed: tuple[bool, ...],
     *tensors: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
@@ -452,7 +442,7 @@ def _map_gradients(
         needed_size = len(block[0]) * block[0].shape[1] * key.shape[2]
         if buffer.shape[1] < needed_size:
             buffer = query.new_empty(2, needed_size)
-        lse = None if logsumexp is None else logsumexp[images, heads, queries]
         own_grad = query_grad[images, heads, queries].flatten(0, 1)
-        _add_gradients(*block, lse, own_grad, keys, heads.stop - heads.start, buffer)
+        lse, num_heads = logsumexp[images, heads, queries], heads.stop - heads.start
+        _add_gradients(*block, lse, own_grad, keys, num_heads, buffer)
     return query_grad.mul_(scale), key_grad, value_grad, offset_grad.mT.flip(1), global_grad

@@ -94,7 +94,7 @@ class Checkpointer(DetectionCheckpointer):
         backbone = getattr(getattr(self.model, "backbone", None), "bottom_up", None)
         self._backbone = backbone if isinstance(backbone, (TransformerBackbone, TimmBackbone)) else None
 
-    def save(self, name: str, *, tag: bool = True, **kwargs) -> None:
+    def save(self, name: str, *, tag: bool = True, **kwargs: Any) -> None:
         """Save a checkpoint with metadata atomically, then update ``last_checkpoint``.
 
         Args:
@@ -248,9 +248,10 @@ class Checkpointer(DetectionCheckpointer):
             if "backbone.top_block.p7.weight" in state_dict and getattr(top_block, "relu", True):
                 self._fail("was trained without a ReLU between P6 and P7 (MODEL.FPN.P7_RELU False)", only_complete=True)
         self._match_classes(state_dict, saved)
-        parts = {_part(name) for name in state_dict} | {"backbone.bottom_up"}
+        names = set(state_dict)
         incompatible = super()._load_model(checkpoint)
-        self._check_keys(incompatible, parts)
+        if incompatible.missing_keys or incompatible.unexpected_keys or incompatible.incorrect_shapes:
+            self._check_keys(incompatible, names)
         if average is not None and self.averaged is None:
             self.logger.warning(f"MODEL.EMA.ENABLED is False: dropping the averaged weights of {self._path}")
         elif average is not None:
@@ -259,8 +260,9 @@ class Checkpointer(DetectionCheckpointer):
             self.averaged.n_averaged.fill_(steps)
         return incompatible
 
-    def _check_keys(self, incompatible: Any, parts: set[str]) -> None:
-        """Check fvcore's list of incompatible keys; ``parts`` are the parts of the detector in the checkpoint."""
+    def _check_keys(self, incompatible: Any, names: set[str]) -> None:
+        """Raise a :class:`ConfigError` unless the model may lack the incompatible keys; ``names`` are all names."""
+        parts = {_part(name) for name in names} | {"backbone.bottom_up"}
         shapes, predictors = [], set()
         for name, theirs, ours in incompatible.incorrect_shapes:
             if self.complete or not is_predictor(name) or theirs[1:] != ours[1:]:

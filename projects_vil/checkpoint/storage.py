@@ -31,7 +31,8 @@ def last_checkpoints(folder: str | Path) -> list[Path]:
     files, tag = checkpoints_of(folder), Path(folder) / LAST_CHECKPOINT
     name = tag.read_text(errors="replace").strip() if tag.is_file() else ""
     if name and Path(name).name == name and os.path.isfile(tag.parent / name):
-        return [tag.parent / name, *(path for path in files if path.name != name)]
+        files.sort(key=lambda path: path.name != name)
+        return files if files[:1] == [tag.parent / name] else [tag.parent / name, *files]
     if len(files) > 1:
         _logger.warning("%s names no checkpoint in its folder (%r). Using the newest complete one", tag, name[:80])
         files.sort(key=_iteration, reverse=True)
@@ -39,9 +40,11 @@ def last_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def weights_of(run: str | Path) -> Path | None:
-    """Return the last checkpoint of a run, or else its best one, or else the published weights; None without any."""
-    others = [Path(run) / name for name in (BEST_CHECKPOINT, PUBLISHED_WEIGHTS)]
-    return next(iter([*last_checkpoints(run), *(path for path in others if path.is_file())]), None)
+    """Return the last checkpoint of a run, or else its best one, or the weights of a published folder, or None."""
+    for path in (*last_checkpoints(run), Path(run) / BEST_CHECKPOINT, Path(run) / PUBLISHED_WEIGHTS):
+        if path.is_file():
+            return path
+    return None
 
 
 def read_last_checkpoint(folder: str | Path) -> tuple[Path, dict[str, Any]] | None:

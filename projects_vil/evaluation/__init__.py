@@ -1,4 +1,4 @@
-"""Evaluators, losses on a dataset, and the file of results."""
+"""Evaluate detectors and predictions, compute validation losses, and write the results."""
 
 from projects_vil.evaluation.evaluators import (
     COCO_APIS,

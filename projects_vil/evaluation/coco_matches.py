@@ -1,4 +1,4 @@
-"""COCO's evaluation image by image: what pycocotools matches, kept as flat arrays, and the metrics of all of them."""
+"""Run COCO's evaluation image by image: match with pycocotools, keep flat arrays, and accumulate at the end."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 Entry = dict[str, Any]
-# Of one image, or of several: what match_image returns.
+# The result of match_image, for one or several images.
 Matches = tuple[np.ndarray, np.ndarray]
 _PAIR = [("image", np.int64), ("category", np.int32)]
 
@@ -19,26 +19,27 @@ _PAIR = [("image", np.int64), ("category", np.int32)]
 def match_image(
     image: Entry, annotations: list[Entry], results: list[Entry], task: str, max_detections: Sequence[int]
 ) -> Matches:
-    """Let pycocotools match the results of one image.
+    """Match the results of one image to its annotations with pycocotools.
 
     Args:
-        image: its entry in the COCO file, and its ``annotations`` there, on which pycocotools leaves marks.
-        results: in COCO's results format.
+        image: the entry of the image in the COCO file.
+        annotations: its annotations. pycocotools modifies them.
+        results: detections in COCO's results format.
         task: ``"bbox"``, ``"segm"`` or ``"keypoints"``.
-        max_detections: COCOeval's ``maxDets``; keypoints have their own.
+        max_detections: ``maxDets`` of COCOeval. Keypoints use COCOeval's default.
 
     Returns:
-        A record for each detection that counts: image, category, score, its rank among those of the category, and for
-        each of A ranges of area, a bit for each IoU threshold at which it is matched, and ignored. And a record for
-        each category: image, category, and for each range, the number of objects that are not ignored.
+        An array with a record per detection: image, category, score, rank within the category, and for each of A area
+        ranges two bit masks over the IoU thresholds: ``hit`` (matched) and ``left`` (ignored). And an array with a
+        record per category: image, category, and for each area range the number of objects that are not ignored.
     """
-    # As detectron2: the area of a mask is that of its pixels, not that of its box.
+    # As in detectron2, the area of a mask is its number of pixels, not the area of its box.
     unused = "bbox" if task == "segm" else None
     results = [{key: value for key, value in one.items() if key != unused} for one in results]
     categories = [{"id": number} for number in {one["category_id"] for one in (*annotations, *results)}]
     truth = COCO()
     truth.dataset = {"images": [image], "annotations": annotations, "categories": categories}
-    # pycocotools prints a line a step.
+    # pycocotools prints progress lines.
     with contextlib.redirect_stdout(io.StringIO()):
         truth.createIndex()
         evaluation = COCOeval(truth, truth.loadRes(results) if results else COCO(), task)
@@ -63,12 +64,14 @@ def match_image(
 def summarize(
     matches: Sequence[Matches], task: str, categories: Sequence[int], max_detections: Sequence[int]
 ) -> COCOeval:
-    """Return a COCOeval with the precision, recall and scores of its ``accumulate``, to the bit, and print its table.
+    """Accumulate matches, print COCO's table and return the COCOeval.
+
+    Precision, recall and scores are bitwise identical to ``COCOeval.accumulate``.
 
     Args:
-        matches: of all images, in any order.
-        categories: all ids.
+        matches: the matches of all images, in any order.
         task, max_detections: as for :func:`match_image`.
+        categories: all category ids.
     """
     evaluation = (COCOeval if max_detections[2] == 100 else COCOevalMaxDets)(iouType=task)
     parameters = evaluation.params
@@ -81,7 +84,7 @@ def summarize(
     for index, category in enumerate(parameters.catIds):
         parts = ([table[table["category"] == category] for table in tables] for tables in zip(*matches, strict=True))
         own, objects = map(np.concatenate, parts)
-        # The image's id decides between equal scores.
+        # Detections with equal scores are sorted by image id.
         own = own[np.lexsort([own["rank"], own["image"], -own["score"]])]
         numbers = objects["objects"].sum(axis=0)
         for limit, most in enumerate(parameters.maxDets):

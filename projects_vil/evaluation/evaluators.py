@@ -1,4 +1,4 @@
-"""The evaluator of a dataset, and the metrics that it computes."""
+"""Build the evaluator of a dataset, and list its metrics."""
 
 import copy
 import functools
@@ -38,59 +38,60 @@ from projects_vil.evaluation.results import check_finite
 
 COCO_APIS = ("pycocotools", "faster_coco_eval")
 _COCO_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
-# Evaluators by the dataset's evaluator_type, with detectron2's names.
+# The metrics of detectron2's evaluators by evaluator_type.
 _DETECTION_METRICS = {
     "coco": _COCO_METRICS,
     "coco_panoptic_seg": _COCO_METRICS,
     "lvis": (*_COCO_METRICS, "APr", "APc", "APf"),
     "pascal_voc": ("AP", "AP50", "AP75"),
 }
-# Images whose results one process sends to the first at a time.
-_IMAGES_AT_ONCE = 200
+# Number of images whose results a process sends to the main process at once.
+_GATHERED_IMAGES = 200
 RESULTS_FILE = "coco_instances_results.json"
 _LABEL_METRICS = ("mIoU", "fwIoU", "mACC", "pACC")
 
 
 def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> DatasetEvaluator:
-    """Build the evaluator of the dataset's ``evaluator_type``: COCO, LVIS, Pascal VOC or semantic segmentation.
+    """Build the evaluator of a dataset: COCO, LVIS, Pascal VOC or semantic segmentation, by its ``evaluator_type``.
 
-    Things and stuff of a PanopticFPN are evaluated separately. Detections are matched to the dataset's classes by name.
+    The things and stuff of a PanopticFPN are evaluated separately. The classes of the model are matched to the classes
+    of the dataset by name.
 
     Raises:
-        ConfigError: for a dataset of another type, annotations that ``DATASETS.CHECK`` refuses, a ``TEST.COCO_API``
-            that is not installed, or where :func:`~projects_vil.data.class_order` would.
+        ConfigError: if the dataset has another type, ``DATASETS.CHECK`` rejects its annotations, ``TEST.COCO_API`` is
+            not installed, or :func:`~projects_vil.data.class_order` raises.
     """
-    evaluator = _build_evaluator(cfg, dataset_name, output_folder)
+    evaluator_type, evaluators = MetadataCatalog.get(dataset_name).get("evaluator_type"), []
+    is_coco = evaluator_type in ("coco", "coco_panoptic_seg")
+    if is_coco:
+        evaluators.append(
+            coco_evaluator(
+                dataset_name,
+                output_dir=output_folder,
+                max_dets_per_image=cfg.TEST.DETECTIONS_PER_IMAGE,
+                masks=cfg.MODEL.MASK_ON,
+                check=cfg.DATASETS.CHECK,
+                api=cfg.TEST.COCO_API,
+            )
+        )
+    elif evaluator_type == "lvis":
+        evaluators.append(FiniteLVISEvaluator(dataset_name, output_dir=output_folder))
+    elif evaluator_type == "pascal_voc":
+        evaluators.append(FiniteVOCEvaluator(dataset_name))
+    if evaluator_type == "sem_seg" or (is_coco and is_panoptic(cfg)):
+        read = label_reader(dataset_name)
+        evaluators.append(SemSegEvaluator(dataset_name, output_dir=output_folder, sem_seg_loading_fn=read))
+    if not evaluators:
+        raise ConfigError(f"{dataset_name} is of type {evaluator_type!r}. Use coco, lvis, pascal_voc or sem_seg.")
+    evaluator = evaluators[0] if len(evaluators) == 1 else DatasetEvaluators(evaluators)
     return match_to_dataset(evaluator, class_order(cfg, dataset_name))
 
 
-def _build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> DatasetEvaluator:
-    evaluator_type = MetadataCatalog.get(dataset_name).get("evaluator_type")
-    if evaluator_type in ("coco", "coco_panoptic_seg"):
-        things = coco_evaluator(
-            dataset_name,
-            output_dir=output_folder,
-            max_dets_per_image=cfg.TEST.DETECTIONS_PER_IMAGE,
-            masks=cfg.MODEL.MASK_ON,
-            check=cfg.DATASETS.CHECK,
-            api=cfg.TEST.COCO_API,
-        )
-        if not is_panoptic(cfg):
-            return things
-        return DatasetEvaluators([things, _label_evaluator(dataset_name, output_folder)])
-    if evaluator_type == "lvis":
-        return FiniteLVISEvaluator(dataset_name, output_dir=output_folder)
-    if evaluator_type == "pascal_voc":
-        return FiniteVOCEvaluator(dataset_name)
-    if evaluator_type == "sem_seg":
-        return _label_evaluator(dataset_name, output_folder)
-    raise ConfigError(f"{dataset_name} has evaluator_type {evaluator_type!r}: use coco, lvis, pascal_voc or sem_seg")
-
-
 class _InDatasetClasses(DatasetEvaluator):
-    """Map the model's class indices to an evaluator's dataset, and drop detections of classes that it does not have.
+    """Map the class indices of the model to the classes of a dataset, and drop detections of other classes.
 
     Args:
+        evaluator: an evaluator for the classes of the dataset.
         order: the model's index of each class of the dataset.
     """
 
@@ -101,31 +102,29 @@ class _InDatasetClasses(DatasetEvaluator):
         self.evaluator.reset()
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
-        self.evaluator.process(inputs, [self._matched(one) if "instances" in one else one for one in outputs])
+        matched = []
+        for output in outputs:
+            if "instances" in output:
+                instances = output["instances"].to("cpu")
+                rows, indices = (instances.pred_classes[:, None] == self.order).nonzero(as_tuple=True)
+                instances = instances[rows]
+                instances.pred_classes = indices
+                output = output | {"instances": instances}
+            matched.append(output)
+        self.evaluator.process(inputs, matched)
 
     def evaluate(self) -> dict[str, Any]:
         return self.evaluator.evaluate()
 
-    def _matched(self, output: dict[str, Any]) -> dict[str, Any]:
-        instances = output["instances"].to("cpu")
-        rows, indices = (instances.pred_classes[:, None] == self.order).nonzero(as_tuple=True)
-        instances = instances[rows]
-        instances.pred_classes = indices
-        return output | {"instances": instances}
-
 
 def match_to_dataset(evaluator: DatasetEvaluator, order: Sequence[int] | None) -> DatasetEvaluator:
-    """Return an evaluator that takes detections in the classes of the model.
+    """Return an evaluator for detections with the class indices of the model.
 
     Args:
-        evaluator: takes them in the classes of its dataset.
-        order: of :func:`~projects_vil.data.class_order`.
+        evaluator: an evaluator for the class indices of its dataset.
+        order: the result of :func:`~projects_vil.data.class_order`.
     """
     return evaluator if order is None else _InDatasetClasses(evaluator, order)
-
-
-def _label_evaluator(dataset_name: str, output_folder: str) -> SemSegEvaluator:
-    return SemSegEvaluator(dataset_name, output_dir=output_folder, sem_seg_loading_fn=label_reader(dataset_name))
 
 
 def coco_evaluator(
@@ -137,15 +136,18 @@ def coco_evaluator(
     check: str = "error",
     api: str = "pycocotools",
 ) -> coco_evaluation.COCOEvaluator:
-    """Build detectron2's evaluator of a COCO file, with the annotations as training reads them.
+    """Build the evaluator of a COCO dataset. It reads the annotations as training does.
 
     Args:
+        dataset_name: a name in detectron2's catalog.
+        output_dir: the folder for ``coco_instances_results.json``.
+        max_dets_per_image: maximum number of detections per image and class.
         masks: whether the detector has masks.
-        check: as ``DATASETS.CHECK``.
-        api: as ``TEST.COCO_API``.
+        check: the value of ``DATASETS.CHECK``.
+        api: the value of ``TEST.COCO_API``.
 
     Raises:
-        ConfigError: for annotations that the check refuses, or an API that is not installed.
+        ConfigError: if the check rejects the annotations, or if the API is not installed.
     """
     check_coco_api(api)
     evaluator = FasterCOCOEvaluator if api == "faster_coco_eval" else MatchingCOCOEvaluator
@@ -154,14 +156,14 @@ def coco_evaluator(
 
 
 def check_coco_api(name: str) -> None:
-    """Check that ``TEST.COCO_API`` is one of ``COCO_APIS`` and installed, or raise a :class:`ConfigError`."""
+    """Raise a :class:`ConfigError` unless ``TEST.COCO_API`` is one of ``COCO_APIS`` and installed."""
     check_choice("TEST.COCO_API", name, COCO_APIS)
     if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"TEST.COCO_API is {name}, which is not installed: pip install faster-coco-eval")
+        raise ConfigError(f"TEST.COCO_API is {name}, which is not installed. Run: pip install faster-coco-eval")
 
 
 class _Finite:
-    """Raise a :class:`ConfigError` for detections that are not finite, before an evaluator of detectron2 takes them."""
+    """Raise a :class:`ConfigError` if an evaluator receives detections with non-finite values."""
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
         for record, output in zip(inputs, outputs, strict=True):
@@ -172,15 +174,15 @@ class _Finite:
 
 
 class FiniteLVISEvaluator(_Finite, LVISEvaluator):
-    """detectron2's evaluator, which rejects detections that are not finite."""
+    """detectron2's LVIS evaluator, with a check for non-finite values."""
 
 
 class FiniteVOCEvaluator(_Finite, PascalVOCDetectionEvaluator):
-    """detectron2's evaluator, which rejects detections that are not finite."""
+    """detectron2's Pascal VOC evaluator, with a check for non-finite values."""
 
 
 class COCOEvaluator(_Finite, coco_evaluation.COCOEvaluator):
-    """detectron2's evaluator, whose table by class leaves out classes without objects; their AP is nan."""
+    """detectron2's COCO evaluator. Its table of classes omits classes without objects; their AP is nan."""
 
     def _derive_coco_results(
         self, coco_eval: Any, iou_type: str, class_names: Sequence[str] | None = None
@@ -195,28 +197,33 @@ class COCOEvaluator(_Finite, coco_evaluation.COCOEvaluator):
         names = [name for name, is_there in zip(class_names, has_objects, strict=True) if is_there]
         results = super()._derive_coco_results(shown, iou_type, names)
         if len(names) == 1:
-            # detectron2 has no metric of a single class.
+            # detectron2 omits the AP of a single class.
             results[f"AP-{names[0]}"] = results["AP"]
         by_class = {f"AP-{name}": results.pop(f"AP-{name}", math.nan) for name in class_names}
         return results | by_class
 
 
 class FasterCOCOEvaluator(COCOEvaluator):
-    """detectron2's evaluator with faster-coco-eval, which computes pycocotools' numbers of boxes and masks in C++."""
+    """Evaluate with faster-coco-eval, a C++ implementation with the same metrics of boxes and masks as pycocotools."""
 
     def _eval_predictions(self, predictions: list[dict[str, Any]], img_ids: list[int] | None = None) -> None:
         # An optional dependency.
         from faster_coco_eval import COCO, COCOeval_faster
 
+        # detectron2's method has no argument for another COCOeval.
+        results = [one for image in predictions for one in image["instances"]]
+        ids = {index: number for number, index in self._metadata.get("thing_dataset_id_to_contiguous_id", {}).items()}
+        for result in results if ids else ():
+            result["category_id"] = ids[result["category_id"]]
+        if self._output_dir:
+            with atomic_write(Path(self._output_dir) / RESULTS_FILE) as partial:
+                partial.write_text(json.dumps(results))
+        if not self._do_evaluation:
+            self._logger.info("Annotations are not available for evaluation.")
+            return
+        # Image ids may be text, which faster-coco-eval does not support.
         content, image_of = self._coco_api.dataset, _positions(self._coco_api.imgs)
-
-        class Truth(COCO):
-            """The annotations with positions as image ids, because ids in the file may be text."""
-
-            def loadRes(self, results: list[dict[str, Any]]) -> COCO:
-                return super().loadRes([one | {"image_id": image_of[one["image_id"]]} for one in results])
-
-        truth = Truth()
+        truth = COCO()
         truth.dataset = content | {"images": [one | {"id": image_of[one["id"]]} for one in content["images"]]}
         truth.dataset["annotations"] = [
             one | {"id": index, "image_id": image_of[one["image_id"]]}
@@ -224,38 +231,45 @@ class FasterCOCOEvaluator(COCOEvaluator):
             if one["image_id"] in image_of
         ]
         truth.createIndex()
-        self._coco_api = truth
-        # detectron2 has no argument for them.
-        before = coco_evaluation.COCOeval_opt, coco_evaluation.COCOevalMaxDets
-        coco_evaluation.COCOeval_opt = coco_evaluation.COCOevalMaxDets = COCOeval_faster
-        try:
-            super()._eval_predictions(predictions, img_ids)
-        finally:
-            coco_evaluation.COCOeval_opt, coco_evaluation.COCOevalMaxDets = before
+        results = [one | {"image_id": image_of[one["image_id"]]} for one in results]
+        for task in sorted(self._tasks or self._tasks_from_predictions(results)):
+            evaluation = None
+            if results:
+                # As in detectron2, the area of a mask is its number of pixels, not the area of its box.
+                own = [{key: value for key, value in one.items() if (task, key) != ("segm", "bbox")} for one in results]
+                evaluation = COCOeval_faster(truth, truth.loadRes(own), task)
+                if task != "keypoints":
+                    evaluation.params.maxDets = self._max_dets_per_image
+                evaluation.evaluate()
+                evaluation.accumulate()
+                evaluation.summarize()
+            names = self._metadata.get("thing_classes")
+            self._results[task] = self._derive_coco_results(evaluation, task, class_names=names)
 
 
 class MatchingCOCOEvaluator(COCOEvaluator):
-    """detectron2's evaluator, with its metrics to the bit, and never all detections in memory.
+    """detectron2's COCO evaluator with identical metrics and a small memory footprint.
 
-    Each process lets pycocotools match an image as it comes, and keeps some forty bytes a detection. The first one
-    gets these, and in small parts the entries of ``coco_instances_results.json``. An image that comes again, in the
-    same process or in another one, is left out. Proposals are evaluated as detectron2 does.
+    Each process matches every image with pycocotools as soon as it is processed, and keeps about 40 bytes per
+    detection. The main process gathers these, and in small chunks the entries of ``coco_instances_results.json``. An
+    image that was already processed, in the same or in another process, is ignored. Proposals are evaluated by
+    detectron2.
     """
 
     def reset(self) -> None:
         super().reset()
-        # Position of the image -> task -> matches.
+        # Image -> task -> matches. Images are numbered in the order of their ids.
         self._images: dict[int, dict[str, Matches]] = {}
         if self._output_dir:
             os.makedirs(self._output_dir, exist_ok=True)
-            # A line an image, in a file without a name, which goes when the process does.
+            # One line per image, in an unnamed file that is deleted when the process ends.
             self._results_file = tempfile.TemporaryFile("w+", dir=self._output_dir)
 
     @functools.cached_property
     def _truth(self) -> list[bytes]:
-        """The images and their annotations as JSON, which take a fraction of their memory as objects.
+        """The images and their annotations as JSON text, which needs less memory than objects.
 
-        Ids may be text, or integers of any size. Here they are positions, in the order of the ids in pycocotools.
+        Ids in the file may be text or large integers. They are replaced by positions, in the order of pycocotools.
         """
         coco, self._coco_api = self._coco_api, None
         self._image_of, self._category_of = _positions(coco.imgs), _positions(coco.cats)
@@ -280,7 +294,7 @@ class MatchingCOCOEvaluator(COCOEvaluator):
             self.add(one["image_id"], one["instances"])
 
     def add(self, image_id: int | str, results: list[dict[str, Any]]) -> None:
-        """Take the detections of an image in COCO's results format, with the category ids of the dataset."""
+        """Add the detections of an image in COCO's results format, with the category ids of the dataset."""
         truth = self._truth
         image = self._image_of[image_id]
         if image not in self._images:
@@ -310,7 +324,7 @@ class MatchingCOCOEvaluator(COCOEvaluator):
             if comm.is_main_process():
                 parts, evaluation = list(filter(None, parts)), None
                 if parts:
-                    # Objects count in images without detections too.
+                    # Objects in images without detections count too.
                     seen = {image for found, _ in parts for image in np.unique(found["image"])}
                     rest = [truth for image, truth in enumerate(self._truth) if image not in seen]
                     parts += [_joined([self._match(truth, [], task) for truth in rest])] * bool(rest)
@@ -320,7 +334,7 @@ class MatchingCOCOEvaluator(COCOEvaluator):
         return results
 
     def _write_results(self, left_out: set[int]) -> None:
-        """Let the first process write the results of all of them, which come to it in parts."""
+        """Gather the results of all processes in chunks, and write them in the main process."""
         self._results_file.seek(0)
         lines = zip(self._images, self._results_file, strict=True)
         own = (line.strip() for number, line in lines if number not in left_out)
@@ -328,8 +342,8 @@ class MatchingCOCOEvaluator(COCOEvaluator):
         with atomic_write(path) if is_main else nullcontext(os.devnull) as partial, open(partial, "w") as file:
             file.write("[")
             for rank, number in enumerate(comm.all_gather(len(self._images))):
-                for _ in range(0, number, _IMAGES_AT_ONCE):
-                    lines = islice(own, _IMAGES_AT_ONCE if rank == comm.get_rank() else 0)
+                for _ in range(0, number, _GATHERED_IMAGES):
+                    lines = islice(own, _GATHERED_IMAGES if rank == comm.get_rank() else 0)
                     for part in filter(None, comm.gather(", ".join(filter(None, lines)))):
                         file.write(separator + part)
                         separator = ", "
@@ -338,7 +352,7 @@ class MatchingCOCOEvaluator(COCOEvaluator):
 
 
 def _positions(ids: Iterable[Any]) -> dict[Any, int]:
-    """Return the position of each id in their order."""
+    """Return the position of each id in sorted order."""
     return {number: position for position, number in enumerate(sorted(ids))}
 
 
@@ -346,35 +360,32 @@ def _joined(tables: list[Matches]) -> Matches | tuple[()]:
     return tuple(map(np.concatenate, zip(*tables, strict=True)))
 
 
-# -- names of metrics ------------------------------------------------------------------------------
+# Metric names --------------------------------------------------------------------------------------------------------
 
 
 def check_metric(cfg: CfgNode) -> None:
-    """Check that the evaluator of its task computes ``TEST.BEST_METRIC``.
+    """Raise a :class:`ConfigError` unless the evaluators compute ``TEST.BEST_METRIC``.
 
     Args:
-        cfg: its ``DATASETS.TEST`` are registered; its metric is ``task/name``, or ``dataset/task/name``.
-
-    Raises:
-        ConfigError: if not.
+        cfg: a config whose ``DATASETS.TEST`` are registered. The metric is ``task/name`` or ``dataset/task/name``.
     """
     metric = cfg.TEST.BEST_METRIC
     dataset, task, name = split_metric_name(cfg)
     if task == LOSS_TASK:
         if name != TOTAL_LOSS and not name.startswith("loss_"):
-            raise ConfigError(f"TEST.BEST_METRIC is {metric}: it must be {LOSS_TASK}/{TOTAL_LOSS} or /loss_...")
+            raise ConfigError(f"TEST.BEST_METRIC is {metric}. Use {LOSS_TASK}/{TOTAL_LOSS} or {LOSS_TASK}/loss_...")
         return
     metrics, per_class = metric_names(cfg, dataset, task)
     if metrics and name not in (*metrics, *per_class):
-        also = f", and for each class as {per_class[0]}" if per_class else ""
+        also = f", and per class as {per_class[0]}" if per_class else ""
         near = closest(name, (*metrics, *per_class), most=3)
-        raise ConfigError(f"TEST.BEST_METRIC is {metric}: the metrics of {task} are {', '.join(metrics)}{also}{near}")
+        raise ConfigError(f"TEST.BEST_METRIC is {metric}. The metrics of {task} are {', '.join(metrics)}{also}{near}")
 
 
 def split_metric_name(cfg: CfgNode) -> tuple[str, str, str]:
-    """Split ``TEST.BEST_METRIC`` into dataset, task and name; datasets and classes may contain a ``/``.
+    """Split ``TEST.BEST_METRIC`` into dataset, task and name. Names of datasets and classes may contain a ``/``.
 
-    The dataset is named where there are several, and else is the only one. Missing parts are empty.
+    The metric starts with a dataset if ``DATASETS.TEST`` has several. Missing parts are empty.
     """
     metric, dataset = cfg.TEST.BEST_METRIC, "".join(cfg.DATASETS.TEST[:1])
     if len(cfg.DATASETS.TEST) > 1:
@@ -385,7 +396,7 @@ def split_metric_name(cfg: CfgNode) -> tuple[str, str, str]:
 
 
 def metric_names(cfg: CfgNode, dataset: str, task: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the metrics of a task of a registered dataset, and those of its classes; empty if it has no evaluator."""
+    """Return the metrics of a task on a registered dataset, and the metrics per class."""
     metadata = MetadataCatalog.get(dataset)
     if task == "sem_seg":
         stuff = metadata.get("stuff_classes", ())
@@ -395,5 +406,5 @@ def metric_names(cfg: CfgNode, dataset: str, task: str) -> tuple[tuple[str, ...]
     metrics = _DETECTION_METRICS.get(evaluator_type, ())
     metrics = tuple(name for name in metrics if (task, name) != ("keypoints", "APs"))
     things = class_names(cfg, dataset) or () if evaluator_type in ("coco", "coco_panoptic_seg") else ()
-    # A single class has no metrics of its own.
+    # A single class has no separate metrics.
     return metrics, tuple(f"AP-{name}" for name in things) if len(things) > 1 else ()

@@ -1,4 +1,4 @@
-"""The losses on a validation dataset."""
+"""Compute the losses on a validation dataset."""
 
 import contextlib
 import logging
@@ -17,23 +17,25 @@ from projects_vil.modeling import MicroBatches
 
 LOSS_TASK = "validation_loss"
 TOTAL_LOSS = "total_loss"
-# The key of an image's position in the dataset, from which its seed is derived.
+# The key for the position of an image in the dataset. It seeds the sampling of proposals.
 _POSITION = "position"
 
 
 @torch.no_grad()
 def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[str, float]:
-    """Compute each term of the loss on a dataset, and their sum as ``total_loss``; all ranks call this and share it.
+    """Return the mean of each loss on a dataset, and their sum as ``total_loss``. All ranks must call this.
 
-    Images are resized as for testing and come one by one. Norms, dropout and stochastic depth are as for testing;
-    sampled proposals depend on the image's position in the dataset. RetinaNet's losses are divided by the positive
-    anchors of the whole dataset, others are averaged over images.
+    Images are resized to the test size and processed one by one. Norms, dropout and stochastic depth are in eval mode.
+    Sampled proposals depend on the position of the image in the dataset. RetinaNet's losses are divided by the number
+    of positive anchors in the dataset, and other losses by the number of images.
 
     Args:
-        model: without DistributedDataParallel around it; its state stays as it is.
+        cfg: the config of the model.
+        model: the model, without DistributedDataParallel. Its state does not change.
+        dataset_name: a name in detectron2's catalog.
 
     Raises:
-        ConfigError: as :func:`projects_vil.data.load_dataset`.
+        ConfigError: see :func:`projects_vil.data.load_dataset`.
     """
     records = data.load_dataset(cfg, [dataset_name], train=False)
     records = data.in_model_classes(cfg, dataset_name, records)
@@ -42,14 +44,14 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
     loader = data.EvaluationLoader(records, mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
     sums: dict[str, float] = defaultdict(float)
     batches = MicroBatches(model)
-    # detectron2 draws images (VIS_PERIOD) in iteration 0.
+    # In iteration 0 detectron2 would draw images (VIS_PERIOD).
     with EventStorage(start_iter=1), _with_losses(model):
         for images in loader:
             data.seed_all(data.derived_seed("image", images[0][_POSITION]))
             batches.restore()
             try:
                 losses = model(images)
-            except FloatingPointError:  # detectron2's, of proposals.
+            except FloatingPointError:  # detectron2 found non-finite proposals
                 sums[TOTAL_LOSS] = math.nan
                 break
             weight = batches.weight(len(images))
@@ -67,7 +69,7 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
 
 
 def _as_for_testing(cfg: CfgNode) -> CfgNode:
-    """Return a config whose training images are resized as for testing, and not augmented."""
+    """Return a config that resizes training images to the test size, without augmentation."""
     cfg = cfg.clone()
     cfg.defrost()
     cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (cfg.INPUT.MIN_SIZE_TEST,), cfg.INPUT.MAX_SIZE_TEST
@@ -80,7 +82,7 @@ def _as_for_testing(cfg: CfgNode) -> CfgNode:
 
 @contextlib.contextmanager
 def _with_losses(model: nn.Module) -> Iterator[None]:
-    """Let the model return its losses, with all else that differs in training as for testing."""
+    """Make the model return its losses, with norms, dropout and the backbone in eval mode."""
     modes = {module: module.training for module in model.modules()}
     model.train()
     model.backbone.eval()

@@ -1,4 +1,4 @@
-"""Evaluation of what a prediction wrote, without the model."""
+"""Evaluate Parquet files of predictions, without the model."""
 
 import json
 import logging
@@ -27,20 +27,19 @@ from projects_vil.utils import log_run
 
 
 def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
-    """Evaluate Parquet files of ``vil predict`` on the COCO file in ``DATASETS.TEST``, as a detector is evaluated.
+    """Evaluate Parquet files of ``vil predict`` on the COCO dataset in ``DATASETS.TEST``.
 
-    Classes are matched as with ``--annotations`` of ``vil predict``, by name or else by index; where their numbers
-    differ, those of other names are left out. A row is of the image in whose path its own ends, or the other way
-    round. Rows of other images are left out; an image without a row, or whose row is an error, counts as one without
-    detections.
+    Classes are matched by name, or else by index. If the number of classes differs, classes with other names are
+    ignored. A row belongs to an image if one of their file names ends with the other. Rows of other images are ignored.
+    An image without a row, or with an error row, counts as an image without detections.
 
     Args:
-        cfg: has one dataset for testing.
-        paths: files, and folders of them.
+        cfg: a config with one test dataset.
+        paths: Parquet files, or folders of Parquet files.
 
     Raises:
-        ConfigError: for files that cannot be read, boxes and scores that are not finite, a row that is of several
-            images, several rows of an image, and where no image, or no class, has predictions.
+        ConfigError: if a file cannot be read, a box or score is not finite, a row matches several images, an image has
+            several rows, or no image or class has predictions.
     """
     register_datasets(cfg)
     log_run(cfg.OUTPUT_DIR)
@@ -59,7 +58,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     segmented = [bool(one.get("segmentation")) for one in evaluator._coco_api.dataset.get("annotations", ())]
     has_masks = all(segmented)
     if any(segmented) and not has_masks:
-        text = "only boxes are evaluated: %d of %d annotations have no segmentation"
+        text = "Evaluating boxes only: %d of %d annotations have no segmentation."
         logging.getLogger(__name__).warning(text, segmented.count(False), len(segmented))
     for image in missing.values():
         named.setdefault(Path(image["file_name"]).name, []).append(image)
@@ -71,15 +70,17 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
             matches[labels] = _match(name, categories, file, labels)
         ids = matches[labels]
         if len(own) > 1 or any(one["id"] not in missing for one in own):
-            raise ConfigError(f"{file}: {path[1:]} is of several images of {name}, or of one that has another row")
+            raise ConfigError(
+                f"'{path[1:]}' in '{file}' matches several images of {name}, or an image with another row."
+            )
         row["masks"] = row["masks"] if has_masks else None
         for image in own:
             check_finite(row["boxes"], row["scores"], source=f"{file}, {path[1:]}")
             evaluator.add(missing.pop(image["id"])["id"], _results(row, image, ids))
         others, errors = others + (not own), errors + bool(own and row["error"])
     if len(missing) == total:
-        raise ConfigError(f"none of {others} rows is of an image of {name}: their file names do not end alike")
-    text = "%d images of %s, of which %d have no prediction and %d an error; %d rows are of other images"
+        raise ConfigError(f"None of {others} rows belongs to an image of {name}. Compare the file names.")
+    text = "%d images of %s: %d without a prediction, %d with an error; %d rows of other images"
     logging.getLogger(__name__).info(text, total, name, len(missing), errors, others)
     results = evaluator.evaluate()
     print_csv_format(results)
@@ -90,7 +91,7 @@ Labels = tuple[tuple[int, str], ...]  # category ids and names
 
 
 def _match(name: str, categories: dict[int, str], file: Path, labels: Labels) -> dict[int, int]:
-    """Return the dataset's category ids by those of a file."""
+    """Return a mapping from the category ids of a file to the category ids of the dataset."""
     ours, theirs = [label for _, label in labels], list(categories.values())
     differ = f"{file} has {describe_classes(ours)}, and {name} has {describe_classes(theirs)}"
     matched = match_classes(ours, theirs) if len(ours) != len(theirs) else {}
@@ -99,11 +100,11 @@ def _match(name: str, categories: dict[int, str], file: Path, labels: Labels) ->
 
 
 def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, Labels, dict[str, Any]]]:
-    """Yield the file, its classes, and the row, for each row."""
+    """Yield each row with its file and the classes of the file."""
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise ConfigError("Parquet needs pyarrow: pip install 'vil-detectron2[scale]'") from error
+        raise ConfigError("Parquet files need pyarrow. Run: pip install 'vil-detectron2[scale]'") from error
     for file in chain(*(sorted(path.glob("*.parquet")) if path.is_dir() else [path] for path in map(Path, paths))):
         try:
             table = ParquetFile(file)
@@ -111,14 +112,16 @@ def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, Labels, dict[str,
             for batch in table.iter_batches(batch_size=64):
                 yield from ((file, labels, row) for row in batch.to_pylist())
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{file} is damaged, or not of vil predict --format parquet: {error!r}") from error
+            raise ConfigError(
+                f"'{file}' is damaged, or not a file of vil predict --format parquet: {error!r}"
+            ) from error
 
 
 def _results(row: dict[str, Any], image: dict[str, Any], ids: dict[int, int]) -> list[dict[str, Any]]:
-    """Return a row as COCO results of an image; ``ids`` are the dataset's by those of the row."""
+    """Return a row in COCO's results format. ``ids`` maps category ids of the row to category ids of the dataset."""
     size, expected = [row["height"], row["width"]], [image["height"], image["width"]]
     if size != expected and not row["error"]:
-        raise ConfigError(f"{row['file_name']} has {size} pixels, and {expected} in the annotations")
+        raise ConfigError(f"'{row['file_name']}' has {size} pixels, but {expected} in the annotations.")
     boxes = np.array(row["boxes"], np.float32).reshape(-1, 4)
     boxes[:, 2:] -= boxes[:, :2]
     masks = [{"segmentation": {"size": size, "counts": one.decode()}} for one in row["masks"] or ()] or [{}] * len(

@@ -1,4 +1,4 @@
-"""The file of a run's results, and explanations of metrics that are not a number or next to nothing."""
+"""Write and read the results of an evaluation, and explain metrics that are nan or about 0."""
 
 import hashlib
 import json
@@ -19,29 +19,28 @@ from projects_vil.config import first_of
 from projects_vil.utils import parse_json, read_json
 
 EVALUATION_FILE = "evaluation.json"
-# Next to it, the model that was evaluated: the results themselves have only datasets at the top level.
+# The evaluated model is in a file of its own, because the results have only datasets at the top level.
 EVALUATED_MODEL_FILE = "evaluation.model.json"
-# The key of a task's results by class, and the metrics that evaluators compute for each class, as AP-dog.
+# The key of the results per class, and the metrics that evaluators compute per class, such as AP-dog.
 PER_CLASS, _CLASS_METRICS = "per_class", ("AP", "IoU", "ACC")
-# COCO's ranges of area, in pixels of the image.
+# COCO's area ranges, in pixels of the image.
 _SIZES = {
     "s": "small objects (below 32 x 32 pixels)",
     "m": "medium objects (32 x 32 to 96 x 96 pixels)",
     "l": "large objects (above 96 x 96 pixels)",
 }
-# An AP in percent below which something other than the model may be wrong.
+# An AP in percent below which the setup is probably wrong.
 _LOW_AP = 0.1
 
 
 def check_finite(boxes: ArrayLike, scores: ArrayLike, *, source: str) -> None:
-    """Check the detections of an image: COCO's evaluation counts a box that is not a number as a perfect one.
+    """Raise a :class:`ConfigError` if a box or a score of an image is not finite.
+
+    COCO's evaluation would count a box of nan as a true positive.
 
     Args:
         boxes, scores: (N, 4) and (N,).
         source: the image, and the file of the detections if there is one.
-
-    Raises:
-        ConfigError: for a box or a score that is not finite.
     """
     rows = np.column_stack([np.asarray(scores, np.float64), np.asarray(boxes, np.float64).reshape(-1, 4)])
     for score, *box in rows[~np.isfinite(rows).all(axis=1)][:1].tolist():
@@ -52,14 +51,14 @@ def check_finite(boxes: ArrayLike, scores: ArrayLike, *, source: str) -> None:
 
 
 def write_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = None) -> None:
-    """Write ``OUTPUT_DIR/evaluation.json``, and log why a metric is not a number or about 0.
+    """Write ``OUTPUT_DIR/evaluation.json``, and log explanations of metrics that are nan or about 0.
 
-    The file has dataset -> task -> metric, and for each task ``per_class``: class -> metric; an undefined one is null.
-    ``evaluation.model.json`` next to it names the model, if it is known.
+    The file maps dataset -> task -> metric, and for each task ``per_class`` -> class -> metric. An undefined metric is
+    null. If the model is known, ``evaluation.model.json`` identifies it.
 
     Args:
-        cfg: names the datasets and the folder.
-        results: what the evaluators return.
+        cfg: the config with the datasets and the output directory.
+        results: the results of the evaluators.
         model: the fingerprint of the evaluated model.
     """
     names = cfg.DATASETS.TEST
@@ -78,7 +77,7 @@ def write_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = Non
 
 
 def results_as_files(content: Mapping[str, Mapping[str, object]], *, model: str | None) -> dict[str, str]:
-    """Return file name -> text of what :func:`write_results` writes; ``content`` is dataset -> task -> metric."""
+    """Return the text of each file that :func:`write_results` writes, for dataset -> task -> metric."""
     text = json.dumps(content, indent=2) + "\n"
     files = {EVALUATION_FILE: text}
     if model is not None:
@@ -87,28 +86,26 @@ def results_as_files(content: Mapping[str, Mapping[str, object]], *, model: str 
 
 
 def read_results(folder: str | Path, *, model: str) -> dict[str, dict[str, dict[str, object]]] | None:
-    """Read ``evaluation.json`` of a folder: dataset -> task -> metric; None if there is no file.
+    """Return ``evaluation.json`` of a folder as dataset -> task -> metric, or None if there is no file.
 
     Args:
-        folder: ``OUTPUT_DIR`` of a run.
+        folder: the output directory of a run.
         model: the fingerprint of the model.
 
     Raises:
-        ConfigError: if the file is damaged, or not known to be of this model.
+        ConfigError: if the file is damaged, or if it is for another or an unknown model.
     """
     path = Path(folder) / EVALUATION_FILE
     if not path.is_file():
         return None
-    again = "evaluate again, with tools/train_net.py --eval-only"
+    hint = "Evaluate the model again."
     try:
         text = path.read_text()
         content, evaluated = parse_json(text, source=path), read_json(path.with_name(EVALUATED_MODEL_FILE))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} or {EVALUATED_MODEL_FILE} cannot be read ({error}): {again}") from error
+        raise ConfigError(f"Cannot read '{path}' or {EVALUATED_MODEL_FILE}: {error}. {hint}") from error
     if evaluated != _identity(text, model):
-        raise ConfigError(
-            f"{path} does not agree with {EVALUATED_MODEL_FILE}, or belongs to other weights or test settings: {again}"
-        )
+        raise ConfigError(f"'{path}' does not match {EVALUATED_MODEL_FILE} or the weights and test settings. {hint}")
     return content
 
 
@@ -123,7 +120,7 @@ def _as_json(metrics: Mapping[str, float], classes: Iterable[str]) -> dict[str, 
     for metric in _CLASS_METRICS:
         values = _class_values(metrics, metric)
         if metric == "AP" and "AP" in metrics and not values:
-            # detectron2 leaves them out for a single class, and where there are no detections.
+            # detectron2 omits them if there is a single class or no detection.
             values = dict.fromkeys(classes, metrics["AP"] if len(classes) == 1 else math.nan)
         for name, value in values.items():
             per_class.setdefault(name, {})[metric] = _or_none(value)
@@ -135,13 +132,13 @@ def _or_none(value: float) -> float | None:
 
 
 def _class_values(metrics: Mapping[str, float], metric: str) -> dict[str, float]:
-    """Return the values of ``AP-dog`` and the like by class, as the dataset names it."""
+    """Return the values of a metric per class, from keys such as ``AP-dog``."""
     prefix = f"{metric}-"
     return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
 
 def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return a line for each cause of metrics that are nan (-1 in COCO's own table), and for an AP of about 0.
+    """Return a line for each reason why metrics are nan (-1 in COCO's table), and for an AP of about 0.
 
     Args:
         results: task -> metric -> value, as an evaluator returns them.
@@ -160,8 +157,8 @@ def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:
                 absent.append(f"{metric} of {first_of(names, 5)} is nan: the dataset has no such objects")
         if ap < _LOW_AP:
             absent.append(
-                f"AP is {ap:.3f}: likely causes are few iterations, classes in another order than in the weights, or "
-                "boxes in another format than left, top, width, height in pixels"
+                f"AP is {ap:.3f}: possible reasons are few iterations, a different class order than in the weights, or "
+                "boxes that are not left, top, width, height in pixels"
             )
         lines += [f"{task}: {line}" for line in absent]
     return lines

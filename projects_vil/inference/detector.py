@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import PIL.Image
@@ -58,7 +58,7 @@ class Detections:
     categories: Categories
     source: ImageSource
     draw_threshold: float = DRAW_THRESHOLD
-    encoded_masks: list[dict] | None = None
+    encoded_masks: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.instances)
@@ -161,7 +161,7 @@ class Detector(HubMixin):
 
     Args:
         runner: the model. :meth:`load` creates it.
-        categories: ids and names of the classes, if they differ from those of the runner.
+        categories: ids and names of the classes. By default the categories of the runner.
         draw_threshold: the default score threshold of drawings.
 
     Example::
@@ -214,12 +214,12 @@ class Detector(HubMixin):
         source = Path(source).expanduser()
         if score_threshold is not None:
             check_threshold(score_threshold)
-        given = dict(zip(overrides[::2], overrides[1::2], strict=False))
+        given: dict[Any, Any] = dict(zip(overrides[::2], overrides[1::2], strict=False))
         weights, device = weights or given.get("MODEL.WEIGHTS"), device or given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's last checkpoint
         for path in (weights, source):
-            if not path or not is_exported(path):
+            if not path or not is_exported(Path(path)):
                 continue
             options = {"weights": bool(weights) and weights != path, "dtype": dtype, "tta": tta}
             options |= {"device": str(device or "cpu") != "cpu"}
@@ -229,7 +229,7 @@ class Detector(HubMixin):
                     f"An exported model has no option {', '.join(unused)}. "
                     f"Leave it out, or export '{path}' again with other config keys."
                 )
-            return cls(ExportedRunner(path, score_threshold=score_threshold), draw_threshold=score_threshold)
+            return cls(ExportedRunner(Path(path), score_threshold=score_threshold), draw_threshold=score_threshold)
         config, weights = find_model(source, weights)
         cfg = load_config(config, [str(value) for value in overrides])
         cfg.defrost()
@@ -293,10 +293,10 @@ class Detector(HubMixin):
                     "Load or export the detector with a lower threshold."
                 )
         single = not isinstance(images, (list, tuple))
-        images = [images] if single else images
+        listed: Sequence[Any] = [images] if single else images
         sources = []
-        for index, image in enumerate(images):
-            name = "the image" if single else f"image {index + 1} of {len(images)}"
+        for index, image in enumerate(listed):
+            name = "the image" if single else f"image {index + 1} of {len(listed)}"
             if isinstance(image, (str, os.PathLike)):
                 name, image = str(image) if single else f"{name}, {image}", Path(image)
             elif not isinstance(image, np.ndarray | PIL.Image.Image):
@@ -309,8 +309,9 @@ class Detector(HubMixin):
             sources.append(ImageSource(image, name, index))
 
         def select(item: Loaded | Skipped, detections: Detections | None) -> Detections:
-            if detections is None:
+            if isinstance(item, Skipped):
                 raise ConfigError(f"Cannot use {item.name}: {item.reason}.")
+            assert detections is not None
             if score_threshold is None:
                 return detections
             kept = detections.instances[detections.instances.scores >= score_threshold]

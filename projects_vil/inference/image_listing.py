@@ -78,10 +78,8 @@ def list_paths(source: str, *, exclude: str | Path, column: str | None = None) -
         ConfigError: if the input does not exist or is a video, or if a column is given for an input without columns.
     """
     if is_video(source):
-        formats = (
-            f"images ({', '.join(IMAGE_SUFFIXES)}), lists ({', '.join(LISTS)}) or archives ({', '.join(ARCHIVES)})"
-        )
-        raise ConfigError(f"Input '{source}' is a video, a stream or an unknown URL. Use {formats}.")
+        formats = ", ".join((*IMAGE_SUFFIXES, *LISTS, *ARCHIVES))
+        raise ConfigError(f"Input '{source}' is a video or a stream. Supported formats: {formats}.")
     is_folder = os.path.isdir(source)
     if column is not None and (is_folder or suffix_of(source) not in TABLES):
         raise ConfigError(f"Column {column!r} needs a table ({', '.join(TABLES)}). Leave out --column for '{source}'.")

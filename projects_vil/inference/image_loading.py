@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -141,7 +141,7 @@ class ImageBatches:
     def __init__(self, images: Iterable[ImageSource], *, keep_pixels: bool = False) -> None:
         self.images, self.keep_pixels, self.total = images, keep_pixels, operator.length_hint(images)
 
-    def batches(self, runner: Runner, batch_size: int) -> Iterator[list[Loaded | Skipped]]:
+    def batches(self, runner: Runner, batch_size: int) -> Generator[list[Loaded | Skipped], None, None]:
         """Yield the batches for a runner."""
         load = functools.partial(_load, runner=runner, keep_pixels=self.keep_pixels)
         with ThreadPoolExecutor(NUM_READERS) as pool:
@@ -193,7 +193,7 @@ class Video:
         self.frame_rate = frame_rate if 0 < frame_rate <= 1000 else DEFAULT_FRAME_RATE
         self.total = max(int(self.capture.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
 
-    def batches(self, runner: Runner, batch_size: int) -> Iterator[list[Loaded | Skipped]]:
+    def batches(self, runner: Runner, batch_size: int) -> Generator[list[Loaded | Skipped], None, None]:
         """Yield the batches for a runner. Pixels are always kept, because frames cannot be read again."""
         if not self.capture.isOpened():
             yield [Skipped(0, self.name, "OpenCV cannot read it as a video")]
@@ -263,7 +263,7 @@ def prepare(pixels: np.ndarray, runner: Runner) -> Tensor:
     return torch.from_numpy(channels.transpose(2, 0, 1).copy())  # PIL's memory is read-only
 
 
-def read_ahead(batches: Iterator, *, depth: int = PREFETCHED_BATCHES) -> Iterator:
+def read_ahead(batches: Iterator[Any], *, depth: int = PREFETCHED_BATCHES) -> Generator[Any, None, None]:
     """Yield the same batches. A thread prefetches the next ``depth`` batches."""
     end = object()
     thread, pending = ThreadPoolExecutor(1), deque()

@@ -1,6 +1,6 @@
 """Predict on images, folders, lists, tar files, videos and streams, and write COCO JSON, drawings or Parquet files.
 
-Images are read and resized as for evaluation, so that results are identical to those of ``vil eval``.
+Images are read and resized as for evaluation, so that the detections are identical to an evaluation.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ from projects_vil.inference.image_listing import find_images, is_video
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video
 from projects_vil.utils import stop_requests
 from projects_vil.visualization import DRAW_THRESHOLD, write_image
+from vil.choices import PART_SIZE
 
 RESULTS_FILE, IMAGES_FILE, DRAWINGS_FOLDER = "results.json", "images.json", "drawings"
 MIN_DRAWING_SIDE = 480  # smaller images are enlarged to this many pixels on the longer side
 VIDEO_CODEC = "mp4v"
 SECONDS_BETWEEN_LINES = 30  # between progress lines in a log file
-PART_SIZE = 1024  # rows in a Parquet file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def predict(
       in seconds; ``categories`` with id and name; ``skipped`` with file name and reason.
     - ``drawings/``: a drawing of each image under the name of the image, or a video.
 
-    Image ids count from 1 in the order of the input. Category ids are those of the detector, or of ``annotations``.
+    Image ids count from 1 in the order of the input. Category ids come from the detector, or from ``annotations``.
     Both JSON files are streamed to temporary files and renamed at the end. A camera or a stream is read until it ends,
     or until SIGINT (Ctrl-C) or SIGTERM. A live stream drops frames while the detector is busy.
 

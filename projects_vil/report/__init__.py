@@ -1,3 +1,3 @@
-"""One page about a run: curves, metrics, confusions and matches, its configuration and its warnings."""
+"""Write an HTML report of a run: curves, metrics, confusion matrix, matches, config and warnings."""
 
 from projects_vil.report.page import write_report

@@ -1,4 +1,4 @@
-"""Precision, recall and confusions of a run's detections, from the arrays of pycocotools' COCOeval."""
+"""Compute precision, recall and the confusion matrix of a run from the arrays of pycocotools' COCOeval."""
 
 import contextlib
 import io
@@ -16,24 +16,24 @@ from projects_vil.evaluation import check_finite
 from projects_vil.utils import read_json
 from projects_vil.visualization import DRAW_THRESHOLD
 
-IOU_THRESHOLD = 0.5  # smallest IoU of true positives in confusions and drawings
+IOU_THRESHOLD = 0.5  # smallest IoU of true positives in the confusion matrix and in drawings
 
 
-# A true positive and its object, a false positive and None, or None and a missed object
+# A true positive and its object, a false positive and None, or None and a false negative.
 Match = tuple[dict[str, Any] | None, dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
 class DetectionMetrics:
-    """COCO's evaluation of the C categories of a dataset, by id.
+    """COCO's evaluation of a dataset with C categories, sorted by id.
 
     Attributes:
-        categories: categories of the COCO file.
-        precision: task -> (IoU 0.50 to 0.95, recall 0 to 1, C, all and each size), in [0, 1]; -1 without objects.
-        num_objects: (C, all and each size), without crowds.
-        threshold, f1: the score at which F1 of boxes over all classes is highest, and F1 there.
-        images: each image and its matches of boxes at this threshold and an IoU of 0.5, by descending score; objects
-            and detections that COCOeval ignores are left out.
+        categories: the categories of the COCO file.
+        precision: task -> (IoU 0.50 to 0.95, recall 0 to 1, C, all sizes and each size), in [0, 1]; -1 without objects.
+        num_objects: (C, all sizes and each size), without crowds.
+        threshold, f1: the score threshold with the highest F1 of boxes over all classes, and this F1.
+        images: each image with its matches of boxes at this threshold and an IoU of 0.5, by descending score. Objects
+            and detections that COCOeval ignores are omitted.
     """
 
     categories: list[dict[str, Any]]
@@ -44,12 +44,12 @@ class DetectionMetrics:
     images: list[tuple[dict[str, Any], list[Match]]]
 
     def ap(self, task: str, *, iou: float | None = None, category: int | None = None, size: int = 0) -> float:
-        """Return AP in percent of all classes or the class at an index; nan without objects."""
+        """Return the AP in percent of all classes, or of the class at an index; nan without objects."""
         values = self._precision(task, iou, category)[..., size]
         return float(100 * values[values > -1].mean()) if (values > -1).any() else float("nan")
 
     def curve(self, task: str, *, iou: float | None = None, category: int | None = None) -> np.ndarray:
-        """Return recall and precision (101, 2), the mean over classes with objects; (0, 2) without any."""
+        """Return recall and precision (101, 2), averaged over classes with objects; (0, 2) without objects."""
         values = self._precision(task, iou, category)[..., 0]
         values = values[..., (values > -1).all(axis=(0, 1))]
         if not values.size:
@@ -63,23 +63,25 @@ class DetectionMetrics:
 
 
 def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max_detections: int) -> DetectionMetrics:
-    """Evaluate ``coco_instances_results.json`` on the content of a COCO file by pycocotools.
+    """Evaluate ``coco_instances_results.json`` on the content of a COCO file with pycocotools.
 
     Args:
-        max_detections: per image and class.
+        annotations: the content of the COCO file.
+        results: the results file.
+        max_detections: maximum number of detections per image and class.
 
     Raises:
-        ConfigError: for results that are empty, damaged, or of another dataset.
+        ConfigError: if the results are empty, damaged, or of another dataset.
     """
     try:
         detections = read_json(results)
         if detections == []:
-            raise ConfigError(f"the detector found nothing above its score threshold: {results} is empty")
+            raise ConfigError(f"'{results}' is empty: the detector has no detections above its score threshold.")
         boxes, scores = ([item[key] for item in detections] for key in ("bbox", "score"))
         check_finite(boxes, scores, source=str(results))
         with contextlib.redirect_stdout(io.StringIO()):
             coco = COCO()
-            # COCOeval writes ids into an array of floats, which neither text nor large integers survive.
+            # COCOeval converts ids to floats, so that ids that are text or large integers must be replaced.
             objects = [item | {"id": index} for index, item in enumerate(annotations["annotations"], start=1)]
             coco.dataset = annotations | {"annotations": objects}
             coco.createIndex()
@@ -88,7 +90,7 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
     except ConfigError:
         raise
     except (AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{results} is damaged, or is of another dataset ({error!r})") from error
+        raise ConfigError(f"'{results}' is damaged, or is of another dataset: {error!r}.") from error
     evaluation = evaluations["bbox"]
     parameters = evaluation.params
     entries = np.array(evaluation.evalImgs, dtype=object)
@@ -103,7 +105,7 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
         columns = zip(entry["dtIds"], entry["dtMatches"][0].astype(int), entry["dtIgnore"][0], strict=True)
         for row, target, ignored in columns:
             if not ignored:
-                # COCOeval writes 0 where nothing matches, even if an object has this id.
+                # COCOeval writes 0 for unmatched detections, even if an object has the id 0.
                 matches.append((detections[row], objects[target] if target else None))
     matches.sort(key=lambda match: -match[0]["score"])
     threshold, f1 = _best_threshold(matches, int(num_objects[:, 0].sum()))
@@ -126,10 +128,10 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
 
 
 def confusion_matrix(metrics: DetectionMetrics) -> np.ndarray:
-    """Return counts (C + 1, C + 1): rows are classes of objects, columns classes of detections, the last background.
+    """Return the confusion matrix (C + 1, C + 1): rows are true classes, columns predicted classes, background is last.
 
-    COCOeval matches within a class. Detections and objects that it leaves unmatched are then matched across classes
-    by the same IoU, in the order of the scores.
+    COCOeval matches within a class. The remaining detections and objects are matched across classes with the same IoU
+    threshold, by descending score.
     """
     row_of = {category["id"]: row for row, category in enumerate(metrics.categories)}
     background = len(row_of)
@@ -150,7 +152,7 @@ def confusion_matrix(metrics: DetectionMetrics) -> np.ndarray:
 
 
 def _run_cocoeval(coco: COCO, detections: list[dict[str, Any]], task: str, max_detections: int) -> COCOeval:
-    # As detectron2's COCOEvaluator: the area of a mask is that of its pixels, not that of its box.
+    # As in detectron2, the area of a mask is its number of pixels, not the area of its box.
     unused = {"bbox": "segmentation", "segm": "bbox"}[task]
     copies = [{key: value for key, value in item.items() if key != unused} for item in detections]
     evaluation = COCOeval(coco, coco.loadRes(copies), task)
@@ -161,12 +163,12 @@ def _run_cocoeval(coco: COCO, detections: list[dict[str, Any]], task: str, max_d
 
 
 def _best_threshold(matches: list[Match], num_objects: int) -> tuple[float, float]:
-    """Return the score with the highest F1, and F1; without true positives as many detections as objects are kept."""
+    """Return the score with the highest F1, and this F1. Without true positives, keep one detection per object."""
     if not matches:
         return DRAW_THRESHOLD, 0.0
     scores = np.array([detection["score"] for detection, _ in matches])
     true_positives = np.cumsum([target is not None for _, target in matches])
     f1 = 2 * true_positives / (np.arange(1, len(matches) + 1) + num_objects)
-    f1[:-1][scores[:-1] == scores[1:]] = -1  # a threshold keeps all detections of one score
+    f1[:-1][scores[:-1] == scores[1:]] = -1  # a threshold keeps all detections with the same score
     best = int(f1.argmax()) if true_positives[-1] else min(max(num_objects, 1), len(scores)) - 1
     return float(scores[best]), max(float(f1[best]), 0.0)

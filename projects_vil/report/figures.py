@@ -1,4 +1,4 @@
-"""Curves and images of a report, as data URLs that need no other file."""
+"""Draw the curves and images of a report as data URLs."""
 
 import base64
 import io
@@ -19,8 +19,8 @@ from projects_vil.evaluation import LOSS_TASK
 from projects_vil.report.coco_metrics import DetectionMetrics
 from projects_vil.visualization import Canvas, draw_label
 
-SIZE = (5.2, 3.3)  # inches of 72 points: letters stay readable on a telephone
-# All have a contrast of 3 or more on white, and differ for the colour-blind too; further curves have other line styles.
+SIZE = (5.2, 3.3)  # inches of 72 points, so that text is legible on a phone
+# Color-blind safe, with a contrast of at least 3 on white. Further curves have other line styles.
 COLORS = ("#0b5cad", "#b3400a", "#1a7f4b", "#7a3e9d", "#80620a", "#44505c")
 LINE_STYLES = ("-", (0, (5, 2)), (0, (1, 1.5)))
 INK, LINES = "#1b1f24", "#d8dee4"
@@ -39,7 +39,7 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class PageFigure:
-    """A curve or an image of the page."""
+    """A curve or an image of the report."""
 
     url: str
     title: str
@@ -47,7 +47,7 @@ class PageFigure:
 
 
 def training_figures(metrics: Sequence[Mapping[str, float]]) -> list[PageFigure]:
-    """Plot losses, learning rate, gradient norm, AP and time over the iterations, from lines of ``metrics.json``."""
+    """Plot losses, learning rate, gradient norm, AP and time over the iterations, from ``metrics.json``."""
     names = {name for line in metrics for name in line}
     losses = sorted(name for name in names if "loss" in name and "/" not in name)
     losses.sort(key=lambda name: name != "total_loss")
@@ -59,10 +59,10 @@ def training_figures(metrics: Sequence[Mapping[str, float]]) -> list[PageFigure]
     for title, keys, caption, unit in (
         ("Losses", losses, median, ""),
         ("Validation loss", validation, "At each evaluation.", ""),
-        ("Learning rate", ["lr"], "Of parameters without a factor of their own.", ""),
+        ("Learning rate", ["lr"], "Base learning rate.", ""),
         ("Gradient norm", ["gradient_norm"], f"Before clipping. {median}", ""),
         ("Average precision", ap, "On the validation images, at each evaluation.", "%"),
-        ("Seconds per iteration", ["time", "data_time"], "data_time is the wait for the batch.", "s"),
+        ("Seconds per iteration", ["time", "data_time"], "data_time is the time until the batch is loaded.", "s"),
     ):
         curves = {key: _points(metrics, key) for key in keys if key in names}
         curves = {key: points for key, points in curves.items() if len(points)}
@@ -70,7 +70,7 @@ def training_figures(metrics: Sequence[Mapping[str, float]]) -> list[PageFigure]
             continue
         infinite = sum(not math.isfinite(line[key]) for line in metrics for key in curves if key in line)
         if infinite:
-            caption += f" {infinite} values are not finite, and left out."
+            caption += f" {infinite} non-finite values are omitted."
         values = np.concatenate([points[:, 1] for points in curves.values()])
         logarithmic = title == "Gradient norm" and values.min() > 0 and values.max() > 20 * values.min()
         options = {"yscale": "log"} if logarithmic else {"ylim": (0, None)} if values.min() >= 0 else {}
@@ -79,13 +79,13 @@ def training_figures(metrics: Sequence[Mapping[str, float]]) -> list[PageFigure]
 
 
 def precision_figures(metrics: DetectionMetrics) -> list[PageFigure]:
-    """Plot precision over recall for each task: by IoU, and by class where there are few."""
+    """Plot precision over recall for each task: by IoU, and by class if there are few classes."""
     figures = []
     for task in metrics.precision:
         name = TASK_NAMES[task]
         ious = {"IoU 0.50": 0.5, "IoU 0.75": 0.75, "mean of 0.50 to 0.95": None}
         curves = {label: metrics.curve(task, iou=iou) for label, iou in ious.items()}
-        groups = [(f"Precision and recall, {name}", curves, "Mean of the classes that have objects.")]
+        groups = [(f"Precision and recall, {name}", curves, "Mean over the classes with objects.")]
         if 1 < len(metrics.categories) <= MAX_CLASS_CURVES:
             classes = [category["name"] for category in metrics.categories]
             curves = {label: metrics.curve(task, iou=0.5, category=row) for row, label in enumerate(classes)}
@@ -99,10 +99,10 @@ def precision_figures(metrics: DetectionMetrics) -> list[PageFigure]:
 
 
 def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> list[PageFigure]:
-    """Draw matches at the threshold, on images spread evenly over those with an object or a detection.
+    """Draw the matches of images that are evenly distributed over the images with an object or a detection.
 
     Raises:
-        ConfigError: for an image that cannot be read.
+        ConfigError: if an image cannot be read.
     """
     names = {category["id"]: str(category["name"]) for category in metrics.categories}
     candidates = [image for image in metrics.images if image[1]]
@@ -112,7 +112,7 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
         pixels = read_image(folder / image["file_name"])
         visualizer = Canvas(pixels, scale=MAX_SIDE / max(pixels.shape[:2]))
         numbers = dict.fromkeys(MATCH_COLORS, 0)
-        # True positives last, over the others
+        # True positives are drawn last, on top.
         for detection, target in sorted(matches, key=lambda match: (match[0] is not None) + (None not in match)):
             item = detection or target
             label = "missed object" if detection is None else "false positive" if target is None else "true positive"
@@ -121,7 +121,7 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
             box, color, is_missed = (left, top, left + width, top + height), MATCH_COLORS[label], detection is None
             visualizer.draw_box(box, edge_color=color, alpha=1, line_style="--" if is_missed else "-")
             text = names[item["category_id"]] + ("" if is_missed else f" {item['score']:.0%}")
-            # Labels of missed objects do not cover those of detections at the same position.
+            # Otherwise the label of a missed object could cover the label of a detection.
             draw_label(visualizer, text, box, color, below=is_missed)
         encoded = cv2.imencode(".jpg", visualizer.output.get_image()[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 82])[1]
         counts = ", ".join(f"{label}s: {number}" for label, number in numbers.items())
@@ -130,7 +130,7 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
 
 
 def _points(metrics: Sequence[Mapping[str, float]], key: str) -> np.ndarray:
-    """(N, 2): iterations and finite values, averaged over neighbours to at most 400 points."""
+    """Return (N, 2): iterations and finite values, averaged to at most 400 points."""
     points = np.array([(line["iteration"], line[key]) for line in metrics if math.isfinite(line.get(key, math.nan))])
     if len(points) <= MAX_POINTS:
         return points
@@ -138,7 +138,7 @@ def _points(metrics: Sequence[Mapping[str, float]], key: str) -> np.ndarray:
 
 
 def _plot(curves: Mapping[str, np.ndarray], **axes_options) -> str:
-    """Plot named curves (N, 2) as the URL of an SVG."""
+    """Plot named curves (N, 2) and return the data URL of an SVG image."""
     with rc_context(_STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.add_subplot()

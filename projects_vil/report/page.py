@@ -1,4 +1,4 @@
-"""One HTML page about a run, from the files of its folder."""
+"""Write an HTML report of a run from the files in its output directory."""
 
 import contextlib
 import datetime
@@ -42,7 +42,7 @@ _WARNING = re.compile(rf"^{_TIME} \S+ (?:WARNING|ERROR|CRITICAL): (.*(?:\n(?!{_T
 
 @dataclass
 class RunFolder:
-    """The files of a run; missing and unreadable ones are empty, and named in ``left_out``."""
+    """The content of a run's files. A missing or unreadable file is empty, and ``omitted`` has the reason."""
 
     folder: Path
     cfg: CfgNode | None = None
@@ -50,65 +50,68 @@ class RunFolder:
     metrics: list[dict[str, float]] = field(default_factory=list)  # lines of metrics.json
     evaluation: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)  # dataset -> task -> metric
     log: str = ""
-    left_out: list[str] = field(default_factory=list)
+    omitted: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def leaving_out(self, content: str) -> Iterator[None]:
-        """Note that ``content`` is left out, and why, where it cannot be made."""
+    def omit_on_error(self, content: str) -> Iterator[None]:
+        """Catch expected errors, and record that ``content`` is omitted and why."""
         try:
             yield
         except (ConfigError, OSError) as error:
-            self.left_out.append(f"{content}: {error}")
+            self.omitted.append(f"{content}: {error}")
 
 
 def write_report(
     folder: str | Path, output: str | Path | None = None, *, num_images: int = 8, overrides: Sequence[str] = ()
 ) -> Path:
-    """Write one HTML page about a run, which needs no network and no other file; the run is not changed.
+    """Write a self-contained HTML report of a run, and return its path.
 
     Args:
-        folder: ``OUTPUT_DIR`` of a run.
-        output: the page; ``report.html`` in the folder by default.
-        num_images: validation images to draw, 0 or more.
-        overrides: keys and values for the run's config, as another path of the dataset.
+        folder: the output directory of a run.
+        output: the HTML file; ``report.html`` in the folder by default.
+        num_images: number of validation images to draw, 0 or more.
+        overrides: config keys and values, for example another path of the dataset.
 
     Raises:
-        ConfigError: for a folder without a run, a negative number of images, or a page that cannot be written.
+        ConfigError: if the folder is not a run, ``num_images`` is negative, or the report cannot be written.
+
+    Example:
+        ``write_report("output/vil_tiny", overrides=["DATASETS.TEST", "('my_val',)"])``
     """
     folder = Path(folder)
     check_whole("num_images", num_images, least=0)
     path = folder / REPORT_FILE if output is None else Path(output)
     run = read_run(folder, overrides)
     if run.cfg is not None:
-        with run.leaving_out("evaluation on the datasets"):
+        with run.omit_on_error("evaluation on the datasets"):
             register_datasets(run.cfg)
     page = _render(run, _datasets(run, num_images=num_images))
     with atomic_write(path) as partial:
         partial.write_text(page, encoding="utf-8")
-    for line in run.left_out:
-        logging.getLogger(__name__).info("left out: %s", line)
+    for line in run.omitted:
+        logging.getLogger(__name__).info("Omitted: %s", line)
     return path
 
 
 def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
-    """Read a folder that training or evaluation wrote, as far as its files can be read.
+    """Read the files of a training or evaluation run, as far as possible.
 
     Raises:
-        ConfigError: for a folder without any of these files, and overrides that cannot be applied.
+        ConfigError: if the folder has none of the files, or if the overrides are invalid.
     """
     if not any((folder / name).is_file() for name in (CONFIG, METRICS, EVALUATION)):
-        raise ConfigError(f"{folder} has no {CONFIG}, {METRICS} or {EVALUATION}: name OUTPUT_DIR of a run")
+        raise ConfigError(f"'{folder}' has no {CONFIG}, {METRICS} or {EVALUATION}. Use the output directory of a run.")
     run = RunFolder(folder)
 
     def read(name: str, content: str) -> str:
-        with run.leaving_out(content):
+        with run.omit_on_error(content):
             check_file(folder / name, "file")
             return _COLOR.sub("", (folder / name).read_text(errors="replace"))
         return ""
 
     run.log = read(LOG, "versions and warnings")
     run.config_text = read(CONFIG, "configuration and evaluation on its datasets")
-    with run.leaving_out("differences from the defaults, and evaluation on the datasets"):
+    with run.omit_on_error("differences from the defaults, and evaluation on the datasets"):
         run.cfg = load_config(folder / CONFIG) if run.config_text else None
     if overrides:
         run.cfg = load_config(folder / CONFIG, overrides)
@@ -119,17 +122,17 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
             values["iteration"] = int(values["iteration"])
             run.metrics.append({name: value for name, value in values.items() if isinstance(value, (int, float))})
     if len(run.metrics) < len(lines):
-        run.left_out.append(f"{len(lines) - len(run.metrics)} of {len(lines)} lines of {METRICS}, which are damaged")
+        run.omitted.append(f"{len(lines) - len(run.metrics)} of {len(lines)} lines of {METRICS} are damaged")
     try:
         evaluation = parse_json(read(EVALUATION, "metrics of the evaluation") or "{}", source=folder / EVALUATION)
         run.evaluation = {name: {task: dict(v) for task, v in tasks.items()} for name, tasks in evaluation.items()}
     except (AttributeError, TypeError, ValueError):
-        run.left_out.append(f"metrics of the evaluation: {EVALUATION} is damaged")
+        run.omitted.append(f"metrics of the evaluation: {EVALUATION} is damaged")
     return run
 
 
 def read_versions(log: str) -> list[tuple[str, str]]:
-    """Return the last table of the environment that detectron2 logged, where the run started last."""
+    """Return the rows of the last environment table that detectron2 logged."""
     _, found, table = log.rpartition("Environment info:\n")
     lines = table.splitlines()[1:] if found else []
     rows = (line.partition("  ") for line in itertools.takewhile(lambda line: not line.startswith("---"), lines))
@@ -137,12 +140,12 @@ def read_versions(log: str) -> list[tuple[str, str]]:
 
 
 def read_warnings(log: str) -> list[tuple[str, int]]:
-    """Return warnings and errors in the order of their first appearance, with their numbers."""
+    """Return each warning and error with its number of occurrences, in order of first occurrence."""
     messages = ("\n".join(text.splitlines()[:MAX_WARNING_LINES]).rstrip() for text in _WARNING.findall(log))
     return list(Counter(messages).items())
 
 
-# -- one section for each dataset ------------------------------------------------------------------
+# One section per dataset ---------------------------------------------------------------------------------------------
 
 
 def _datasets(run: RunFolder, *, num_images: int) -> list[dict[str, Any]]:
@@ -155,7 +158,7 @@ def _datasets(run: RunFolder, *, num_images: int) -> list[dict[str, Any]]:
         section |= _summary(tasks, metrics) | _classes(tasks, metrics)
         if metrics is not None:
             section |= {"figures": figures.precision_figures(metrics)} | _confusion(metrics)
-            with run.leaving_out(f"images of {name}"):
+            with run.omit_on_error(f"images of {name}"):
                 root = Path(MetadataCatalog.get(name).image_root)
                 section["images"] = figures.match_figures(metrics, root, number=num_images)
         if section["summary"] or section["figures"]:
@@ -165,17 +168,17 @@ def _datasets(run: RunFolder, *, num_images: int) -> list[dict[str, Any]]:
 
 def _evaluate(run: RunFolder, name: str) -> DetectionMetrics | None:
     results = predictions_file(run.folder, name)
-    with run.leaving_out(f"precision and recall, confusions and images of {name}"):
+    with run.omit_on_error(f"precision and recall, confusions and images of {name}"):
         check_files(name)
         if not is_coco(name):
-            raise ConfigError("they are made for datasets in COCO format")
+            raise ConfigError("these sections need a dataset in COCO format")
         annotations = fixed_coco(name, check=run.cfg.DATASETS.CHECK, masks=run.cfg.MODEL.MASK_ON)
         return evaluate_detections(annotations, results, max_detections=run.cfg.TEST.DETECTIONS_PER_IMAGE)
     return None
 
 
 def _summary(tasks: dict[str, dict[str, Any]], metrics: DetectionMetrics | None) -> dict[str, Any]:
-    """Build the table of AP or mIoU of each task, and notes on it."""
+    """Return the table with the AP or mIoU of each task, and notes."""
     options = {"AP": {}, "AP50": {"iou": 0.5}, "AP75": {"iou": 0.75}}
     options |= {name: {"size": index} for index, name in enumerate(("APs", "APm", "APl"), start=1)}
     if not tasks and metrics is not None:
@@ -192,10 +195,10 @@ def _summary(tasks: dict[str, dict[str, Any]], metrics: DetectionMetrics | None)
     notes = []
     if metrics is not None:
         number, small, medium, large = metrics.num_objects.sum(axis=0).tolist()
-        notes.append(f"The dataset has {number} objects without crowds: {small} small, {medium} medium, {large} large.")
+        notes.append(f"{number} objects without crowds: {small} small, {medium} medium, {large} large.")
         absent = [metrics.categories[index]["name"] for index in np.flatnonzero(metrics.num_objects[:, 0] == 0)]
         if absent:
-            notes.append(f"The table by class leaves out classes without objects: {first_of(absent, 20)}.")
+            notes.append(f"The table omits classes without objects: {first_of(absent, 20)}.")
     losses = [f"{name} {value:.4g}" for name, value in tasks.get(LOSS_TASK, {}).items() if value is not None]
     notes += [f"Losses on this dataset: {', '.join(losses)}."] * bool(losses)
     numbers = {
@@ -206,7 +209,7 @@ def _summary(tasks: dict[str, dict[str, Any]], metrics: DetectionMetrics | None)
 
 
 def _classes(tasks: dict[str, dict[str, Any]], metrics: DetectionMetrics | None) -> dict[str, Any]:
-    """Build the table of classes: rows of a name, values, and the AP that a bar shows."""
+    """Return the table of classes. A row is the name, the values, and the AP for the bar."""
     if metrics is not None:
         columns = [
             "number of objects",
@@ -225,7 +228,7 @@ def _classes(tasks: dict[str, dict[str, Any]], metrics: DetectionMetrics | None)
 
 
 def _confusion(metrics: DetectionMetrics) -> dict[str, Any]:
-    """Build the confusion matrix of the most confused classes: (count, share of its row, whether it is correct)."""
+    """Return the confusion matrix of the most confused classes. A cell is (count, share of the row, is correct)."""
     counts = confusion_matrix(metrics)
     background = len(metrics.categories)
     names = [category["name"] for category in metrics.categories] + ["background"]
@@ -237,7 +240,7 @@ def _confusion(metrics: DetectionMetrics) -> dict[str, Any]:
     return {"confusion_columns": [names[col] for col in shown], "confusion": rows}
 
 
-# -- the page --------------------------------------------------------------------------------------
+# HTML ----------------------------------------------------------------------------------------------------------------
 
 
 def _render(run: RunFolder, datasets: list[dict[str, Any]]) -> str:
@@ -269,7 +272,7 @@ def _render(run: RunFolder, datasets: list[dict[str, Any]]) -> str:
 
 
 def _number(value: float | str | None) -> str:
-    """Format a cell of a table: a dash where the value is missing or not finite."""
+    """Format a cell of a table. A missing or non-finite value is a dash."""
     if isinstance(value, str):
         return value
     return "–" if value is None or not math.isfinite(value) else f"{value:.1f}"

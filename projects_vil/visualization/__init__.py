@@ -1,4 +1,4 @@
-"""Drawings of datasets, predictions and of what happens inside a model."""
+"""Draw datasets, predictions, attention maps and sampling positions."""
 
 from projects_vil.visualization.drawing import DRAW_THRESHOLD, Canvas, draw_instances, draw_label, write_image
 from projects_vil.visualization.inspection import draw_attention, draw_offsets

@@ -1,8 +1,8 @@
-"""The exact attention weights of one query token, for every attention mechanism.
+"""Compute the exact attention weights of one query token, for every attention mechanism.
 
-The output of a head is linear in the values, with the attention weights as factors. The weights are therefore the
-gradient of one channel of the output with respect to that channel of each value, with constant keys and queries: one
-backward pass through the module's own kernel gives them for all heads, without a second definition of any mechanism.
+The output of a head is a linear function of the values, and the attention weights are its coefficients. With constant
+queries and keys, the gradient of an output channel with respect to the same channel of the values equals the weights.
+One backward pass through the kernel of the module gives the weights of all heads.
 """
 
 import contextlib
@@ -26,14 +26,16 @@ _SCORE_LAYER = "dynamic_projection"
 
 @dataclasses.dataclass(frozen=True)
 class AttentionWeights:
-    """Weights of one query; ``direct``, ``projected`` and ``to_globals`` together sum to 1 in each of the M heads.
+    """The attention weights of one query in each of M heads.
+
+    ``direct``, ``projected`` and ``to_globals`` together sum to 1 in each head.
 
     Attributes:
-        direct: (M, H, W), on the tokens of the feature map.
-        projected: (M, K), on the keys of a dynamic projection or of a reduced feature map.
-        spread: (M, H, W), the weights of ``projected`` distributed over the tokens that each key sums up: by the
-            dynamic projection, or evenly over R x R tokens. The norm or convolution that follows is left out of it.
-        to_globals: (M, G), on the global tokens.
+        direct: (M, H, W), weights on the tokens of the feature map.
+        projected: (M, K), weights on the keys of a dynamic projection or of a reduced feature map.
+        spread: (M, H, W), the weights of ``projected`` distributed over the tokens of each key: by the dynamic
+            projection, or evenly over R x R tokens. The norm or convolution after the projection is ignored.
+        to_globals: (M, G), weights on the global tokens.
     """
 
     direct: Tensor
@@ -43,17 +45,18 @@ class AttentionWeights:
 
 
 def attention_weights(module: nn.Module, tokens: Tensor, size: tuple[int, int], row: int, col: int) -> AttentionWeights:
-    """Compute the attention weights of the token at a row and a column.
+    """Return the attention weights of the token at a row and a column.
 
     Args:
         module: an attention module of :mod:`backbones`, in eval mode.
-        tokens, size: its input, (1, G + H * W, C) and (H, W).
+        tokens, size: the input of the module, (1, G + H * W, C) and (H, W).
+        row, col: the position of the query in the feature map.
 
     Raises:
-        ConfigError: for Linformer, whose weights do not sum to 1, and modules without attention.
+        ConfigError: if the module has no attention, or is a Linformer, whose weights do not sum to 1.
     """
     if isinstance(module, LinformerAttention) or not isinstance(module, TokenAttention | DualNormAttention):
-        raise ConfigError(f"{type(module).__name__} has no attention weights")
+        raise ConfigError(f"{type(module).__name__} has no attention weights. Choose another block.")
     (height, width), num_global = size, module.num_global_tokens
     with torch.enable_grad(), _values_as_leaves(module) as (leaves, outputs):
         module(tokens.detach(), size)
@@ -61,7 +64,7 @@ def attention_weights(module: nn.Module, tokens: Tensor, size: tuple[int, int], 
         head_channel = local[row * width + col].unflatten(0, (module.num_heads, -1))[:, 0].sum()
         used = [(name, leaf) for name in _VALUE_LAYERS for leaf in leaves[name]]
         gradients = torch.autograd.grad(head_channel, [leaf for _, leaf in used], materialize_grads=True)
-    weights = defaultdict(list)  # layer -> (M, L) of each of its calls
+    weights = defaultdict(list)  # layer -> (M, L) for each call
     for (name, _), gradient in zip(used, gradients, strict=True):
         values = gradient.flatten(0, -2)[:, -module.proj.in_features :]
         weights[name].append(values.unflatten(1, (module.num_heads, -1))[:, :, 0].T)
@@ -69,7 +72,7 @@ def attention_weights(module: nn.Module, tokens: Tensor, size: tuple[int, int], 
     direct = spread = tokens.new_zeros(module.num_heads, height * width)
     projected = to_globals = tokens.new_zeros(module.num_heads, 0)
     if isinstance(module, DualNormAttention):
-        # The norms take keys and values together.
+        # The norms are applied to keys and values together.
         local, projected = (weights[name][0].chunk(2, dim=1)[1] for name in ("local_norm", "projected_norm"))
         to_globals, direct = local.tensor_split([num_global], dim=1)
         # (M, H * W, r)
@@ -92,7 +95,7 @@ def attention_weights(module: nn.Module, tokens: Tensor, size: tuple[int, int], 
 
 @contextlib.contextmanager
 def _values_as_leaves(module: nn.Module) -> Iterator[tuple[dict[str, list[Tensor]], list[Tensor]]]:
-    """Yield outputs of the value layers, as leaves by name, and inputs of the output projection, in call order."""
+    """Yield the outputs of the value layers as leaf tensors by name, and the inputs of the output projection."""
     leaves, outputs = defaultdict(list), []
 
     def detach(name: str):
@@ -112,7 +115,7 @@ def _values_as_leaves(module: nn.Module) -> Iterator[tuple[dict[str, list[Tensor
 
 
 def _spread_evenly(weights: Tensor, reduction: int, height: int, width: int) -> Tensor:
-    """Spread (M, K) weights on a reduced feature map to (M, height, width); tokens at the end beyond it get 0."""
+    """Spread (M, K) weights on a reduced feature map to (M, height, width). Tokens outside of its cells get 0."""
     rows, cols = max(1, height // reduction), max(1, width // reduction)
     each = weights / (min(reduction, height) * min(reduction, width))
     spread = each.unflatten(1, (rows, cols)).repeat_interleave(reduction, 1).repeat_interleave(reduction, 2)

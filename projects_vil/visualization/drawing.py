@@ -1,4 +1,4 @@
-"""Boxes, masks and labels on an image, and sheets of titled images."""
+"""Draw boxes, masks and labels on an image, and arrange images in a grid."""
 
 import struct
 import zlib
@@ -16,19 +16,19 @@ from matplotlib.colors import to_rgb
 
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, ConfigError, check_replaceable
+from vil.choices import SCORE_THRESHOLD
 
-# The lowest score of a drawn detection unless another is asked for, everywhere: scores of RetinaNet's sigmoids are low,
-# most of all early in training, and a weak detection has its score on its label, while one left out leaves no trace.
-DRAW_THRESHOLD = 0.3
+# The default score threshold of all drawings. It is low because RetinaNet's scores are low early in training.
+DRAW_THRESHOLD = SCORE_THRESHOLD
 LABEL_POINTS = 9
-LABEL_HEIGHT, CHARACTER_WIDTH = 17, 7.6  # pixels of a label at LABEL_POINTS, roughly
-MASK_ALPHA, LABEL_ALPHA = 0.3, 0.6  # opacity of a class's colour over the image
-PANEL_WIDTH, PANEL_HEIGHT = 480, 560  # pixels of one image in a sheet
-HEADER, GAP = 28, 8  # pixels of the strip with a title, and between panels
+LABEL_HEIGHT, CHARACTER_WIDTH = 17, 7.6  # approximate size in pixels of a label with LABEL_POINTS
+MASK_ALPHA, LABEL_ALPHA = 0.3, 0.6  # opacity of the color of a class
+PANEL_WIDTH, PANEL_HEIGHT = 480, 560  # pixels of one image in a grid
+HEADER, GAP = 28, 8  # pixels of a title, and between images
 
 
 class Canvas(Visualizer):
-    """detectron2's visualizer, for which no text is a formula: a class may be named ``$``."""
+    """detectron2's visualizer without math text, because class names may contain ``$``."""
 
     def draw_text(self, *args: Any, **kwargs: Any) -> VisImage:
         output = super().draw_text(*args, **kwargs)
@@ -39,16 +39,17 @@ class Canvas(Visualizer):
 def draw_instances(
     image: np.ndarray, instances: Sequence[dict], metadata, *, scale: float = 1, label_size: float = 1
 ) -> np.ndarray:
-    """Draw objects or detections: (H, W, 3) uint8 RGB -> about (H * scale, W * scale, 3).
+    """Draw annotations or detections: (H, W, 3) uint8 RGB -> about (H * scale, W * scale, 3).
 
-    Unlike ``Visualizer.draw_dataset_dict`` this keeps holes in masks, gives a class the same colour in each image and
-    keeps labels readable on small images.
+    In contrast to ``Visualizer.draw_dataset_dict``, holes in masks are kept, a class has the same color in every image,
+    and labels are legible on small images.
 
     Args:
-        instances: annotations of detectron2's dataset dicts, or COCO results; ``category_id`` is the class index, and
-            ``segmentation`` may be a mask (H, W) too.
-        metadata: the dataset's metadata: ``thing_classes``, and ``thing_colors`` if it has them.
-        scale: scale of the image; the size of labels does not depend on it.
+        image: (H, W, 3) uint8 RGB.
+        instances: annotations of detectron2's dataset dicts, or COCO results. ``category_id`` is the class index, and
+            ``segmentation`` may also be a mask (H, W).
+        metadata: the metadata of the dataset: ``thing_classes``, and optionally ``thing_colors``.
+        scale: scale of the image. The size of the labels does not depend on it.
         label_size: size of the labels, as a multiple of 9 points.
     """
     visualizer = Canvas(image, metadata, scale=scale)
@@ -69,13 +70,17 @@ def draw_instances(
 def draw_label(
     visualizer: Visualizer, label: str, box: Sequence[float], color, *, size: float = 1, below: bool = False
 ) -> None:
-    """Write a label at the top left corner of a box, or at its bottom, inside the image.
+    """Write a label above a box or below it, but inside the image.
 
-    The labels of detectron2 shrink with the box and the image, too far to be read on small images.
+    detectron2's labels shrink with the box and the image, and are not legible on small images.
 
     Args:
+        visualizer: the visualizer of the image.
+        label: the text.
         box: left, top, right and bottom in pixels of the image before scaling.
-        color: a matplotlib color; a lighter shade of it is used.
+        color: a matplotlib color. The label has a lighter shade.
+        size: size of the label, as a multiple of 9 points.
+        below: whether the label is below the box.
     """
     output, unit = visualizer.output, size / visualizer.output.scale
     left = min(box[0], output.width - len(label) * CHARACTER_WIDTH * unit)
@@ -86,11 +91,13 @@ def draw_label(
 
 
 def draw_labels(image: np.ndarray, labels: np.ndarray, metadata, *, scale: float = 1) -> np.ndarray:
-    """Draw a label image (H, W) with the names of its classes: (H, W, 3) uint8 RGB -> about (H * scale, W * scale, 3).
+    """Draw semantic segmentation labels: (H, W, 3) uint8 RGB -> about (H * scale, W * scale, 3).
 
     Args:
-        labels: class indices; those beyond the classes, as ``IGNORED_LABEL``, are not drawn.
-        metadata: the dataset's metadata: ``stuff_classes``, and ``stuff_colors`` if it has them.
+        image: (H, W, 3) uint8 RGB.
+        labels: (H, W) class indices. Indices without a class, such as ``IGNORED_LABEL``, are not drawn.
+        metadata: the metadata of the dataset: ``stuff_classes``, and optionally ``stuff_colors``.
+        scale: scale of the image.
     """
     colors = metadata.get("stuff_colors", colormap(rgb=True, maximum=255))
     classes = [name.partition(",")[0] for name in metadata.stuff_classes]
@@ -100,7 +107,7 @@ def draw_labels(image: np.ndarray, labels: np.ndarray, metadata, *, scale: float
 
 
 def sheet(title: str, rows: Sequence[Sequence[tuple[str, np.ndarray]]]) -> np.ndarray:
-    """Arrange rows of images below their titles, below one title for all: (height, width, 3) uint8 RGB."""
+    """Arrange rows of (title, image) in a grid with a common title: (height, width, 3) uint8 RGB."""
     drawn = []
     for row in rows:
         panels = [_titled(text, panel) for text, panel in row]
@@ -112,10 +119,10 @@ def sheet(title: str, rows: Sequence[Sequence[tuple[str, np.ndarray]]]) -> np.nd
 
 
 def write_image(path: Path, image: np.ndarray) -> None:
-    """Write (H, W, 3) uint8 RGB as JPEG where the path has its suffix, else as PNG; the folder is created.
+    """Write (H, W, 3) uint8 RGB as a JPEG or PNG file, depending on the suffix. The folder is created.
 
     Raises:
-        ConfigError: if the file cannot be written, or exists and was not written by this function.
+        ConfigError: if the file cannot be written, or if it exists and was not written by this function.
     """
     check_replaceable(path, advice="Choose another output directory.")
     suffix = ".jpg" if path.suffix.lower() in (".jpg", ".jpeg") else ".png"
@@ -124,23 +131,23 @@ def write_image(path: Path, image: np.ndarray) -> None:
         with atomic_write(path, sync=False) as partial:
             partial.write_bytes(_with_comment(cv2.imencode(suffix, image[..., ::-1])[1].tobytes()))
     except OSError as error:
-        raise ConfigError(f"cannot write {path} ({error.strerror})") from error
+        raise ConfigError(f"Cannot write '{path}': {error.strerror}.") from error
 
 
 def _with_comment(content: bytes) -> bytes:
-    """Return a JPEG or PNG file with ``GENERATOR`` as its comment, so that a later command may replace the file."""
+    """Return a JPEG or PNG file with ``GENERATOR`` as its comment, so that a later command can replace the file."""
     text = GENERATOR.encode()
     if content.startswith(b"\xff\xd8"):
-        # Behind the header of JFIF, which must come first.
+        # The JFIF header must come first.
         return content[:20] + b"\xff\xfe" + struct.pack(">H", len(text) + 2) + text + content[20:]
     chunk = b"tEXtDescription\0" + text
     packed = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
-    # Behind the signature and the IHDR chunk.
+    # The signature and the IHDR chunk must come first.
     return content[:33] + packed + content[33:]
 
 
 def _corners(item: dict) -> np.ndarray:
-    """Return left, top, right and bottom in pixels; COCO results have no ``bbox_mode``."""
+    """Return left, top, right and bottom in pixels. COCO results have no ``bbox_mode``."""
     return np.array(BoxMode.convert(list(item["bbox"]), item.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS))
 
 

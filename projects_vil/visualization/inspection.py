@@ -1,4 +1,4 @@
-"""Drawings of the inside of a backbone: attention of a token, and sampling positions of LIT's token merging."""
+"""Draw the attention maps of a backbone, and the sampling positions of LIT's deformable token merging."""
 
 import logging
 from collections.abc import Sequence
@@ -25,45 +25,49 @@ from projects_vil.modeling import TransformerBackbone
 from projects_vil.visualization.attention import AttentionWeights, attention_weights
 from projects_vil.visualization.drawing import write_image
 
-COLUMNS, PANEL = 4, 4.8  # panels in a row, and inches of 100 pixels
-MIN_CROP = 16  # tokens: the smallest part of an attention map that is drawn
+COLUMNS, PANEL = 4, 4.8  # images in a row, and their size in inches of 100 pixels
+MIN_CROP = 16  # smallest side of a drawn attention map in tokens
 
 
 def load_model(cfg: CfgNode, weights: str | Path | None = None) -> tuple[nn.Module, Backbone]:
-    """Load a model on the CPU in eval mode; without weights it is random, and a warning is logged.
+    """Return a model on the CPU in eval mode, and its backbone. Without weights, the model is random.
 
     Raises:
-        ConfigError: for a backbone of another project, and weights that are missing or do not fit.
+        ConfigError: if the backbone is not from this project, or if the weights are missing or do not fit.
     """
     model, _ = load_detector(cfg, weights or "", complete=False)
     if not isinstance(getattr(model.backbone, "bottom_up", None), TransformerBackbone):
-        raise ConfigError(f"MODEL.BACKBONE.NAME is {cfg.MODEL.BACKBONE.NAME}, which is not a backbone of this project")
+        raise ConfigError(f"MODEL.BACKBONE.NAME is {cfg.MODEL.BACKBONE.NAME}, which is not a backbone of this project.")
     if not weights:
-        logging.getLogger(__name__).warning("no weights are given: those of the model are random")
+        logging.getLogger(__name__).warning("The model has random weights. Use --weights to load a checkpoint.")
     return model, model.backbone.bottom_up.net
 
 
 def read_input(
     cfg: CfgNode, model: nn.Module, path: str | Path, point: Sequence[int] | None = None
 ) -> tuple[np.ndarray, Tensor, tuple[int, int] | None]:
-    """Read an image, and resize, normalise and pad it as for testing.
+    """Read an image, and resize, normalize and pad it as for evaluation.
 
     Args:
+        cfg, model: the config and the model.
+        path: the image file.
         point: y and x of a pixel of the file.
 
     Returns:
-        The resized image (H, W, 3) uint8 RGB; the input of the backbone (1, 3, H', W'), padded below and on the right;
-        and row and column of ``point`` in the resized image.
+        The resized image (H, W, 3) uint8 RGB; the input of the backbone (1, 3, H', W'), padded at the bottom and on the
+        right; and the row and column of ``point`` in the resized image.
 
     Raises:
-        ConfigError: for a file that cannot be read, and a point outside the image.
+        ConfigError: if the file cannot be read, or if the point is outside the image.
     """
     pixels, (height, width) = read_for_testing(cfg, path, image_format="RGB")
     rows, cols = pixels.shape[:2]
     if point is not None:
         y, x = point
         if not (0 <= y < height and 0 <= x < width):
-            raise ConfigError(f"point {y} {x} is outside {path}, which is {height} pixels high and {width} wide")
+            raise ConfigError(
+                f"Point {y} {x} is outside '{path}', which is {height} pixels high and {width} pixels wide."
+            )
         point = (2 * y + 1) * rows // (2 * height), (2 * x + 1) * cols // (2 * width)
     channels = pixels[:, :, ::-1] if cfg.INPUT.FORMAT == "BGR" else pixels
     image = torch.as_tensor(channels.transpose(2, 0, 1).astype("float32"))
@@ -71,7 +75,7 @@ def read_input(
     return pixels, ImageList.from_tensors([image], model.backbone.size_divisibility).tensor, point
 
 
-# -- attention -------------------------------------------------------------------------------------
+# Attention -----------------------------------------------------------------------------------------------------------
 
 
 def draw_attention(
@@ -84,18 +88,19 @@ def draw_attention(
     block: int,
     point: tuple[int, int],
 ) -> Path:
-    """Draw the attention of the token at a pixel (:func:`plot_attention`) and return the path of the PNG.
+    """Draw the attention of the token at a pixel, see :func:`plot_attention`, and return the path of the PNG file.
 
     Args:
-        cfg: config of a detector or segmentor.
+        cfg: the config of a detector or a semantic segmentation model.
         weights: its checkpoint; None for random weights.
-        output: folder for the PNG.
-        stage, block: numbers of the stage and the block in the backbone, from 1.
-        point: y and x, in pixels of the image file.
+        image_file: the image.
+        output: the folder of the PNG file.
+        stage, block: the stage and the block of the backbone, counted from 1.
+        point: y and x in pixels of the image file.
 
     Raises:
-        ConfigError: for a stage or block that does not exist or has no attention on the image, a point outside the
-            image, or files that cannot be read or written.
+        ConfigError: if the stage or block does not exist or has no attention to the image, the point is outside the
+            image, or a file cannot be read or written.
     """
     model, backbone = load_model(cfg, weights)
     module = _attention_module(backbone, stage, block)
@@ -108,7 +113,7 @@ def draw_attention(
     token = y // stride, x // stride
     attention = attention_weights(module, tokens, size, *token)
     if not attention.direct.any() and not attention.spread.any():
-        raise ConfigError(f"stage {stage} attends only to its global tokens: there are no weights on the image")
+        raise ConfigError(f"Stage {stage} attends only to its global tokens. Choose another stage.")
     keys = "reduced feature map" if isinstance(module, SpatialReductionAttention) else "projected keys"
     figure = plot_attention(attention, pixels, stride, token, keys=keys)
     path, variant = Path(image_file), cfg.MODEL.TRANSFORMER.VARIANT
@@ -120,19 +125,21 @@ def draw_attention(
 def plot_attention(
     attention: AttentionWeights, pixels: np.ndarray, stride: int, token: tuple[int, int], *, keys: str
 ) -> Figure:
-    """Plot an image with one of its tokens, then a heat map of the token's attention for each head.
+    """Plot an image with a token, and a heat map of the attention of the token for each head.
 
-    A neighbourhood smaller than the image is enlarged, and framed in the image. Colours go from the least to the
-    largest weight above 0 on the image itself; a title gives both, and the sums on the global tokens and on the
-    padding. ``keys`` names the projected keys or the reduced feature map, which have panels of their own.
+    If the token attends to a part of the image, the heat maps show this part enlarged, with a frame in the image. The
+    colors range from the smallest positive weight to the largest weight. The titles show this range, and the total
+    weight on global tokens and on the padding.
 
     Args:
+        attention: the attention weights of the token.
         pixels: (H, W, 3) uint8 RGB, without padding.
-        stride: pixels of a token.
-        token: its row and column.
+        stride: side of a token in pixels.
+        token: row and column of the token.
+        keys: what the projected keys are, for the titles of their heat maps.
     """
     height, width = pixels.shape[:2]
-    # The tokens of the image itself; attention on the padding is in the titles.
+    # Tokens of the padding are not drawn.
     rows, cols = -(-height // stride), -(-width // stride)
     direct, everything = attention.direct[:, :rows, :cols], (0, 0, height, width)
     part = _attended_box(direct.sum(dim=0), height, width, stride) if direct.any() else everything
@@ -168,17 +175,17 @@ def plot_attention(
 
 def _attention_module(backbone: Backbone, stage: int, block: int) -> nn.Module:
     if not 1 <= stage <= len(backbone.stages):
-        raise ConfigError(f"stage is {stage}: the backbone has the stages 1 to {len(backbone.stages)}")
+        raise ConfigError(f"Stage {stage} does not exist. Choose a stage from 1 to {len(backbone.stages)}.")
     blocks = backbone.stages[stage - 1].blocks
     if not 1 <= block <= len(blocks):
-        raise ConfigError(f"block is {block}: stage {stage} has the blocks 1 to {len(blocks)}")
+        raise ConfigError(f"Block {block} does not exist in stage {stage}. Choose a block from 1 to {len(blocks)}.")
     if blocks[block - 1].attention is None:
-        raise ConfigError(f"stage is {stage}: its blocks are MLPs, without attention")
+        raise ConfigError(f"The blocks of stage {stage} are MLPs without attention. Choose another stage.")
     return blocks[block - 1].attention
 
 
 def _attended_box(weights: Tensor, height: int, width: int, stride: int) -> tuple[int, int, int, int]:
-    """Return top, left, bottom and right of the pixels with all weights (H, W) above 0, at least 16 x 16 tokens."""
+    """Return top, left, bottom and right in pixels of all positive weights (H, W), at least 16 x 16 tokens."""
     sides = []
     for axis, length in enumerate((height, width)):
         attended = weights.sum(dim=1 - axis).nonzero()
@@ -196,7 +203,7 @@ def _show(axes: Axes, pixels: np.ndarray, title: str) -> None:
 
 
 def _add_box(axes: Axes, box: Sequence[float], color: str) -> None:
-    """Add a box of top, left, bottom and right in pixels, of which whole numbers are the centres."""
+    """Add a box of top, left, bottom and right in pixels. The center of a pixel has integer coordinates."""
     top, left, bottom, right = box
     axes.add_patch(Rectangle((left - 0.5, top - 0.5), right - left, bottom - top, fill=False, color=color, linewidth=2))
 
@@ -208,32 +215,32 @@ def _write(figure: Figure, path: Path) -> Path:
     return path
 
 
-# -- deformable token merging ----------------------------------------------------------------------
+# Deformable token merging --------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def sampling_positions(backbone: Backbone, batch: Tensor, tokens: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Trace tokens of the last stage of a LIT to where its merging modules sample the image (LIT Figure 2).
+    """Return the positions in the image that tokens of the last stage of LIT are merged from (LIT Figure 2).
 
-    A position between tokens of a stage continues at the nearest one, without interpolation.
+    A sampling position between tokens is traced to the nearest token, without interpolation.
 
     Args:
-        backbone: a LIT with n merging modules, three in all variants that end with stage 4.
+        backbone: a LIT with n token merging layers; three if it ends with stage 4.
         batch: (1, 3, H, W).
         tokens: row and column of each token in the last feature map.
 
     Returns:
-        The positions, and those without offsets in the same order, (len(tokens), 4^n, 2) each: y and x, in pixels of
-        ``batch``, of the centres of 4 x 4 patches; whole numbers are centres of pixels.
+        The sampling positions, and in the same order the positions without offsets, (len(tokens), 4^n, 2) each: y and x
+        of the centers of 4 x 4 patches, in pixels of ``batch``. The center of a pixel has integer coordinates.
 
     Raises:
-        ConfigError: for a backbone without deformable merging, or of one stage.
+        ConfigError: if the backbone has no deformable token merging, or only one stage.
     """
     if not isinstance(backbone, LIT):
-        raise ConfigError(f"{type(backbone).__name__} has no deformable token merging: use a LIT")
+        raise ConfigError(f"{type(backbone).__name__} has no deformable token merging. Use a LIT variant.")
     offsets = [offset[0] for offset in backbone.sampling_offsets(batch).values()]
     if not offsets:
-        raise ConfigError("the backbone ends with stage 1, which merges no tokens")
+        raise ConfigError("The backbone ends with stage 1, which merges no tokens. Use more stages.")
     patch = backbone.stages[0].patch_embed.patch_size
     sampled, regular = (
         torch.stack([sampled_positions(chain, row, col) for row, col in tokens])
@@ -251,48 +258,49 @@ def draw_offsets(
     num_points: int = 8,
     point: tuple[int, int] | None = None,
 ) -> list[Path]:
-    """Draw sampling positions (:func:`plot_offsets`) of each image and return the paths of the PNGs.
+    """Draw the sampling positions of each image, see :func:`plot_offsets`, and return the paths of the PNG files.
 
     Args:
-        cfg: config of a detector or segmentor with a LIT.
+        cfg: the config of a detector or a semantic segmentation model with LIT.
         weights: its checkpoint; None for random weights.
-        output: folder for the PNGs.
-        num_points: tokens, spread evenly over the image.
-        point: y and x, in pixels of the image file, of the only token, instead of ``num_points``.
+        image_files: the images.
+        output: the folder of the PNG files.
+        num_points: number of tokens, evenly distributed over the image.
+        point: y and x in pixels of the image file, for one token instead of ``num_points``.
 
     Raises:
-        ConfigError: for a model without deformable merging, a point outside an image, two images of one name, or files
-            that cannot be read or written.
+        ConfigError: if the model has no deformable token merging, the point is outside an image, two images have the
+            same name, or a file cannot be read or written.
     """
     paths = [Path(output) / f"{Path(file).stem}_offsets.png" for file in image_files]
     for path in paths:
         if paths.count(path) > 1:
-            raise ConfigError(f"two images would be written to {path}: give them different names")
+            raise ConfigError(f"Two images would be written to '{path}'. Rename one of them.")
     model, backbone = load_model(cfg, weights)
     for file, path in zip(image_files, paths, strict=True):
         pixels, batch, found = read_input(cfg, model, file, point)
         points = [found]
         if point is None:
-            # An additive recurrence (R2): any number of its points is spread evenly, and the first is in the middle.
+            # The R2 sequence: any number of its points is evenly distributed, and the first is in the center.
             fractions = 0.05 + 0.9 * ((0.5 + np.arange(num_points)[:, None] * [0.7548776662, 0.5698402910]) % 1)
             points = (fractions * pixels.shape[:2]).astype(int).tolist()
         figure = plot_offsets(backbone, batch, pixels, points)
-        figure.suptitle(f"{Path(file).name}: sampling positions (red), regular field (green)")
+        figure.suptitle(f"{Path(file).name}: sampling positions (red), regular grid (green)")
         _write(figure, path)
     return paths
 
 
 def plot_offsets(backbone: Backbone, batch: Tensor, pixels: np.ndarray, points: Sequence[tuple[int, int]]) -> Figure:
-    """Plot sampling positions as red dots, and the field of the regular grid as a green box.
+    """Plot sampling positions as red dots, and the cells of the regular grid as green boxes.
 
-    The image is at the top, and below it each token, enlarged.
+    The complete image is at the top, and the tokens are enlarged below.
 
     Args:
-        backbone, batch: as in :func:`sampling_positions`.
+        backbone, batch: see :func:`sampling_positions`.
         pixels: (H, W, 3) uint8 RGB, without padding.
-        points: row and column, in pixels, of each token.
+        points: row and column of each token in pixels.
     """
-    # Pixels of a token of the last stage
+    # The side of a token of the last stage in pixels.
     side = backbone.stages[0].patch_embed.patch_size * 2 ** (len(backbone.stages) - 1)
     tokens = [(y // side, x // side) for y, x in points]
     sampled, regular = (x.double().numpy() for x in sampling_positions(backbone, batch, tokens))
@@ -315,7 +323,7 @@ def plot_offsets(backbone: Backbone, batch: Tensor, pixels: np.ndarray, points: 
             _add_box(axes, (top, left, top + side, left + side), "lime")
             axes.plot(*dots.T[::-1], ".", color="red", markersize=marker_size)
         whole.annotate(str(number + 1), (left + side, top), color="lime")
-        # All dots, and at least three fields a side
+        # Shows all dots, and at least three cells per side.
         center = np.array([top, left]) + (side - 1) / 2
         reach = max(1.5 * side, abs(dots - center).max() + 4)
         (bottom, right), (top, left) = center + reach, center - reach

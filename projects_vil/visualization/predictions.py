@@ -1,4 +1,4 @@
-"""Drawings of a run: its training samples, its predictions next to ground truth, and a summary of its results."""
+"""Draw training samples, and predictions next to the ground truth, and summarize the results of a run."""
 
 import logging
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from projects_vil.visualization.drawing import (
 )
 
 DRAWINGS_FOLDER = "drawings"
-SMALLEST_SAMPLE = 640  # pixels of the longer side of a drawn sample, so that labels can be read
+MIN_SAMPLE_SIDE = 640  # smaller samples are enlarged to this many pixels, so that labels are legible
 
 
 def draw_results(
@@ -40,18 +40,19 @@ def draw_results(
     num_images: int = 8,
     score_threshold: float = DRAW_THRESHOLD,
 ) -> None:
-    """Draw images that are spread evenly over a dataset: a row each, ground truth left, predictions right.
+    """Draw the ground truth and the predictions of images that are evenly distributed over a dataset.
 
     Args:
-        dataset_name: a name in detectron2's DatasetCatalog, and its ``records``, as evaluation reads them.
+        dataset_name: a name in detectron2's catalog.
+        records: the records of the dataset, as in an evaluation.
         predictions: ``coco_instances_results.json`` of COCOEvaluator, or ``sem_seg_predictions.json`` of
             SemSegEvaluator.
-        output: the PNG or JPEG; its folder is created.
-        num_images: rows.
+        output: the PNG or JPEG file. Its folder is created.
+        num_images: number of images.
         score_threshold: lowest score of a drawn detection.
 
     Raises:
-        ConfigError: for files that cannot be read, and predictions of another dataset.
+        ConfigError: if a file cannot be read, or if the predictions are of another dataset.
     """
     metadata = MetadataCatalog.get(dataset_name)
     is_sem_seg = metadata.get("evaluator_type") == "sem_seg"
@@ -64,7 +65,9 @@ def draw_results(
         size, detections = image.shape[:2], by_image[record[key]]
         if any(tuple(item.get("segmentation", {}).get("size", size)) != size for item in detections):
             name = record["file_name"]
-            raise ConfigError(f"{predictions} has masks of another size than {name}: are they of this dataset?")
+            raise ConfigError(
+                f"Masks in '{predictions}' and image '{name}' differ in size. Use predictions of this dataset."
+            )
         name = f"{Path(record['file_name']).stem}, {size[0]} x {size[1]}"
         scale = min(PANEL_WIDTH / size[1], PANEL_HEIGHT / size[0])
         if is_sem_seg:
@@ -87,7 +90,7 @@ def draw_results(
 def draw_evaluation(cfg: CfgNode, *, name: str) -> list[Path]:
     """Draw ``TEST.NUM_VISUALIZED_IMAGES`` images of each test set into ``OUTPUT_DIR/drawings/DATASET_NAME.jpg``.
 
-    The images are the same at each evaluation. A drawing that fails is logged as a warning, and the run goes on.
+    Each evaluation draws the same images. If a drawing fails, a warning is logged.
     """
     output, paths = Path(cfg.OUTPUT_DIR), []
     for dataset in cfg.DATASETS.TEST if cfg.TEST.NUM_VISUALIZED_IMAGES else ():
@@ -99,14 +102,14 @@ def draw_evaluation(cfg: CfgNode, *, name: str) -> list[Path]:
             file = predictions_file(output, dataset)
             draw_results(dataset, records, file, path, num_images=cfg.TEST.NUM_VISUALIZED_IMAGES)
         except (ConfigError, OSError) as error:
-            logging.getLogger(__name__).warning("%s cannot be drawn: %s", dataset, error)
+            logging.getLogger(__name__).warning("Cannot draw %s: %s", dataset, error)
         else:
             paths.append(path)
     return paths
 
 
 def predictions_file(run: Path, dataset_name: str) -> Path:
-    """Return the file with the predictions of a run on a dataset; a run on several has a folder for each."""
+    """Return the file with the predictions of a run. With several test datasets, each has its own folder."""
     is_sem_seg = MetadataCatalog.get(dataset_name).get("evaluator_type") == "sem_seg"
     name = "sem_seg_predictions.json" if is_sem_seg else "coco_instances_results.json"
     own = run / "inference" / dataset_name / name
@@ -114,39 +117,40 @@ def predictions_file(run: Path, dataset_name: str) -> Path:
 
 
 def summarize_run(run: Path, dataset_name: str, *, num_images: int, drawing: Path) -> list[str]:
-    """Return two lines: AP or mIoU on a dataset of this many images, and where the run's results are.
+    """Return two lines: the AP or mIoU on a dataset, and the paths of the results.
 
     Raises:
-        ConfigError: where ``evaluation.json`` is missing, damaged, or has no results on the dataset.
+        ConfigError: if ``evaluation.json`` is missing or damaged, or has no results on the dataset.
     """
     labels = {("bbox", "AP"): "box AP", ("segm", "AP"): "mask AP", ("sem_seg", "mIoU"): "mIoU"}
     try:
         tasks = read_json(run / EVALUATION_FILE)[dataset_name]
         found = {label: tasks[task][metric] for (task, metric), label in labels.items() if task in tasks}
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{run / EVALUATION_FILE} has no results on {dataset_name!r} ({error!r})") from error
+        raise ConfigError(f"'{run / EVALUATION_FILE}' has no results on {dataset_name!r}: {error!r}.") from error
     values = "   ".join(f"{label} {'undefined' if value is None else f'{value:.1f}'}" for label, value in found.items())
     return [f"{values}   ({dataset_name}, {num_images} images)", f"results in {run}, predictions drawn in {drawing}"]
 
 
 def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: int | None = None) -> list[Path]:
-    """Draw the first samples that a run in one process trains on, after augmentation, as a PNG each.
+    """Draw the first augmented training samples of a run with one process, as one PNG file per sample.
 
     Args:
-        cfg: the run's config; its datasets are registered.
-        output: a folder without drawings of an earlier call; it is created.
-        seed: the run's seed; by default ``SEED``, or 0 where that is negative.
+        cfg: the config of the run. Its datasets are registered.
+        output: the folder of the drawings. It is created, and must not contain drawings of an earlier call.
+        number: number of samples.
+        seed: the seed of the run. By default ``SEED``, or 0 if ``SEED`` is negative.
 
     Raises:
-        ConfigError: for datasets that the check refuses, drawings that exist, and files that cannot be written.
+        ConfigError: if the dataset check fails, drawings already exist, or a file cannot be written.
     """
     seed = max(cfg.SEED, 0) if seed is None else seed
     check_whole("seed", seed, least=0)
     check_output_folder(output)
     earlier = sorted(Path(output).glob("[0-9][0-9][0-9][0-9]*_*.png"))
     if earlier:
-        raise ConfigError(f"{output} has drawings of an earlier call ({earlier[0].name}): choose another folder")
-    # The samples do not depend on it.
+        raise ConfigError(f"'{output}' already contains drawings ({earlier[0].name}). Choose another folder.")
+    # The samples do not depend on the number of workers.
     loader = build_train_loader(with_overrides(cfg, {"DATALOADER.NUM_WORKERS": 0}))
     loader.start(seed=seed, iteration=0)
     paths = []
@@ -157,15 +161,15 @@ def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: in
 
 
 def draw_sample(cfg: CfgNode, sample: dict[str, Any]) -> np.ndarray:
-    """Draw one sample of a training loader below a title: (height, width, 3) uint8 RGB.
+    """Draw one sample of a training loader with a title: (height, width, 3) uint8 RGB.
 
-    Where objects and stuff are both learned, the labels of stuff are a second image below the objects.
+    For panoptic models, the semantic labels are drawn as a second image below the objects.
     """
     channels = sample["image"].permute(1, 2, 0).numpy().round().astype(np.uint8)
     image = np.ascontiguousarray(channels[..., ::-1] if cfg.INPUT.FORMAT == "BGR" else channels)
     metadata = MetadataCatalog.get(cfg.DATASETS.TRAIN[0])
     height, width = image.shape[:2]
-    scale = max(1, SMALLEST_SAMPLE / max(height, width))
+    scale = max(1, MIN_SAMPLE_SIDE / max(height, width))
     title = " + ".join(Path(sample[key]).name for key in ("file_name", "pasted_from") if key in sample)
     title += f", height {height}, width {width}"
     drawn = []
@@ -186,7 +190,7 @@ def draw_sample(cfg: CfgNode, sample: dict[str, Any]) -> np.ndarray:
 
 
 def _predictions_by_image(path: Path, dataset_name: str, images: list, key: str) -> dict[Any, list[dict]]:
-    """Return the predictions of each image, with class indices for ``category_id``; ``key`` names the image."""
+    """Return the predictions of each image with class indices as ``category_id``. ``key`` identifies the image."""
     metadata = MetadataCatalog.get(dataset_name)
     name = "stuff" if key == "file_name" else "thing"
     indices = metadata.get(f"{name}_dataset_id_to_contiguous_id") or range(len(metadata.get(f"{name}_classes")))
@@ -197,5 +201,5 @@ def _predictions_by_image(path: Path, dataset_name: str, images: list, key: str)
     except ConfigError:
         raise
     except (LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} does not fit {dataset_name!r}, or is damaged ({error!r})") from error
+        raise ConfigError(f"'{path}' is damaged, or is not for {dataset_name!r}: {error!r}.") from error
     return by_image

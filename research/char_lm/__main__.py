@@ -1,7 +1,7 @@
-"""Train a character language model on the bytes of a file: Transformer-LS, also compared with full attention.
+"""Train a character language model on the bytes of a file, with long-short attention or full attention.
 
-The first 90 percent of the bytes train, the next 5 select the best weights, the last 5 test. The configs are those of
-the paper (enwik8 in three phases, days on eight GPUs); the arguments make smaller runs of them.
+The first 90 percent of the bytes are for training, the next 5 for validation, and the last 5 for the test. The configs
+are the paper's: enwik8 in three phases, which take days on eight GPUs. The options make smaller runs of them.
 
 Example:
     python -m research.char_lm train --data enwik8 --config small --output output/enwik8_small
@@ -23,19 +23,19 @@ from vil.arguments import ToolParser, existing_path, output_file, positive, run_
 
 SIZES = ("depth", "dim", "hidden_dim", "num_heads", "window_size", "segment_length", "rank")
 PHASES = {"steps": positive, "length": positive, "batch_size": positive, "learning_rate": float, "warmup_steps": int}
-# Type, default and help.
+# Type, default and help
 OF_TRAINING = {
-    "memory_length": (positive, None, "bytes of memory before a block (default: its length)"),
-    "dropout": (float, None, "dropout rate, replaces the config's"),
-    "weight_decay": (float, None, "weight decay of AdamW, replaces the config's"),
-    "accumulate": (positive, 1, "number of micro-batches of a step (default 1)"),
+    "memory_length": (positive, None, "bytes of memory (default: the length of a block)"),
+    "dropout": (float, None, "dropout rate (default: the config's)"),
+    "weight_decay": (float, None, "weight decay of AdamW (default: the config's)"),
+    "accumulate": (positive, 1, "gradient accumulation steps (default 1)"),
     "eval_every": (positive, 1000, "steps between evaluations (default 1000)"),
     "seed": (int, 0, "seed of weights, dropout and samples (default 0)"),
 }
 OF_TEST = {
-    "test_memory": (positive, None, "bytes of memory before a block in the test (default: as in training)"),
+    "test_memory": (positive, None, "bytes of memory in the test (default: as in training)"),
     "test_length": (positive, None, "bytes of a block in the test (default: as in training)"),
-    "test_streams": (positive, 1, "parts of the test text that are evaluated in parallel (default 1)"),
+    "test_streams": (positive, 1, "number of parts of the test text to evaluate in parallel (default 1)"),
 }
 OF_SAMPLE = {
     "prompt": (str, "\n", "start of the sample (default: a new line)"),
@@ -58,15 +58,15 @@ def parse_arguments() -> argparse.Namespace:
     measure = commands.add_parser("measure", description="Measure a training step against the length of a block.")
     for command in (train, measure):
         command.add_argument("--config", default="small", metavar="NAME", help="small or large (default: small)")
-        add_arguments(command, {name: (positive, None, "replaces the config's value") for name in SIZES})
-    text = "a value for each phase, or one for all; as many phases are trained as --steps are given"
+        add_arguments(command, {name: (positive, None, "default: the config's value") for name in SIZES})
+    text = "one value for each phase, or one for all phases; the number of --steps is the number of phases"
     add_arguments(train, {name: (of_type, None, text) for name, of_type in PHASES.items()}, nargs="+")
     train.add_argument("--output", required=True, metavar="DIR", help="folder for last.pth and best_MODEL.pth")
-    train.add_argument("--compare", action="store_true", help="train full attention too, on the same blocks")
+    train.add_argument("--compare", action="store_true", help="also train full attention, on the same blocks")
     train.add_argument("--resume", action="store_true", help="continue from last.pth")
     add_arguments(train, OF_TRAINING)
     for command in (train, evaluate):
-        command.add_argument("--data", type=existing_path, required=True, metavar="FILE", help="its bytes are the text")
+        command.add_argument("--data", type=existing_path, required=True, metavar="FILE", help="text file")
         add_arguments(command, OF_TEST)
     for command in (evaluate, generate):
         command.add_argument("--weights", type=existing_path, required=True, metavar="FILE", help="a best_MODEL.pth")
@@ -79,8 +79,8 @@ def parse_arguments() -> argparse.Namespace:
     add_arguments(measure, {"lengths": (positive, lengths, "bytes of a block")}, nargs="+")
     add_arguments(measure, {"batch_size": streams, "runs": (positive, 5, "timed steps of each model (default 5)")})
     for command in (train, evaluate, generate, measure):
-        command.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: a GPU where there is one)")
-        command.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there too")
+        command.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: a GPU if there is one)")
+        command.add_argument("--json", type=output_file, metavar="FILE", help="also write the results to this file")
     return parser.parse_args()
 
 
@@ -97,7 +97,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     text = read_text(args.data)
     if args.sample:
-        # An unknown byte in the prompt ends the command before the training, not after it.
+        # Check the prompt before the training, not after it.
         text.vocabulary.encode_prompt(args.prompt)
     size = size_for(args.config, **given(args, SIZES))
     config = CONFIGS[args.config]

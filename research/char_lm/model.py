@@ -1,9 +1,9 @@
-"""The two models that are compared, and the paper's sizes and training phases.
+"""The long-short and the full attention model, and the paper's sizes and training phases.
 
-Full causal attention over the memory and the block, as in Transformer-XL, is as the official Transformer-LS in all but
-the attention: a layer norms its input and adds to the normed input, and the embedding is also the output's matrix. Its
-positions are rotations of queries and keys, so that only differences of positions count; Transformer-XL has a learned
-bias for each pair of positions instead, a matrix that fused attention avoids.
+The full attention model attends to the whole memory and block, as Transformer-XL does. Everything else is as in the
+official Transformer-LS: a layer normalizes its input and adds to the normalized input, and the output shares the matrix
+of the embedding. Positions are rotations of queries and keys. Transformer-XL has a learned bias for each pair of
+positions instead, a matrix that fused attention avoids.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from research.sequence.char_lm import CharLMLayer
 
 MODELS = ("long_short", "full")
 TITLES = {"long_short": "long-short", "full": "full attention"}
-# fairseq's Adam, which the scripts call; its weight decay is decoupled and acts on all parameters.
+# fairseq's Adam, as in the scripts. Its weight decay is decoupled and acts on all parameters.
 BETAS, EPSILON = (0.9, 0.999), 1e-8
-# As many ids as enwik8 has bytes, and the one for others: for models that are measured without a text.
+# The bytes of enwik8 and the id of unknown bytes, for models that are measured without a text
 VOCAB_SIZE = 206
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """Sizes of both models; window, segment and rank (w, l and r of appendix C) are the long-short one's.
+    """Sizes of both models. Only the long-short model has a window, segments and a rank (w, l, r of appendix C).
 
     Attributes:
         dim, hidden_dim, num_heads: ``--d-model``, ``--d-inner`` and ``--n-head`` of the official launch scripts.
@@ -50,9 +50,9 @@ class Phase:
 
     Attributes:
         length: bytes of a block, and of the memory.
-        steps, warmup_steps: appendix C; the rate is constant after the linear warm-up.
-        learning_rate: that of the official scripts; that of the first phase is in appendix C. For text8 twice as high.
-        batch_size: parallel streams, on all devices together (appendix C).
+        steps, warmup_steps: appendix C. The learning rate is constant after the linear warm-up.
+        learning_rate: from the official scripts; the first one is also in appendix C. For text8 it is twice as high.
+        batch_size: parallel streams on all devices together (appendix C).
     """
 
     length: int
@@ -94,7 +94,7 @@ CONFIGS = {
 
 
 def size_for(config: str, **overrides: int) -> ModelSize:
-    """Return the size of a config; with another ``dim`` the MLPs keep their ratio unless ``hidden_dim`` is given."""
+    """Return the size of a config, with overrides. If only ``dim`` is overridden, ``hidden_dim`` keeps its ratio."""
     check_choice("config", config, CONFIGS)
     size = CONFIGS[config].size
     if "dim" in overrides and "hidden_dim" not in overrides:
@@ -103,18 +103,22 @@ def size_for(config: str, **overrides: int) -> ModelSize:
 
 
 def phases_for(config: str, **overrides: Sequence[float]) -> tuple[Phase, ...]:
-    """Return the phases of a config with other values, a list for each field: one value for all phases, or one each.
+    """Return the phases of a config, with overrides.
 
-    As many ``steps`` as are given, so many phases are trained. Without ``warmup_steps`` other steps keep their share.
+    Args:
+        overrides: for each field one value for all phases, or one for each phase. The number of ``steps`` is the number
+            of phases. If only ``steps`` is overridden, the warm-up keeps its share of the steps.
 
     Raises:
-        ConfigError: for another number of values.
+        ConfigError: if the number of values does not match the number of phases.
     """
     check_choice("config", config, CONFIGS)
     phases = CONFIGS[config].phases[: len(overrides.get("steps", PHASES))]
     for name, values in overrides.items():
         if len(values) not in (1, len(phases)):
-            raise ConfigError(f"{name} has {len(values)} values for {len(phases)} phases: give one, or one for each")
+            raise ConfigError(
+                f"{name} has {len(values)} values for {len(phases)} phases. Give one value, or one for each phase"
+            )
     changed = []
     for index, phase in enumerate(phases):
         values = {name: values[index % len(values)] for name, values in overrides.items()}
@@ -125,14 +129,14 @@ def phases_for(config: str, **overrides: Sequence[float]) -> tuple[Phase, ...]:
 
 
 def create_model(name: str, size: ModelSize, *, vocab_size: int, memory_length: int, dropout: float = 0.0) -> nn.Module:
-    """Create a model with random weights; no weight depends on ``memory_length``.
+    """Create a model with random weights. No weight depends on ``memory_length``.
 
     Args:
-        name: one of ``MODELS``. Both map ids (B, N) and a memory or None to log-probabilities (B, N, V) and the next
+        name: one of ``MODELS``. Both map ids (B, N), and a memory or None, to log-probabilities (B, N, V) and the next
             memory.
 
     Raises:
-        ConfigError: for sizes that the models do not take.
+        ConfigError: for invalid sizes.
     """
     check_choice("model", name, MODELS)
     options = {**asdict(size), "vocab_size": vocab_size, "memory_length": memory_length, "dropout": dropout}
@@ -144,7 +148,7 @@ def create_model(name: str, size: ModelSize, *, vocab_size: int, memory_length: 
 
 
 def count_parameters(name: str, size: ModelSize, vocab_size: int = VOCAB_SIZE) -> int:
-    """Count the parameters of a model; the embedding, which is the output's matrix too, counts once."""
+    """Count the parameters of a model. The embedding, which is shared with the output, counts once."""
     with torch.device("meta"):
         model = create_model(name, size, vocab_size=vocab_size, memory_length=size.segment_length * size.window_size)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -154,7 +158,7 @@ _ROTATION_BASE = 10_000.0
 
 
 def rotate(x: Tensor, first: int) -> Tensor:
-    """Rotate pairs of channels of (B, M, N, D) by angles that grow with the position, from position ``first``."""
+    """Rotate pairs of channels of (B, M, N, D) by angles in proportion to the position, which starts at ``first``."""
     half = x.shape[-1] // 2
     frequencies = _ROTATION_BASE ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
     positions = torch.arange(first, first + x.shape[-2], device=x.device, dtype=torch.float32)
@@ -181,7 +185,7 @@ class FullAttention(nn.Module):
         key, value = self.key_value(torch.cat([past, tokens], dim=1)).chunk(2, dim=-1)
         query, key, value = (split_heads(x, self.num_heads) for x in (self.query(tokens), key, value))
         query, key = rotate(query, num_past), rotate(key, 0)
-        # Without a memory the fused kernel needs no mask.
+        # Without a memory, the fused kernel needs no mask.
         mask = tokens.new_ones((number, num_past + number), dtype=torch.bool).tril(num_past) if num_past else None
         output = pytorch_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         return self.proj(merge_heads(output))
@@ -196,8 +200,8 @@ class FullAttentionLM(nn.Module):
         num_heads: divides ``dim``.
         hidden_dim: channels inside the MLPs.
         depth: layers.
-        memory_length: most tokens before a block that it sees.
-        dropout: rate after the embedding, the attention and in the MLPs, and before the output.
+        memory_length: maximum number of tokens in the memory.
+        dropout: dropout rate after the embedding and the attention, in the MLPs, and before the output.
     """
 
     def __init__(
@@ -226,13 +230,13 @@ class FullAttentionLM(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         for layer in self.layers:
-            # Queries, keys and values of variance 1: the long-short model's norms give its keys and values that, and
-            # without it a narrow model learns for hundreds of steps as if it had no attention.
+            # Queries, keys and values have variance 1, as after the norms of the long-short model. Otherwise the
+            # attention of a narrow model is uniform for hundreds of steps.
             for projection in (layer.attention.query, layer.attention.key_value):
                 nn.init.normal_(projection.weight, std=dim**-0.5)
 
     def forward(self, ids: Tensor, memory: Sequence[Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The memory has each layer's input, (B, L, C), without gradients; None at the start of a text."""
+        """Predict the next ids. The memory is the input of each layer, (B, L, C); None at the start of a text."""
         tokens = self.dropout(self.embedding(ids) * self.embedding.embedding_dim**0.5)
         next_memory = []
         for index, layer in enumerate(self.layers):

@@ -1,4 +1,4 @@
-"""A file as ids: the bytes of its training part have one id each, all others share one; and its parallel streams."""
+"""A text as token ids, and its parallel streams."""
 
 import hashlib
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ _LEAST_BYTES = 100
 
 
 class Vocabulary:
-    """Bytes as ids: the known ones in rising order, then one id for all others.
+    """A map from bytes to ids: one id for each known byte, in ascending order, then one id for all others.
 
     Args:
-        known: bytes, 0 to 255, in rising order.
+        known: bytes, 0 to 255, in ascending order.
     """
 
     def __init__(self, known: Sequence[int]) -> None:
@@ -44,7 +44,7 @@ class Vocabulary:
         """Return the ids of a text's UTF-8 bytes.
 
         Raises:
-            ConfigError: for an empty prompt, and for a byte that is unknown.
+            ConfigError: if the prompt is empty or has an unknown byte.
         """
         data = prompt.encode(errors="surrogateescape")
         unknown = sorted(set(data) - set(self.known))
@@ -53,7 +53,7 @@ class Vocabulary:
         return self.encode(data)
 
     def decode(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of ids; an unknown byte becomes ``?``."""
+        """Return the bytes of ids. The id of unknown bytes becomes ``?``."""
         return bytes(self.known[i] if i < len(self.known) else ord("?") for i in ids)
 
 
@@ -63,7 +63,7 @@ class Text:
 
     Attributes:
         train: (N,) int16.
-        val, test: the same, each preceded by the byte before it, from which its first byte is predicted.
+        val, test: the same. Each starts with the byte before it, from which its first byte is predicted.
         sha256: of the file.
     """
 
@@ -78,14 +78,14 @@ def read_text(path: str | Path, *, vocabulary: Vocabulary | None = None) -> Text
     """Read a file: the first 90 percent of its bytes train, the next 5 validate, the last 5 test.
 
     Args:
-        vocabulary: that of a trained model; None for that of the training part.
+        vocabulary: vocabulary of a trained model; None for the bytes of the training part.
 
     Raises:
         ConfigError: for a file of fewer than 100 bytes.
     """
     data = Path(path).read_bytes()
     if len(data) < _LEAST_BYTES:
-        raise ConfigError(f"{path} has {len(data)} bytes, and at least {_LEAST_BYTES} are needed")
+        raise ConfigError(f"'{path}' has {len(data)} bytes. Use a text of at least {_LEAST_BYTES} bytes")
     first, second = (len(data) * percent // 100 for percent in (TRAIN_PERCENT, TRAIN_PERCENT + VAL_PERCENT))
     vocabulary = vocabulary or Vocabulary(sorted(set(data[:first])))
     parts = (data[:first], data[first - 1 : second], data[second - 1 :])
@@ -93,9 +93,9 @@ def read_text(path: str | Path, *, vocabulary: Vocabulary | None = None) -> Text
 
 
 class Streams:
-    """B parallel streams of equal length that together have each byte of a text but the first as a target.
+    """B parallel streams of equal length. Together their targets are all bytes of a text, except for the first.
 
-    Where B does not divide the number of targets, a stream's last target is also the first of the next one.
+    If B does not divide the number of targets, the last target of a stream is also the first target of the next one.
 
     Args:
         ids: (T,), a text.
@@ -106,7 +106,7 @@ class Streams:
     def __init__(self, ids: Tensor, num_streams: int, length: int) -> None:
         num_targets = len(ids) - 1
         if num_targets < num_streams:
-            raise ConfigError(f"batch_size={num_streams} streams need a longer text than {len(ids)} bytes")
+            raise ConfigError(f"A text of {len(ids)} bytes is too short for batch_size={num_streams} streams")
         self.ids, self.length = ids, length
         starts = [stream * num_targets // num_streams for stream in range(num_streams)]
         own = [after - before for before, after in zip(starts, [*starts[1:], num_targets], strict=True)]
@@ -118,7 +118,7 @@ class Streams:
         return -(-self.stream_length // self.length)
 
     def block(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the block with this index of all streams, of N bytes, fewer in the last one.
+        """Return a block of all streams. N is the length of a block, or less for the last one.
 
         Returns:
             inputs: (B, N) int64

@@ -1,4 +1,4 @@
-"""Train on parallel streams with a memory, one model or two on the same blocks; evaluate, generate and measure."""
+"""Train one or two language models on parallel streams of a text; evaluate, generate and measure."""
 
 import logging
 import math
@@ -26,10 +26,10 @@ class Settings:
     """A run.
 
     Attributes:
-        models: trained on the same blocks.
-        memory_length: bytes before a block that a model sees; None for as many as a block has, as in the paper.
-        accumulate: number of micro-batches into which the streams of a step are divided.
-        eval_every: steps between two evaluations on the validation part, each of which saves.
+        models: models to train on the same blocks.
+        memory_length: bytes of memory; None for the length of a block, as in the paper.
+        accumulate: gradient accumulation steps, which divide the streams of a step.
+        eval_every: steps between two evaluations on the validation part. Each evaluation saves a checkpoint.
     """
 
     models: tuple[str, ...]
@@ -46,9 +46,9 @@ class Settings:
 class Training:
     """A run of one or two models.
 
-    A phase starts from the best weights on the validation part until then, with a new optimizer, at the start of the
-    text. At the end of the text training returns to its start, without a memory. On a CPU a resumed run gives the same
-    weights, to the bit, as one that was never interrupted.
+    Each phase starts from the best weights so far on the validation part, with a new optimizer, at the start of the
+    text. At the end of the text, training continues at the start with an empty memory. On a CPU, a resumed run gives
+    bitwise the same weights as a run without interruption.
 
     Args:
         output: folder for ``last.pth``, with the state, and ``best_MODEL.pth``.
@@ -58,7 +58,7 @@ class Training:
         evaluations: dicts with model, phase, step, train and val (bits per character) and seconds.
 
     Raises:
-        ConfigError: for a text that is too short, a folder that has a run already, or one of other settings.
+        ConfigError: if the text is too short, the folder already has a run, or the run to resume has other settings.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Training:
         path = output / LAST
         if not resume:
             if path.exists():
-                raise ConfigError(f"{path} exists: add --resume to continue the run, or choose another output folder")
+                raise ConfigError(f"'{path}' already exists. Add --resume, or choose another output folder")
             output.mkdir(parents=True, exist_ok=True)
             return
         self._state = read_checkpoint(path)
         before = self._state.get("char_lm", {})
         if names := [name for name, value in self.fingerprint.items() if before.get(name) != value]:
-            raise ConfigError(f"{path} is of a run with other settings ({', '.join(names)}): resume with the same ones")
+            raise ConfigError(f"'{path}' is from a run with other settings: {', '.join(names)}. Use the same settings")
         self.phase, self.done = self._state["phase"], self._state["done"]
         self.evaluations = self._state["evaluations"]
         logging.getLogger(__name__).info("resumed after step %d of phase %d", self.done, self.phase + 1)
@@ -111,7 +111,7 @@ class Training:
         return self.settings.memory_length or phase.length
 
     def _start_phase(self, phase: Phase) -> None:
-        """Create the models with the memory length of a phase, from the state to continue with."""
+        """Create the models with the memory length of a phase, and load the state to continue from."""
         for name in self.settings.models:
             torch.manual_seed(self.settings.seed)
             model = create_model(
@@ -147,7 +147,7 @@ class Training:
         index, memories = step % len(streams), self.memories[learner.name]
         if index == 0:
             memories[:] = [None] * len(memories)
-        # Dropout depends only on the step, so that a resumed run and a model trained by itself have the same.
+        # Dropout depends only on the step. So it is the same in a resumed run, and for one model or two.
         torch.manual_seed((self.settings.seed << 40) + (self.phase << 36) + step + 1)
         for group in learner.optimizer.param_groups:
             group["lr"] = phase.learning_rate_at(step)
@@ -165,7 +165,7 @@ class Training:
             options = {"length": phase.length, "num_streams": phase.batch_size, "device": self.device}
             val = bits_per_character(learner.model, self.text.val, self.text.vocabulary, **options)
             if not math.isfinite(val):
-                raise ConfigError(f"{name}: bits per character are {val}: lower the learning rate")
+                raise ConfigError(f"Bits per character of {name} are {val}. Lower the learning rate")
             bits = learner.take_mean_loss() / math.log(2)
             best = min((row["val"] for row in self.evaluations if row["model"] == name), default=math.inf)
             row = {"model": name, "phase": self.phase + 1, "step": step, "train": bits, "val": val}
@@ -191,25 +191,28 @@ class Training:
 
 
 def best_path(folder: Path, name: str) -> Path:
-    """Return the path of the weights of a model that were best on the validation part."""
+    """Return the path of a model's best weights on the validation part."""
     return folder / f"best_{name}.pth"
 
 
 def load_trained(
     path: str | Path, *, memory_length: int | None = None, device: str = "cpu"
 ) -> tuple[nn.Module, Vocabulary, dict[str, Any]]:
-    """Read a ``best_MODEL.pth``, with the memory length of training or another one.
+    """Load a ``best_MODEL.pth``.
+
+    Args:
+        memory_length: bytes of memory; None for the value in training.
 
     Returns:
-        The model in eval mode, its vocabulary, and how it was trained: ``name``, ``size``, ``length`` and
-        ``memory_length`` (bytes of a block, and before it, in the last phase) and ``val`` (bits per character).
+        The model in eval mode, its vocabulary, and the training: ``name``, ``size``, ``length`` (bytes of a block),
+        ``memory_length`` and ``val`` (bits per character).
 
     Raises:
-        ConfigError: for another file.
+        ConfigError: if the file is another checkpoint.
     """
     contents = read_checkpoint(path)
     if "char_lm_model" not in contents:
-        raise ConfigError(f"{path} is not a best_*.pth of research.char_lm")
+        raise ConfigError(f"'{path}' is not a best_*.pth of research.char_lm")
     trained = contents["char_lm_model"]
     vocabulary = Vocabulary(trained["vocabulary"])
     trained["memory_length"] = memory_length or trained["memory_length"]
@@ -223,13 +226,14 @@ def load_trained(
 def bits_per_character(
     model: nn.Module, ids: Tensor, vocabulary: Vocabulary, *, length: int, num_streams: int = 1, device: str = "cpu"
 ) -> float:
-    """Return the mean of -log2 of the probability of each byte of ``ids`` (T,) but the first.
+    """Return the mean of -log2 of the probability of each byte of ``ids``, (T,), except for the first.
 
-    A byte that the vocabulary does not know shares the probability of all those equally.
+    All unknown bytes share the probability of the unknown id equally.
 
     Args:
-        length: bytes of a block; the memory passes from block to block.
-        num_streams: evaluated in parallel; each starts without a memory, so that more are faster and slightly worse.
+        length: bytes of a block. The memory passes from block to block.
+        num_streams: number of parts to evaluate in parallel. Each starts with an empty memory, so more parts are faster
+            and slightly worse.
     """
     was_training = model.training
     model.eval()
@@ -260,13 +264,13 @@ def generate(
 ) -> list[int]:
     """Sample ids that follow a prompt.
 
-    The text is cut into blocks as in training: the memory consists of whole blocks, and a block that is not full yet is
+    The text is divided into blocks as in training. The memory has whole blocks only, and an incomplete block is
     computed again for each byte.
 
     Args:
         model: a model in eval mode.
         prompt: (P,) ids, one or more.
-        number: how many ids to sample.
+        number: number of ids to sample.
         length: bytes of a block.
         unknown: the id of unknown bytes, which is never sampled.
         temperature: divides the log-probabilities, above 0.
@@ -274,7 +278,7 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     ids, first, memory = prompt.tolist(), 0, None
     while True:
-        # At least one byte is left to predict from.
+        # At least one byte stays in the block.
         while len(ids) - first > length:
             _, memory = model(torch.tensor([ids[first : first + length]], device=device), memory)
             first += length
@@ -283,13 +287,13 @@ def generate(
         log_probabilities, _ = model(torch.tensor([ids[first:]], device=device), memory)
         scores = log_probabilities[0, -1].double().cpu()
         scores[unknown] = -torch.inf
-        # The highest score becomes 0, so that a low temperature does not overflow.
+        # The highest score is 0, so that a low temperature does not overflow.
         scores = (scores - scores.max()) / temperature
         ids.append(int(torch.multinomial(scores.softmax(dim=0), 1, generator=generator)))
 
 
 def build_step(name: str, size: ModelSize, batch_size: int, device: str, length: int | None) -> Step:
-    """Build a training step on one block, with a memory of the same length; for a length of None a small one."""
+    """Build a training step on one block and a memory of the same length; without a length, a small step."""
     if length is None:
         length, batch_size = -(-size.window_size // size.segment_length) * size.segment_length, 1
         size = replace(size, dim=16 * size.num_heads, hidden_dim=16, depth=1)

@@ -1,6 +1,7 @@
-"""Train Transformer-LS on a task of the Long Range Arena, or measure its encoder against the length of the sequences.
+"""Train Transformer-LS on a task of the Long Range Arena, or measure its encoder at several sequence lengths.
 
-ListOps is generated once and kept in --data; text reads aclImdb there, retrieval new_aan_pairs.{train,eval,test}.tsv.
+ListOps is generated once and saved in --data. The other tasks read files in --data: text reads aclImdb, and retrieval
+reads new_aan_pairs.{train,eval,test}.tsv.
 
 Example:
     python -m research.long_range_arena --task listops --output output/listops
@@ -17,21 +18,21 @@ from vil.arguments import ToolParser, output_file, positive, run_tool, write_jso
 
 OF_SETTINGS = {
     "model": (str, "ls, or full: softmax attention over all tokens (default: ls)"),
-    "window_size": (int, "w, replaces the config's; 0 for only the projection"),
-    "rank": (int, "r, replaces the config's; 0 for only the window"),
+    "window_size": (int, "w, 0 for only the projection (default: the config's)"),
+    "rank": (int, "r, 0 for only the window (default: the config's)"),
     "class_token": (str, "all_layers as in the paper, or last_layer as in the official scripts (default)"),
     "steps": (positive, "number of training steps"),
-    "warmup_steps": (int, "steps until the highest learning rate (default: the published share of the steps)"),
+    "warmup_steps": (int, "warm-up steps (default: the published share of the steps)"),
     "learning_rate": (float, "highest learning rate"),
     "schedule": (str, "after the warm-up: linear to zero as in the official scripts (default), or fixed"),
     "weight_decay": (float, "weight decay of AdamW"),
-    "batch_size": (positive, "samples of a step"),
-    "dropout": (float, "rate after embeddings, attention and in the MLPs"),
-    "attention_dropout": (float, "rate of the attention weights"),
+    "batch_size": (positive, "batch size"),
+    "dropout": (float, "dropout rate after embeddings and attention, and in the MLPs"),
+    "attention_dropout": (float, "dropout rate of the attention weights"),
     "eval_every": (positive, "steps between two evaluations on the validation split"),
     "seed": (int, "seed of the weights and of the order of the samples"),
 }
-# Default and help.
+# Default and help
 LISTOPS = {
     "min_length": (500, "samples have more tokens than this"),
     "max_length": (2000, "samples have fewer tokens than this"),
@@ -49,7 +50,9 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=of_type, metavar="VALUE", help=text)
     data = parser.add_argument_group("data")
     data.add_argument("--data", default="datasets/lra", metavar="DIR", help="folder of the data (default: %(default)s)")
-    data.add_argument("--released", action="store_true", help="ListOps: read basic_{train,val,test}.tsv, generate none")
+    data.add_argument(
+        "--released", action="store_true", help="ListOps: read basic_{train,val,test}.tsv, do not generate"
+    )
     data.add_argument("--drop-brackets", action="store_true", help="ListOps without closing brackets, as in the paper")
     for name, (default, text) in LISTOPS.items():
         flag = f"--{name.replace('_', '-')}"
@@ -61,12 +64,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output", metavar="DIR", help="folder for the best checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in --output")
-    parser.add_argument("--measure", action="store_true", help="measure time and memory of a step, do not train")
+    parser.add_argument("--measure", action="store_true", help="measure time and memory of a step instead of training")
     lengths = (512, 1024, 2048, 4096, 8192)
-    parser.add_argument("--lengths", type=positive, nargs="+", default=lengths, metavar="N", help="tokens to measure")
+    parser.add_argument("--lengths", type=positive, nargs="+", default=lengths, metavar="N", help="lengths to measure")
     parser.add_argument("--runs", type=positive, default=3, metavar="N", help="timed steps of --measure")
-    parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: a GPU where there is one)")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: a GPU if there is one)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the results to this file")
     return parser.parse_args()
 
 

@@ -17,9 +17,9 @@ from research.long_range_arena.data import Dataset, Examples, cut, read_dataset,
 WORDS = (*map(str, range(10)), "[MIN", "[MAX", "[MED", "[SM", "]")
 OPERATORS, FIRST_OPERATOR, CLOSE = 4, 10, 14
 _TREES_AT_ONCE = 4096
-# Increases whenever the same arguments give other samples.
+# Increase it when the same options give other samples.
 _VERSION = 3
-# The search ends after this many trees in a row that were seen before.
+# The search ends after this number of consecutive duplicates.
 _PATIENCE = 200_000
 
 
@@ -72,7 +72,7 @@ def generate_listops(
         ConfigError: for rules that too few different trees fit.
     """
     if rules.max_length - rules.min_length < 2 or rules.max_length < 5:
-        raise ConfigError(f"no tree has between min_length={rules.min_length} and max_length={rules.max_length} tokens")
+        raise ConfigError(f"No tree has between min_length={rules.min_length} and max_length={rules.max_length} tokens")
     generator = np.random.default_rng(seed)
     needed = num_train + num_val + num_test
     value_of_text: dict[bytes, int] = {}
@@ -84,10 +84,10 @@ def generate_listops(
         without_new = 0 if len(value_of_text) > before else without_new + _TREES_AT_ONCE
         if without_new >= _PATIENCE:
             raise ConfigError(
-                f"{needed} samples are needed, and {len(value_of_text)} different ones were found with "
-                f"min_length={rules.min_length} and max_length={rules.max_length}: ask for fewer, or for other lengths"
+                f"Found only {len(value_of_text)} of {needed} different samples with min_length={rules.min_length} and "
+                f"max_length={rules.max_length}. Generate fewer samples, or change the lengths"
             )
-    # Shuffled, because later trees are longer: the short ones have been seen by then.
+    # Shuffled, because later trees are longer: short ones are duplicates by then.
     order = generator.permutation(len(value_of_text))[:needed]
     samples = list(value_of_text.items())
     splits, start = [], 0
@@ -134,7 +134,7 @@ def _grow(generator: np.random.Generator, rules: ListOpsRules) -> tuple[list[byt
         levels.append(level)
         length += np.bincount(tree, weights=1 + level.is_operator, minlength=len(length)).astype(np.int64)
         tree = np.repeat(level.tree, level.arguments)
-        # Sequences that are too long already grow no further.
+        # Sequences that are too long do not grow further.
         length_with_children = length + np.bincount(tree, minlength=len(length))
         length[length_with_children >= rules.max_length] = rules.max_length
         tree = tree[length[tree] < rules.max_length]

@@ -48,14 +48,13 @@ class Settings:
 
     Attributes:
         model: ``"ls"`` for long-short attention, ``"full"`` for softmax attention over all tokens.
-        class_token: a key of ``CLASS_TOKENS``: a global token in all layers as in appendix B, or only in the
-            last layer as in the scripts.
-        num_documents: sequences of a sample, which share the encoder.
+        class_token: a key of ``CLASS_TOKENS``: a class token in all layers as in appendix B, or only in the last layer
+            as in the scripts.
+        num_documents: number of sequences of a sample. They share the encoder.
         max_length: rows of the position table.
         read_length: tokens of a document that are read.
         steps, warmup_steps: T and T_w of table 6.
-        schedule: that of the learning rate after the warm-up: ``"linear"`` to zero as in the scripts, ``"fixed"`` as in
-            appendix B.
+        schedule: learning rate after the warm-up: ``"linear"`` to zero as in the scripts, ``"fixed"`` as in appendix B.
         eval_every: steps between two evaluations on the validation split.
     """
 
@@ -81,9 +80,9 @@ class Settings:
 
 
 def settings_for(task: str, config: str = "best", **overrides: Any) -> Settings:
-    """Return the settings of a row of table 1, with other values for some of them.
+    """Return the settings of a row of table 1, with overrides.
 
-    Without ``warmup_steps`` a training of other ``steps`` has the same share of them as the published one.
+    If only ``steps`` is overridden, the warm-up has the published share of the steps.
 
     Raises:
         ConfigError: for an unknown name.

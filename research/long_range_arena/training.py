@@ -1,4 +1,4 @@
-"""Train on a task as lra/run_tasks.py does, and measure a step against the length of the sequences."""
+"""Train on a task as lra/run_tasks.py does, and measure a step at several sequence lengths."""
 
 import copy
 import dataclasses
@@ -48,7 +48,7 @@ def train_classifier(
     """
     path = None if output is None else Path(output) / CHECKPOINT
     if path is not None and path.exists() and not overwrite:
-        raise ConfigError(f"{path} exists: choose another output folder, or add --overwrite")
+        raise ConfigError(f"'{path}' already exists. Choose another output folder, or add --overwrite")
     torch.manual_seed(settings.seed)
     model = create_classifier(settings).to(device)
     rate = settings.learning_rate
@@ -69,7 +69,7 @@ def train_classifier(
     best_weights: dict[str, Tensor] = {}
 
     def compute_losses(learner: Learner, step: int) -> Iterator[Tensor]:
-        # As run_tasks.py: a fixed learning rate stays as it is after the warm-up.
+        # As in run_tasks.py, a fixed learning rate is constant after the warm-up.
         if step and (settings.schedule == "linear" or step <= settings.warmup_steps):
             scheduler.step()
         documents, labels = next(batches)
@@ -116,10 +116,10 @@ def evaluate(model: SequenceClassifier, examples: Examples, batch_size: int) -> 
 
 
 def load_lra_classifier(path: str | Path) -> tuple[SequenceClassifier, Settings]:
-    """Load a checkpoint of :func:`train_classifier`: the model in eval mode, and its settings."""
+    """Load a checkpoint of :func:`train_classifier`. Return the model in eval mode and its settings."""
     contents = read_checkpoint(path)
     if "lra" not in contents:
-        raise ConfigError(f"{path} is not a checkpoint of research.long_range_arena")
+        raise ConfigError(f"'{path}' is not a checkpoint of research.long_range_arena")
     settings = Settings(**contents["lra"])
     model = create_classifier(settings)
     model.load_state_dict(contents["model"])
@@ -161,7 +161,7 @@ def _build_step(settings: Settings, batch_size: int, device: str, length: int | 
 
 
 def _count(settings: Settings) -> dict[str, int]:
-    """Count the parameters, and the multiply-adds of the forward pass for one sequence, without memory for either."""
+    """Count the parameters and the multiply-adds of a forward pass of one sequence, without allocating memory."""
     with torch.device("meta"):
         model = create_classifier(settings).eval().requires_grad_(False)
         ids = torch.empty(1, settings.max_length, dtype=torch.int64)

@@ -29,7 +29,7 @@ class LoadedClassifier:
         model: timm's model of the variant, in eval mode: (B, 3, H, W) -> (B, ``num_classes``).
         variant: one of ``backbones.list_variants()``.
         img_size: height and width in pixels of its images.
-        table_img_size: those that its position tables are made for; a run of timm may see smaller images.
+        table_img_size: height and width of the images that its position tables are for. timm may train on smaller ones.
         source: a description of the file.
         preparation: the file's values, or None, for keys of timm's data config.
     """
@@ -46,20 +46,20 @@ class LoadedClassifier:
 def load_classifier(
     path: str | Path, variant: str | None = None, *, img_size: int | None = None, averaged: bool = False
 ) -> LoadedClassifier:
-    """Load the classifier of a checkpoint; what its metadata leaves open is the variant's own.
+    """Load the classifier of a checkpoint. Values that its metadata does not have are the variant's.
 
-    Position tables keep their size, also for images of another size, unless ``img_size`` is given.
+    Position tables keep their size for images of another size, unless ``img_size`` is given.
 
     Args:
         path: ``.pth``, ``.pth.tar`` or ``.safetensors``: of timm's ``train.py``, of ``tools/convert_checkpoint.py
             --classifier``, an official classifier, or a state dict of ``create_classifier``.
-        variant: its name; None where the file has it.
+        variant: name of the variant; None if the file has it.
         img_size: side in pixels of images and position tables; None for the sizes in the file, or else those of its
             tables, and last the variant's own.
         averaged: take the averaged weights of ``train.py --model-ema``.
 
     Raises:
-        ConfigError: for a file without a classifier, and for one that does not fit the variant or the size.
+        ConfigError: if the file has no classifier, or does not match the variant or the size.
     """
     contents = read_checkpoint(path)
     try:
@@ -73,10 +73,10 @@ def _load(contents: Mapping[str, Any], variant: str | None, img_size: int | None
     metadata = metadata if isinstance(metadata, Mapping) else {}
     in_file = metadata.get("variant") or named_variant(contents)
     if variant is not None and in_file not in (None, variant):
-        raise ConfigError(f"the checkpoint is of {in_file}, not of model {variant}")
+        raise ConfigError(f"the checkpoint is for {in_file}, not for {variant}")
     variant = variant or in_file
     if variant is None:
-        raise ConfigError("the variant is not in the checkpoint: name it by --model, as in --model vil_small_rpb")
+        raise ConfigError("the checkpoint has no name of a variant. Add it, such as --model vil_small_rpb")
     spec = get_variant(variant)
     own_size = _pair(spec.classifier_img_size)
     options, preparation = dict(metadata.get("options") or {}), {}
@@ -113,7 +113,7 @@ def _pair(size: object) -> tuple[int, int] | None:
 
 
 def _table_size(state_dict: Mapping[str, Tensor], variant: str) -> tuple[int, int] | None:
-    """Return the image size that the absolute positions of ViL's first stage are for; None where there are none.
+    """Return the image size that the absolute positions of ViL's first stage are for, or None.
 
     Newer scripts of timm make the tables for ``--img-size``, older ones for the variant's own size.
     """
@@ -127,16 +127,16 @@ def _weights(
 ) -> tuple[dict[str, Tensor], dict[str, Any], str]:
     """Return the state dict of timm's model, the options that an official file needs, and a description of the file."""
     if averaged and _AVERAGED not in contents:
-        raise ConfigError("it has no averaged weights: timm's train.py saves them with --model-ema")
+        raise ConfigError("the checkpoint has no averaged weights, which timm's train.py saves with --model-ema")
     official = detect_format(contents)
     if official is not None:
         if not official.classifier:
-            raise ConfigError(f"it is of {official.project} and has no classification head")
+            raise ConfigError(f"the checkpoint is from {official.project} and has no classification head")
         conversion = convert_official(official, variant, img_size=size, classifier=True)
         options = {key: value for key, value in conversion.options.items() if key != "num_classes"}
         return conversion.contents["model"], options, f"official, {official.project}"
     state_dict = contents[_AVERAGED] if averaged else state_dict_of(contents)
     state_dict = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
     if not is_classifier(state_dict) or "head.weight" not in state_dict:
-        raise ConfigError("it is not of a classifier: it has no backbone.stages with a head.weight")
+        raise ConfigError("the checkpoint is not a classifier: it has no head.weight")
     return state_dict, {}, "averaged weights" if averaged else "weights"

@@ -1,8 +1,8 @@
 """The autoregressive character language model (Transformer-LS sections 3.3 and 4.2, appendix C, figures 4 and 5).
 
-A token attends to the last w tokens, itself included, and to r projected keys of every segment of l tokens before its
-own, all in one softmax. A text is processed in blocks; each layer has a memory of the tokens before. The cost of a
-block is linear in it except for the projected keys.
+A token attends to the last w tokens, including itself, and to r projected keys of each earlier segment of l tokens, all
+in one softmax. A text is processed in blocks, and each layer has a memory of earlier tokens. The cost of a block is
+linear in its length, except for the projected keys.
 Shapes: B texts, M heads, N tokens of a block, L of the memory, D channels per head, C = M * D, V projected keys.
 """
 
@@ -39,25 +39,25 @@ def causal_attention(
     segment_positions: Tensor,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of the tokens of a block.
+    """Compute the attention of the tokens of a block.
 
-    The score of a query q and a token's key k is ``(q / sqrt(D) + key_bias) . k + (q / sqrt(D) + query_bias) . p`` with
-    p the position of their distance, as in Transformer-XL; that of q and a projected key is
-    ``q / sqrt(D) . k + q / sqrt(D) . p`` with p the position of how many projected keys it is back from the query's
-    segment.
+    The score of a query q and the key k of a token is, as in Transformer-XL,
+    ``(q / sqrt(D) + key_bias) . k + (q / sqrt(D) + query_bias) . p``, where p encodes the distance of the tokens. The
+    score of q and a projected key k is ``q / sqrt(D) . k + q / sqrt(D) . p``, where p encodes the number of projected
+    keys between k and the segment of q.
 
     Args:
         query: (B, M, N, D); any N.
-        key, value: (B, M, w + N, D), of the last w tokens before the block, and of the block.
+        key, value: (B, M, w + N, D): the last w tokens before the block, then the block.
         window_size: w.
-        segment_length: l; the block is cut from its start.
+        segment_length: l. Segments are counted from the start of the block.
         rank: r, projected keys of a segment.
-        projected_key, projected_value: (B, M, V, D), of all segments of the memory and, with S = ceil(N / l), of the
-            first S - 1 of the block: the last one is seen by no token of the block.
+        projected_key, projected_value: (B, M, V, D): all segments of the memory, then all segments of the block except
+            for the last one, to which no token of the block attends.
         key_bias, query_bias: (M, D).
-        window_positions: (M, w, D), of the distances w - 1 to 0.
-        segment_positions: (M, V + r, D), of V + r - 1 to 0 projected keys back from the last segment.
-        dropout: rate of the attention weights that are left out.
+        window_positions: (M, w, D), for the distances w - 1 to 0.
+        segment_positions: (M, V + r, D), for the distances V + r - 1 to 0 from the last segment, in projected keys.
+        dropout: dropout rate of the attention weights.
 
     Returns:
         (B, M, N, D)
@@ -65,7 +65,7 @@ def causal_attention(
     batch, heads, number, channels = query.shape
     length = min(segment_length, number)
     segments = -(-number // length)
-    # Larger groups of segments copy keys less often, smaller ones meet fewer that are not of the window.
+    # Larger groups of segments copy keys less often; smaller ones have fewer keys outside the window.
     group = length * min(max(window_size // 2 // length, 1), segments)
     fill = padding_to_multiple(number, group)
     query = F.pad(query, (0, 0, 0, fill))
@@ -98,10 +98,10 @@ def causal_attention(
 
 
 def _on_the_diagonal(bias: Tensor) -> Tensor:
-    """(..., group, w) -> (..., group, w + group): row i moved by i + 1 to the right, masked elsewhere.
+    """Move row i by i + 1 to the right and mask the rest: (..., group, w) -> (..., group, w + group).
 
-    In the flat result element j of row i has the index ``i * (w + group) + i + 1 + j``, which it has already if each
-    row is longer by one.
+    In the flat result, element j of row i has the index ``i * (w + group) + i + 1 + j``. It has this index already if
+    each row is one element longer.
     """
     group, window_size = bias.shape[-2:]
     flat = F.pad(bias, (1, group), value=_NEVER).flatten(-2)
@@ -111,13 +111,13 @@ def _on_the_diagonal(bias: Tensor) -> Tensor:
 def _bias_of_sums(scaled: Tensor, positions: Tensor, length: int, rank: int, segments: int, in_memory: int) -> Tensor:
     """Return the bias of the scores of the projected keys: (B, M, n * length, V), n segments or more.
 
-    For a query of segment s, key v has the position ``(segments - s) * r + v``. In the flat tensor of one row of V + r
-    for each segment that is the index ``s * V + v`` after the first ``segments * r``.
+    For a query of segment s, key v has the position ``(segments - s) * r + v``. In a flat tensor with one row of V + r
+    positions for each segment, this is the index ``s * V + v`` after the first ``segments * r`` elements.
 
     Args:
         scaled: (B, M, n * length, D). positions: (M, V + r, D).
-        segments: number of segments of the block; those after it are padding.
-        in_memory: projected keys of the memory, the first of all V.
+        segments: number of segments of the block; more are padding.
+        in_memory: projected keys of the memory, which come first.
     """
     vectors = positions.shape[1] - rank
     # (B, M, length, n, V + r): the same token of all segments is contiguous.
@@ -131,18 +131,18 @@ def _bias_of_sums(scaled: Tensor, positions: Tensor, length: int, rank: int, seg
 
 
 class CausalAttention(DualNorm):
-    """Multi-head long-short attention over a block of a text and the memory of what came before.
+    """Multi-head long-short attention over a block of a text and a memory of earlier tokens.
 
-    Keys of the block are projected, then summed; the memory is summed head by head before it is projected, as in the
-    official code. So a text in blocks does not give what it gives as a whole.
+    Keys of the block are projected, then summed. The memory is summed head by head, then projected, as in the official
+    code. So the output depends on the division of a text into blocks.
 
     Args:
         dim: channels of a token.
         num_heads: divides ``dim``.
-        window_size: w, tokens that a token sees, itself included.
-        segment_length: l, tokens that are summed up together.
+        window_size: w, tokens that a token attends to, including itself.
+        segment_length: l, tokens of a segment.
         rank: r, projected keys of a segment and head.
-        dropout: rate of the attention weights that are left out in training.
+        dropout: dropout rate of the attention weights.
     """
 
     no_weight_decay_names = ("key_bias", "query_bias")
@@ -173,13 +173,14 @@ class CausalAttention(DualNorm):
         self.proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, tokens: Tensor, memory: Tensor, window_table: Tensor, segment_table: Tensor) -> Tensor:
-        """The update of the tokens, (B, N, C).
+        """Return the update of the tokens, (B, N, C).
 
         Args:
-            tokens: (B, N, C). memory: (B, L, C); L is a multiple of l, and w or more.
+            tokens: (B, N, C).
+            memory: (B, L, C); L is a multiple of l, and w or more.
             window_table: (w, C), sinusoids of the distances w - 1 to 0.
-            segment_table: (V + r, C), sinusoids of V + r - 1 to 0; V projected keys of the memory and of all segments
-                of the block but the last.
+            segment_table: (V + r, C), sinusoids of the distances V + r - 1 to 0. V counts the projected keys of the
+                memory and of all segments of the block except for the last one.
         """
         key, value = self.key(tokens), self.value(tokens)
         recent = memory[:, -self.window_size :]
@@ -187,7 +188,7 @@ class CausalAttention(DualNorm):
         window_key, window_value = self.norm_local(torch.stack(window)).unbind(3)
         (summed,) = self._sums(memory, memory)
         projected_key, projected_value = self.key(summed), self.value(summed)
-        # The last segment, whole or not, is seen by no token of the block.
+        # No token of the block attends to the sums of the last segment.
         whole = (tokens.shape[1] - 1) // self.segment_length * self.segment_length
         if whole:
             sums = self._sums(tokens[:, :whole], key[:, :whole], value[:, :whole])
@@ -212,7 +213,7 @@ class CausalAttention(DualNorm):
         return self.proj(merge_heads(output))
 
     def _sums(self, tokens: Tensor, *summed: Tensor) -> tuple[Tensor, ...]:
-        """r sums of every segment: (B, n * l, C), of which the scores are, and each of ``summed`` -> (B, n * r, C)."""
+        """Return r sums of each segment, weighted by scores of ``tokens``: each (B, n * l, C) -> (B, n * r, C)."""
         batch, number = len(tokens), tokens.shape[1] // self.segment_length
 
         def segments(x: Tensor) -> Tensor:
@@ -229,13 +230,13 @@ class CausalAttention(DualNorm):
 
 
 class CharLMLayer(EncoderLayer):
-    """Attention and MLP. The skip connection starts from the normed input, as in the official code.
+    """Attention and MLP. The skip connections add the normalized input, as in the official code.
 
     Args:
         dim: channels of a token.
         attention: tokens (B, N, C), memory (B, L, C) and tables of positions -> (B, N, C).
         hidden_dim: channels inside the MLP.
-        dropout: rate after the attention and in the MLP, in training.
+        dropout: dropout rate after the attention and in the MLP.
     """
 
     def forward(self, tokens: Tensor, memory: Tensor, window_table: Tensor, segment_table: Tensor) -> Tensor:
@@ -247,26 +248,26 @@ class CharLMLayer(EncoderLayer):
 
 
 class CharLM(nn.Module):
-    """An embedding, layers of causal long-short attention with a memory, and the embedding again as the last layer.
+    """A language model: an embedding, layers of causal long-short attention with a memory, and the tied embedding.
 
-    No weight depends on ``memory_length``, ``segment_length`` and ``window_size``: a trained model may be tested with
-    others, as the paper does with a memory of 32768.
+    No weight depends on ``memory_length``, ``segment_length`` or ``window_size``. A trained model can be tested with
+    other values, as the paper does with a memory of 32768.
 
     Args:
-        vocab_size: number of ids.
+        vocab_size: number of token ids.
         dim: channels of a token, even.
         hidden_dim: channels inside the MLPs.
         num_heads: divides ``dim``.
         depth: number of layers.
         memory_length: tokens of the memory, a multiple of ``segment_length``, and ``window_size`` or more.
-        segment_length: l, tokens that are summed up together.
+        segment_length: l, tokens of a segment.
         rank: r, projected keys of a segment and head.
-        window_size: w, tokens that a token attends to, itself included.
-        dropout: rate after the embeddings, the attention, in the MLPs and before the last layer, in training.
-        attention_dropout: dropout rate of the attention weights, in training.
+        window_size: w, tokens that a token attends to, including itself.
+        dropout: dropout rate after the embeddings and the attention, in the MLPs, and before the last layer.
+        attention_dropout: dropout rate of the attention weights.
 
     Raises:
-        ConfigError: for an unknown keyword, which names the closest known one, and for sizes that do not fit together.
+        ConfigError: for an unknown keyword, with the closest known one, and for invalid sizes.
     """
 
     def __init__(
@@ -289,11 +290,11 @@ class CharLM(nn.Module):
         check_whole("rank", rank)
         check_whole("window_size", window_size)
         if dim % 2:
-            raise ConfigError(f"dim={dim}: it must be even, since positions are half sines and half cosines")
+            raise ConfigError(f"dim={dim} is odd. Use an even number, for as many sines as cosines")
         if memory_length % segment_length or memory_length < window_size:
             raise ConfigError(
-                f"memory_length={memory_length}: it must be a multiple of segment_length={segment_length}, and at least"
-                f" window_size={window_size}"
+                f"memory_length={memory_length} must be a multiple of segment_length={segment_length}, and at least "
+                f"window_size={window_size}"
             )
         self.memory_length = memory_length
         self.segment_length = segment_length
@@ -313,21 +314,24 @@ class CharLM(nn.Module):
             )
             self.layers.append(CharLMLayer(dim, attention, hidden_dim=hidden_dim, dropout=dropout))
         self.bias = nn.Parameter(torch.zeros(vocab_size))
-        self.apply(_initialise)
+        self.apply(_initialize)
 
     def forward(self, ids: Tensor, memory: Sequence[Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """A block of a text, ids (B, N) -> log-probabilities of the next id (B, N, vocab_size), float32 or better.
+        """Predict the next ids of a block of a text.
 
-        With them goes the memory for the next block: of each layer the last inputs, (B, ``memory_length``, C), without
-        gradients. At the start of a text it is zeros, which are attended to as tokens are. What blocks a text is cut
-        into has an effect: the memory is summed up otherwise than the block itself.
+        The division of a text into blocks changes the output; see :class:`CausalAttention`.
 
         Args:
-            ids: integers from 0 to ``vocab_size`` - 1, one or more in a block, as many as you like.
-            memory: that of the block before; None at the start of a text.
+            ids: (B, N) integers from 0 to ``vocab_size`` - 1; any N of 1 or more.
+            memory: memory after the previous block; None at the start of a text. Then it is zeros, to which tokens
+                attend.
+
+        Returns:
+            Log-probabilities of the next id, (B, N, vocab_size) in float32 or better, and the memory for the next
+            block: the last inputs of each layer, (B, ``memory_length``, C), without gradients.
 
         Raises:
-            ConfigError: for a memory of another model or batch.
+            ConfigError: if the memory is from another model or batch.
         """
         dim = self.embedding.embedding_dim
         tokens = self.dropout(self.embedding(ids) * dim**0.5)
@@ -336,7 +340,7 @@ class CharLM(nn.Module):
         expected = (len(ids), self.memory_length, dim)
         if len(memory) != len(self.layers) or any(tuple(x.shape) != expected for x in memory):
             raise ConfigError(
-                f"memory: it is of another model or batch; here {len(self.layers)} tensors have shape {expected}"
+                f"memory is from another model or batch. Expected {len(self.layers)} tensors of shape {expected}"
             )
         segments = self.memory_length // self.segment_length - (-ids.shape[1] // self.segment_length)
         segment_table = _sinusoids(segments * self.rank, dim, tokens)
@@ -349,14 +353,14 @@ class CharLM(nn.Module):
         return at_least_float32(scores).log_softmax(dim=-1), tuple(kept)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that take no weight decay: biases, those of the attention too, and norms."""
+        """Return the names of parameters without weight decay: biases, including those of the attention, and norms."""
         return names_without_weight_decay(self)
 
 
 def _sinusoids(number: int, dim: int, like: Tensor) -> Tensor:
-    """(number, dim): sine and cosine of ``number - 1`` to 0 at the frequencies 10000^(-2 i / dim), in ``like``'s type.
+    """Return sines and cosines of ``number - 1`` to 0 at the frequencies 10000^(-2 i / dim): (number, dim).
 
-    In half precision the angles would be a token or more off.
+    Angles in half precision would be off by a token or more.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     frequency = 1 / 10000 ** (torch.arange(0, dim, 2, device=like.device, dtype=dtype) / dim)
@@ -364,8 +368,8 @@ def _sinusoids(number: int, dim: int, like: Tensor) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], dim=1).to(like.dtype)
 
 
-def _initialise(module: nn.Module) -> None:
-    """The official initial values."""
+def _initialize(module: nn.Module) -> None:
+    """Set the official initial values."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

@@ -1,7 +1,8 @@
 """The bidirectional encoder of the Long Range Arena (Transformer-LS sections 3.2 to 3.4 and 4.1, appendix B, figure 5).
 
-The sequence is cut into segments of w tokens. A token attends to its own segment, w // 2 tokens on either side of it, r
-projected keys that sum up all tokens, and the class token, all in one softmax. Memory is linear in the length.
+The sequence is divided into segments of w tokens. A token attends to its own segment, w // 2 tokens on each side of the
+segment, r projected keys that summarize all tokens, and the class token, all in one softmax. Memory is linear in the
+length.
 Shapes: B sequences, M heads, N tokens, D channels per head, C = M * D, r projected keys, P shared keys.
 """
 
@@ -17,7 +18,7 @@ from backbones.layers.block import Mlp
 from backbones.layers.parameters import names_without_weight_decay
 from backbones.layers.tracing import at_least_float32, padding_to_multiple
 
-# Tokens that are attended for at once, where their segments are smaller.
+# Queries of a block, if a segment is smaller
 _BLOCK = 64
 
 
@@ -32,15 +33,15 @@ def sequence_attention(
     shared_value: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of the tokens.
+    """Compute the attention of the tokens.
 
     Args:
         query, key, value: (B, M, N, D); any N.
-        window_size: w; the window has ``max(w // 2, 1)`` tokens more on each side of a segment. 0 for no window, where
-            there are shared keys.
-        mask: (B, N), True for a real token; None where all are. Padding is seen by none.
-        shared_key, shared_value: (B, M, P, D), seen by all tokens, or None.
-        dropout: rate of the attention weights that are left out.
+        window_size: w. The window has ``max(w // 2, 1)`` more tokens on each side of a segment. 0 for only the shared
+            keys.
+        mask: (B, N), True for real tokens, False for padding; None if all tokens are real.
+        shared_key, shared_value: (B, M, P, D), attended to by all tokens, or None.
+        dropout: dropout rate of the attention weights.
 
     Returns:
         (B, M, N, D), 0 for padding.
@@ -51,10 +52,10 @@ def sequence_attention(
         output = pytorch_attention(query, shared_key, shared_value, dropout_p=dropout)
         return output if mask is None else output.masked_fill(~mask[:, None, :, None], 0)
     batch, _, number, _ = query.shape
-    # One segment has all tokens then.
+    # With a larger window one segment has all tokens.
     window_size = max(min(window_size, number), 1)
     side = max(window_size // 2, 1)
-    # Large blocks of segments copy the shared keys less often, small ones meet fewer keys outside the window.
+    # Larger blocks of segments copy the shared keys less often; smaller ones have fewer keys outside the window.
     block = window_size * min(max(_BLOCK // window_size, 1), -(-number // window_size))
     length, fill = block + 2 * side, padding_to_multiple(number, block)
     halo = (side, side + fill)
@@ -63,11 +64,11 @@ def sequence_attention(
     first = torch.arange(block, device=query.device)[:, None] // window_size * window_size
     position = torch.arange(length, device=query.device)
     seen = (position >= first) & (position < first + window_size + 2 * side)
-    # (B, n, block, length): and holds a real token.
+    # (B, n, block, length): and is a real token.
     real = query.new_ones((1, number), dtype=torch.bool) if mask is None else mask
     seen = F.pad(real, halo, value=False).unfold(1, length, block)[:, :, None] & seen
     if shared_key is None:
-        # The window of such a query has only padding; a softmax over nothing would be NaN.
+        # A window of only padding: a softmax over no key would be NaN.
         seen = seen | ~seen.any(dim=-1, keepdim=True)
     else:
         seen = F.pad(seen, (shared_key.shape[2], 0), value=True)
@@ -84,7 +85,7 @@ def sequence_attention(
 
 
 def _windows(x: Tensor, shared: Tensor | None, length: int, step: int) -> Tensor:
-    """(B, M, L, D) and (B, M, P, D) -> the keys of each block, the shared ones first: (B * n, M, P + length, D)."""
+    """Return the keys of each block, shared keys first: (B, M, L, D), (B, M, P, D) -> (B * n, M, P + length, D)."""
     windows = chunks.windows(x, 2, length, step).transpose(1, 2)
     if shared is not None:
         windows = torch.cat([shared[:, None].expand(-1, windows.shape[1], -1, -1, -1), windows], dim=3)
@@ -94,12 +95,12 @@ def _windows(x: Tensor, shared: Tensor | None, length: int, step: int) -> Tensor
 def class_token_attention(
     query: Tensor, key: Tensor, value: Tensor, gathered: Tensor, *, mask: Tensor | None = None
 ) -> Tensor:
-    """Attention of the class token over itself and what the tokens have gathered, which is key and value at once.
+    """Compute the attention of the class token to itself and to the output of the tokens, which is key and value.
 
     Args:
-        query, key, value: (B, M, 1, D), of the class token, not normed.
-        gathered: (B, M, N, D), of :func:`sequence_attention`.
-        mask: (B, N), True for a real token; None where all are.
+        query, key, value: (B, M, 1, D), of the class token, not normalized.
+        gathered: (B, M, N, D), output of :func:`sequence_attention`.
+        mask: (B, N), True for real tokens; None if all tokens are real.
 
     Returns:
         (B, M, 1, D)
@@ -110,18 +111,18 @@ def class_token_attention(
 
 
 class SequenceAttention(DualNorm):
-    """Multi-head long-short attention over the tokens of a sequence and its class token, as in the official code.
+    """Multi-head long-short attention of the tokens of a sequence and its class token, as in the official code.
 
-    The class token's keys and values skip the norm of the tokens and share that of the projected ones.
+    Keys and values of the class token are normalized with the projected keys, not with the tokens.
 
     Args:
         dim: channels of a token.
         num_heads: divides ``dim``.
         window_size: w, tokens of a segment; 0 for only the projection.
         rank: r, projected keys of a head; 0 for only the window.
-        class_token: whether there is one.
-        update_tokens: whether the tokens get an output; where only the class token is asked for they need none.
-        dropout: rate of the tokens' attention weights that are left out in training.
+        class_token: whether there is a class token.
+        update_tokens: whether to compute an output of the tokens. The last layer may have only the class token.
+        dropout: dropout rate of the tokens' attention weights in training.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class SequenceAttention(DualNorm):
     def forward(
         self, tokens: Tensor, class_token: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(B, N, C), (B, 1, C) or None, and a mask (B, N) or None -> updates of both, None for what is not updated."""
+        """Tokens (B, N, C), class token (B, 1, C) or None, mask (B, N) or None -> updates of both, None without one."""
         query = split_heads(self.query(tokens), self.num_heads)
         keys_values = self.norm_local(torch.stack([self.key(tokens), self.value(tokens)]))
         key, value = keys_values.unbind(3)
@@ -173,12 +174,12 @@ class SequenceAttention(DualNorm):
     def _shared(
         self, tokens: Tensor, key: Tensor, value: Tensor, own: list[Tensor] | None, mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Keys and values that all tokens see, (B, M, P, D): the class token's, and the sums of all tokens."""
+        """Return keys and values for all tokens, (B, M, P, D): the class token, and weighted sums of all tokens."""
         keys, values = ([], []) if own is None else ([own[1]], [own[2]])
         if self.dynamic_projection is not None:
             scores = at_least_float32(self.dynamic_projection(tokens))
             if mask is not None:
-                # A sequence of only padding gets uniform weights; its output is masked.
+                # A sequence of only padding has uniform weights, and its output is masked.
                 scores = scores.masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
             scores = split_heads(scores, self.num_heads)[:, :, None]
             sums = dynamic_projection(scores, torch.cat([key, value], dim=3)[:, :, None]).chunk(2, dim=3)
@@ -189,15 +190,15 @@ class SequenceAttention(DualNorm):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and with a skip connection.
+    """Pre-norm attention and MLP with skip connections.
 
-    The class token goes into the attention without the norm, as in the official code.
+    The class token is not normalized before the attention, as in the official code.
 
     Args:
         dim: channels of a token.
-        attention: (B, N, C), (B, 1, C) or None, and a mask -> updates of both.
+        attention: module from tokens (B, N, C), class token (B, 1, C) or None and mask to updates of both.
         hidden_dim: channels inside the MLP.
-        dropout: rate after the attention and in the MLP, in training.
+        dropout: dropout rate after the attention and in the MLP.
     """
 
     def __init__(self, dim: int, attention: nn.Module, *, hidden_dim: int, dropout: float = 0.0) -> None:
@@ -211,7 +212,7 @@ class EncoderLayer(nn.Module):
     def forward(
         self, tokens: Tensor, class_token: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(B, N, C), (B, 1, C) or None, (B, N) or None -> tokens and class token, None for what is not updated."""
+        """Tokens (B, N, C), class token (B, 1, C) or None, mask (B, N) or None -> both, None without an update."""
         updates = self.attention(self.attention_norm(tokens), class_token, mask)
         attended = (
             None if update is None else old + self.dropout(update)
@@ -221,25 +222,25 @@ class EncoderLayer(nn.Module):
 
 
 class SequenceEncoder(nn.Module):
-    """Word and position embeddings, layers of long-short attention, a LayerNorm.
+    """A bidirectional encoder: word and position embeddings, layers of long-short attention, a LayerNorm.
 
     Args:
-        vocab_size: number of ids.
+        vocab_size: number of token ids.
         dim: channels of a token.
         num_heads: divides ``dim``.
         hidden_dim: channels inside the MLPs.
         depth: number of layers.
-        max_length: number of tokens of the longest sequence.
-        window_size: w, tokens of a segment; a token attends to its segment and w // 2 tokens, at least 1, on each side
-            of it. 0 for only the dynamic projection.
+        max_length: tokens of the longest sequence.
+        window_size: w, tokens of a segment. A token attends to its segment and to w // 2 tokens, at least 1, on each
+            side of the segment. 0 for only the dynamic projection.
         rank: r, projected keys of a head; 0 for only the window.
-        class_token: whether the output is a token that attends to all others, and all others to it; ``"last_layer"``
-            for one that is added in the last layer, as in the official scripts.
-        dropout: rate after the embeddings, the attention and in the MLPs, in training.
-        attention_dropout: dropout rate of the attention weights, in training.
+        class_token: whether the output is a class token, which attends to all tokens and all tokens to it.
+            ``"last_layer"`` adds it only in the last layer, as in the official scripts.
+        dropout: dropout rate after the embeddings and the attention, and in the MLPs.
+        attention_dropout: dropout rate of the attention weights.
 
     Raises:
-        ConfigError: for an unknown keyword, which names the closest known one, and for sizes that do not fit together.
+        ConfigError: for an unknown keyword, with the closest known one, and for invalid sizes.
     """
 
     no_weight_decay_names = ("positions", "class_token")
@@ -265,13 +266,13 @@ class SequenceEncoder(nn.Module):
         check_whole("rank", rank, least=0)
         check_choice("class_token", class_token, (True, False, "last_layer"))
         if not window_size and not rank:
-            raise ConfigError("window_size=0 and rank=0: a token attends to nothing; make one of them 1 or more")
+            raise ConfigError("window_size=0 and rank=0 leave no keys. Set at least one of them to 1 or more")
         self.dropout = nn.Dropout(dropout)
         self.embedding = nn.Embedding(vocab_size, dim)
         self.positions = nn.Parameter(torch.empty(max_length, dim))
         self.class_token = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
         self.layers = nn.ModuleList()
-        # The class token is added with this number of layers left.
+        # The number of layers with the class token
         self.class_token_layers = 1 if class_token == "last_layer" else depth
         for number in range(depth):
             attention = SequenceAttention(
@@ -289,19 +290,22 @@ class SequenceEncoder(nn.Module):
             nn.init.normal_(table, std=0.02)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Token ids (B, N) -> the class token (B, 1, C), or without one the tokens (B, N, C), 0 for padding.
+        """Encode sequences.
 
-        What padding holds changes nothing, and a sequence of only padding gives finite numbers.
+        The ids of padding have no effect. The output is finite, even for a sequence of only padding.
 
         Args:
-            ids: integers from 0 to ``vocab_size`` - 1, in a sequence of 1 to ``max_length`` tokens.
-            mask: (B, N), bool, True for real tokens; None where all are.
+            ids: (B, N) integers from 0 to ``vocab_size`` - 1; N is at most ``max_length``.
+            mask: (B, N) bool, True for real tokens; None if all tokens are real.
+
+        Returns:
+            The class token, (B, 1, C). Without a class token: the tokens, (B, N, C), with 0 for padding.
 
         Raises:
-            ConfigError: for a sequence that is too long.
+            ConfigError: if N is larger than ``max_length``.
         """
         if ids.shape[1] > len(self.positions):
-            raise ConfigError(f"a sequence has {ids.shape[1]} tokens, and max_length is {len(self.positions)}")
+            raise ConfigError(f"a sequence has {ids.shape[1]} tokens, but max_length is {len(self.positions)}")
         tokens = self.dropout(self.embedding(ids) + self.positions[: ids.shape[1]])
         class_token = None
         for left, layer in zip(range(len(self.layers), 0, -1), self.layers, strict=True):
@@ -314,7 +318,7 @@ class SequenceEncoder(nn.Module):
         return output if mask is None else output * mask[:, :, None]
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that take no weight decay: biases, norms, positions and the class token."""
+        """Return the names of parameters without weight decay: biases, norms, positions and the class token."""
         return names_without_weight_decay(self)
 
 

@@ -19,7 +19,7 @@ def sequence_attention(
     shared_key: Tensor | None = None,
     shared_value: Tensor | None = None,
 ) -> Tensor:
-    """The contract of :func:`research.sequence.encoder.sequence_attention`, with all N x N pairs."""
+    """Compute :func:`research.sequence.encoder.sequence_attention` from all N x N pairs."""
     tokens = query.shape[2]
     seen = torch.zeros(tokens, tokens, dtype=torch.bool)
     if window_size:
@@ -29,7 +29,7 @@ def sequence_attention(
         seen = (slot >= 0) & (slot < window_size + 2 * max(window_size // 2, 1))
     seen = seen.to(query.device)[None, None]
     if mask is not None:
-        # The rows of padding are left out below; they must see a key, or they would be NaN.
+        # Padding must attend to a key, or its output would be NaN. Its output is masked below.
         seen = (seen & mask[:, None, None, :]) | ~mask[:, None, :, None]
     bias = query.new_zeros(seen.shape).masked_fill(~seen, float("-inf"))
     if shared_key is not None:
@@ -54,9 +54,9 @@ def causal_attention(
     window_positions: Tensor,
     segment_positions: Tensor,
 ) -> Tensor:
-    """The contract of :func:`research.sequence.char_lm.causal_attention`, with every pair of query and key.
+    """Compute :func:`research.sequence.char_lm.causal_attention` from all pairs of queries and keys.
 
-    Each pair has a mask and a bias of its scaled product.
+    The scaled product of each pair has a bias, which is -inf for hidden keys.
     """
     scaled = query * query.shape[-1] ** -0.5
     token = torch.arange(query.shape[2], device=query.device)[:, None]

@@ -1,4 +1,4 @@
-"""The training loop of the models on sequences, and the time and memory of one of their steps."""
+"""The training loop of the models on sequences, and the time and memory of a training step."""
 
 import contextlib
 import math
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from backbones.errors import ConfigError
 
-# A forward and backward pass; on a GPU it may return before it has ended.
+# A forward and backward pass. On a GPU it may return before it is finished.
 Step = Callable[[], None]
 
 
@@ -22,8 +22,8 @@ class Learner:
     """A model in training.
 
     Attributes:
-        seconds: spent on its steps.
-        losses: those of the steps since the last call of :meth:`take_mean_loss`.
+        seconds: total time of its steps.
+        losses: losses of the steps since the last call of :meth:`take_mean_loss`.
     """
 
     def __init__(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -32,14 +32,14 @@ class Learner:
         self.losses: list[float] = []
 
     def step(self, losses: Iterable[Tensor]) -> None:
-        """Take one optimizer step on the sum of ``losses``, each computed when the one before has its gradients."""
+        """Take an optimizer step on the sum of ``losses``; each is computed after the backward pass of the last one."""
         start, total = time.perf_counter(), 0.0
         self.optimizer.zero_grad(set_to_none=True)
         for loss in losses:
             loss.backward()
             total += loss.item()
         if not math.isfinite(total):
-            raise ConfigError(f"{self.name}: the loss is {total}: lower the learning rate or lengthen the warm-up")
+            raise ConfigError(f"The loss of {self.name} is {total}. Lower the learning rate or lengthen the warm-up")
         self.optimizer.step()
         self.losses.append(total)
         self.seconds += time.perf_counter() - start
@@ -59,11 +59,12 @@ def train(
     steps: int,
     eval_every: int,
 ) -> None:
-    """Train from step ``first`` (0 at the start of a training) to ``steps``, all learners on the same data.
+    """Train all learners on the same data, from step ``first`` to ``steps``.
 
     Args:
-        compute_losses: learner, step -> the losses of its micro-batches, one after the other.
-        evaluate: called with the number of finished steps, every ``eval_every`` of them and at the end.
+        compute_losses: yields the losses of the micro-batches of a learner and a step, one after the other.
+        evaluate: called with the number of finished steps, every ``eval_every`` steps and at the end.
+        first: 0, or the number of finished steps of a resumed training.
     """
     for step in range(first, steps):
         for learner in learners:
@@ -74,12 +75,12 @@ def train(
 
 @dataclass(frozen=True)
 class StepCase:
-    """A step to measure.
+    """A training step to measure.
 
     Attributes:
-        name: named in an error.
-        build_step: builds a step for sequences of a length; for None a small one, which runs first, so that what a
-            first call loads does not count. It is pickled.
+        name: name in errors.
+        build_step: builds a step for a sequence length. For None it builds a small step, which runs first as a warm-up.
+            It is pickled.
     """
 
     name: str
@@ -88,7 +89,7 @@ class StepCase:
     build_step: Callable[[int | None], Step]
 
     def build(self) -> Step:
-        """Build the step, after the small one has run."""
+        """Build the step, after the warm-up."""
         self.build_step(None)()
         return self.build_step(self.length)
 
@@ -101,15 +102,14 @@ def measure_lengths(
     runs: int,
     memory: bool = True,
 ) -> list[dict[str, Any]]:
-    """Measure a step of each model at each length (in the manner of LS figure 3).
+    """Measure a training step of each model at each length, as in LS figure 3.
 
     Args:
         builders: model -> ``build_step`` of a :class:`StepCase`.
 
     Returns:
-        For each length and model ``length``, ``model``, ``seconds`` (median, the models interleaved) and ``memory``
-        (bytes at the peak above those before the step); None where a GPU's memory does not suffice, or nothing was
-        measured.
+        For each length and model: ``length``, ``model``, ``seconds`` (median of interleaved runs) and ``memory`` (peak
+        bytes above the memory before the step). Values are None if the GPU runs out of memory or nothing was measured.
     """
     rows = []
     for length in lengths:
@@ -133,7 +133,7 @@ def _measure_cases(cases: Sequence[StepCase], *, runs: int, memory: bool) -> lis
 
 
 def format_costs(rows: Sequence[dict[str, Any]], titles: dict[str, str]) -> str:
-    """Return the rows of :func:`measure_lengths`, with ``parameters`` and ``multiply_adds`` if they are there.
+    """Format the rows of :func:`measure_lengths`, with ``parameters`` and optionally ``multiply_adds``, as a table.
 
     Args:
         titles: model -> its name in the table.

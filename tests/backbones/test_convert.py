@@ -1,4 +1,4 @@
-"""Official checkpoints of ViL and LIT: recognised, every name mapped, every value used, and a wrong one raises."""
+"""Official checkpoints of ViL and LIT: the format, every name and value, and errors for what does not match."""
 
 import dataclasses
 
@@ -292,7 +292,7 @@ MMDETECTION, MMSEGMENTATION = wrapping.mmdetection_heads(), wrapping.mmdetection
         ("LIT mmsegmentation", lit, wrapping.mmdetection, MMSEGMENTATION),
     ],
 )
-def test_official_checkpoints_are_recognised(project, weights, wrap, heads):
+def test_formats_of_official_checkpoints(project, weights, wrap, heads):
     found = detect_format(wrap(weights()) if heads is None else wrap(weights(), heads))
     assert (found.project, found.classifier) == (project, heads is None)
     assert_all_close(found.backbone, weights(), tolerance=0)
@@ -307,7 +307,7 @@ def test_unusual_contents():
     assert not detect_format({"model": weights}).classifier
 
 
-def test_other_checkpoints_are_not_recognised():
+def test_other_checkpoints_have_no_official_format():
     ours, one = create_backbone(ABSOLUTE).state_dict(), torch.ones(1)
     for state_dict in (
         ours,

@@ -1,4 +1,4 @@
-"""COCO's loaders and evaluator; a leaf sets the number of classes, and whether there are masks."""
+"""Loaders and evaluator of COCO; a config sets the number of classes and whether there are masks."""
 
 from detectron2.config import LazyCall as L
 from detectron2.data import build_detection_test_loader
@@ -9,7 +9,7 @@ from projects_vil.engine import load_records
 from projects_vil.evaluation import coco_evaluator
 
 dataloader = dict(
-    # Your own datasets to register: [name, annotation file, image folder], each.
+    # Your own datasets, each as [name, annotation file, image folder].
     coco=[],
     train=L(make_train_loader)(
         dataset=L(load_records)(names=["coco_2017_train"], train=True, num_classes=80, masks=False),

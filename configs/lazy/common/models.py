@@ -1,4 +1,4 @@
-"""detectron2's own RetinaNet and Mask R-CNN, on a backbone of this project: configs/base/{retinanet,mask_rcnn}.yaml."""
+"""detectron2's RetinaNet and Mask R-CNN with a backbone of this project: configs/base/{retinanet,mask_rcnn}.yaml."""
 
 from detectron2 import model_zoo
 from detectron2.config import LazyCall as L
@@ -19,7 +19,7 @@ mask_rcnn.backbone.bottom_up = L(TransformerBackbone)(
 )
 
 for _model in (retinanet, mask_rcnn):
-    # As the backbones were pretrained; the loaders give the same.
+    # The input of the pretrained backbones; the loaders use the same format.
     _model.input_format = "RGB"
     _model.pixel_mean = [123.675, 116.280, 103.530]
     _model.pixel_std = [58.395, 57.120, 57.375]

@@ -1,4 +1,4 @@
-"""configs/base/schedule_1x.yaml: of any train.max_iter it keeps the shape."""
+"""The schedule of configs/base/schedule_1x.yaml, scaled to train.max_iter."""
 
 from detectron2.config import LazyCall as L
 from detectron2.solver import WarmupParamScheduler

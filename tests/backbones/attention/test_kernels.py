@@ -64,7 +64,7 @@ def test_result_does_not_depend_on_the_block_size(monkeypatch, kernel, block_sco
 @pytest.mark.parametrize("num_global", [0, 1, 2])
 def test_result_is_the_same_as_on_a_gpu(monkeypatch, kernel, num_global):
     """With its mask channels, aligned biases, and PyTorch's own gradients."""
-    monkeypatch.setattr(chunks, "wants_alignment", lambda device: True)
+    monkeypatch.setattr(chunks, "needs_alignment", lambda device: True)
     monkeypatch.setattr(cpu_blocks, "is_needed", lambda *tensors: False)
     assert_equals_reference(*case(kernel, channels=8, num_global=num_global))
 

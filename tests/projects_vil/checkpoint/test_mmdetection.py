@@ -87,7 +87,7 @@ class Heads(dict[str, Tensor]):
 
 
 def anchors(level: Tensor, stride: int, scales: list[float]) -> Tensor:
-    """(R, 4), by row, column, aspect ratio (height / width) and scale; the first is centred at 0."""
+    """(R, 4), by row, column, aspect ratio (height / width) and scale; the first is centered at 0."""
     height, width = level.shape[2:]
     root, sizes = torch.tensor([0.5, 1.0, 2.0]).sqrt()[:, None], stride * torch.tensor(scales)
     widths, heights = (sizes / root).flatten(), (sizes * root).flatten()
@@ -210,8 +210,8 @@ def test_detections_are_those_of_mmdetection(tmp_path, name):
     for file in (path, str(tmp_path / "ours.pth")):
         model = loaded(name, file)
         inputs = [{"image": image, "height": SIZE[0], "width": SIZE[1]}]
-        normalised = model.preprocess_image(inputs).tensor
-        features = list(model.backbone.bottom_up.net.forward(normalised).values())
+        normalized = model.preprocess_image(inputs).tensor
+        features = list(model.backbone.bottom_up.net.forward(normalized).values())
         if name == "retinanet":
             found = model(inputs)[0]["instances"]
         else:

@@ -1,4 +1,4 @@
-"""Images that are evaluated one by one, and in several processes, have pycocotools' metrics to the bit."""
+"""Evaluation image by image, in one or several processes, is bitwise identical to pycocotools."""
 
 import copy
 import json
@@ -26,7 +26,7 @@ HEIGHT, WIDTH = 240, 320
 
 
 def drawn(seed: int = 0) -> tuple[dict, list[dict]]:
-    """Return a COCO file and results: crowds, equal scores, images and categories without objects or detections."""
+    """Return a COCO file and results with crowds, equal scores, and images and categories without objects."""
     generator = np.random.default_rng(seed)
     numbers = generator.permutation(900)[:24].tolist()
     images = [{"id": n, "file_name": f"sub/{n}.jpg", "height": HEIGHT, "width": WIDTH} for n in numbers]
@@ -91,7 +91,7 @@ def assert_as_pycocotools(dataset: dict, results: list[dict], task: str, limits:
 
 @pytest.mark.parametrize("task", ["bbox", "segm"])
 @pytest.mark.parametrize("limits", [[1, 10, 100], [1, 10, 3], [1, 10, 300]])
-def test_drawn_objects(task, limits):
+def test_synthetic_objects(task, limits):
     assert_as_pycocotools(*drawn(), task, limits)
 
 
@@ -99,7 +99,7 @@ def test_drawn_objects(task, limits):
 @pytest.mark.real_data
 @pytest.mark.parametrize("task", ["bbox", "segm"])
 def test_objects_of_coco(task):
-    """Each object is detected where the one before it in the file is, or a little beside its own place."""
+    """The detections are moved ground truth."""
     root = Path(os.environ.get("DETECTRON2_DATASETS", "datasets")) / "coco/annotations"
     if not (root / "instances_val2017.json").is_file():
         pytest.skip("COCO is not in DETECTRON2_DATASETS")
@@ -129,7 +129,7 @@ def feed(evaluator: COCOEvaluator, results: list[dict], images: list[int]) -> No
 
 
 def evaluated(folder: Path, results: list[dict], shares: list[list[int]]) -> None:
-    """Evaluate in one of several processes, and write the metrics in the first."""
+    """Evaluate in one of several processes. The main process writes the metrics."""
     dataset = f"[['drawn', '{folder}/drawn.json', '{folder}']]"
     keys = ["DATASETS.TRAIN", "('drawn',)", "MODEL.ROI_HEADS.NUM_CLASSES", "4"]
     cfg = small_config("mask_rcnn", "DATASETS.COCO", dataset, "DATASETS.CHECK", "off", *keys)
@@ -145,8 +145,8 @@ def evaluated(folder: Path, results: list[dict], shares: list[list[int]]) -> Non
         (folder / f"in {len(shares)}.json").write_text(json.dumps(metrics))
 
 
-def test_processes_with_images_in_common(tmp_path):
-    """An image counts once; one that no process had counts with its objects."""
+def test_images_that_several_processes_evaluate(tmp_path):
+    """Such an image counts once. The objects of an image without results count too."""
     dataset, results = drawn()
     (tmp_path / "drawn.json").write_text(json.dumps(dataset))
     images = [image["id"] for image in dataset["images"]][:-2]

@@ -1,4 +1,4 @@
-"""The evaluators of the dataset types, on the ground truth itself."""
+"""The evaluators of each dataset type, with the ground truth as predictions."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ from tests.projects_vil.panoptic import VAL, panoptic_config
 
 
 def evaluate(cfg, folder, predict, *, name: str = "shapes_val") -> dict:
-    """Return the metrics of ``predict``, from a record to boxes (N, 4), scores (N,), classes (N,) and perhaps masks."""
+    """Return the metrics. ``predict`` maps a record to boxes (N, 4), scores (N,), classes (N,) and optionally masks."""
     evaluator = build_evaluator(cfg, name, str(folder))
     evaluator.reset()
     for record in load_dataset(cfg, [name], train=False):
@@ -63,7 +63,7 @@ def test_perfect_predictions_below_wrong_ones(shapes, tmp_path, limit, num_wrong
 @pytest.mark.parametrize("api", ["pycocotools", "faster_coco_eval"])
 @pytest.mark.parametrize("classes", ["triangle circle square", "triangle circle", "circle square"])
 def test_classes_of_a_validation_file_are_matched_by_name(shapes, tmp_path, request, classes, api):
-    """Its ids may be in another order than those of the training file, and classes may be missing."""
+    """The ids may have another order than in the training file, and classes may be missing."""
     pytest.importorskip(api)
     dataset = json.loads((shapes / "annotations/instances_val.json").read_text())
     names = {one["id"]: one["name"] for one in dataset["categories"]}
@@ -107,8 +107,8 @@ def test_unknown_classes_of_a_validation_file(shapes, tmp_path, request):
 
 
 @pytest.mark.parametrize("present", [("square",), ("square", "triangle")])
-def test_the_table_by_class_leaves_out_classes_without_objects(shapes, tmp_path, caplog, present):
-    """Their AP is nan, in the order of the classes, as before."""
+def test_the_table_of_classes_omits_classes_without_objects(shapes, tmp_path, caplog, present):
+    """Their AP is nan, and the order of the classes does not change."""
     dataset = json.loads((shapes / "annotations/instances_val.json").read_text())
     ids = [one["id"] for one in dataset["categories"] if one["name"] in present]
     dataset["annotations"] = [one for one in dataset["annotations"] if one["category_id"] in ids]
@@ -135,7 +135,7 @@ def test_the_table_by_class_leaves_out_classes_without_objects(shapes, tmp_path,
 
 
 def test_stuff_is_evaluated_for_panoptic_models(panoptic_root, tmp_path, monkeypatch):
-    """A Mask R-CNN on the same dataset is evaluated only on things."""
+    """For Mask R-CNN on the same dataset, only things are evaluated."""
     monkeypatch.setenv("DETECTRON2_DATASETS", str(panoptic_root))
     register_datasets(panoptic_config())
     assert isinstance(build_evaluator(small_config("mask_rcnn"), VAL, str(tmp_path)), COCOEvaluator)
@@ -144,7 +144,7 @@ def test_stuff_is_evaluated_for_panoptic_models(panoptic_root, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("index, name", [(None, "triangle"), (0, "background"), (2, "square")])
-def test_perfect_labels_and_one_class_everywhere(shapes_sem_seg, tmp_path, index, name):
+def test_perfect_and_constant_labels(shapes_sem_seg, tmp_path, index, name):
     dataset, cfg = "shapes_sem_seg_val", small_config("semantic_fpn")
     evaluator, read, counts = build_evaluator(cfg, dataset, str(tmp_path)), label_reader(dataset), np.zeros(256)
     evaluator.reset()
@@ -165,7 +165,7 @@ def test_perfect_labels_and_one_class_everywhere(shapes_sem_seg, tmp_path, index
 
 
 @pytest.mark.parametrize("evaluator_type", ["pascal_voc", "cityscapes_instance", None])
-def test_other_types_of_datasets(tmp_path, evaluator_type):
+def test_other_dataset_types(tmp_path, evaluator_type):
     name, facts = "evaluation_test_other", {"dirname": str(tmp_path), "split": "val", "year": 2007}
     MetadataCatalog.get(name).set(evaluator_type=evaluator_type, thing_classes=["circle"], **facts)
     cfg = small_config("retinanet", "MODEL.RETINANET.NUM_CLASSES", "1")
@@ -179,7 +179,7 @@ def test_other_types_of_datasets(tmp_path, evaluator_type):
 
 
 @pytest.mark.parametrize("kind", ["pycocotools", "faster_coco_eval", "pascal_voc"])
-def test_detections_that_are_not_finite(shapes, tmp_path, request, kind):
+def test_non_finite_detections(shapes, tmp_path, request, kind):
     name, facts = "shapes_val", {"dirname": str(tmp_path), "split": "val", "year": 2007}
     if kind == "pascal_voc":
         name = "evaluation_test_other"
@@ -197,14 +197,14 @@ def test_detections_that_are_not_finite(shapes, tmp_path, request, kind):
 
 
 @pytest.mark.parametrize("limit", ["100", "200"])
-def test_faster_coco_eval_has_the_numbers_of_pycocotools(shapes, tmp_path, limit):
+def test_faster_coco_eval_equals_pycocotools(shapes, tmp_path, limit):
     pytest.importorskip("faster_coco_eval")
     results = []
     for api in ("pycocotools", "faster_coco_eval"):
         generator = np.random.default_rng(0)
 
         def predict(record, generator=generator):
-            """Forty detections of each object, each side moved by up to a quarter."""
+            """Return 40 detections per object, with each side moved by up to a quarter."""
             boxes = np.array([one["bbox"] for one in record["annotations"]] * 40)
             boxes += generator.uniform(-0.25, 0.25, boxes.shape) * boxes[:, [2, 3, 2, 3]]
             boxes[:, 2:] += boxes[:, :2]
@@ -221,7 +221,7 @@ def test_faster_coco_eval_has_the_numbers_of_pycocotools(shapes, tmp_path, limit
         assert metrics == pytest.approx(results[1][task], abs=1e-9, nan_ok=True)
 
 
-def test_a_coco_api_that_is_unknown_or_not_installed(shapes):
+def test_unknown_and_missing_coco_apis(shapes):
     apis = ["pycoco"] if importlib.util.find_spec("faster_coco_eval") else ["pycoco", "faster_coco_eval"]
     for api in apis:
         with pytest.raises(ConfigError, match="TEST.COCO_API"):

@@ -1,4 +1,4 @@
-"""The losses on a validation dataset depend only on the weights, and do not change the model."""
+"""The validation losses depend only on the weights and do not change the model."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.projects_vil.helpers import small_config
 
 
 @pytest.mark.parametrize("detector", ["retinanet", "cascade_mask_rcnn", "semantic_fpn"])
-def test_losses_do_not_change_the_model_nor_each_other(detector, request):
+def test_losses_do_not_change_the_model(detector, request):
     request.getfixturevalue("shapes_sem_seg" if detector == "semantic_fpn" else "shapes")
     cfg = small_config(detector, "MODEL.TRANSFORMER.DROP_PATH", "0.5", "MODEL.SEM_SEG_HEAD.NORM", "BN")
     model = build_model(cfg).train()
@@ -30,11 +30,11 @@ def test_losses_do_not_change_the_model_nor_each_other(detector, request):
     assert all(0 <= value < 100 for value in first.values()) and first["total_loss"] > 0
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    # detectron2's first value
+    # detectron2's initial value.
     assert getattr(model, "loss_normalizer", 100) == 100
 
 
-def test_retinanets_losses_are_sums_over_the_positive_anchors_of_all_images(shapes):
+def test_retinanet_losses_are_normalized_by_the_positive_anchors_of_the_dataset(shapes):
     cfg = small_config("retinanet")
     model = build_model(cfg)
     mapper = data.Mapper(_as_for_testing(cfg), is_train=True)
@@ -43,7 +43,7 @@ def test_retinanets_losses_are_sums_over_the_positive_anchors_of_all_images(shap
     with torch.no_grad(), EventStorage() as storage:
         for record in data.load_dataset(cfg, cfg.DATASETS.TEST, train=False):
             model.loss_normalizer = 0.0
-            # Now a tenth of the image's own positive anchors.
+            # The normalizer is then a tenth of the positive anchors of the image.
             losses = model([mapper(record)])
             positives += storage.latest()["num_pos_anchors"][0]
             sums = {name: sums[name] + float(value) * model.loss_normalizer for name, value in losses.items()}
@@ -54,14 +54,14 @@ def test_retinanets_losses_are_sums_over_the_positive_anchors_of_all_images(shap
 
 
 @pytest.mark.parametrize("keys", [("INPUT.PHOTOMETRIC_DISTORTION", "True"), ("INPUT.AUGMENTATION", "lsj_copy_paste")])
-def test_images_are_those_for_testing(shapes, keys):
+def test_images_are_not_augmented(shapes, keys):
     cfg = _as_for_testing(small_config("mask_rcnn", *keys))
     record = data.load_dataset(cfg, cfg.DATASETS.TEST, train=False)[0]
     mapped = [data.Mapper(cfg, is_train=train)(record)["image"] for train in (True, False)]
     assert torch.equal(*mapped)
 
 
-def test_a_model_whose_proposals_are_not_finite_has_no_loss(shapes):
+def test_non_finite_proposals_give_a_loss_of_nan(shapes):
     cfg = small_config("mask_rcnn")
     model = build_model(cfg)
     torch.nn.init.constant_(model.proposal_generator.rpn_head.conv.bias, float("nan"))

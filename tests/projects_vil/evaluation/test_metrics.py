@@ -1,4 +1,4 @@
-"""The names of metrics, as TEST.BEST_METRIC has them."""
+"""Metric names and TEST.BEST_METRIC."""
 
 import json
 
@@ -14,7 +14,7 @@ from tests.projects_vil.panoptic import panoptic_config
 
 @pytest.fixture
 def config(request, monkeypatch):
-    """A function from a detector and a metric to a config; its dataset is registered."""
+    """A function that returns a config for a detector and a metric, and registers its dataset."""
 
     def make(detector: str, metric: str):
         root = {"panoptic": "panoptic_root", "semantic_fpn": "sem_seg_root"}.get(detector, "datasets_root")
@@ -37,7 +37,7 @@ def config(request, monkeypatch):
         ("retinanet", "validation_loss/total", "validation_loss/total_loss"),
     ],
 )
-def test_unknown_metrics_are_refused(config, detector, metric, closest):
+def test_unknown_metrics_raise(config, detector, metric, closest):
     with pytest.raises(ConfigError, match=closest) as caught:
         check_metric(config(detector, metric))
     assert metric in str(caught.value)
@@ -52,14 +52,14 @@ def test_unknown_metrics_are_refused(config, detector, metric, closest):
         (("one", "two"), "bbox/AP", ("", "bbox", "AP")),
     ],
 )
-def test_datasets_and_classes_may_have_a_slash(tests, metric, parts):
+def test_names_of_datasets_and_classes_may_contain_a_slash(tests, metric, parts):
     cfg = small_config("retinanet", "TEST.BEST_METRIC", metric)
     cfg.defrost()
     cfg.DATASETS.TEST = tests
     assert split_metric_name(cfg) == parts
 
 
-def test_names_are_those_of_evaluations(config, trained_run):
+def test_names_equal_the_metrics_of_an_evaluation(config, trained_run):
     given = json.loads((trained_run / "evaluation.json").read_text())["shapes_val"]["bbox"]
     names, class_metrics = metric_names(config("retinanet", ""), "shapes_val", "bbox")
     assert set(names) == given.keys() - {"per_class"} - set(class_metrics)

@@ -1,4 +1,4 @@
-"""Parquet files of a prediction are evaluated as the detector that wrote them."""
+"""The evaluation of Parquet files equals the evaluation of the detector that wrote them."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from tests.vil.test_cli import vil as vil
 
 parquet = pytest.importorskip("pyarrow.parquet")
 pa = pytest.importorskip("pyarrow")
-IDS = {2: 30, 3: 20, 5: 10, 7: 40}  # of the detector, by those of the dataset
+IDS = {2: 30, 3: 20, 5: 10, 7: 40}  # category ids of the dataset -> category ids of the detector
 
 
 def write(path: Path, rows: list[dict], names: list[str] | None = None) -> None:
@@ -41,7 +41,7 @@ def row(name: str, results: list[dict]) -> dict:
 
 @pytest.fixture
 def case(tmp_path, monkeypatch):
-    """A dataset in ``mine``, rows for most of its images, and the metrics that detectron2 has for them."""
+    """A dataset in ``mine``, rows for most of its images, and the metrics that detectron2 computes."""
     monkeypatch.chdir(tmp_path)
     dataset, results = drawn()
     (tmp_path / "mine/sub").mkdir(parents=True)
@@ -62,7 +62,7 @@ def case(tmp_path, monkeypatch):
 
 
 def test_files_and_folders(case, vil):
-    """In any order, with other class names in one file; rows of other images; an image whose row is an error."""
+    """Files in any order, other class names in one file, rows of other images, and an error row."""
     rows, expected = case
     empty = next(one for one in rows if not one["scores"])
     empty |= {"error": "damaged", "height": None, "width": None, "masks": None}
@@ -78,7 +78,7 @@ def test_files_and_folders(case, vil):
             for metric in ("AP", "AP50", "AP75", "APs", "APm", "APl"):
                 assert metrics[task][metric] == values[metric]
             assert metrics[task]["per_class"]["class 3"]["AP"] == values["AP-3"]
-        assert "24 images" in out and "2 have no prediction and 1 an error; 2 rows" in out
+        assert "24 images" in out and "2 without a prediction, 1 with an error; 2 rows" in out
         entries = json.loads(Path(f"out {len(words)}/inference/coco_instances_results.json").read_text())
         assert {one["category_id"] for one in entries} == {2, 3, 5}
 
@@ -96,14 +96,13 @@ def test_mistakes(case, vil):
         assert word in message(evaluate, None, "mine", predictions=[folder], output="out")
     assert "unknown" not in message(evaluate, None, "mine", predictions=["unknown"], output="out")
     assert not Path("out/evaluation.json").exists()
-    assert "annotations" in message(evaluate, None, predictions=["twice"], output="out")  # COCO's, which are not there
+    assert "annotations" in message(evaluate, None, predictions=["twice"], output="out")  # COCO is missing
     for words in ([], ["--predictions", "mine"], ["mine", "mine", "--predictions", "twice"]):
         assert vil("eval", *words)[0] == 2
 
 
 @pytest.mark.parametrize("key, value", [("boxes", [1.0, math.nan, 9.0, 9.0]), ("scores", math.inf), ("scores", None)])
-def test_detections_that_are_not_finite(case, key, value):
-    """A box of NaN would be a perfect match of COCO's evaluation."""
+def test_non_finite_detections(case, key, value):
     rows, _ = case
     changed = next(one for one in rows if one["scores"])
     changed[key][-1] = value
@@ -114,7 +113,7 @@ def test_detections_that_are_not_finite(case, key, value):
 
 
 @pytest.mark.parametrize("number", [None, 1])
-def test_masks_without_masks_in_the_dataset(case, number, caplog):
+def test_masks_of_a_dataset_without_masks(case, number, caplog):
     rows, expected = case
     dataset = json.loads(Path("mine/instances.json").read_text())
     for one in dataset["annotations"][:number]:

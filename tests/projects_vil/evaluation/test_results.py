@@ -1,4 +1,4 @@
-"""The file of a run's results."""
+"""evaluation.json, and explanations of metrics."""
 
 import json
 
@@ -11,7 +11,7 @@ from projects_vil.evaluation import explain_results, read_results, write_results
 from tests.projects_vil.helpers import message, small_config
 
 
-def test_results_of_two_datasets_and_by_class(tmp_path):
+def test_results_of_two_datasets_and_per_class(tmp_path):
     cfg = small_config("retinanet", "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "('a', 'b')")
     metrics = {"AP": 1.5, "AP-big dog": 3.0, "AP-cat": float("nan")}
     labels = {"mIoU": 2.0, "IoU-road": 2.0, "ACC-road": 7.0}
@@ -33,13 +33,13 @@ def test_classes_that_detectron2_omits(tmp_path, classes, ap, expected):
     assert per_class == {each: {"AP": expected} for each in classes}
 
 
-def test_results_are_those_of_a_model(tmp_path):
+def test_results_belong_to_a_model(tmp_path):
     cfg = small_config("retinanet", "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "('own',)")
     assert read_results(tmp_path, model="ours") is None
     write_results(cfg, {"bbox": {"AP": 1.5}}, model="ours")
     assert read_results(tmp_path, model="ours") == {"own": {"bbox": {"AP": 1.5}}}
     assert "evaluation.json" in message(read_results, tmp_path, model="theirs")
-    # A later evaluation of an unknown model.
+    # Then an unknown model is evaluated.
     write_results(cfg, {"bbox": {"AP": 2.5}})
     assert "evaluation.model.json" in message(read_results, tmp_path, model="ours")
     for name in ("evaluation.model.json", "evaluation.json"):
@@ -47,7 +47,7 @@ def test_results_are_those_of_a_model(tmp_path):
         assert "evaluation.json" in message(read_results, tmp_path, model="ours")
 
 
-def test_the_evaluation_of_a_run_is_of_its_last_checkpoint(trained_run):
+def test_the_evaluation_of_a_run_belongs_to_its_last_checkpoint(trained_run):
     def model(weights: str) -> str:
         cfg = load_config(trained_run / "config.yaml")
         return fingerprint(cfg, build_detector(cfg, trained_run / weights))

@@ -111,7 +111,7 @@ def test_the_checksum_of_a_compressed_tar_file_is_checked(photos, fault, reason)
     (photos / "faulty.tar.gz").write_bytes(content)
     *images, last = find_images(photos / "faulty.tar.gz", exclude=photos / "in")
     assert [image.read_size() for image in images] == [(50, 60), (60, 60)] and last.name == "faulty.tar.gz"
-    with pytest.raises(UnreadableImage, match=rf"{reason}.*new folder"):
+    with pytest.raises(UnreadableImage, match=rf"{reason}.*new output"):
         last.read_size()
 
 

@@ -1,4 +1,4 @@
-"""Detections and objects whose evaluation is counted by hand."""
+"""Synthetic detections with a known evaluation."""
 
 import json
 
@@ -9,7 +9,7 @@ BOXES = {"dog": [10, 10, 20, 20], "cat": [50, 10, 20, 20]}
 
 @pytest.fixture
 def synthetic_results(tmp_path):
-    """(annotations, file of results): in the first image a dog and a cat, in the second a dog and a crowd of dogs."""
+    """Return annotations and a results file. Image 1 has a dog and a cat, image 2 a dog and a crowd of dogs."""
     objects = [(1, 7, BOXES["dog"], 0), (1, 3, BOXES["cat"], 0), (2, 7, BOXES["dog"], 0), (2, 7, [60, 0, 40, 80], 1)]
     annotations = {
         "images": [{"id": number, "file_name": f"{number}.png", "height": 80, "width": 100} for number in (1, 2)],
@@ -19,7 +19,7 @@ def synthetic_results(tmp_path):
             for row, (image, label, box, crowd) in enumerate(objects, start=1)
         ],
     }
-    # A true positive; a cat detected as a dog; a true positive, and one in the crowd; one on the background.
+    # A true positive, a cat detected as a dog, a true positive, a detection in the crowd, and a false positive.
     detections = [
         (1, 7, BOXES["dog"], 0.9),
         (1, 7, BOXES["cat"], 0.8),

@@ -1,4 +1,4 @@
-"""Metrics equal those of the run's evaluation, and confusions those counted by hand."""
+"""Metrics equal the evaluation of the run, and the confusion matrix of synthetic detections is correct."""
 
 import json
 
@@ -9,7 +9,7 @@ from projects_vil.report.coco_metrics import confusion_matrix, evaluate_detectio
 from tests.projects_vil.helpers import message
 
 
-def test_metrics_equal_those_of_the_run(trained_run, datasets_root):
+def test_metrics_equal_the_evaluation_of_the_run(trained_run, datasets_root):
     annotations = json.loads((datasets_root / "shapes/annotations/instances_val.json").read_text())
     results = trained_run / "inference/coco_instances_results.json"
     metrics = evaluate_detections(annotations, results, max_detections=100)
@@ -22,18 +22,18 @@ def test_metrics_equal_those_of_the_run(trained_run, datasets_root):
     assert 100 * metrics.curve("bbox", iou=0.5)[:, 1].mean() == pytest.approx(logged["AP50"])
 
 
-def test_confusions_by_hand(synthetic_results):
+def test_confusion_matrix(synthetic_results):
     metrics = evaluate_detections(*synthetic_results, max_detections=100)
     assert [category["name"] for category in metrics.categories] == ["<cat> & co", "dog"]
     assert metrics.num_objects.tolist() == [[1, 1, 0, 0], [2, 2, 0, 0]]
-    # At 0.7 two of three detections are true positives, of three objects.
+    # With threshold 0.7, two of three detections are true positives, and there are three objects.
     assert (metrics.threshold, metrics.f1) == (0.7, pytest.approx(2 / 3))
     assert confusion_matrix(metrics).tolist() == [[0, 1, 0], [0, 2, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("category, false_positives", [(7, 0), (3, 1)])
-def test_a_crowd_is_ignored_by_detections_of_its_own_class_alone(synthetic_results, category, false_positives):
-    """COCOeval evaluates each category on its own: a cat in a crowd of dogs is a false positive."""
+def test_only_detections_of_the_same_class_can_match_a_crowd(synthetic_results, category, false_positives):
+    """COCOeval evaluates each category separately, so that a cat in a crowd of dogs is a false positive."""
     annotations, results = synthetic_results
     detections = json.loads(results.read_text())
     detections.append({"image_id": 2, "category_id": category, "bbox": [62, 40, 20, 20], "score": 0.95})
@@ -45,7 +45,7 @@ def test_a_crowd_is_ignored_by_detections_of_its_own_class_alone(synthetic_resul
     assert confusion_matrix(metrics)[-1].tolist() == [false_positives, 0, 0]
 
 
-def test_without_true_positives_as_many_detections_are_kept_as_there_are_objects(synthetic_results):
+def test_the_threshold_without_true_positives(synthetic_results):
     annotations, results = synthetic_results
     moved = [item | {"bbox": [0, 60, 5, 5]} for item in json.loads(results.read_text())]
     results.write_text(json.dumps(moved))
@@ -60,7 +60,7 @@ OTHER = '[{"image_id": 9, "category_id": 7, "bbox": [1, 2, 3, 4], "score": 1}]'
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "[1]", "[", ODD, OTHER, NOT_FINITE])
-def test_results_of_another_dataset_and_damaged_ones(synthetic_results, content):
+def test_damaged_results_and_results_of_another_dataset(synthetic_results, content):
     annotations, results = synthetic_results
     results.write_text(content)
     assert "results.json" in message(evaluate_detections, annotations, results, max_detections=100)

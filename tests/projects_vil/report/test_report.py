@@ -1,4 +1,4 @@
-"""The page of a run: its sections, and what it leaves out."""
+"""The HTML report of a run: its sections, and what it omits."""
 
 import html.parser
 import json
@@ -14,17 +14,17 @@ from tests.projects_vil.helpers import message, run_tool
 
 
 class Page(html.parser.HTMLParser):
-    """Every address, every id, and the text of a page."""
+    """The URLs, ids and text of a page."""
 
     def __init__(self, content: str) -> None:
         super().__init__()
-        self.addresses, self.ids, self.tags, self.text = [], [], [], ""
+        self.urls, self.ids, self.tags, self.text = [], [], [], ""
         self.feed(content)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.ids += [value for name, value in attrs if name == "id"]
-        self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.urls += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
 
     def handle_data(self, data):
         self.text += data
@@ -32,7 +32,7 @@ class Page(html.parser.HTMLParser):
 
 @pytest.fixture(scope="module")
 def report(trained_run, datasets_root, made_once):
-    """The page of a run, written once."""
+    """The report of a run."""
 
     def write(folder):
         result = run_tool(
@@ -44,21 +44,21 @@ def report(trained_run, datasets_root, made_once):
     return made_once("report", write) / "r.html"
 
 
-def test_a_page_needs_nothing_else(report):
+def test_a_report_is_self_contained(report):
     content = report.read_text()
     page = Page(content)
-    assert all(address.startswith(("#", "data:")) for address in page.addresses)
+    assert all(url.startswith(("#", "data:")) for url in page.urls)
     assert "url(http" not in content and "@import" not in content and "script" not in page.tags
     assert len(page.ids) == len(set(page.ids))
-    anchors = {address[1:] for address in page.addresses if address.startswith("#")}
+    anchors = {url[1:] for url in page.urls if url.startswith("#")}
     assert anchors <= set(page.ids)
 
 
 def content_types(page: Page) -> Counter:
-    return Counter(address[5:].partition(";")[0] for address in page.addresses if address.startswith("data:image"))
+    return Counter(url[5:].partition(";")[0] for url in page.urls if url.startswith("data:image"))
 
 
-def test_a_page_has_all_of_a_run(report, trained_run):
+def test_a_report_has_all_sections(report, trained_run):
     page = Page(report.read_text())
     training, evaluation = ("Losses", "Learning rate", "Gradient norm"), ("Precision and recall, boxes", "By class")
     for text in (*training, *evaluation, "Confusion matrix", "Matches", "Configuration", "Versions", "Warnings"):
@@ -67,10 +67,10 @@ def test_a_page_has_all_of_a_run(report, trained_run):
     assert f"{ap:.1f}" in page.text and "SOLVER.MAX_ITER" in page.text and "PyTorch" in page.text
     assert content_types(page) == {"image/jpeg": 3, "image/svg+xml": 7} and page.tags.count("details") == 1
     assert "the dataset has no large objects" in page.text
-    assert "Left out" not in page.text
+    assert "Omitted" not in page.text
 
 
-def test_what_is_missing_is_left_out_and_named(trained_run, datasets_root, tmp_path):
+def test_missing_files_are_omitted_and_listed(trained_run, datasets_root, tmp_path):
     shutil.copy(trained_run / "config.yaml", tmp_path)
     (tmp_path / "metrics.json").write_text('{"iteration": 3, "total_loss": NaN, "lr": 0.1}\n{"iterat')
     warning = "[11/22 03:15:25] d2.x WARNING: <b>odd</b> & old\nsecond line\n"
@@ -85,10 +85,10 @@ def test_what_is_missing_is_left_out_and_named(trained_run, datasets_root, tmp_p
 
 
 @pytest.mark.parametrize("missing", [(), ("area", "iscrowd")])
-def test_a_dataset_of_ones_own(synthetic_results, tmp_path, trained_run, missing):
-    """Names are escaped; annotations without area and iscrowd are evaluated as training reads them."""
+def test_custom_datasets(synthetic_results, tmp_path, trained_run, missing):
+    """Names are escaped. Annotations without area and iscrowd are fixed as in training."""
     dataset, results = synthetic_results
-    # The crowd stays one where iscrowd is missing elsewhere.
+    # Only the crowd has iscrowd.
     for item in dataset["annotations"]:
         for key in missing if not item["iscrowd"] else ():
             del item[key]
@@ -110,11 +110,11 @@ def test_a_dataset_of_ones_own(synthetic_results, tmp_path, trained_run, missing
     assert "3 objects without crowds: 3 small, 0 medium" in page.text and "number of objects" in page.text
     by_class = page.text.partition("By class")[2].partition("Confusion matrix")[0]
     assert "classes without objects: absent." in page.text and "dog" in by_class and "absent" not in by_class
-    assert content_types(page)["image/jpeg"] == 2 and "odd_names" not in page.text.rpartition("Left out")[2]
+    assert content_types(page)["image/jpeg"] == 2 and "odd_names" not in page.text.rpartition("Omitted")[2]
     for wrong in (1, 0):
         assert f"true positives: 1, false positives: {wrong}, missed objects: {wrong}" in page.text
 
 
-def test_a_folder_without_a_run(tmp_path):
+def test_a_folder_that_is_not_a_run(tmp_path):
     assert str(tmp_path) in message(write_report, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Attention weights times values are the output of the module, for every mechanism."""
+"""The attention weights times the values equal the output of the module, for every mechanism."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def values_of(module: nn.Module, tokens: Tensor, global_tokens: Tensor | None) -
 
 @torch.no_grad()
 def check(module: nn.Module, tokens: Tensor, global_tokens: Tensor | None, row: int, col: int) -> AttentionWeights:
-    """Check that weights are not negative, sum to 1, and with the values give the output before its projection."""
+    """Check that the weights are not negative, sum to 1, and give the output before its projection."""
     attention = weights_at(module, tokens, global_tokens, row, col)
     parts = {"direct": attention.direct.flatten(1), "projected": attention.projected}
     parts["to_globals"] = attention.to_globals
@@ -147,7 +147,7 @@ def test_a_reduced_position_is_spread_over_its_tokens():
     cells = attention.spread[:, :6, :9].unflatten(2, (3, 3)).unflatten(1, (2, 3))
     expected = (attention.projected / 9).unflatten(1, (2, 3))[:, :, None, :, None].expand_as(cells)
     torch.testing.assert_close(cells, expected)
-    # The last row and column, beyond the reduced feature map, get no weight.
+    # The last row and column are outside of the reduced feature map.
     assert not attention.spread[:, 6:].any() and not attention.spread[:, :, 9:].any()
 
 

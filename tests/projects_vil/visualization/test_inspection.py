@@ -1,4 +1,4 @@
-"""Drawings of attention and of LIT's sampling positions: known weights and offsets, in pixels of the image."""
+"""Drawings of attention and of LIT's sampling positions, with known weights and offsets."""
 
 import cv2
 import numpy as np
@@ -49,8 +49,8 @@ def boxes(axes) -> list[tuple[float, ...]]:
     return [(*box.get_xy(), box.get_width(), box.get_height()) for box in axes.patches]
 
 
-def test_colours_go_over_the_weights_on_the_image_alone():
-    """An image of 50 x 75 pixels is padded to 64 x 96: a column of tokens covers only padding."""
+def test_colors_ignore_weights_on_the_padding():
+    """An image of 50 x 75 pixels is padded to 64 x 96, so that one column of tokens is padding."""
     direct = torch.arange(24.0).reshape(1, 4, 6).repeat(3, 1, 1)
     direct[:, :, 5:] = 100
     attention = AttentionWeights(direct, direct[:, 0, :0], torch.zeros(3, 4, 6), direct[:, 0, :2])
@@ -82,33 +82,33 @@ RESNET += ["MODEL.RESNETS.OUT_FEATURES", "['res4']", "MODEL.ANCHOR_GENERATOR.SIZ
 @pytest.mark.parametrize(
     "overrides, options, name",
     [
-        ([], {"stage": 5}, "stage is 5"),
-        ([], {"block": 4}, "block is 4"),
-        ([], {"point": (50, 30)}, "point 50 30 is outside"),
-        ([], {"point": (0, -1)}, "point 0 -1 is outside"),
-        (["MODEL.TRANSFORMER.VARIANT", "lit_ti"], {"stage": 2}, "stage is 2"),
-        (["MODEL.TRANSFORMER.VARIANT", "global_tiny"], {}, "stage 3"),
+        ([], {"stage": 5}, "Stage 5"),
+        ([], {"block": 4}, "Block 4"),
+        ([], {"point": (50, 30)}, "Point 50 30 is outside"),
+        ([], {"point": (0, -1)}, "Point 0 -1 is outside"),
+        (["MODEL.TRANSFORMER.VARIANT", "lit_ti"], {"stage": 2}, "stage 2"),
+        (["MODEL.TRANSFORMER.VARIANT", "global_tiny"], {}, "Stage 3"),
         (RESNET, {}, "MODEL.BACKBONE.NAME"),
     ],
 )
-def test_attention_that_cannot_be_drawn(photo, overrides, options, name):
+def test_invalid_stages_blocks_and_points(photo, overrides, options, name):
     assert name in message(draw, photo, *overrides, **options)
     assert not (photo.parent / "drawn").exists()
 
 
-# -- deformable token merging ----------------------------------------------------------------------
+# Deformable token merging --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def small_lit() -> LIT:
-    """Build a LIT in eval mode, with offsets that are zero for any image."""
+    """Return a LIT in eval mode whose offsets are zero."""
     stages = (LITStage(1, 4), LITStage(1, 8), LITStage(1, 8, 2), LITStage(1, 16, 4))
     variant = LITVariant(stages, relative_bias=True, norm_eps=1e-5, output_norms=("stage2",), position_img_size=64)
     return LIT(variant).eval()
 
 
 def set_offset(backbone: LIT, stage: int, y: float, x: float) -> None:
-    """Set all offsets of the merging at the start of a stage, in tokens of the stage before."""
+    """Set all offsets of the token merging at the start of a stage, in tokens of the previous stage."""
     with torch.no_grad():
         backbone.stages[stage - 1].patch_embed.offset.bias.copy_(torch.tensor([y, x] * 4))
 
@@ -128,7 +128,7 @@ def test_without_offsets_positions_are_a_regular_grid(small_lit):
     [
         ({2: (0.25, -1.5)}, (1, -6)),
         ({4: (-1, 2)}, (-16, 32)),
-        ({3: (0.4, -0.4)}, (0, 0)),  # between tokens the nearest one is traced
+        ({3: (0.4, -0.4)}, (0, 0)),  # a position between tokens is traced to the nearest token
         ({2: (0.5, 0), 3: (0, 1), 4: (1, -1)}, (2 + 16, 8 - 16)),
     ],
 )
@@ -157,7 +157,7 @@ def test_offsets_of_an_image(photo, tmp_path):
     (path,) = draw_lit(photo, num_points=5)
     assert path == tmp_path / "drawn/photo_offsets.png" and cv2.imread(str(path)).shape == (4 * 480, 4 * 480, 3)
     for files, options, name in (
-        ([], {"point": (50, 0)}, "point 50 0 is outside"),
+        ([], {"point": (50, 0)}, "Point 50 0 is outside"),
         ([tmp_path / "absent.png"], {}, "absent.png"),
         ([tmp_path / "other/photo.jpg"], {}, "photo_offsets.png"),
     ):

@@ -1,4 +1,4 @@
-"""Drawings of predictions and training samples, and the summary of a run, from files of detectron2's evaluators."""
+"""Drawings of predictions and training samples, and the summary of a run."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ from projects_vil.visualization import (
     write_image,
 )
 from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH, draw_labels
-from projects_vil.visualization.predictions import SMALLEST_SAMPLE, draw_sample
+from projects_vil.visualization.predictions import MIN_SAMPLE_SIDE, draw_sample
 from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import panoptic_config
 
@@ -43,7 +43,7 @@ def encode(mask: np.ndarray) -> dict:
 
 
 def perfect_results(shapes: Path, *, masks: bool = True) -> list[dict]:
-    """Return results in the form of COCOEvaluator that equal the ground truth."""
+    """Return the ground truth in the format of COCOEvaluator."""
     coco = COCO(shapes / "annotations/instances_val.json")
     return [
         {key: item[key] for key in ("image_id", "category_id", "bbox")}
@@ -54,7 +54,7 @@ def perfect_results(shapes: Path, *, masks: bool = True) -> list[dict]:
 
 
 def perfect_segments() -> list[dict]:
-    """Return segments in the form of SemSegEvaluator that equal the ground truth; ignored labels become class 2."""
+    """Return the ground truth in the format of SemSegEvaluator. Ignored labels become class 2."""
     read, segments = label_reader(SEM_SEG), []
     for record in DatasetCatalog.get(SEM_SEG):
         labels = read(record["sem_seg_file_name"])
@@ -73,7 +73,7 @@ def draw(folder: Path, results, name: str = NAME, **options) -> np.ndarray:
 
 
 def halves(sheet: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the left and the right image of a sheet with one row."""
+    """Return the left and right images of a drawing with one row."""
     below = sheet[2 * HEADER :]
     return below[:, :PANEL_WIDTH], below[:, PANEL_WIDTH + GAP :][:, :PANEL_WIDTH]
 
@@ -89,7 +89,7 @@ def test_predictions_are_drawn_next_to_ground_truth(request, tmp_path, task):
     np.testing.assert_array_equal(truth, same_truth)
     assert np.any(drawn != bare, axis=2).mean() > 0.005
     assert np.abs(truth - drawn).mean() < np.abs(truth - bare).mean()
-    # A small image is enlarged to the panel, and each image has a row.
+    # A small image is enlarged, and each image has a row.
     assert max(sheet.shape[0] - 2 * HEADER, PANEL_WIDTH) >= 480 and sheet.shape[1] == 2 * (PANEL_WIDTH + GAP)
     assert len(draw(tmp_path, results, name, num_images=32)) > 4 * 250
 
@@ -105,7 +105,7 @@ def test_low_scores_and_empty_masks(shapes, tmp_path):
     np.testing.assert_array_equal(low, bare)
 
 
-def test_a_hole_in_a_mask_stays():
+def test_holes_of_masks_are_kept():
     image = np.full((60, 90, 3), 100, np.uint8)
     mask = np.zeros((60, 90), bool)
     mask[5:55, 10:80] = True
@@ -117,7 +117,7 @@ def test_a_hole_in_a_mask_stays():
 
 
 @pytest.mark.parametrize("name", [NAME, SEM_SEG])
-def test_damaged_predictions_and_those_of_another_dataset(request, tmp_path, name):
+def test_damaged_predictions_and_predictions_of_another_dataset(request, tmp_path, name):
     dataset = request.getfixturevalue(name.removesuffix("_val"))
     (first, *_) = perfect_results(dataset) if name == NAME else perfect_segments()
     other = {"image_id": 139_000} if name == NAME else {"file_name": "other.jpg"}
@@ -128,19 +128,19 @@ def test_damaged_predictions_and_those_of_another_dataset(request, tmp_path, nam
     assert not (tmp_path / "sheet.png").exists()
 
 
-def test_files_that_are_missing_or_cannot_be_written(shapes, tmp_path):
+def test_missing_and_unwritable_files(shapes, tmp_path):
     results, records = tmp_path / "results.json", DatasetCatalog.get(NAME)
     assert "results.json" in message(draw_results, NAME, records, results, tmp_path / "sheet.png")
     results.write_text("[]")
     assert "sheet.png" in message(draw_results, NAME, records, results, results / "sheet.png")
 
 
-# -- runs ------------------------------------------------------------------------------------------
+# Runs ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["drawing.png", "drawing.jpg"])
 def test_a_drawing_may_be_replaced_by_a_later_one(tmp_path, name):
-    """It carries a comment, which leaves its pixels as they are."""
+    """The file has a comment, which does not change its pixels."""
     image = np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8)
     write_image(tmp_path / name, image)
     write_image(tmp_path / name, image)
@@ -176,7 +176,7 @@ def test_a_run_on_several_datasets_has_a_folder_for_each(shapes_sem_seg, tmp_pat
 
 
 @pytest.mark.parametrize("draw", ["objects", "labels"])
-def test_names_of_classes_are_no_formulas(draw):
+def test_class_names_are_not_math_text(draw):
     image = np.zeros((60, 80, 3), np.uint8)
     drawn = []
     for name in (r"$\frac{$", r"$\alpha$", "a"):
@@ -189,7 +189,7 @@ def test_names_of_classes_are_no_formulas(draw):
 
 
 def test_drawings_of_an_evaluation(trained_run, shapes, tmp_path, caplog):
-    """The images are the same each time; a drawing that fails is a warning."""
+    """Each evaluation draws the same images. If a drawing fails, a warning is logged."""
     shutil.copytree(trained_run / "inference", tmp_path / "inference")
 
     def draw_images(number: int, name: str) -> list[Path]:
@@ -205,7 +205,7 @@ def test_drawings_of_an_evaluation(trained_run, shapes, tmp_path, caplog):
     assert "shapes_val" in caplog.text and "coco_instances_results.json" in caplog.text
 
 
-# -- training samples ------------------------------------------------------------------------------
+# Training samples ----------------------------------------------------------------------------------------------------
 
 
 def read(path: Path) -> np.ndarray:
@@ -228,8 +228,8 @@ def test_samples_are_the_first_images_of_a_run(shapes, tmp_path, detector, keys)
         assert path.name == f"{index:04d}_{Path(sample['file_name']).stem}.png"
         drawn = read(path)
         assert (drawn == draw_sample(cfg, sample)).all()
-        assert max(drawn.shape[0] - 2 * HEADER - GAP, drawn.shape[1] - GAP) == pytest.approx(SMALLEST_SAMPLE, abs=2)
-    # A second call does not mix its drawings with these.
+        assert max(drawn.shape[0] - 2 * HEADER - GAP, drawn.shape[1] - GAP) == pytest.approx(MIN_SAMPLE_SIDE, abs=2)
+    # A second call needs another folder.
     assert paths[0].name in message(draw_samples, cfg, tmp_path / "drawn", number=2, seed=5)
     assert sorted((tmp_path / "drawn").iterdir()) == paths
     others = draw_samples(cfg, tmp_path / "others", number=4, seed=12)
@@ -253,14 +253,14 @@ def test_labels_of_stuff_are_drawn_below_objects(panoptic_root, tmp_path, monkey
     assert not objects.any()
     middle = labels.shape[1] // 2
     assert labels[HEADER:-GAP, : middle - 20].mean() > 0.9 and not labels[:, middle + 20 :].any()
-    # A detector of only things has no labels of stuff.
+    # A detector without a semantic head has no semantic labels.
     cfg = panoptic_config("MODEL.META_ARCHITECTURE", "GeneralizedRCNN")
     assert (draw_sample(cfg, sample) == bare[: HEADER + height]).all()
 
 
 @pytest.mark.parametrize("image_format", ["RGB", "BGR"])
-def test_colours_and_boxes_of_a_sample(shapes, image_format):
-    """A red image, in the order of channels that the model gets, with a box."""
+def test_colors_and_boxes_of_a_sample(shapes, image_format):
+    """A red image with a box, in the channel order of the model."""
     image = torch.zeros(3, 40, 64, dtype=torch.uint8)
     image[image_format.index("R")] = 200
     instances = Instances((40, 64), gt_boxes=Boxes(torch.tensor([[8.0, 10.0, 40.0, 30.0]])))
