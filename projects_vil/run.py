@@ -30,6 +30,7 @@ from projects_vil.engine import Processes, check_output_dir, launch_run
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
 from projects_vil.utils import cleanup_on_failure, read_json, run_lock
+from vil.choices import SCHEDULES
 
 # Detector -> its folder in configs/, and the config keys in which it differs.
 DETECTORS: dict[str, tuple[str, dict[str, object]]] = {
@@ -37,7 +38,6 @@ DETECTORS: dict[str, tuple[str, dict[str, object]]] = {
     "mask_rcnn": ("mask_rcnn", {}),
     "faster_rcnn": ("mask_rcnn", {"MODEL.MASK_ON": False}),
 }
-SCHEDULES = ("1x", "3x_ms")
 DATA_FOLDER = "data"
 # On COCO the schedules count iterations.
 DEFAULT_EPOCHS = 50

@@ -6,14 +6,15 @@ Example:
 """
 
 from vil.arguments import ToolParser, run_tool
-
-TASKS = ("detection", "sem_seg", "panoptic")
+from vil.choices import SHAPES_TASKS
 
 
 def main() -> None:
     parser = ToolParser(__doc__)
     parser.add_argument("output", metavar="OUT", help="folder to write, as datasets/shapes or datasets/shapes_TASK")
-    parser.add_argument("--task", choices=TASKS, default=TASKS[0], help="task of the annotations (default detection)")
+    parser.add_argument(
+        "--task", choices=SHAPES_TASKS, default=SHAPES_TASKS[0], help="task of the annotations (default detection)"
+    )
     parser.add_argument("--num-train", type=int, default=400, metavar="N", help="training images (default 400)")
     parser.add_argument("--num-val", type=int, default=100, metavar="N", help="validation images (default 100)")
     parser.add_argument("--short-side", type=int, default=128, metavar="S", help="mean pixels (default 128)")

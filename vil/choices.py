@@ -12,5 +12,5 @@ PART_SIZE = 1024
 # Lowest score of a detection in a drawing.
 SCORE_THRESHOLD = 0.3
 BENCHMARK_PARTS = ("attention", "backbone", "detector", "train-step")
-BENCHMARK_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
 SHAPES_TASKS = ("detection", "sem_seg", "panoptic")

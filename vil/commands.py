@@ -435,7 +435,7 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
         vil benchmark --what attention --models vil_small_rpb full_small --image-size 400 672 --image-size 800 1344 \\
             --plot growth.png
     """
-    parts, dtypes, detectors = choices.BENCHMARK_PARTS, choices.BENCHMARK_DTYPES, choices.DETECTORS[:2]
+    parts, dtypes, detectors = choices.BENCHMARK_PARTS, choices.DTYPES, choices.DETECTORS[:2]
     parser.add_argument("--what", choices=parts, default="backbone", help="what to measure (default backbone)")
     parser.add_argument("--models", nargs="+", required=True, metavar="NAME", help="variants, timm:MODEL or configs")
     parser.add_argument("--against", nargs="+", default=[], metavar="NAME", help="r50, swin_t, or models of timm")

@@ -36,8 +36,6 @@ from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_trans
 from projects_vil.solver import build_optimizer
 from projects_vil.utils import peak_in_new_process
 
-MEASURED_PARTS = ("attention", "backbone", "detector", "train-step")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BASELINES = ("r50", "swin_t")  # of detectron2; other names are timm models
 # The key of MODEL.TRANSFORMER that a suffix of a model's name sets. Random shifts are sampled in each step instead.
 _SUFFIXES = {
@@ -60,14 +58,14 @@ class BenchmarkCase:
             checkpointing), ``+shift`` (random shifts), ``+long_short`` (long-short attention in all stages), ``+sdpa``
             and ``+triton`` (attention backend); or the name of a baseline.
         is_baseline: whether ``name`` is a baseline, see :func:`build_baseline`.
-        part: one of ``MEASURED_PARTS``: the first attention module, the backbone with all feature maps, detector
-            inference, or a training step with the optimizer.
+        part: one of :data:`vil.choices.BENCHMARK_PARTS`: the first attention module, the backbone with all feature
+            maps, detector inference, or a training step with the optimizer.
         base: the config of the detector for variants and baselines.
         size: height and width of the images in pixels, padded to multiples of 32.
         batch_size: images per batch.
         backward: whether to include the backward pass of attention and backbones.
         device: the device.
-        dtype: a key of ``DTYPES``; autocast is used unless it is float32.
+        dtype: one of :data:`vil.choices.DTYPES`; autocast is used unless it is float32.
         overrides: config keys and values, not applied to baselines.
     """
 
@@ -155,7 +153,7 @@ class BenchmarkCase:
     def _step(
         self, module: nn.Module, inputs: tuple, optimizer: torch.optim.Optimizer | None, shifted: nn.Module | None
     ) -> Callable[[], None]:
-        dtype, seeds = DTYPES[self.dtype], itertools.count(_SEED)
+        dtype, seeds = getattr(torch, self.dtype), itertools.count(_SEED)
 
         def step() -> None:
             if shifted is not None:

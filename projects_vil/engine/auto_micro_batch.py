@@ -1,4 +1,4 @@
-"""Choose the micro-batch size of ``SOLVER.GRADIENT_ACCUMULATION_STEPS "auto"``."""
+"""Choose the micro-batch size for ``SOLVER.GRADIENT_ACCUMULATION_STEPS "auto"``."""
 
 import copy
 import gc
@@ -20,32 +20,34 @@ from projects_vil.engine.trainer import amp_dtype
 from projects_vil.solver import build_optimizer
 
 _KEY = "SOLVER.GRADIENT_ACCUMULATION_STEPS"
-# Share of the free memory of a GPU. The rest is for fragments, and for differences between images.
+# Share of the free GPU memory to use. The rest is for fragmentation and for differences between images.
 _SHARE = 0.8
 # Pixels of a micro-batch on the CPU: one image of COCO's usual training size.
 _CPU_PIXELS = 800 * 1333
-# Objects of an image. A Mask R-CNN trains masks of a quarter of its 512 samples, which have these among them.
+# Objects per image. Mask R-CNN trains masks for a quarter of its 512 samples, and these are among them.
 _OBJECTS = 128
 
 
 def choose_micro_batches(
     cfg: CfgNode, *, resume: bool = False, limit: float | None = None
 ) -> tuple[CfgNode, list[str]]:
-    """Return a config with a number in place of ``GRADIENT_ACCUMULATION_STEPS "auto"``, and lines for the log.
+    """Replace ``GRADIENT_ACCUMULATION_STEPS "auto"`` by a number. All processes call this.
 
-    All processes call this.
-
-    The size of a micro-batch divides the images of a process. On a GPU it is the largest size whose training step
-    takes at most ``limit``: steps with the two smallest sizes are measured, a straight line through both gives the
-    largest size that may fit, and smaller sizes follow if it does not fit. On the CPU nothing is measured: a
-    micro-batch has as many images as 800 x 1333 pixels allow, and at least one. A resumed run keeps the number of its
-    ``config.yaml``.
+    The micro-batch size divides the number of images per process. On a GPU the probe runs training steps on random
+    images of the largest configured size. It measures memory with the two smallest sizes and extrapolates to the
+    largest size that fits. On the CPU a micro-batch has at most 800 x 1333 pixels, or one image. A resumed run keeps
+    the number of its ``config.yaml``.
 
     Args:
-        limit: bytes for a process on a GPU; by default 80 % of the free memory.
+        cfg: the config of the run.
+        resume: whether to continue the run in ``OUTPUT_DIR``.
+        limit: bytes that a process may use on a GPU; 80 % of the free memory by default.
+
+    Returns:
+        The config with a number, and lines for the log.
 
     Raises:
-        ConfigError: if a step with one image takes more than ``limit``.
+        ConfigError: if a training step with one image exceeds ``limit``.
     """
     solver, saved = cfg.SOLVER, Path(cfg.OUTPUT_DIR) / CONFIG_FILE
     if solver.GRADIENT_ACCUMULATION_STEPS != "auto":
@@ -63,16 +65,15 @@ def choose_micro_batches(
         chosen, reason = _measure(cfg, sizes, limit, what)
     else:
         chosen = max(size for size in sizes if size == 1 or size * height * width <= _CPU_PIXELS)
-        reason = "the memory of a CPU is not measured"
-    steps = images // chosen
-    line = f"{_KEY} auto: {steps} micro-batches of {chosen} {what} ({reason})"
-    return with_overrides(cfg, {_KEY: steps}), [line]
+        reason = "CPU memory is not measured"
+    line = f"{_KEY} auto: {images // chosen} micro-batches of {chosen} {what} ({reason})"
+    return with_overrides(cfg, {_KEY: images // chosen}), [line]
 
 
 def _measure(cfg: CfgNode, sizes: list[int], limit: float, what: str) -> tuple[int, str]:
-    """Return the largest of ``sizes`` whose step takes at most ``limit`` bytes in all processes, and the figures."""
+    """Return the largest of ``sizes`` whose step fits into ``limit`` bytes in all processes, and the measurements."""
     logging.getLogger(__name__).info(
-        "%s auto: measuring how many images of a step fit into memory. Set a number to skip this.", _KEY
+        "%s auto: measuring the memory of training steps. To skip this, set a number.", _KEY
     )
     peaks: dict[int, float] = {}
 
@@ -98,22 +99,22 @@ def _measure(cfg: CfgNode, sizes: list[int], limit: float, what: str) -> tuple[i
 
 
 def largest_training_size(cfg: CfgNode) -> tuple[int, int]:
-    """Return height and width of the largest training images, whose sides are taken to be at most 1 to 2."""
+    """Return height and width of the largest training images, for aspect ratios up to 2."""
     if is_segmentor(cfg) and cfg.INPUT.CROP.ENABLED and cfg.INPUT.CROP.TYPE == "absolute":
         return tuple(cfg.INPUT.CROP.SIZE)
     if cfg.INPUT.AUGMENTATION != "default":
         return cfg.INPUT.LSJ.SIZE, cfg.INPUT.LSJ.SIZE
     longest = min(2 * max(cfg.INPUT.MIN_SIZE_TRAIN), cfg.INPUT.MAX_SIZE_TRAIN)
-    # Without groups a batch is padded to the sides of portrait and of landscape images.
+    # Without grouping, a batch with portrait and landscape images is padded to a square.
     return min(max(cfg.INPUT.MIN_SIZE_TRAIN), longest) if cfg.DATALOADER.ASPECT_RATIO_GROUPING else longest, longest
 
 
 def peak_of_step(cfg: CfgNode, num_images: int) -> float:
-    """Return the bytes of GPU memory that a training step with random images takes, model and optimizer included.
+    """Return the peak GPU memory, in bytes, of training steps, including model and optimizer; infinite if none is left.
 
-    It is infinite if the GPU has too little memory.
+    The steps are those of :func:`run_steps`.
     """
-    # Compiling takes minutes, and processes of which one runs out of memory must not wait for each other.
+    # Compiling takes minutes. SyncBN would wait for other processes, of which one may run out of memory.
     values: dict[str, object] = {"MODEL.TRANSFORMER.COMPILE": False}
     if cfg.MODEL.TRANSFORMER.NORM == "SyncBN":
         values["MODEL.TRANSFORMER.NORM"] = "BN"
@@ -125,21 +126,21 @@ def peak_of_step(cfg: CfgNode, num_images: int) -> float:
         peak = torch.cuda.max_memory_allocated(device) - before
     except torch.OutOfMemoryError:
         peak = math.inf
-    # The exception, which refers to the tensors, is gone.
+    # Only now is the exception gone, which refers to the tensors.
     gc.collect()
     torch.cuda.empty_cache()
     return peak
 
 
 def run_steps(cfg: CfgNode, num_images: int) -> None:
-    """Build the model, and train two steps on random images without a loss.
+    """Build the model, and run two training steps on random images, without an effect on the weights.
 
-    The second step has gradients and the state of the optimizer in memory.
+    In the second step gradients and optimizer state are in memory.
     """
     amp = cfg.SOLVER.AMP
     model = build_model(cfg)
     optimizer = build_optimizer(cfg, model)
-    # Only its memory matters.
+    # Kept for its memory.
     _average = copy.deepcopy(model) if cfg.MODEL.EMA.ENABLED else None
     device = torch.device(cfg.MODEL.DEVICE).type
     dtype = amp_dtype(amp.DTYPE, on_gpu=device == "cuda") if amp.ENABLED else None
@@ -152,12 +153,14 @@ def run_steps(cfg: CfgNode, num_images: int) -> None:
 
 
 def _random_image(cfg: CfgNode) -> dict[str, object]:
+    """Return a training sample with random pixels and ``_OBJECTS`` objects."""
     height, width = largest_training_size(cfg)
     boxes = (torch.rand(_OBJECTS, 2, 2) * torch.tensor([width, height])).sort(1).values.flatten(1)
-    found = Instances((height, width), gt_boxes=Boxes(boxes), gt_classes=torch.zeros(_OBJECTS, dtype=torch.int64))
+    instances = Instances((height, width), gt_boxes=Boxes(boxes))
+    instances.gt_classes = torch.zeros(_OBJECTS, dtype=torch.int64)
     if cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask":
-        found.gt_masks = BitMasks(torch.ones(_OBJECTS, height, width, dtype=torch.bool))
+        instances.gt_masks = BitMasks(torch.ones(_OBJECTS, height, width, dtype=torch.bool))
     elif cfg.MODEL.MASK_ON:
-        found.gt_masks = PolygonMasks([[corners] for corners in boxes[:, [0, 1, 2, 1, 2, 3]].double().numpy()])
-    labels = torch.zeros(height, width, dtype=torch.int64)
-    return {"image": torch.randint(256, (3, height, width), dtype=torch.uint8), "instances": found, "sem_seg": labels}
+        instances.gt_masks = PolygonMasks([[corners] for corners in boxes[:, [0, 1, 2, 1, 2, 3]].double().numpy()])
+    pixels = torch.randint(256, (3, height, width), dtype=torch.uint8)
+    return {"image": pixels, "instances": instances, "sem_seg": torch.zeros(height, width, dtype=torch.int64)}

@@ -1,4 +1,4 @@
-"""What happens between iterations: seeds, schedules, EMA, checkpoints, and what follows from evaluations."""
+"""Hooks of the trainer: seeds, schedules, moving average, checkpoints, metrics and early stopping."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from detectron2.engine import HookBase, TrainerBase, hooks
 from detectron2.utils import comm
 from detectron2.utils.events import CommonMetricPrinter
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention, redraw_features
@@ -23,7 +23,7 @@ from projects_vil.data import derived_seed, seed_all
 from projects_vil.engine.writers import SMOOTHING_WINDOW
 from projects_vil.solver import main_group
 
-# Metrics that no run repeats.
+# Metrics that differ between two identical runs.
 TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
 
 
@@ -31,9 +31,9 @@ TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
 
 
 class SeedIterations(HookBase):
-    """Seed every iteration by the run's seed, its number and the rank.
+    """Seed every iteration by the seed of the run, the iteration and the rank.
 
-    Stochastic depth, the sampling of proposals and whatever else is random thus need no state in a checkpoint.
+    Stochastic depth, sampled proposals and other random numbers then need no state in the checkpoint.
     """
 
     def before_step(self) -> None:
@@ -41,7 +41,7 @@ class SeedIterations(HookBase):
 
 
 class MetricsHistory(HookBase):
-    """Keep the last values of each metric in the checkpoint, since ``metrics.json`` has their medians."""
+    """Save the last values of each metric in the checkpoint, because ``metrics.json`` has their medians."""
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] = {}
@@ -64,14 +64,14 @@ class MetricsHistory(HookBase):
         self._saved = state_dict
 
 
-# -- schedules: the iteration is the seed, for all processes and after a resume --------------------
+# -- schedules: functions of the iteration, so that all processes and resumed runs agree -----------
 
 
 class LRScheduler(hooks.LRScheduler):
-    """detectron2's hook; learning rates are those of the config, also where a run is resumed with other ones.
+    """detectron2's hook, with the learning rates of the config after a resume.
 
-    The logged ``lr`` is that of :func:`~projects_vil.solver.main_group`; detectron2's, of the largest group, may be
-    a layer's with layer-wise decay.
+    The logged ``lr`` belongs to :func:`~projects_vil.solver.main_group`. detectron2 logs the largest group, which may
+    be a single layer under layer-wise decay.
     """
 
     def before_train(self) -> None:
@@ -92,7 +92,7 @@ class RedrawFeatures(HookBase):
         self.period = period
 
     def before_train(self) -> None:
-        """Start with the features of rank 0: DistributedDataParallel does not share these buffers."""
+        """Broadcast the features of rank 0. DistributedDataParallel does not share these buffers."""
         if comm.get_world_size() > 1:
             for module in self.trainer.model.modules():
                 if isinstance(module, PerformerAttention):
@@ -104,11 +104,11 @@ class RedrawFeatures(HookBase):
 
 
 class RandomShift(HookBase):
-    """In the first part of a run, let ViL's local attention see one neighbouring chunk, sampled for each layer.
+    """In the first part of a run, limit ViL's attention to one neighboring chunk, sampled for each layer.
 
     Args:
-        model: whose attention it is.
-        end_fraction: where that part ends, of all iterations, 0 to 1; 0.875 in the official configs.
+        model: a model with sliding-chunk attention.
+        end_fraction: the fraction of all iterations with random shifts, 0 to 1. The official configs have 0.875.
 
     Raises:
         ConfigError: if the model has no such attention.
@@ -117,7 +117,8 @@ class RandomShift(HookBase):
     def __init__(self, model: nn.Module, end_fraction: float) -> None:
         if not sample_shifts(model, seed=None):
             raise ConfigError(
-                f"MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION is {end_fraction}, and no stage has sliding_chunk attention"
+                f"MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION is {end_fraction}, but no stage has sliding_chunk attention. "
+                "Set it to 0.0."
             )
         self.model = model
         self.end_fraction = end_fraction
@@ -131,56 +132,55 @@ class RandomShift(HookBase):
 
 
 class ExponentialAverage(AveragedModel):
-    """torch's averaged model, with a decay of min(decay, (1 + n) / (10 + n)) after n steps.
+    """A moving average of a model with a decay of min(decay, (1 + n) / (10 + n)) after n steps.
 
-    The average starts with the weights after the first step. Buffers are those of the model.
+    The average starts with the weights after the first step. Buffers are copied from the model.
 
     Args:
-        model: without DistributedDataParallel.
-        decay: 0 or more, and below 1.
+        model: a model without DistributedDataParallel.
+        decay: the limit of the decay, at least 0 and below 1.
     """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
-        def update(averages: list[Tensor], weights: list[Tensor], steps: Tensor) -> None:
-            number = int(steps)
-            get_ema_multi_avg_fn(min(decay, (1 + number) / (10 + number)))(averages, weights, number)
-
-        super().__init__(model, multi_avg_fn=update)
+        super().__init__(model)
         self.decay = decay
         self.requires_grad_(False)
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module, has_stepped: Tensor | bool = True) -> None:
-        """Update the average; a tensor on the model's device says whether it has changed, 1 or 0, without a wait."""
-        if not isinstance(has_stepped, Tensor):
-            super().update_parameters(model)
-            return
-        # Counted on the device from the first update on.
-        self.n_averaged = steps = self.n_averaged.to(has_stepped.device)
+    def update_parameters(self, model: nn.Module, has_stepped: Tensor | float = 1.0) -> None:
+        """Update the average on the device.
+
+        Args:
+            model: the model of the average.
+            has_stepped: whether the last step changed the model, 1 or 0. A tensor on its device needs no
+                synchronization.
+        """
+        averages = list(self.module.parameters())
+        has_stepped = torch.as_tensor(has_stepped, device=averages[0].device)
+        self.n_averaged = steps = self.n_averaged.to(averages[0].device)
         rate = (9 / (10 + steps)).clamp(min=1 - self.decay)
         rate = torch.where(steps > 0, rate, 1.0) * has_stepped
-        averages = list(self.module.parameters())
         differences = torch._foreach_sub(list(model.parameters()), averages)
         torch._foreach_mul_(differences, rate)
         torch._foreach_add_(averages, differences)
         for average, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
             average.copy_(buffer)
-        self.n_averaged += (has_stepped > 0).long()
+        self.n_averaged += has_stepped.long()
 
 
-# -- checkpoints and evaluations -------------------------------------------------------------------
+# -- checkpoints, metrics and evaluations ----------------------------------------------------------
 
 
 class PeriodicCheckpointer(HookBase):
     """Save every ``period`` iterations, at the end, and when a signal stops the run; every rank has this hook.
 
-    A checkpoint is saved before an evaluation of the same iteration, and once more after it by
-    :meth:`save_evaluated`: a run that is resumed from the first evaluates again.
+    A checkpoint is saved before the evaluation of the same iteration, and again after it by :meth:`save_evaluated`. A
+    run that resumes from the first one repeats the evaluation.
 
     Args:
         checkpointer: writes in rank 0.
         period: iterations between two checkpoints.
-        max_to_keep: how many numbered ones are kept, the newest; 0 for all.
+        max_to_keep: number of numbered checkpoints to keep, the newest; 0 keeps all.
     """
 
     def __init__(self, checkpointer: Checkpointer, *, period: int, max_to_keep: int = 0) -> None:
@@ -208,18 +208,18 @@ class PeriodicCheckpointer(HookBase):
             raise SystemExit(128 + stop)
 
     def save_evaluated(self, trainer: TrainerBase) -> None:
-        """Save the checkpoint of an iteration again, with the result of its evaluation; the last step of a hook."""
+        """Save the checkpoint of an iteration again with the result of its evaluation, as the last hook."""
         done, eval_period = trainer.iter + 1, trainer.cfg.TEST.EVAL_PERIOD
         if eval_period and done % math.lcm(eval_period, self.period) == 0 and done < trainer.max_iter:
             self.save(f"model_{trainer.iter:07d}", finished=True)
 
     def save(self, name: str, *, finished: bool = False, normalizers: list[float | None] | None = None) -> None:
-        """Save a checkpoint; all ranks call this, unless they have shared their loss normalizers before.
+        """Save a checkpoint. All ranks call this, unless ``normalizers`` is set.
 
         Args:
-            name: the file's name without its suffix.
+            name: file name without suffix.
             finished: whether the iteration has been evaluated and logged.
-            normalizers: from :func:`loss_normalizers`.
+            normalizers: result of :func:`loss_normalizers`.
         """
         self.checkpointer.save(
             name,
@@ -234,17 +234,21 @@ class PeriodicCheckpointer(HookBase):
 
 
 class PeriodicWriter(hooks.PeriodicWriter):
-    """detectron2's hook, which also logs the first iteration at once, and closes each writer at the end of a run, also
-    where another one fails.
+    """detectron2's hook, which also writes the first iteration to the log, and every evaluation.
+
+    At the end of a run each writer is closed, even if another writer fails.
     """
 
     def after_step(self) -> None:
         super().after_step()
-        if self.trainer.iter == self.trainer.start_iter:
-            for writer in self._writers:
-                # Not metrics.json: that of a resumed run equals that of one that never stopped.
-                if isinstance(writer, CommonMetricPrinter):
-                    writer.write()
+        iteration, eval_period = self.trainer.iter, self.trainer.cfg.TEST.EVAL_PERIOD
+        is_evaluated = eval_period and (iteration + 1) % eval_period == 0
+        for writer in self._writers:
+            # The first line of a resumed run must not be in metrics.json: an uninterrupted run has none.
+            is_first = iteration == self.trainer.start_iter and isinstance(writer, CommonMetricPrinter)
+            # A writer writes an iteration once.
+            if is_evaluated or is_first:
+                writer.write()
 
     def after_train(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -259,7 +263,7 @@ class BestCheckpointer(hooks.BestCheckpointer):
     Args:
         eval_period: iterations between two evaluations.
         checkpointer: writes ``model_best.pth``.
-        metric: as in ``metrics.json``, for example ``"bbox/AP"``.
+        metric: name in ``metrics.json``, for example ``"bbox/AP"``.
         mode: ``"max"``, or ``"min"`` for a loss.
 
     Attributes:
@@ -287,16 +291,16 @@ class BestCheckpointer(hooks.BestCheckpointer):
 
 
 class StoppedEarly(BaseException):
-    """Ends the training loop from within a hook; not an error."""
+    """Ends the training loop from within a hook. It is not an error."""
 
 
 class EarlyStopping(HookBase):
-    """End the run after ``SOLVER.EARLY_STOPPING_PATIENCE`` evaluations without a better metric; in every rank.
+    """End the run after ``SOLVER.EARLY_STOPPING_PATIENCE`` evaluations without a better metric; every rank has it.
 
-    ``model_final.pth`` is then the model of the last iteration.
+    The model of the last iteration is saved as ``model_final.pth``.
 
     Args:
-        best: counts the evaluations; None in ranks above 0.
+        best: counts the evaluations in rank 0; None in other ranks.
         saving: writes the checkpoint.
     """
 
@@ -313,8 +317,8 @@ class EarlyStopping(HookBase):
             return
         self.saving.save("model_final", finished=True)
         logging.getLogger(__name__).info(
-            f"stopped early after iteration {self.trainer.iter}, {waited} evaluations after the best; a larger "
-            "SOLVER.EARLY_STOPPING_PATIENCE and --resume continue"
+            f"Stopped early after iteration {self.trainer.iter}: the last {waited} evaluations did not improve "
+            f"{cfg.TEST.BEST_METRIC}. To continue, raise SOLVER.EARLY_STOPPING_PATIENCE and use --resume."
         )
         raise StoppedEarly
 

@@ -1,4 +1,4 @@
-"""Writers of metrics: to the log, metrics.json, Weights & Biases and MLflow."""
+"""Metric writers for the log, metrics.json, Weights & Biases and MLflow."""
 
 import contextlib
 import importlib.util
@@ -20,16 +20,15 @@ from backbones.errors import check_file
 from projects_vil.config import one_line
 from projects_vil.utils import memory_of, parse_json
 
-# Writers take the median of this many values, as in detectron2.
+# Writers report the median of this many values, as in detectron2.
 SMOOTHING_WINDOW = 20
 
 
 class MetricPrinter(CommonMetricPrinter):
-    """detectron2's line of the log, and one with the gradient norm, images per second, the share of time spent waiting
-    for data, and the process' memory.
+    """detectron2's log line, and a second line with gradient norm, images per second, data wait and memory.
 
     Args:
-        max_iter: the number of iterations of the run.
+        max_iter: number of iterations of the run.
         batch_size: images per iteration in all processes.
     """
 
@@ -40,14 +39,14 @@ class MetricPrinter(CommonMetricPrinter):
 
     def write(self) -> None:
         storage = get_event_storage()
-        # detectron2 estimates the time left from the iterations since the last line.
+        # detectron2 estimates the remaining time from the iterations since the last line.
         if storage.iter in (self._max_iter, self._last_iteration):
             return
         self._last_iteration = storage.iter
         super().write()
         histories, parts = storage.histories(), [f"iter: {storage.iter}"]
         if "gradient_norm" in histories:
-            # The median, which is the figure in metrics.json.
+            # The median, as in metrics.json.
             norm, _ = storage.latest_with_smoothing_hint(SMOOTHING_WINDOW)["gradient_norm"]
             parts.append(f"gradient_norm: {norm:.4g}")
         if histories.keys() >= {"time", "data_time"}:
@@ -56,18 +55,13 @@ class MetricPrinter(CommonMetricPrinter):
             )
             parts.append(f"images/s: {self.batch_size / seconds:.3g}")
             parts.append(f"data_wait: {min(waited / seconds, 1):.0%}")
-        memory = memory_of(peak=True)
-        if memory is not None:
+        if (memory := memory_of(peak=True)) is not None:
             parts.append(f"max_rss: {memory / 2**20:.0f}M")
         self.logger.info(" %s", "  ".join(parts))
 
 
 class MetricsFile(JSONWriter):
-    """detectron2's ``metrics.json``, in which a resumed run repeats no iteration.
-
-    Args:
-        path: the file.
-    """
+    """detectron2's writer of ``metrics.json``, without repeated iterations in a resumed run."""
 
     def __init__(self, path: Path) -> None:
         if path.exists():
@@ -76,7 +70,7 @@ class MetricsFile(JSONWriter):
         self.path = path
 
     def start(self, first_iteration: int) -> None:
-        """Remove the lines of ``first_iteration`` and later ones, and an incomplete last line."""
+        """Remove the lines of ``first_iteration`` and later iterations, and an incomplete last line."""
         self.close()
         lines = self.path.read_text(errors="replace").splitlines()
         kept = [line for line in lines if _iteration(line) < first_iteration]
@@ -94,15 +88,15 @@ def _iteration(line: str) -> float:
         return math.inf
 
 
-# -- services, which are imported only where a key of LOGGING names them ---------------------------
+# -- services, imported only if a key of LOGGING enables them --------------------------------------
 
 
 class ServiceWriter(EventWriter):
-    """Passes each finite scalar on to a service once, with its iteration.
+    """Log each finite scalar to a service once, with its iteration.
 
     Args:
-        log: takes scalars by name, and their iteration.
-        close: ends the run of the service.
+        log: function of a dict of scalars and their iteration.
+        close: function that ends the run of the service.
     """
 
     def __init__(self, log: Callable[[dict[str, float], int], object], close: Callable[[], object]) -> None:
@@ -121,9 +115,10 @@ class ServiceWriter(EventWriter):
 
 
 def wandb_writer(cfg: CfgNode) -> ServiceWriter:
-    """Start a Weights & Biases run in the project ``LOGGING.WANDB_PROJECT``; ``WANDB_...`` variables configure it.
+    """Start a Weights & Biases run in the project ``LOGGING.WANDB_PROJECT``.
 
-    A resumed run is a new run there, in the group of its ``OUTPUT_DIR``.
+    ``WANDB_...`` environment variables configure it. A resumed run is a new run in the group named after its
+    ``OUTPUT_DIR``.
 
     Raises:
         ConfigError: if wandb does not start.
@@ -134,12 +129,12 @@ def wandb_writer(cfg: CfgNode) -> ServiceWriter:
     try:
         run = wandb.init(project=cfg.LOGGING.WANDB_PROJECT, group=group, dir=cfg.OUTPUT_DIR, config=config)
     except wandb.errors.Error as error:
-        raise ConfigError(f"LOGGING.WANDB_PROJECT: {one_line(error)} (or set WANDB_MODE=offline)") from error
+        raise ConfigError(f"LOGGING.WANDB_PROJECT: {one_line(error)} Or set WANDB_MODE=offline.") from error
     return ServiceWriter(lambda values, iteration: run.log(values, step=iteration), run.finish)
 
 
 def mlflow_writer(cfg: CfgNode) -> ServiceWriter:
-    """Start a run of the MLflow experiment ``LOGGING.MLFLOW_EXPERIMENT``, at ``MLFLOW_TRACKING_URI``.
+    """Start an MLflow run in the experiment ``LOGGING.MLFLOW_EXPERIMENT``, at ``MLFLOW_TRACKING_URI``.
 
     Raises:
         ConfigError: if the run cannot be created.
@@ -157,10 +152,10 @@ def mlflow_writer(cfg: CfgNode) -> ServiceWriter:
     def log(values: dict[str, float], iteration: int) -> None:
         try:
             for name, value in values.items():
-                # MLflow allows few characters in names.
+                # MLflow allows only these characters in names.
                 client.log_metric(run_id, re.sub(r"[^\w\-./ ]", "_", name), value, step=iteration)
         except mlflow.exceptions.MlflowException as error:
-            # metrics.json has everything: a server that is down for a while need not end a run.
+            # metrics.json has all values, so a server failure need not end the run.
             log_first_n(logging.WARNING, f"MLflow: {one_line(error)}; training continues", name=__name__)
 
     def close() -> None:
@@ -174,16 +169,17 @@ _SERVICES = {"WANDB_PROJECT": ("wandb", wandb_writer), "MLFLOW_EXPERIMENT": ("ml
 
 
 def check_services(cfg: CfgNode) -> None:
-    """Raise a ConfigError if a service that the config logs to is not installed."""
+    """Raise a ConfigError if the package of an enabled service is not installed."""
     for key, (module, _) in _SERVICES.items():
-        found = importlib.util.find_spec(module) if cfg.LOGGING[key] else None
-        # wandb leaves folders of its name, which are found too, without an origin.
-        if cfg.LOGGING[key] and (found is None or found.origin is None):
-            raise ConfigError(
-                f"LOGGING.{key} is {cfg.LOGGING[key]!r}, and {module} is not installed: pip install {module}"
-            )
+        if cfg.LOGGING[key]:
+            spec = importlib.util.find_spec(module)
+            # A folder that wandb has written is found too, without an origin.
+            if spec is None or spec.origin is None:
+                raise ConfigError(
+                    f"LOGGING.{key} is {cfg.LOGGING[key]!r}, but {module} is not installed. Run 'pip install {module}'."
+                )
 
 
 def build_service_writers(cfg: CfgNode) -> list[EventWriter]:
-    """Build a writer for each service that the config names."""
+    """Build a writer for each enabled service."""
     return [build_writer(cfg) for key, (_, build_writer) in _SERVICES.items() if cfg.LOGGING[key]]

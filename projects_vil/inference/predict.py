@@ -32,12 +32,12 @@ from projects_vil.inference.image_listing import find_images, is_video
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video
 from projects_vil.utils import stop_requests
 from projects_vil.visualization import DRAW_THRESHOLD, write_image
+from vil.choices import PART_SIZE
 
 RESULTS_FILE, IMAGES_FILE, DRAWINGS_FOLDER = "results.json", "images.json", "drawings"
 MIN_DRAWING_SIDE = 480  # smaller images are enlarged to this many pixels on the longer side
 VIDEO_CODEC = "mp4v"
 SECONDS_BETWEEN_LINES = 30  # between progress lines in a log file
-PART_SIZE = 1024  # rows in a Parquet file
 
 
 @dataclasses.dataclass(frozen=True)

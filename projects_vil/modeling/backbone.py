@@ -1,4 +1,4 @@
-"""The backbones, FPN over them and models of a config; importing this registers the builders of detectron2."""
+"""Our backbones and FPN in detectron2. Importing this module registers their builders."""
 
 import contextlib
 import functools
@@ -6,7 +6,8 @@ import logging
 import math
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +27,17 @@ from projects_vil.config import config_items, with_overrides
 from projects_vil.modeling.timm_backbone import TIMM_PREFIX, TIMM_STAGES, TimmBackbone
 
 _logger = logging.getLogger(__name__)
-# The parts of a detector that may compute in 16 bits: all but the last layers and the mask head, which post-processing
-# follows that compares scores and pastes masks by their coordinates.
-_SIXTEEN_BIT = r"backbone|head\.(cls|bbox)_subnet|proposal_generator\.rpn_head\.conv|roi_heads\.box_head(\.\d+)?"
-# Sides of images in pixels, and images in a batch, that exported programs take.
+# The parts of a detector that may run in 16 bits. The last layers and the mask head stay in float32, because
+# post-processing compares scores and pastes masks by coordinates.
+_AUTOCAST_PARTS = r"backbone|head\.(cls|bbox)_subnet|proposal_generator\.rpn_head\.conv|roi_heads\.box_head(\.\d+)?"
+# The heads of each meta-architecture that read feature levels.
+_HEADS = {
+    "RetinaNet": ("RETINANET",),
+    "GeneralizedRCNN": ("RPN", "ROI_HEADS"),
+    "PanopticFPN": ("RPN", "ROI_HEADS", "SEM_SEG_HEAD"),
+    "SemanticSegmentor": ("SEM_SEG_HEAD",),
+}
+# Limits of exported programs: image sides in pixels, and images per batch.
 MIN_EXPORT_SIDE, MAX_EXPORT_SIDE, LARGEST_BATCH = 32, 8192, 1024
 
 
@@ -37,25 +45,30 @@ class TransformerBackbone(Backbone):
     """A backbone of :mod:`backbones` with detectron2's interface.
 
     Args:
-        name: a variant.
-        out_features: stages to return.
-        freeze_at: number of stages, from the first, that are not trained.
-        options: keywords of :func:`backbones.create_backbone`, which checks them.
+        name: variant name.
+        out_features: names of the stages to return.
+        freeze_at: number of frozen stages, counted from the first.
+        options: keyword arguments of :func:`backbones.create_backbone`.
+
+    Raises:
+        ConfigError: for an unknown variant or option, or if ``freeze_at`` is more than the number of stages.
     """
 
     def __init__(self, name: str, *, out_features: Sequence[str], freeze_at: int = 0, **options) -> None:
         super().__init__()
         self.variant = name
-        # For the conversion of official weights.
+        # Used to convert official weights.
         self.options = {"out_features": tuple(out_features), **options}
         self.net = create_backbone(name, **self.options)
         if not 0 <= freeze_at <= len(self.net.stages):
-            raise ConfigError(f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}: {name} has {len(self.net.stages)} stages")
+            raise ConfigError(
+                f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}, but {name} has {len(self.net.stages)} stages. Lower it."
+            )
         self.net.freeze_stages(freeze_at)
 
     @property
     def variant_options(self) -> dict[str, object]:
-        """Return the options that differ from the variant's."""
+        """Return the options that differ from the defaults of the variant."""
         return {key: value for key, value in self.options.items() if key in OPTIONS and value is not None}
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
@@ -69,12 +82,12 @@ class TransformerBackbone(Backbone):
 
     @property
     def size_divisibility(self) -> int:
-        """The largest stride: FPN adds features of neighbouring levels, whose sizes must be multiples."""
+        """The largest stride. FPN adds neighboring levels, whose sizes must be multiples of each other."""
         return max(info.stride for info in self.net.feature_info.values())
 
 
 def stage_names(name: str) -> tuple[str, ...]:
-    """Return the names of the stages of a variant, or of a model of timm.
+    """Return the stage names of a variant or of a timm model.
 
     Raises:
         ConfigError: for an unknown variant.
@@ -83,23 +96,28 @@ def stage_names(name: str) -> tuple[str, ...]:
 
 
 def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> TransformerBackbone | TimmBackbone:
-    """Build the bottom-up backbone of ``MODEL.TRANSFORMER``, which may be a model of timm."""
+    """Build the bottom-up backbone of ``MODEL.TRANSFORMER``.
+
+    Raises:
+        ConfigError: for an invalid key of ``MODEL.TRANSFORMER`` or ``MODEL.FPN.IN_FEATURES``.
+    """
     node, in_features = cfg.MODEL.TRANSFORMER, list(cfg.MODEL.FPN.IN_FEATURES)
-    out_features = list(node.OUT_FEATURES) or in_features
-    with _naming("MODEL.TRANSFORMER.VARIANT"):
-        stages = stage_names(node.VARIANT)
-    for key, names, available in (
-        ("MODEL.TRANSFORMER.OUT_FEATURES", node.OUT_FEATURES, stages),
-        ("MODEL.FPN.IN_FEATURES", in_features, [name for name in out_features if name in stages]),
-    ):
-        unknown = [name for name in names if name not in available]
-        if unknown:
-            raise ConfigError(f"{key} has {unknown[0]}: {node.VARIANT} returns {', '.join(available)}")
-    if not in_features:
-        raise ConfigError("MODEL.FPN.IN_FEATURES is empty: name the stages that feed FPN")
+    out_features, is_timm = list(node.OUT_FEATURES) or in_features, node.VARIANT.startswith(TIMM_PREFIX)
     check_choice("MODEL.TRANSFORMER.ATTENTION_BACKEND", node.ATTENTION_BACKEND, ATTENTION_BACKENDS)
-    is_timm = node.VARIANT.startswith(TIMM_PREFIX)
-    with _naming("MODEL.TRANSFORMER"):
+    key = "MODEL.TRANSFORMER.VARIANT"
+    try:
+        stages = stage_names(node.VARIANT)
+        if not in_features:
+            raise ConfigError("MODEL.FPN.IN_FEATURES is empty. List the stages that feed FPN.")
+        for key, names, available in (
+            ("MODEL.TRANSFORMER.OUT_FEATURES", node.OUT_FEATURES, stages),
+            ("MODEL.FPN.IN_FEATURES", in_features, [name for name in out_features if name in stages]),
+        ):
+            unknown = [name for name in names if name not in available]
+            if unknown:
+                available = ", ".join(available)
+                raise ConfigError(f"{key} has {unknown[0]}, but {node.VARIANT} returns only {available}.")
+        key = "MODEL.TRANSFORMER"
         backbone = (TimmBackbone if is_timm else TransformerBackbone)(
             node.VARIANT,
             out_features=out_features,
@@ -118,35 +136,28 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
             norm=node.NORM or None,
             position_interpolation=node.POSITION_INTERPOLATION or None,
         )
+    except ConfigError as error:
+        raise error if str(error).startswith("MODEL.") else ConfigError(f"{key}: {error}") from error
     if node.COMPILE:
         _logger.info("MODEL.TRANSFORMER.COMPILE: the first call of the backbone compiles it, which takes minutes")
-        # In place, at its first call: names of parameters stay, and copies are not compiled.
+        # In place, at its first call: parameter names stay the same, and copies are not compiled.
         backbone.net.compile(dynamic=True)
     return backbone
 
 
-@contextlib.contextmanager
-def _naming(key: str) -> Iterator[None]:
-    """Name ``key`` in errors that name no key themselves."""
-    try:
-        yield
-    except ConfigError as error:
-        raise error if str(error).startswith("MODEL.") else ConfigError(f"{key}: {error}") from error
-
-
 class LastLevelConvs(nn.Module):
-    """FPN's levels beyond its last feature map, each by a 3 x 3 convolution with stride 2 on the one before.
+    """Extra FPN levels, each a 3 x 3 convolution with stride 2 on the level before.
 
-    Two levels on features of stride 32 are, with ``relu``, detectron2's ``LastLevelP6P7``, with its names and initial
-    values.
+    With two levels on features of stride 32 and ``relu`` it equals detectron2's ``LastLevelP6P7``, including parameter
+    names and initial values.
 
     Args:
         in_channels: channels of ``in_feature``.
-        out_channels: channels of the levels.
-        in_feature: a bottom-up feature or a level of FPN.
-        levels: numbers of the levels by convolution; may be empty.
-        pooled: whether one more level is pooled from the last, as Mask R-CNN's P6.
-        relu: whether a ReLU is between two levels.
+        out_channels: channels of the new levels.
+        in_feature: name of a bottom-up feature map or of an FPN level.
+        levels: numbers of the new levels; may be empty.
+        pooled: whether to add one more level by pooling the last one, as P6 of Mask R-CNN.
+        relu: whether to apply a ReLU between two levels.
     """
 
     def __init__(
@@ -174,95 +185,84 @@ class LastLevelConvs(nn.Module):
     def forward(self, features: Tensor) -> list[Tensor]:
         """(B, C_in, H, W) -> the levels (B, C, H / 2, W / 2), (B, C, H / 4, W / 4), ..., rounded up."""
         levels: list[Tensor] = []
-        with _in_float32(features) as inputs:
+        dtype, autocast = features.dtype, contextlib.nullcontext()
+        if features.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+            # In bfloat16 the weight gradient for 1 x 1 feature maps is uninitialized memory on the CPU.
+            autocast, features = torch.autocast("cpu", enabled=False), features.float()
+        with autocast:
             for name in self.names:
-                before = levels[-1] if levels else inputs
-                levels.append(self.get_submodule(name)(F.relu(before) if levels and self.relu else before))
-        # detectron2 pools regions of levels with one dtype.
-        levels = [level.to(features.dtype) if inputs is not features else level for level in levels]
+                before = F.relu(levels[-1]) if levels and self.relu else (levels or [features])[-1]
+                levels.append(self.get_submodule(name)(before))
+        if features.dtype != dtype:
+            # detectron2 pools regions from levels of one dtype.
+            features, levels = features.to(dtype), [level.to(dtype) for level in levels]
         if self.pooled:
             levels.append(F.max_pool2d(levels[-1] if levels else features, kernel_size=1, stride=2))
         return levels
 
 
-@contextlib.contextmanager
-def _in_float32(features: Tensor) -> Iterator[Tensor]:
-    """Switch CPU autocast off: in bfloat16 the filters' gradient for 1 x 1 features is uninitialised memory."""
-    if features.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-        with torch.autocast("cpu", enabled=False):
-            yield features.float()
-    else:
-        yield features
-
-
-@BACKBONE_REGISTRY.register()
-def build_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
-    """Build FPN with a pooled last level, P2 to P6 from stages 1 to 4: for Mask R-CNN.
-
-    Where the last stage has stride 16 (CvT), P5 is a convolution with stride 2 on P4.
-    """
-    bottom_up = build_transformer_backbone(cfg, input_shape)
-    level, channels = _last_level(cfg, bottom_up), cfg.MODEL.FPN.OUT_CHANNELS
-    return _fpn(cfg, bottom_up, LastLevelConvs(channels, channels, f"p{level}", range(level + 1, 6), pooled=True))
-
-
-@BACKBONE_REGISTRY.register()
-def build_retinanet_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
-    """Build FPN with two convolutions on the last stage's features, P3 to P7 from stages 2 to 4: for RetinaNet.
-
-    Where the last stage has stride 16 (CvT), P5 is a convolution on its features too.
-    """
-    bottom_up = build_transformer_backbone(cfg, input_shape)
-    last, level = cfg.MODEL.FPN.IN_FEATURES[-1], _last_level(cfg, bottom_up)
-    channels = bottom_up.output_shape()[last].channels
-    levels, node = range(level + 1, 8), cfg.MODEL.FPN
-    return _fpn(cfg, bottom_up, LastLevelConvs(channels, node.OUT_CHANNELS, last, levels, relu=node.P7_RELU))
-
-
-def _last_level(cfg: CfgNode, bottom_up: Backbone) -> int:
-    """Return 5 if FPN's last bottom-up feature has stride 32, 4 for 16; check the strides."""
-    in_features = list(cfg.MODEL.FPN.IN_FEATURES)
-    strides = [bottom_up.output_shape()[name].stride for name in in_features]
-    if strides != [strides[0] * 2**index for index in range(len(strides))] or strides[-1] not in (16, 32):
-        raise ConfigError(f"MODEL.FPN.IN_FEATURES have strides {strides}: they must double up to 16 or 32")
-    return int(math.log2(strides[-1]))
-
-
-def _fpn(cfg: CfgNode, bottom_up: Backbone, top_block: nn.Module) -> FPN:
-    in_features, node = cfg.MODEL.FPN.IN_FEATURES, cfg.MODEL.FPN
-    options = {"norm": node.NORM, "top_block": top_block, "fuse_type": node.FUSE_TYPE}
-    fpn = PaddedFPN(bottom_up=bottom_up, in_features=in_features, out_channels=node.OUT_CHANNELS, **options)
-    levels = list(fpn.output_shape())
-    heads = {
-        "RetinaNet": ("RETINANET",),
-        "GeneralizedRCNN": ("RPN", "ROI_HEADS"),
-        "PanopticFPN": ("RPN", "ROI_HEADS", "SEM_SEG_HEAD"),
-        "SemanticSegmentor": ("SEM_SEG_HEAD",),
-    }
-    for head in heads.get(cfg.MODEL.META_ARCHITECTURE, ()):
-        unknown = [name for name in cfg.MODEL[head].IN_FEATURES if name not in levels]
-        if unknown:
-            made = f"FPN makes {', '.join(levels)} of MODEL.FPN.IN_FEATURES {list(in_features)}"
-            raise ConfigError(f"MODEL.{head}.IN_FEATURES has {unknown[0]}, and {made}")
-    return fpn
-
-
 class PaddedFPN(FPN):
-    """detectron2's FPN; images are padded to multiples of 32 also where P5 comes from features of stride 16."""
+    """detectron2's FPN with images padded to multiples of 32, even if P5 comes from features of stride 16."""
 
     @property
     def size_divisibility(self) -> int:
         return max(super().size_divisibility, 32)
 
 
-# -- models of a config, and the sizes of images that they take --------------------------------------
+@BACKBONE_REGISTRY.register()
+def build_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
+    """Build FPN with levels P2 to P6 from stages 1 to 4, for Mask R-CNN. P6 is pooled.
+
+    If the last stage has stride 16 (CvT), P5 is a convolution with stride 2 on P4.
+    """
+    return _build_fpn(cfg, build_transformer_backbone(cfg, input_shape), last_level=5)
+
+
+@BACKBONE_REGISTRY.register()
+def build_retinanet_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
+    """Build FPN with levels P3 to P7 from stages 2 to 4, for RetinaNet. P6 and P7 are convolutions on the last stage.
+
+    If the last stage has stride 16 (CvT), P5 is a convolution on its features too.
+    """
+    return _build_fpn(cfg, build_transformer_backbone(cfg, input_shape), last_level=7)
+
+
+def _build_fpn(cfg: CfgNode, bottom_up: Backbone, *, last_level: int) -> FPN:
+    """Build FPN and its extra levels, up to ``last_level`` by convolution.
+
+    Raises:
+        ConfigError: if the strides of ``MODEL.FPN.IN_FEATURES`` do not double, or a head needs a missing level.
+    """
+    node, shapes = cfg.MODEL.FPN, bottom_up.output_shape()
+    strides = [shapes[name].stride for name in node.IN_FEATURES]
+    if strides != [strides[0] * 2**index for index in range(len(strides))] or strides[-1] not in (16, 32):
+        raise ConfigError(f"MODEL.FPN.IN_FEATURES have strides {strides}. They must double, up to 16 or 32.")
+    last, level = node.IN_FEATURES[-1], int(math.log2(strides[-1]))
+    levels = range(level + 1, last_level + 1)
+    if last_level == 7:
+        top_block = LastLevelConvs(shapes[last].channels, node.OUT_CHANNELS, last, levels, relu=node.P7_RELU)
+    else:
+        top_block = LastLevelConvs(node.OUT_CHANNELS, node.OUT_CHANNELS, f"p{level}", levels, pooled=True)
+    options = {"norm": node.NORM, "top_block": top_block, "fuse_type": node.FUSE_TYPE}
+    fpn = PaddedFPN(bottom_up=bottom_up, in_features=node.IN_FEATURES, out_channels=node.OUT_CHANNELS, **options)
+    for head in _HEADS.get(cfg.MODEL.META_ARCHITECTURE, ()):
+        for name in cfg.MODEL[head].IN_FEATURES:
+            if name not in fpn.output_shape():
+                raise ConfigError(
+                    f"MODEL.{head}.IN_FEATURES has {name}, but FPN makes only {', '.join(fpn.output_shape())} from "
+                    f"MODEL.FPN.IN_FEATURES {list(node.IN_FEATURES)}."
+                )
+    return fpn
+
+
+# -- models of a config, their image sizes and dtypes ----------------------------------------------
 
 
 def build_on_meta(cfg: CfgNode) -> nn.Module:
     """Build the model of ``cfg`` on the meta device.
 
     Raises:
-        ConfigError: if a key has a value with which it cannot be built.
+        ConfigError: if the model cannot be built because of the value of a key.
     """
     cfg = with_overrides(cfg, {"MODEL.DEVICE": "meta"})
     try:
@@ -271,19 +271,19 @@ def build_on_meta(cfg: CfgNode) -> nn.Module:
     except ConfigError:
         raise
     except (AssertionError, IndexError, KeyError, ValueError) as error:
-        # detectron2's registries raise a KeyError with the name that a key has.
+        # detectron2's registries raise a KeyError with the value of a key.
         strings = [(key, value) for key, value in config_items(cfg) if isinstance(value, str)]
         keys = [f"{key} is {value!r}" for key, value in strings if f"'{value}'" in str(error)]
         what = " and ".join(keys) or " ".join(str(error).split())
         if isinstance(error, AssertionError):
-            # The code of detectron2's assertions names the keys, and not all have a message.
+            # The source line of detectron2's assertion names the key; the message may be empty.
             code = traceback.extract_tb(error.__traceback__)[-1].line
             what = " ".join([what, code.rstrip("\\( ,")]).strip()
-        raise ConfigError(f"the model cannot be built from this config: {what} ({type(error).__name__})") from error
+        raise ConfigError(f"The model cannot be built from this config: {what} ({type(error).__name__}).") from error
 
 
 def stage_channels(name: str, stage: str) -> int:
-    """Return the channels of a stage of a variant or of a model of timm, for the layers of a LazyConfig that follow it.
+    """Return the channels of a stage of a variant or timm model. LazyConfigs use it for the layers that follow.
 
     Raises:
         ConfigError: for an unknown variant or stage.
@@ -295,33 +295,47 @@ def stage_channels(name: str, stage: str) -> int:
 
 
 def export_sides(detector: nn.Module) -> tuple[int, int]:
-    """Return the shortest and the longest side, in pixels, of images that an exported detector takes.
+    """Return the shortest and longest image side, in pixels, of an exported detector.
 
-    Absolute positions limit the longest one. In models of timm a map of 1 x 1 token may lie in memory as one of another
-    layout, and programs are not for both.
+    Absolute positions limit the longest side. For timm models the shortest side is one pixel larger: a feature map of
+    1 x 1 may have another memory layout, and an exported program supports only one.
     """
     shortest = MIN_EXPORT_SIDE + any(isinstance(module, TimmBackbone) for module in detector.modules())
     return shortest, max_input_side(detector) or MAX_EXPORT_SIDE
 
 
 def max_input_side(detector: nn.Module) -> int | None:
-    """Return the longest side of images, in pixels, that absolute positions allow; None if there is no limit."""
+    """Return the longest image side, in pixels, that absolute positions allow; None if there is no limit."""
     has_tables = any(getattr(module, "resizing", None) == "once" for module in detector.modules())
     return detector.backbone.bottom_up.options["max_img_size"] if has_tables else None
 
 
 @contextlib.contextmanager
 def autocast_detector(dtype: torch.dtype, detector: nn.Module) -> Iterator[None]:
-    """Compute a detector's backbone and the layers of its heads but the last by autocast, and the rest in float32."""
-    parts = [part for name, part in detector.named_modules() if re.fullmatch(_SIXTEEN_BIT, name)]
-    with contextlib.ExitStack() as stack:
-        for part in parts if dtype != torch.float32 else ():
-            part.forward = functools.partial(_in_dtype, part.forward, dtype)
-            stack.callback(delattr, part, "forward")
+    """Run the backbone and all but the last layers of the heads under autocast, and the rest in float32.
+
+    float32 changes nothing.
+    """
+    names = _AUTOCAST_PARTS if dtype != torch.float32 else ""
+    with contextlib.ExitStack() as handles:
+        for part in [part for name, part in detector.named_modules() if name and re.fullmatch(names, name)]:
+            autocast = torch.autocast(detector.device.type, dtype)
+            before = part.register_forward_pre_hook(functools.partial(_enter_autocast, autocast))
+            # Called after an error too, so that autocast does not stay on.
+            leave = functools.partial(_exit_autocast, autocast)
+            after = part.register_forward_hook(leave, prepend=True, always_call=True)
+            handles.callback(before.remove)
+            handles.callback(after.remove)
         yield
 
 
-def _in_dtype(forward: Callable, dtype: torch.dtype, x: Tensor) -> Tensor | dict[str, Tensor]:
-    with torch.autocast(x.device.type, dtype):
-        outputs = forward(x)
-    return {name: y.float() for name, y in outputs.items()} if isinstance(outputs, dict) else outputs.float()
+def _enter_autocast(autocast: torch.autocast, part: nn.Module, inputs: tuple) -> None:
+    autocast.__enter__()
+
+
+def _exit_autocast(autocast: torch.autocast, part: nn.Module, inputs: tuple, outputs: Any) -> Any:
+    """Leave autocast and return the outputs in float32."""
+    autocast.__exit__(None, None, None)
+    if isinstance(outputs, dict):
+        return {name: output.float() for name, output in outputs.items()}
+    return outputs if outputs is None else outputs.float()

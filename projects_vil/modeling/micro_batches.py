@@ -1,4 +1,4 @@
-"""The loss of a batch from those of its micro-batches, for gradient accumulation."""
+"""Combine the losses of micro-batches into the loss of the batch, for gradient accumulation."""
 
 from detectron2.modeling import RetinaNet
 from detectron2.utils.events import get_event_storage
@@ -9,18 +9,18 @@ _NORMALIZER, _FIRST_NORMALIZER = "loss_normalizer", 100
 
 
 class MicroBatches:
-    """Weights of the micro-batches' losses: the loss of the batch is the sum of weight x loss, over divisor.
+    """Weights of the losses of micro-batches. The loss of the batch is the sum of weight x loss, divided by divisor.
 
-    RetinaNet's losses are sums over a batch, divided by a running mean of its positive anchors; the result is divided
-    by the mean that the whole batch would have had. Any other model's losses are averaged: if a model divides by a
-    number that differs between micro-batches (Mask R-CNN: sampled proposals, masks of foreground proposals; Semantic
-    FPN: labelled pixels), the result is not the loss of the whole batch.
+    RetinaNet sums its losses over a batch and divides them by a running mean of its positive anchors. The result is
+    divided by the mean after the whole batch, so it equals the loss of the whole batch. The losses of other models are
+    averaged. This is only close to the loss of the whole batch if a model divides by a number that differs between
+    micro-batches (Mask R-CNN: sampled proposals and foreground masks; Semantic FPN: labeled pixels).
 
     Args:
-        model: without DistributedDataParallel around it.
+        model: the model without DistributedDataParallel.
 
     Attributes:
-        total: positive anchors of all micro-batches so far, or the number of micro-batches.
+        total: number of positive anchors so far (RetinaNet), or of micro-batches.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,12 +30,12 @@ class MicroBatches:
         self._before = getattr(model, _NORMALIZER, _FIRST_NORMALIZER)
 
     def restore(self) -> None:
-        """Restore the running mean from before the batch: before each micro-batch, and if the batch is skipped."""
+        """Restore the running mean from before the batch, before each micro-batch and after a skipped step."""
         if self._is_retinanet:
             setattr(self._model, _NORMALIZER, self._before)
 
     def weight(self, num_images: int) -> float:
-        """Return the weight of the micro-batch whose loss was just computed."""
+        """Return the weight of the last micro-batch."""
         if not self._is_retinanet:
             self.total += 1
             return 1.0
@@ -44,7 +44,7 @@ class MicroBatches:
         return getattr(self._model, _NORMALIZER)
 
     def divisor(self) -> float:
-        """Return the divisor after the last micro-batch, and set the running mean to that after the whole batch."""
+        """Return the divisor after the last micro-batch, and update the running mean for the whole batch."""
         if not self._is_retinanet:
             return self.total
         self.restore()

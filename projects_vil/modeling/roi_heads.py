@@ -1,4 +1,4 @@
-"""PointRend's mask head for batches without objects, and checks of PointRend's and Cascade R-CNN's keys."""
+"""A PointRend mask head for batches without objects, and checks of the keys of PointRend and Cascade R-CNN."""
 
 from detectron2.config import CfgNode
 from detectron2.modeling import ROI_MASK_HEAD_REGISTRY
@@ -12,13 +12,13 @@ from projects_vil.config import is_point_rend
 
 @ROI_MASK_HEAD_REGISTRY.register()
 class AnyBatchPointRendMaskHead(PointRendMaskHead):
-    """detectron2's head with losses of 0 for batches without objects, in which it fails.
+    """detectron2's head, which fails for batches without objects, with a loss of 0 for them.
 
-    Crops can leave such a batch in any dataset, and ``TEST.VALIDATION_LOSS`` evaluates images one by one.
+    Such batches occur after cropping, and with ``TEST.VALIDATION_LOSS``, which evaluates single images.
     """
 
     def _sample_train_points(self, coarse_mask: Tensor, instances: list[Instances]) -> tuple[Tensor, Tensor]:
-        """(R, C, S, S) logits of R objects -> points (R, P, 2) in their boxes, and their labels (R, P)."""
+        """(R, C, S, S) logits of R objects -> points (R, P, 2) in their boxes, and labels (R, P)."""
         if any(len(of_image) for of_image in instances):
             return super()._sample_train_points(coarse_mask, instances)
         number = self.mask_point_train_num_points
@@ -26,15 +26,15 @@ class AnyBatchPointRendMaskHead(PointRendMaskHead):
 
 
 def check_roi_heads(cfg: CfgNode) -> None:
-    """Check the keys of PointRend's and Cascade R-CNN's heads that detectron2 does not check when it builds them.
+    """Check keys of PointRend and Cascade R-CNN that detectron2 does not check.
 
     Raises:
-        ConfigError: for a value that PointRend's mask head cannot use, and for a threshold outside of 0 to 1.
+        ConfigError: for a value that PointRend's mask head cannot use, or an IoU threshold that is not between 0 and 1.
     """
     model, head = cfg.MODEL, cfg.MODEL.ROI_MASK_HEAD
     if is_point_rend(cfg):
         channels = model.FPN.OUT_CHANNELS * len(head.IN_FEATURES)
-        # Other augmentations than the default always make bitmaps.
+        # All augmentations except the default produce bitmaps.
         has_bitmaps = cfg.INPUT.MASK_FORMAT == "bitmask" or cfg.INPUT.AUGMENTATION != "default"
         for key, is_valid, valid in (
             ("MODEL.ROI_MASK_HEAD.POINT_HEAD_ON", head.POINT_HEAD_ON, True),
@@ -45,10 +45,10 @@ def check_roi_heads(cfg: CfgNode) -> None:
             ("INPUT.MASK_FORMAT", has_bitmaps, "bitmask"),
         ):
             if not is_valid:
-                raise ConfigError(f"{key} has a value that PointRendMaskHead cannot use: add {key} {valid}")
+                raise ConfigError(f"{key} has a value that PointRendMaskHead cannot use. Set {key} {valid}.")
     thresholds = model.ROI_BOX_CASCADE_HEAD.IOUS
     are_valid = thresholds and all(isinstance(value, float) and 0 < value < 1 for value in thresholds)
     if model.ROI_HEADS.NAME == "CascadeROIHeads" and not are_valid:
         raise ConfigError(
-            f"MODEL.ROI_BOX_CASCADE_HEAD.IOUS is {thresholds}: each head needs a threshold above 0 and below 1"
+            f"MODEL.ROI_BOX_CASCADE_HEAD.IOUS is {thresholds}. Each head needs a threshold above 0 and below 1."
         )

@@ -1,4 +1,4 @@
-"""Parts of detectron2's detectors that compute the same without the host waiting for a GPU."""
+"""Parts of detectron2's detectors with the same results, for which the host does not wait for the GPU."""
 
 import torch
 from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
@@ -7,8 +7,17 @@ from detectron2.modeling.matcher import Matcher
 from torch import Tensor, nn
 
 
-class DeviceAnchorGenerator(DefaultAnchorGenerator):
-    """detectron2's anchors, whose grids are made on the device instead of copied to it."""
+class SyncFreeAnchorGenerator(DefaultAnchorGenerator):
+    """detectron2's anchors, with grids that are created on the device instead of copied to it.
+
+    Args:
+        generator: the generator to replace.
+    """
+
+    def __init__(self, generator: DefaultAnchorGenerator) -> None:
+        nn.Module.__init__(self)
+        self.strides, self.offset = generator.strides, generator.offset
+        self.num_features, self.cell_anchors = generator.num_features, generator.cell_anchors
 
     def _grid_anchors(self, grid_sizes: list[list[int]]) -> list[Tensor]:
         anchors = []
@@ -21,8 +30,16 @@ class DeviceAnchorGenerator(DefaultAnchorGenerator):
         return anchors
 
 
-class DeviceMatcher(Matcher):
-    """detectron2's matches, with masks instead of indices and without its assertion that IoUs are not negative."""
+class SyncFreeMatcher(Matcher):
+    """detectron2's matches, with masks instead of indices and without the check that IoUs are not negative.
+
+    Args:
+        matcher: the matcher to replace.
+    """
+
+    def __init__(self, matcher: Matcher) -> None:
+        # detectron2 adds infinities at both ends.
+        super().__init__(matcher.thresholds[1:-1], matcher.labels, matcher.allow_low_quality_matches)
 
     def __call__(self, match_quality_matrix: Tensor) -> tuple[Tensor, Tensor]:
         if match_quality_matrix.numel() == 0:
@@ -37,8 +54,15 @@ class DeviceMatcher(Matcher):
         return matches, labels
 
 
-class DeviceBoxTransform(Box2BoxTransform):
-    """detectron2's deltas between boxes, without its assertion that their widths are positive."""
+class SyncFreeBoxTransform(Box2BoxTransform):
+    """detectron2's box deltas, without the check that widths are positive.
+
+    Args:
+        transform: the transform to replace.
+    """
+
+    def __init__(self, transform: Box2BoxTransform) -> None:
+        super().__init__(transform.weights, transform.scale_clamp)
 
     def get_deltas(self, src_boxes: Tensor, target_boxes: Tensor) -> Tensor:
         deltas = []
@@ -50,16 +74,19 @@ class DeviceBoxTransform(Box2BoxTransform):
         return torch.stack(deltas[::2] + deltas[1::2], dim=1)
 
 
-_REPLACED = {
-    DefaultAnchorGenerator: DeviceAnchorGenerator,
-    Matcher: DeviceMatcher,
-    Box2BoxTransform: DeviceBoxTransform,
+_SYNC_FREE = {
+    DefaultAnchorGenerator: SyncFreeAnchorGenerator,
+    Matcher: SyncFreeMatcher,
+    Box2BoxTransform: SyncFreeBoxTransform,
 }
 
 
-def avoid_waits(model: nn.Module) -> None:
-    """Give parts of a detector the classes of this module, where theirs are detectron2's own."""
-    for module in model.modules():
-        for part in (module, *vars(module).values()):
-            if type(part) in _REPLACED:
-                part.__class__ = _REPLACED[type(part)]
+def use_sync_free_parts(detector: nn.Module) -> None:
+    """Replace the anchor generators, matchers and box transforms of a detector by the classes of this module.
+
+    Parts of other classes, subclasses included, stay.
+    """
+    for module in list(detector.modules()):
+        for name, part in [*module.named_children(), *vars(module).items()]:
+            if type(part) in _SYNC_FREE:
+                setattr(module, name, _SYNC_FREE[type(part)](part))

@@ -1,4 +1,4 @@
-"""Models of timm as backbones: ``timm.create_model(..., features_only=True)`` with detectron2's interface."""
+"""timm models as detectron2 backbones, from ``timm.create_model(..., features_only=True)``."""
 
 import functools
 import inspect
@@ -19,28 +19,27 @@ from projects_vil.config import one_line
 
 TIMM_PREFIX = "timm:"
 TIMM_STAGES = {"stage1": 4, "stage2": 8, "stage3": 16, "stage4": 32}
-# For images of any size, and, as in Swin's own detectors, windows that are shifted in the last stage too.
+# Accept images of any size, and shift windows in the last stage too, as Swin's official detectors do.
 _ANY_SIZE = {"strict_img_size": False, "always_partition": True}
 _BATCH_NORMS = {"BN": lambda net: net, "FrozenBN": freeze_batch_norm_2d, "SyncBN": convert_sync_batchnorm}
 
 
 class TimmBackbone(Backbone):
-    """A model of timm with random weights; ``stage1`` to ``stage4`` are its last maps of strides 4, 8, 16 and 32.
+    """A timm model with random weights. ``stage1`` to ``stage4`` are its feature maps of strides 4, 8, 16 and 32.
 
     Args:
-        name: ``timm:MODEL``, or ``timm:MODEL.TAG`` for a model that has pretrained weights of this tag
-            (:meth:`pretrained_weights`).
-        out_features: stages to return; what only later ones need is not built.
-        freeze_at: number of stages, from the first, that are not trained.
+        name: ``timm:MODEL``, or ``timm:MODEL.TAG`` for a model with pretrained weights (:meth:`pretrained_weights`).
+        out_features: names of the stages to return. Later stages are not built.
+        freeze_at: number of frozen stages, counted from the first.
         drop_path_rate: timm's rate of stochastic depth.
-        activation_checkpointing: compute activations again in the backward pass.
-        attention_backend: ``"auto"`` or ``"sdpa"``: timm's attention is PyTorch's.
-        norm: ``"BN"`` (None too), ``"FrozenBN"`` or ``"SyncBN"``.
-        options: those of other backbones; they must be None.
+        activation_checkpointing: recompute activations in the backward pass.
+        attention_backend: ``"auto"`` or ``"sdpa"``, because timm uses PyTorch's attention.
+        norm: ``"BN"`` (also None), ``"FrozenBN"`` or ``"SyncBN"``.
+        options: options of other backbones; they must be None.
 
     Raises:
-        ConfigError: for an unknown model, one without these strides or for images of one size, and for an option that
-            it does not have.
+        ConfigError: for an unknown model, a model without these strides or with a fixed image size, and an option that
+            the model does not have.
     """
 
     def __init__(
@@ -57,11 +56,13 @@ class TimmBackbone(Backbone):
     ) -> None:
         super().__init__()
         for option in (option for option, value in options.items() if value is not None):
-            raise ConfigError(f"{name} has no option {option}: a model of timm has only norm")
+            raise ConfigError(f"{name} has no option {option}. The only option of timm models is norm.")
         check_choice("attention_backend", attention_backend, ("auto", "sdpa"))
         check_choice("norm", norm or "BN", _BATCH_NORMS)
         if not 0 <= freeze_at <= len(TIMM_STAGES):
-            raise ConfigError(f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}: {name} has {len(TIMM_STAGES)} stages")
+            raise ConfigError(
+                f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}, but {name} has {len(TIMM_STAGES)} stages. Lower it."
+            )
         self.variant, self.name = name, name.removeprefix(TIMM_PREFIX)
         self.variant_options: dict[str, object] = {}
         self.stages = [stage for stage in TIMM_STAGES if stage in out_features]
@@ -69,7 +70,7 @@ class TimmBackbone(Backbone):
             probe = _create(name)
             parameters = inspect.signature(type(probe.model).__init__).parameters
             if drop_path_rate and "drop_path_rate" not in parameters:
-                raise ConfigError(f"{name} has no stochastic depth: set MODEL.TRANSFORMER.DROP_PATH to 0.0")
+                raise ConfigError(f"{name} has no stochastic depth. Set MODEL.TRANSFORMER.DROP_PATH to 0.0.")
             wanted = _ANY_SIZE | {"drop_path_rate": drop_path_rate}
             self.options = {option: value for option, value in wanted.items() if option in parameters}
             indices = _indices(name, probe)
@@ -78,20 +79,20 @@ class TimmBackbone(Backbone):
         self.net = _create(name, out_indices=[indices[stage] for stage in self.stages], **self.options)
         if norm is not None:
             if not any(isinstance(module, nn.BatchNorm2d) for module in self.net.modules()):
-                raise ConfigError(f"{name} has no BatchNorm: leave out norm")
+                raise ConfigError(f"{name} has no BatchNorm. Leave out norm.")
             self.net = _BATCH_NORMS[norm](self.net)
         if activation_checkpointing:
             try:
                 self.net.model.set_grad_checkpointing(True)
             except (AssertionError, AttributeError) as error:
-                raise ConfigError(f"{name} has no activation checkpointing: set it to False") from error
+                raise ConfigError(f"{name} has no activation checkpointing. Set it to False.") from error
         for parameter in [parameter for key, parameter in self.net.named_parameters() if key in frozen]:
             parameter.requires_grad_(False)
         self._is_frozen = bool(frozen)
         self.train()
 
     def train(self, mode: bool = True) -> "TimmBackbone":
-        """Set the mode; frozen modules keep their batch statistics and have no stochastic depth."""
+        """Set the mode. Frozen modules stay in eval mode, without batch statistics and stochastic depth."""
         super().train(mode)
         for module in self.net.modules() if self._is_frozen else ():
             own = list(module.parameters())
@@ -100,7 +101,7 @@ class TimmBackbone(Backbone):
         return self
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """(B, 3, H, W), multiples of 32 -> {stage: (B, C, H / stride, W / stride)}."""
+        """(B, 3, H, W), with H and W multiples of 32 -> {stage: (B, C, H / stride, W / stride)}."""
         return dict(zip(self.stages, map(contiguous_for_export, self.net(images)), strict=True))
 
     def output_shape(self) -> dict[str, ShapeSpec]:
@@ -114,26 +115,26 @@ class TimmBackbone(Backbone):
     @functools.cached_property
     def _layer_ids(self) -> dict[str, int]:
         if not hasattr(self.net.model, "group_matcher"):
-            raise ConfigError(f"{self.variant} does not number its layers: set SOLVER.LAYER_DECAY to 1.0")
+            raise ConfigError(f"{self.variant} does not number its layers. Set SOLVER.LAYER_DECAY to 1.0.")
         return group_parameters(self.net.model, self.net.model.group_matcher(), reverse=True)
 
     @property
     def num_layers(self) -> int:
-        """Number of timm's groups of parameters after the stem."""
+        """The number of timm's parameter groups after the stem."""
         return max(self._layer_ids.values())
 
     def layer_id(self, name: str) -> int:
-        """Return timm's group of a parameter, for layer-wise decay of learning rates."""
+        """Return timm's group of a parameter, for layer-wise learning-rate decay."""
         return self._layer_ids[name.removeprefix("net.model.")]
 
     def pretrained_weights(self, classifier: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return a state dict for ``net``: timm's pretrained weights, downloaded once, or those of ``classifier``.
+        """Return a state dict for ``net`` with timm's pretrained weights, downloaded once, or a classifier's.
 
         Args:
-            classifier: a state dict in timm's names, or in others that timm itself renames.
+            classifier: a state dict with names of timm, or names that timm can convert.
 
         Raises:
-            ConfigError: where they cannot be downloaded, or do not fit.
+            ConfigError: if the weights cannot be downloaded, or do not fit.
         """
         overlay: dict[str, object] = {}
         if classifier is not None:
@@ -144,53 +145,52 @@ class TimmBackbone(Backbone):
                 if f"{head}.weight" in classifier:
                     overlay["num_classes"] = len(classifier[f"{head}.weight"])
         try:
-            # With its head: timm loads a model without one as far as names fit.
+            # With the head, because timm does not check the names of a model without one.
             model = timm.create_model(self.name, pretrained=True, pretrained_cfg_overlay=overlay, **self.options)
-        except Exception as error:  # The Hub's client and timm's renaming have exceptions of their own.
+        except Exception as error:  # The Hub's client and timm's conversion raise many types.
             raise ConfigError(f"{one_line(error)} ({type(error).__name__})") from error
         own = self.net.model.state_dict()
         return {f"model.{key}": tensor for key, tensor in model.state_dict().items() if key in own}
 
 
 def _create(name: str, **options: object) -> nn.Module:
-    """Create timm's model of feature maps, in NCHW, with random weights."""
+    """Create timm's feature extractor, in NCHW, with random weights."""
     model = name.removeprefix(TIMM_PREFIX)
     if not timm.is_model(model):
         raise ConfigError(f"unknown model of timm {name!r}{closest(model, timm.list_models())}")
     try:
         return timm.create_model(model, features_only=True, feature_cls="getter", **options)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
-        raise ConfigError(f"{name} cannot be built by timm for its feature maps: {one_line(error)}") from error
+        raise ConfigError(f"timm cannot build {name} as a feature extractor: {one_line(error)}") from error
 
 
 def _indices(name: str, net: nn.Module) -> dict[str, int]:
-    """Return the index of each stage among the model's feature maps."""
+    """Return the index of each stage among the feature maps of the model."""
     last = dict(zip(net.feature_info.reduction(), net.out_indices, strict=True))
     if not last.keys() >= set(TIMM_STAGES.values()):
         raise ConfigError(
-            f"{name} has feature maps of strides {', '.join(map(str, last))}, and a detector needs 4, 8, 16 and 32: "
-            "choose a model with four stages, such as Swin, ConvNeXt, PVTv2 or ResNet"
+            f"{name} has feature maps of strides {', '.join(map(str, last))}, but a detector needs 4, 8, 16 and 32. "
+            "Choose a model with four stages, such as Swin, ConvNeXt, PVTv2 or ResNet."
         )
     return {stage: last[stride] for stage, stride in TIMM_STAGES.items()}
 
 
 def _parameters_before(net: nn.Module, freeze_at: int, name: str) -> set[str]:
-    """Return the parameters on which the map of stage ``freeze_at`` depends; ``net`` is on the meta device.
+    """Return the parameters that the feature map of stage ``freeze_at`` depends on; ``net`` is on the meta device.
 
     Raises:
-        ConfigError: if the maps of an image of another size than the model's own do not have their strides.
+        ConfigError: if the feature maps of an image of another size do not have the strides of the stages.
     """
     height, width = 96, 160
     try:
         with torch.enable_grad():
-            maps = net.eval()(torch.empty(1, 3, height, width))
-        sizes = [(height / x.shape[2], width / x.shape[3]) for x in maps]
+            features = net.eval()(torch.empty(1, 3, height, width))
     except (AssertionError, RuntimeError) as error:
-        raise ConfigError(f"{name} takes images of one size only: choose another model ({one_line(error)})") from error
-    if sizes != [(stride, stride) for stride in TIMM_STAGES.values()]:
-        raise ConfigError(f"{name} has feature maps whose sides are not those of the image by 4, 8, 16 and 32")
+        raise ConfigError(f"{name} has a fixed image size. Choose another model ({one_line(error)}).") from error
+    if [(height / x.shape[2], width / x.shape[3]) for x in features] != [(s, s) for s in TIMM_STAGES.values()]:
+        raise ConfigError(f"{name} has feature maps with other strides than 4, 8, 16 and 32. Choose another model.")
     if not freeze_at:
         return set()
     names, parameters = zip(*net.named_parameters(), strict=True)
-    gradients = torch.autograd.grad(maps[freeze_at - 1].sum(), parameters, allow_unused=True)
+    gradients = torch.autograd.grad(features[freeze_at - 1].sum(), parameters, allow_unused=True)
     return {name for name, gradient in zip(names, gradients, strict=True) if gradient is not None}

@@ -16,9 +16,10 @@ from matplotlib.colors import to_rgb
 
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, ConfigError, check_replaceable
+from vil.choices import SCORE_THRESHOLD
 
 # The default score threshold of all drawings. It is low because RetinaNet's scores are low early in training.
-DRAW_THRESHOLD = 0.3
+DRAW_THRESHOLD = SCORE_THRESHOLD
 LABEL_POINTS = 9
 LABEL_HEIGHT, CHARACTER_WIDTH = 17, 7.6  # approximate size in pixels of a label with LABEL_POINTS
 MASK_ALPHA, LABEL_ALPHA = 0.3, 0.6  # opacity of the color of a class

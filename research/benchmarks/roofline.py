@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from projects_vil.analysis.benchmark import DTYPES, seconds_of
+from projects_vil.analysis.benchmark import seconds_of
 from projects_vil.analysis.counting import operator_type
 
 BOUNDS = ("arithmetic", "memory", "overhead")
@@ -50,7 +50,7 @@ def measure_rates(device: str, dtype: str) -> DeviceRates:
     synchronization takes as long as a small product.
     """
     side, rounds, calls = (8192, 5, 20) if device.startswith("cuda") else (2048, 20, 1)
-    a, b = torch.rand(2, side, side, device=device).to(DTYPES[dtype])
+    a, b = torch.rand(2, side, side, device=device).to(getattr(torch, dtype))
     source = torch.rand(_COPIED_NUMBERS, device=device)
     target, one = torch.empty_like(source).zero_(), torch.zeros(1, device=device)
     steps = (lambda: a @ b, lambda: target.copy_(source), lambda: one.add_(one))

@@ -30,7 +30,7 @@ def test_waits_and_launches_of_iterations(run_on_mock, detector, dtype):
     # box_regression.py 341).
     backward = {place_of(trainer.TrainStep._backward, ".backward()"): 2}
     assert own["plain"] == backward
-    assert own["written"] == backward | {place_of(trainer.DeferredStep.settle, "torch.cat"): 1}
+    assert own["written"] == backward | {place_of(trainer.TrainStep.flush, "torch.cat"): 1}
     most_waits, most_launches = CASES[detector, dtype]
     plain = counts["plain"]
     assert 0 < sum(plain["waits"].values()) <= most_waits and 1000 < plain["launches"] <= most_launches

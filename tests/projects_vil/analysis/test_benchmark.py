@@ -24,7 +24,7 @@ def case(name: str, part: str = "backbone", *, is_baseline: bool = False, detect
 
 @pytest.fixture
 def calls():
-    """Collect (module, shape and size of its tokens, shift, output) of sliding-chunk modules and detectors that run."""
+    """Collect (module, input sizes, shift, output) of each call of a sliding-chunk module or a detector."""
     found = []
 
     def note(module, inputs, output):
@@ -38,7 +38,7 @@ def calls():
     handle.remove()
 
 
-def test_a_backbone_gets_padded_images_and_attention_those_of_the_first_stage(calls):
+def test_inputs_of_backbones_and_attention(calls):
     case(SMALL, size=(60, 90), batch_size=2, dtype="bfloat16").build()()
     # 64 x 96 pixels at strides 4, 8, 16 and 32
     assert [shape[3:] for _, shape, *_ in calls] == [(16, 24), (8, 12), *[(4, 6)] * 3, (2, 3)]
@@ -49,7 +49,7 @@ def test_a_backbone_gets_padded_images_and_attention_those_of_the_first_stage(ca
 
 
 def test_suffixes(calls, monkeypatch):
-    """Shifts are sampled for each step; blocks run twice under activation checkpointing; backends are chosen."""
+    """Each step samples new shifts, activation checkpointing runs blocks twice, and backends are selected."""
     called = []
     for name, kernel in BACKENDS.items():
         monkeypatch.setitem(
@@ -80,7 +80,7 @@ def test_a_training_step_changes_the_weights(calls, detector, name, is_baseline)
     optimized = []
     model.register_forward_hook(lambda *_: optimized.append(torch._C._get_graph_executor_optimize()))
     step()
-    # TorchScript, as in training
+    # TorchScript runs as in training.
     assert optimized == [False]
     changed = [key for key, x in model.named_parameters() if not torch.equal(x, before[key])]
     assert any(key.startswith("backbone.bottom_up") for key in changed) and model.training
@@ -100,7 +100,7 @@ def test_baselines_have_feature_maps_of_four_strides(name):
 
 
 def test_models_that_cannot_be_measured():
-    case("cvt_ls_13", "detector").build()  # three stages can
+    case("cvt_ls_13", "detector").build()  # CvT has three stages
     for name, options, named in (
         ("vil_tinny", {}, "'vil_tinny'"),
         ("vil_tiny+fast", {}, "'fast'"),
@@ -119,7 +119,7 @@ def test_models_that_cannot_be_measured():
 
 
 def test_medians_and_ratios(monkeypatch):
-    """Two models run interleaved, three times each."""
+    """Two models run alternately, three times each."""
     seconds = itertools.chain([1.0, 2.0, 3.0, 3.0, 2.0, 8.0])
     monkeypatch.setattr(benchmark, "seconds_of", lambda step: next(seconds))
     monkeypatch.setattr(BenchmarkCase, "build", lambda self: lambda: None)

@@ -1,4 +1,4 @@
-"""Forked processes that know each other by gloo, as those of a run do."""
+"""Forked processes in a gloo process group, as in distributed training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +8,10 @@ from detectron2.utils import comm
 
 
 def in_processes(number: int, function: Callable, *args, store: Path) -> None:
-    """Call ``function`` in so many processes.
+    """Call ``function(*args)`` in ``number`` processes.
 
     Args:
-        store: a file that does not exist, by which they find each other.
+        store: path of a new file for the rendezvous.
     """
     processes = torch.multiprocessing.start_processes(
         _joined, (number, store, function, args), nprocs=number, join=False, start_method="fork"

@@ -1,4 +1,4 @@
-"""Runs that are killed, in processes of their own; importing this imports what they need."""
+"""Runs that are killed, in their own processes, which are forked from one that has imported this module."""
 
 import multiprocessing
 import os
@@ -22,10 +22,11 @@ IN_SAVE = -1.0
 def run_until(
     kill: tuple[int, float] | None, processes: int, datasets: Path, detector: str, output: Path, overrides: list[str]
 ) -> None:
-    """Train in a process group that is killed, or, without ``kill``, until it ends by itself.
+    """Train in a process group, and kill it.
 
     Args:
-        kill: an iteration, and seconds after its start, or ``IN_SAVE`` for the next checkpoint before it has its name.
+        kill: an iteration, and seconds after its start or ``IN_SAVE`` for the next checkpoint, before it is renamed.
+            None lets the run finish.
     """
     os.setsid()
     os.environ["DETECTRON2_DATASETS"] = str(datasets)

@@ -1,4 +1,4 @@
-"""SOLVER.GRADIENT_ACCUMULATION_STEPS auto: by the memory of a GPU, and by the number of pixels on the CPU."""
+"""SOLVER.GRADIENT_ACCUMULATION_STEPS auto: from the memory of a GPU, or the number of pixels on the CPU."""
 
 from pathlib import Path
 from unittest import mock
@@ -16,7 +16,7 @@ from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.helpers import CONFIGS, SMALL, message, run_tool, small_config
 
 AUTO = ["INPUT.MIN_SIZE_TRAIN", "(128,)", "SOLVER.GRADIENT_ACCUMULATION_STEPS", "auto", "SOLVER.IMS_PER_BATCH"]
-# The bytes of a step on a GPU that is not there: 1 GB for the model, and 0.5 GB an image.
+# Memory of a step without a GPU: 1 GB for the model, and 0.5 GB per image.
 linear_peaks = mock.patch.object(auto_micro_batch, "peak_of_step", lambda cfg, num_images: 1e9 + 0.5e9 * num_images)
 
 
@@ -26,9 +26,8 @@ def test_the_largest_micro_batch_within_a_limit():
     chosen, (line,) = choose_micro_batches(cfg, limit=1e15)
     assert chosen.SOLVER.GRADIENT_ACCUMULATION_STEPS == 1 and chosen.SOLVER.IMS_PER_BATCH == 8 and "256 x 512" in line
     chosen, (line,) = choose_micro_batches(cfg, limit=4.9e9)
-    assert (
-        chosen.SOLVER.GRADIENT_ACCUMULATION_STEPS == 2 and "2 micro-batches of 4 images" in line and "3.00 GB" in line
-    )
+    assert chosen.SOLVER.GRADIENT_ACCUMULATION_STEPS == 2
+    assert "2 micro-batches of 4 images" in line and "3.00 GB" in line
     error = message(choose_micro_batches, cfg, limit=1.4e9)
     assert "1.50 GB" in error and "INPUT.MIN_SIZE_TRAIN" in error and "ACTIVATION_CHECKPOINTING" in error
     with mock.patch.object(auto_micro_batch, "peak_of_step", lambda cfg, num_images: float("inf")):
@@ -36,22 +35,22 @@ def test_the_largest_micro_batch_within_a_limit():
 
 
 @pytest.mark.parametrize(
-    ("side", "images", "accumulate"), [(128, 16, 1), (256, 16, 2), (512, 16, 8), (512, 3, 3), (800, 16, 16)]
+    ("side", "images", "steps"), [(128, 16, 1), (256, 16, 2), (512, 16, 8), (512, 3, 3), (800, 16, 16)]
 )
-def test_micro_batches_on_the_cpu_by_their_pixels(side, images, accumulate):
-    """Nothing is measured: no process starts, and no step runs."""
+def test_micro_batches_on_the_cpu_follow_from_pixels(side, images, steps):
+    """Nothing is measured."""
     cfg = small_config("retinanet", *AUTO, str(images), "INPUT.MIN_SIZE_TRAIN", f"({side},)")
     with mock.patch.object(auto_micro_batch, "run_steps", side_effect=AssertionError):
-        assert choose_micro_batches(cfg)[0].SOLVER.GRADIENT_ACCUMULATION_STEPS == accumulate
+        assert choose_micro_batches(cfg)[0].SOLVER.GRADIENT_ACCUMULATION_STEPS == steps
 
 
 @pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn", "semantic_fpn"])
-def test_the_measured_steps_run(detector):
+def test_the_probe_runs_training_steps(detector):
     keys = [] if detector == "semantic_fpn" else ["INPUT.MIN_SIZE_TRAIN", "(64,)"]
     run_steps(small_config(detector, *keys, "MODEL.EMA.ENABLED", "True", "SOLVER.AMP.ENABLED", "True"), 2)
 
 
-def test_other_numbers_stay_and_only_a_command_chooses(shapes, tmp_path):
+def test_numbers_stay_and_the_trainer_needs_one(shapes, tmp_path):
     cfg = small_config("retinanet", "SOLVER.GRADIENT_ACCUMULATION_STEPS", "2")
     assert choose_micro_batches(cfg, limit=0) == (cfg, [])
     assert "SOLVER.GRADIENT_ACCUMULATION_STEPS is 'auto'" in message(Trainer, small_config("retinanet", *AUTO, "8"))
@@ -67,11 +66,11 @@ def test_other_numbers_stay_and_only_a_command_chooses(shapes, tmp_path):
         ("semantic_fpn", [], (64, 64)),
     ],
 )
-def test_sizes_of_the_largest_training_images(detector, overrides, size):
+def test_the_largest_training_size(detector, overrides, size):
     assert largest_training_size(small_config(detector, *overrides)) == size
 
 
-def test_processes_agree_on_the_smallest(tmp_path):
+def test_processes_agree_on_the_smallest_micro_batch(tmp_path):
     in_processes(2, choose_with_other_limits, tmp_path, store=tmp_path / "store")
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2", "2"]
 
@@ -86,7 +85,7 @@ def choose_with_other_limits(folder: Path) -> None:
 
 
 @on_gpus(1)
-def test_micro_batches_of_a_gpu_end_where_its_memory_does():
+def test_micro_batches_fit_the_memory_of_a_gpu():
     cfg = small_config("retinanet", *AUTO, "64", "INPUT.MIN_SIZE_TRAIN", "(512,)", "MODEL.DEVICE", "cuda")
     needed, total = peak_of_step(cfg, 4), torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(needed / total)
@@ -98,7 +97,7 @@ def test_micro_batches_of_a_gpu_end_where_its_memory_does():
 
 
 @pytest.mark.slow
-def test_a_run_has_the_number_in_its_config_and_keeps_it(datasets_root, tmp_path):
+def test_a_resumed_run_keeps_the_number_of_its_config(datasets_root, tmp_path):
     def train(*overrides) -> str:
         keys = [*SMALL["retinanet"], "SOLVER.IMS_PER_BATCH", "4", "OUTPUT_DIR", tmp_path / "run", *overrides]
         command = ["train_net.py", "--config-file", CONFIGS["retinanet"], "--resume", *keys, "SOLVER.WARMUP_ITERS", "0"]

@@ -1,4 +1,4 @@
-"""The exponential moving average: its values, and that all but a resumed run read it."""
+"""The exponential moving average: its values, and its use in evaluations, detectors and resumed runs."""
 
 import json
 
@@ -30,11 +30,10 @@ def run(made_once, datasets_root):
     return made_once("averaged_run", fill)
 
 
-def test_the_average_by_hand(run):
-    """1/10, 2/11 and 3/12 are below the decay of 0.3; after the first step the average is the weights."""
+def test_the_average_follows_its_formula(run):
+    """1/10, 2/11 and 3/12 are below the decay of 0.3. After the first step the average is the weights."""
     average = None
-    decays = [0.0, min(0.3, 2 / 11), min(0.3, 3 / 12), min(0.3, 4 / 13)]
-    for number, decay in enumerate(decays):
+    for number, decay in enumerate((0.0, 2 / 11, 3 / 12, 0.3)):
         contents = torch.load(run / f"model_000000{number}.pth", weights_only=True)
         weights = {name: value.double() for name, value in contents["unaveraged_model"].items()}
         average = average or weights
@@ -45,29 +44,28 @@ def test_the_average_by_hand(run):
     assert any(not torch.equal(contents["model"][name], contents["unaveraged_model"][name]) for name in average)
 
 
-def test_an_average_on_the_device_skips_steps_that_had_no_effect():
-    """Equal to the one that the host computes, which is not called after such steps."""
+def test_steps_without_effect_are_not_averaged():
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 5)
     ours, theirs = (ExponentialAverage(model, decay=0.25) for _ in range(2))
-    for has_stepped in (False, True, True, False, True, True):
+    for has_stepped in (0.0, 1.0, 1.0, 0.0, 1.0):
         with torch.no_grad():
             model.weight += torch.randn(5, 3)
-        ours.update_parameters(model, torch.tensor(float(has_stepped)))
+        ours.update_parameters(model, torch.tensor(has_stepped))
         if has_stepped:
             theirs.update_parameters(model)
         torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-4, atol=1e-4)
-    assert ours.n_averaged == 4
+    assert ours.n_averaged == 3
 
 
-def test_evaluations_detectors_and_slim_files_have_the_average(run, tmp_path, shapes):
+def test_evaluations_detectors_and_slim_files_use_the_average(run, tmp_path, shapes):
     average = torch.load(run / "model_final.pth", weights_only=True)["model"]
     cfg = small_config("retinanet", *RUN, *EMA, "OUTPUT_DIR", str(tmp_path))
     model = build_detector(cfg, run / "model_final.pth")
     assert all(torch.equal(value, average[name]) for name, value in model.state_dict().items())
     Trainer.test(cfg, model)
     losses = [json.loads((f / "evaluation.json").read_text())["shapes_val"]["validation_loss"] for f in (run, tmp_path)]
-    # The run had its own number of threads.
+    # The run may have had another number of threads.
     assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0]["total_loss"] > 0
     slim_checkpoint(run / "model_final.pth", tmp_path / "slim.pth")
     slim = torch.load(tmp_path / "slim.pth", weights_only=True)
@@ -75,35 +73,32 @@ def test_evaluations_detectors_and_slim_files_have_the_average(run, tmp_path, sh
     assert all(torch.equal(slim["model"][name], average[name]) for name in average)
 
 
-def resumed(run, folder, *overrides):
-    """A trainer that goes on from the third iteration of the run."""
-    contents = torch.load(run / "model_0000002.pth", weights_only=True)
+def resumed(folder, contents, *overrides):
+    """Resume from a checkpoint of the third iteration."""
     torch.save(contents, folder / "model_0000002.pth")
     trainer = Trainer(small_config("retinanet", *EMA, "OUTPUT_DIR", str(folder), *overrides))
     trainer.resume_or_load(resume=True)
-    return trainer, contents
+    return trainer
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_training_goes_on_with_its_own_weights(run, shapes, tmp_path, enabled):
-    trainer, contents = resumed(run, tmp_path, "MODEL.EMA.ENABLED", str(enabled))
+def test_a_resumed_run_trains_the_unaveraged_weights(run, shapes, tmp_path, enabled):
+    contents = torch.load(run / "model_0000002.pth", weights_only=True)
+    trainer = resumed(tmp_path, contents, "MODEL.EMA.ENABLED", str(enabled))
     weights = trainer.model.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in contents["unaveraged_model"].items())
     if enabled:
         average = trainer.averaged.module.state_dict()
         assert all(torch.equal(value, average[name]) for name, value in contents["model"].items())
         assert trainer.averaged.n_averaged == 3
+        contents["model"]["head.cls_score.bias"][0] = float("nan")
+        with pytest.raises(ConfigError, match="head.cls_score.bias"):
+            resumed(tmp_path, contents)
 
 
-def test_averaging_starts_with_a_resume(run, shapes, tmp_path):
-    trainer, contents = resumed(run, tmp_path)
+def test_averaging_starts_with_a_resumed_run(run, shapes, tmp_path):
+    contents = torch.load(run / "model_0000002.pth", weights_only=True)
     weights = contents.pop("unaveraged_model")
-    torch.save(contents | {"model": weights}, tmp_path / "model_0000002.pth")
-    trainer = Trainer(small_config("retinanet", *EMA, "OUTPUT_DIR", str(tmp_path)))
-    trainer.resume_or_load(resume=True)
+    trainer = resumed(tmp_path, contents | {"model": weights})
     average = trainer.averaged.module.state_dict()
     assert trainer.averaged.n_averaged == 0 and all(torch.equal(average[name], weights[name]) for name in weights)
-    contents["model"]["head.cls_score.bias"][0] = float("nan")
-    torch.save(contents | {"unaveraged_model": weights}, tmp_path / "model_0000002.pth")
-    with pytest.raises(ConfigError, match="head.cls_score.bias"):
-        trainer.resume_or_load(resume=True)

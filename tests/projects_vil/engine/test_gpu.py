@@ -1,4 +1,4 @@
-"""Training on a GPU: every family in both detectors and every type, synchronised norms, two devices, exports."""
+"""Training on a GPU: every family in both detectors and dtypes, synchronized norms, two devices, exports."""
 
 import itertools
 
@@ -24,19 +24,15 @@ OPTIONS = (
     *(["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton", *PRECISIONS[name]] for name in ("bfloat16", "float16")),
     ["MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "True", "MODEL.TRANSFORMER.ATTENTION_BACKEND", "sdpa"],
     [
-        "MODEL.EMA.ENABLED",
-        "True",
-        "SOLVER.GRADIENT_ACCUMULATION_STEPS",
-        "2",
-        "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION",
-        "0.5",
+        *("MODEL.EMA.ENABLED", "True", "SOLVER.GRADIENT_ACCUMULATION_STEPS", "2"),
+        *("MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION", "0.5"),
     ],
 )
 
 
 @pytest.fixture(autouse=True)
 def without_tf32():
-    """PyTorch's convolutions round to it by default, by 1e-3."""
+    """Disable TF32, to which PyTorch's convolutions round by default, with errors of 1e-3."""
     torch.set_float32_matmul_precision("highest")
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
@@ -61,8 +57,8 @@ def test_every_family_and_option_trains(shapes, tmp_path, detector, family, opti
 
 
 @on_gpu
-def test_a_detector_finds_on_a_gpu_what_it_finds_on_a_cpu(trained_run):
-    """Scores within 1e-3, from the same checkpoint."""
+def test_detections_on_a_gpu_equal_those_on_the_cpu(trained_run):
+    """Scores differ by at most 1e-3."""
     image = {"image": torch.full((3, 96, 128), 99.0), "height": 96, "width": 128}
     image["image"][:, 20:60, 30:80] = 180.0
     found = []
@@ -84,8 +80,8 @@ def test_export_parity_on_gpu(trained_run, tmp_path):
 
 
 @on_gpus(2)
-def test_two_processes_with_synchronised_norms(datasets_root, tmp_path):
-    """LIT's, over NCCL."""
+def test_two_processes_with_synchronized_norms(datasets_root, tmp_path):
+    """BatchNorm of LIT, over NCCL."""
     config = CONFIGS["retinanet"].with_name("retinanet_lit_shapes.yaml")
     command = ["--config-file", config, *SMALL["retinanet"], "OUTPUT_DIR", tmp_path, "MODEL.DEVICE", DEVICE]
     command += ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "4", "MODEL.TRANSFORMER.NORM", "SyncBN"]

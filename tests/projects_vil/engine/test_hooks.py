@@ -1,4 +1,4 @@
-"""Hooks: what follows from the iteration, in all processes alike, and from evaluations."""
+"""Hooks: random features and shifts, the logged learning rate, and the best checkpoint."""
 
 import math
 import types
@@ -29,13 +29,13 @@ def _features_after_start(folder) -> None:
 
 
 def test_processes_have_the_same_random_features(tmp_path):
-    """From the start, and resampled every second iteration."""
+    """Features are shared at the start and resampled every second iteration."""
     in_processes(2, _features_after_start, tmp_path, store=tmp_path / "store")
     first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))
     assert all(map(torch.equal, first, second)) and torch.equal(first[0], first[1]) and not torch.equal(*first[1:])
 
 
-def test_shifts_follow_from_the_iteration_and_end_at_their_fraction():
+def test_random_shifts_depend_on_the_iteration_and_end_at_their_fraction():
     layers = torch.nn.ModuleList(SlidingChunkAttention(8, num_heads=2, chunk_size=3) for _ in range(5))
     found = {}
     for iterations in (range(8), range(3, 8)):
@@ -49,7 +49,7 @@ def test_shifts_follow_from_the_iteration_and_end_at_their_fraction():
     assert len({tuple(found[iteration]) for iteration in range(4)}) == 4
 
 
-def test_the_logged_rate_is_not_a_layers():
+def test_the_logged_learning_rate_has_no_layer_decay():
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(4)]
     layers = [{"params": parameters[:3], "lr": 0.05}, {"params": parameters[3:], "lr": 0.1}]
     optimizer = torch.optim.SGD(layers, lr=0.1)
@@ -68,8 +68,8 @@ def test_the_logged_rate_is_not_a_layers():
         ("validation_loss/total_loss", [5.0, 6.0, 4.0, 4.0, math.inf, 4.5], [1, 5]),
     ],
 )
-def test_the_best_is_saved(metric, values, expected):
-    """At every other iteration, resumed in the middle; the last evaluation comes after training."""
+def test_the_best_checkpoint_is_saved(metric, values, expected):
+    """Evaluations at every second iteration, the last after training; the run is resumed in the middle."""
     saved = []
 
     def save(name, *, iteration, tag):

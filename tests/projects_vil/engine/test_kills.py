@@ -1,4 +1,4 @@
-"""Killed ten times, at any moment and while it saves, a run ends as one that was not disturbed, to the bit."""
+"""A run that is killed ten times, at any moment and while it saves, equals an uninterrupted run, bit by bit."""
 
 import multiprocessing
 import random
@@ -36,7 +36,7 @@ def test_ten_kills(detector, workers, processes, shapes, tmp_path):
     rest = [processes, shapes.parent, detector]
     overrides = [*RUN, "DATALOADER.NUM_WORKERS", str(workers)]
     assert exit_code(None, *rest, whole, overrides) == 0
-    # Early enough that none of them comes when the run is over.
+    # Early enough that the run has not finished.
     for number, iteration in enumerate(sorted(generator.choices(range(ITERATIONS - 8), k=KILLS))):
         kill = iteration, killed.IN_SAVE if number % 7 == 3 else generator.uniform(0, 0.2)
         assert exit_code(kill, *rest, cut, overrides) == -signal.SIGKILL, kill

@@ -1,4 +1,4 @@
-"""One step: gradient accumulation, mixed precision, and batches that diverge."""
+"""The training step: gradient accumulation, mixed precision, and losses that are not finite."""
 
 import copy
 import json
@@ -14,7 +14,7 @@ from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 
 from backbones import ConfigError
-from projects_vil.engine.trainer import MAX_OVERFLOWS, DeferredStep, TrainStep
+from projects_vil.engine.trainer import MAX_OVERFLOWS, TrainStep
 from projects_vil.solver import clip_full_model
 from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.helpers import small_config
@@ -53,20 +53,17 @@ def model_of(detector, *overrides):
     return build_model(small_config(detector, "INPUT.MASK_FORMAT", "bitmask", *overrides)).train()
 
 
-def run(
-    model, batches, tmp_path, *, clip=0.1, rate=0.1, scaler=None, step=TrainStep, skipped=0, fused=False, **options
-):
-    """The steps over some batches, and their metrics; those on a GPU (DeferredStep) are settled after the last."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=fused or step is DeferredStep)
+def run(model, batches, tmp_path, *, clip=0.1, scaler=None, skipped=0, fused=False, sync_period=1, **options):
+    """Train a step on each batch; return the step and the last metrics. A long ``sync_period`` is as on a GPU."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused or sync_period > 1)
     clip_full_model(optimizer, clip)
-    steps = step(model, batches, optimizer, output_dir=tmp_path, **options)
+    steps = TrainStep(model, batches, optimizer, output_dir=tmp_path, sync_period=sync_period, **options)
     steps.scaler, steps.skipped = scaler or steps.scaler, skipped
     with EventStorage() as storage:
         for steps.iter in range(len(batches)):
             storage.iter = steps.iter
             steps.run_step()
-        if step is DeferredStep:
-            steps.settle()
+        steps.flush()
         return steps, {name: value for name, (value, _) in storage.latest().items()}
 
 
@@ -94,12 +91,12 @@ def assert_same_update(ours, theirs, before):
     assert 0 < distance(theirs, before) and distance(ours, theirs) <= 0.05 * distance(theirs, before)
 
 
-# -- gradient accumulation---------------------------------------------------------------------------
+# -- gradient accumulation -------------------------------------------------------------------------
 
 
 @pytest.fixture
 def float64_proposals(monkeypatch):
-    """detectron2 suppresses boxes of float32 by scores of any type, and torchvision wants them to be of one."""
+    """Run detectron2's NMS in float64: it passes float32 boxes with scores of any dtype, which torchvision refuses."""
 
     def suppress(boxes, scores, *others):
         return batched_nms(boxes, scores.float(), *others)
@@ -114,16 +111,16 @@ def float64_proposals(monkeypatch):
 def test_eight_micro_batches_of_two_equal_a_batch_of_sixteen(detector, objects, options, tmp_path, float64_proposals):
     """In float64, with clipping and RetinaNet's loss normalizer, over two steps."""
     whole = model_of(detector, *options).double()
-    parts, before = copy.deepcopy(whole), weights_of(whole)
+    split, before = copy.deepcopy(whole), weights_of(whole)
     batches = [images_of(16, objects=objects), images_of(16, objects=objects, size=(96, 64))]
     _, theirs = run(whole, batches, tmp_path)
-    _, ours = run(parts, batches, tmp_path, accumulate=8)
+    _, ours = run(split, batches, tmp_path, accumulation_steps=8)
     terms = [name for name in theirs if "loss" in name or name == "gradient_norm"]
     assert len(terms) >= 4
     assert_close({name: ours[name] for name in terms}, {name: theirs[name] for name in terms}, 1e-9)
-    assert_close(weights_of(parts), weights_of(whole), 1e-9)
+    assert_close(weights_of(split), weights_of(whole), 1e-9)
     assert not torch.equal(before["backbone.fpn_output5.weight"], weights_of(whole)["backbone.fpn_output5.weight"])
-    assert getattr(parts, "loss_normalizer", None) == getattr(whole, "loss_normalizer", None)
+    assert getattr(split, "loss_normalizer", None) == getattr(whole, "loss_normalizer", None)
 
 
 # -- mixed precision -------------------------------------------------------------------------------
@@ -143,8 +140,7 @@ def test_bfloat16_on_the_cpu(detector, tmp_path):
     assert mixed["gradient_norm"] == pytest.approx(exact["gradient_norm"], rel=0.2)
 
 
-def test_float16_steps_and_an_overflow_is_no_divergence(tmp_path):
-    """Until it has repeated so often that no scale is low enough."""
+def test_a_float16_overflow_lowers_the_scale_and_repeated_ones_stop_the_run(tmp_path):
     model, images = model_of("retinanet"), images_of(2)
     _, exact = run(copy.deepcopy(model), [images], tmp_path)
     steps, metrics = run(model, [images], tmp_path, precision=torch.float16)
@@ -163,7 +159,16 @@ def test_float16_steps_and_an_overflow_is_no_divergence(tmp_path):
     assert_close(weights_of(model), before, 0)
 
 
-# -- what is not finite ----------------------------------------------------------------------------
+def test_a_fused_optimizer_clips_unscaled_gradients(tmp_path):
+    model, images = model_of("retinanet"), images_of(2)
+    other = copy.deepcopy(model)
+    _, ours = run(model, [images], tmp_path, precision=torch.float16, fused=True)
+    _, theirs = run(other, [images], tmp_path, precision=torch.float16)
+    assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-3)
+    torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-5, atol=1e-8)
+
+
+# -- losses and gradients that are not finite ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -173,171 +178,151 @@ def test_float16_steps_and_an_overflow_is_no_divergence(tmp_path):
         ("mask_rcnn", "Predicted boxes or scores contain Inf/NaN."),
     ],
 )
-def test_a_batch_that_diverges_is_skipped_then_ends_the_run(detector, reason, tmp_path):
+@pytest.mark.parametrize("sync_period", [1, 9])
+def test_a_nonfinite_batch_is_skipped_and_a_second_one_stops_the_run(detector, reason, sync_period, tmp_path):
     good, bad = images_of(2, objects=2), images_of(4, objects=2)
     bad[3]["image"] = torch.full((3, 64, 96), float("inf"))
     model = model_of(detector, "MODEL.FPN.NORM", "BN")
-    steps, _ = run(model, [good, bad], tmp_path, max_skipped=1, accumulate=2)
+    options = {"max_nonfinite_steps": 1, "accumulation_steps": 2, "sync_period": sync_period}
+    steps, _ = run(model, [good, bad], tmp_path, **options)
     assert steps.skipped == 1 and not steps.has_stepped
     assert all(value.isfinite().all() for value in model.state_dict().values())
-    written = json.loads((tmp_path / "nonfinite.json").read_text())
-    assert [entry["iteration"] for entry in written] == [1]
-    entry = written[0]
-    assert entry["reason"] == reason and entry["learning_rate"] == 0.1 and entry["is_skipped"]
+    (entry,) = json.loads((tmp_path / "nonfinite.json").read_text())
+    assert entry["iteration"] == 1 and entry["is_skipped"]
+    assert entry["reason"] == reason and entry["learning_rate"] == 0.1
     # The images of the micro-batch.
     assert [image["image_id"] for image in entry["processes"][0]["images"]] == [2, 3]
     steps._data_loader_iter_obj = iter([bad])
     before, steps.iter = weights_of(model), 2
     with EventStorage(), pytest.raises(ConfigError) as caught:
         steps.run_step()
+        steps.flush()
     assert "SOLVER.MAX_NONFINITE_STEPS" in str(caught.value) and "nonfinite.json" in str(caught.value)
     assert [entry["is_skipped"] for entry in json.loads((tmp_path / "nonfinite.json").read_text())] == [True, False]
     assert_close(weights_of(model), before, 0)
+    # A resumed run removes the entries of iterations that it repeats.
+    steps.start(2)
+    assert len(json.loads((tmp_path / "nonfinite.json").read_text())) == 1
+    steps.start(0)
+    assert not (tmp_path / "nonfinite.json").exists()
 
 
-def test_a_skipped_step_changes_nothing(tmp_path):
-    """Weights, momentum, statistics of BatchNorm and the normaliser are those of a run that never saw it."""
+@pytest.mark.parametrize(
+    "precision, max_nonfinite_steps, sync_period, accumulation_steps",
+    [
+        *((None, 3, 1, 2), (None, 1, 9, 1), (None, 0, 9, 1)),
+        *(pytest.param(torch.float16, number, 9, 1, marks=pytest.mark.slow) for number in (0, 1)),
+    ],
+)
+def test_a_skipped_step_changes_nothing(precision, max_nonfinite_steps, sync_period, accumulation_steps, tmp_path):
+    """Weights, momentum, BatchNorm statistics and loss normalizer are those of a run without the batch.
+
+    If no more steps may be skipped, steps that follow before the synchronization change nothing either.
+    """
     good, bad = images_of(4), images_of(4)
     bad[2]["image"] = torch.full((3, 64, 96), float("nan"))
-    model = model_of("retinanet", "MODEL.FPN.NORM", "BN").double()
-    other = copy.deepcopy(model)
-    ours, _ = run(model, [good, bad, good], tmp_path, max_skipped=3, accumulate=2)
-    theirs, _ = run(other, [good, good], tmp_path, max_skipped=3, accumulate=2)
-    momenta = [steps.optimizer.state_dict()["state"] for steps in (ours, theirs)]
-    assert_close(weights_of(model), weights_of(other), 1e-9)
-    torch.testing.assert_close(momenta[0], momenta[1])
-    assert model.loss_normalizer == pytest.approx(other.loss_normalizer)
+    options = {"sync_period": sync_period, "precision": precision, "accumulation_steps": accumulation_steps}
+    options["max_nonfinite_steps"] = max_nonfinite_steps
+    model = model_of("retinanet", "MODEL.FPN.NORM", "BN")
+    other, before = copy.deepcopy(model), weights_of(model)
+    run(other, [good, good] if max_nonfinite_steps else [good], tmp_path, **options)
+    if max_nonfinite_steps:
+        ours, _ = run(model, [good, bad, good], tmp_path, **options)
+        assert ours.has_stepped and ours.skipped == 1
+        # Only overflows lower the scale.
+        assert ours.scaler is None or ours.scaler.get_scale() == 2.0**16
+    else:
+        with pytest.raises(ConfigError, match="iteration 1 .*loss_cls is nan"):
+            run(model, [good, bad, good], tmp_path, **options)
+    assert_same_update(weights_of(model), weights_of(other), before)
+    if sync_period == 1:
+        assert model.loss_normalizer == pytest.approx(other.loss_normalizer, rel=1e-3)
+    (entry,) = json.loads((tmp_path / "nonfinite.json").read_text())
+    assert entry["iteration"] == 1 and len(entry["processes"][0]["images"]) == 4 // accumulation_steps
 
 
-@pytest.mark.parametrize("step", [TrainStep, DeferredStep])
-def test_a_gradient_that_is_not_finite_with_a_loss_that_is(step, tmp_path):
-    """Without clipping too. The whole batch is named."""
+@pytest.mark.parametrize("sync_period", [1, 9])
+def test_a_gradient_that_is_not_finite_with_a_loss_that_is(sync_period, tmp_path):
+    """Without clipping too. The whole batch is listed."""
     model = model_of("retinanet")
     model.head.cls_score.weight.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
     before = weights_of(model)
-    with pytest.raises(ConfigError, match="gradients"):
-        run(model, [images_of(4)] * 2, tmp_path, step=step, clip=math.inf, accumulate=2)
+    with pytest.raises(ConfigError, match="gradient"):
+        run(model, [images_of(4)] * 2, tmp_path, sync_period=sync_period, clip=math.inf, accumulation_steps=2)
     assert_close(weights_of(model), before, 0)
     (entry,) = json.loads((tmp_path / "nonfinite.json").read_text())
     assert len(entry["processes"][0]["images"]) == 4 and entry["processes"][0]["losses"]["loss_cls"] > 0
 
 
-def test_a_resumed_run_removes_what_it_repeats(tmp_path):
-    path = tmp_path / "nonfinite.json"
-    path.write_text(json.dumps([{"iteration": 3}, {"iteration": 8}]))
-    model = torch.nn.Linear(1, 1)
-    steps = TrainStep(model, [], torch.optim.SGD(model.parameters(), lr=1.0), output_dir=tmp_path)
-    steps.start(8)
-    assert json.loads(path.read_text()) == [{"iteration": 3}]
-    steps.start(0)
-    assert not path.exists()
-
-
-# -- the step on a GPU: a fused optimizer, and the host learns of everything later ------------------
+# -- synchronizing every few iterations, with a fused optimizer as on a GPU ------------------------
 
 
 @pytest.mark.parametrize("precision", [None, torch.float16])
-def test_a_deferred_step_equals_one_that_waits(precision, tmp_path):
+def test_the_synchronization_period_does_not_change_the_result(precision, tmp_path):
     batches = [images_of(4), images_of(2, size=(96, 64))]
     model = model_of("retinanet", "MODEL.FPN.NORM", "BN")
     other, before = copy.deepcopy(model), weights_of(model)
-    steps, ours = run(model, batches, tmp_path, step=DeferredStep, precision=precision, accumulate=2)
-    _, theirs = run(other, batches, tmp_path, precision=precision, accumulate=2)
-    assert steps.has_stepped and ours.keys() == theirs.keys()
+    # The number of skipped steps may already exceed SOLVER.MAX_NONFINITE_STEPS, if a resumed run lowers it.
+    options = {"precision": precision, "accumulation_steps": 2, "skipped": 3}
+    steps, ours = run(model, batches, tmp_path, sync_period=9, **options)
+    _, theirs = run(other, batches, tmp_path, **options)
+    assert steps.has_stepped and steps.skipped == 3 and ours.keys() == theirs.keys()
     names = [name for name in ours if "time" not in name]
     assert {"gradient_norm", "total_loss"} <= set(names)
     assert_close({name: ours[name] for name in names}, {name: theirs[name] for name in names}, 1e-2)
     assert_same_update(weights_of(model), weights_of(other), before)
 
 
-def test_a_fused_optimizer_clips_unscaled_gradients(tmp_path):
-    """In steps that wait, too."""
-    model, images = model_of("retinanet"), images_of(2)
-    other, before = copy.deepcopy(model), weights_of(model)
-    _, ours = run(model, [images], tmp_path, precision=torch.float16, fused=True)
-    _, theirs = run(other, [images], tmp_path, precision=torch.float16)
-    assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-2)
-    assert_same_update(weights_of(model), weights_of(other), before)
-
-
-@pytest.mark.parametrize("precision", slow_except([None, torch.float16], [None]))
-@pytest.mark.parametrize("max_skipped", [0, 1])
-def test_a_deferred_step_that_diverges_changes_nothing(precision, max_skipped, tmp_path):
-    """Nor do those that follow before the host learns of it, where no more batches may be skipped."""
-    good, bad = images_of(4), images_of(4)
-    bad[2]["image"] = torch.full((3, 64, 96), float("nan"))
-    options = {"precision": precision, "max_skipped": max_skipped}
-    model = model_of("retinanet", "MODEL.FPN.NORM", "BN")
-    other, before = copy.deepcopy(model), weights_of(model)
-    if max_skipped:
-        ours, _ = run(model, [good, bad, good], tmp_path, step=DeferredStep, **options)
-        assert ours.has_stepped and ours.skipped == 1
-        # Only overflows lower it.
-        assert ours.scaler is None or ours.scaler.get_scale() == 2.0**16
-    else:
-        with pytest.raises(ConfigError, match="iteration 1: loss_cls is nan"):
-            run(model, [good, bad, good], tmp_path, step=DeferredStep, **options)
-    run(other, [good, good] if max_skipped else [good], tmp_path, step=DeferredStep, **options)
-    assert_same_update(weights_of(model), weights_of(other), before)
-    (entry,) = json.loads((tmp_path / "nonfinite.json").read_text())
-    assert entry["iteration"] == 1 and len(entry["processes"][0]["images"]) == 4
-
-
-@pytest.mark.parametrize("step", [TrainStep, DeferredStep])
-def test_momentum_after_a_first_step_without_effect(step, tmp_path, monkeypatch):
-    """Of a fused optimizer, where torch leaves it undefined."""
-    # detectron2 averages the number of positive anchors over all steps, also over those without effect.
+@pytest.mark.parametrize("sync_period", [1, 9])
+def test_momentum_after_a_first_step_without_effect(sync_period, tmp_path, monkeypatch):
+    """torch leaves the momentum of a fused optimizer undefined after such a step."""
+    # detectron2 averages the number of positive anchors over all steps, including those without effect.
     monkeypatch.setattr(RetinaNet, "_ema_update", lambda self, name, value, initial_value: initial_value)
     model, good = model_of("retinanet"), images_of(2)
     other, before = copy.deepcopy(model), weights_of(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=2.0**-90)
-    options = {"step": step, "precision": torch.float16, "fused": True}
+    options = {"sync_period": sync_period, "precision": torch.float16, "fused": True}
     run(model, [good, good, good], tmp_path, scaler=scaler, **options)
     run(other, [good, good], tmp_path, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10), **options)
     assert_same_update(weights_of(model), weights_of(other), before)
 
 
-def test_a_run_that_skipped_more_than_it_may_continues(tmp_path):
-    """As one that was resumed with a lower SOLVER.MAX_NONFINITE_STEPS."""
-    steps, _ = run(model_of("retinanet"), [images_of(2)], tmp_path, step=DeferredStep, skipped=3, max_skipped=1)
-    assert steps.has_stepped and steps.skipped == 3
-
-
 # -- several processes -----------------------------------------------------------------------------
 
 
-def _two_steps(folder, accumulate, step=TrainStep):
-    """A good batch, and one that diverges only in the second process."""
+def _two_steps(folder, accumulation_steps, sync_period):
+    """Train on a good batch, and on one with a non-finite loss in the second process."""
     rank, all_gather = comm.get_rank(), comm.all_gather
-    model, options = model_of("retinanet").double(), {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-    model = torch.nn.parallel.DistributedDataParallel(model, **options)
+    model, ddp = model_of("retinanet").double(), {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+    model = torch.nn.parallel.DistributedDataParallel(model, **ddp)
     good = images_of(8, objects=2)[4 * rank : 4 * rank + 4]
     bad = images_of(4, objects=2)
     if rank == 1:
         bad[1]["image"] = torch.full((3, 64, 96), float("nan"))
+    options = {"accumulation_steps": accumulation_steps, "sync_period": sync_period}
     comm.all_gather = None
-    run(model, [good], folder, accumulate=accumulate, step=step)
+    run(model, [good], folder, **options)
     comm.all_gather = all_gather
-    torch.save(weights_of(model.module), f"{folder}/{rank}_{accumulate}.pth")
+    torch.save(weights_of(model.module), f"{folder}/{rank}_{accumulation_steps}.pth")
     before = weights_of(model)
     with pytest.raises(ConfigError, match="loss_cls is nan"):
-        run(model, [bad], folder, accumulate=accumulate, step=step)
+        run(model, [bad], folder, **options)
     assert_close(weights_of(model), before, 0)
 
 
-@pytest.mark.parametrize("step, accumulations", [(TrainStep, (1, 2)), (DeferredStep, (1,))])
-def test_processes_stop_together(step, accumulations, tmp_path):
-    """Both stop where one diverges, and the weights of both are the same, with gradient accumulation or not.
+@pytest.mark.parametrize("sync_period, accumulations", [(1, (1, 2)), (9, (1,))])
+def test_processes_stop_together(sync_period, accumulations, tmp_path):
+    """Both processes stop and have the same weights, with gradient accumulation and without.
 
-    No objects are gathered in an iteration that does not diverge, which would wait for all processes.
+    Only a failed iteration gathers objects, because that waits for all processes.
     """
     weights = {}
     for number in accumulations:
-        in_processes(2, _two_steps, tmp_path, number, step, store=tmp_path / f"store{number}")
+        in_processes(2, _two_steps, tmp_path, number, sync_period, store=tmp_path / f"store{number}")
         weights[number], other = (torch.load(tmp_path / f"{rank}_{number}.pth", weights_only=True) for rank in (0, 1))
         assert_close(weights[number], other, 0)
         assert_close(weights[1], other, 1e-9)
     (entry,) = json.loads((tmp_path / "nonfinite.json").read_text())
-    # The images of the micro-batch.
-    assert [len(process["images"]) for process in entry["processes"]] == [4 // number] * 2
+    # The micro-batch with the loss, and the whole batch of the other process.
+    assert [len(process["images"]) for process in entry["processes"]] == [4, 4 // number]
     assert entry["processes"][1]["images"][1]["image_id"] == 1

@@ -1,4 +1,4 @@
-"""Runs from the command line and from Python: their files, evaluations, and all model families."""
+"""Runs from the command line and from Python: files, evaluations, and all model families."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def test_the_files_of_a_run(trained_run):
     assert any("bbox/AP" in line for line in lines)
 
 
-def test_the_console_has_what_concerns_a_user(trained_run):
+def test_the_console_shows_results_and_the_log_everything(trained_run):
     console, log = (trained_run / "stdout.txt").read_text(), (trained_run / "log.txt").read_text()
     written = str(trained_run / "evaluation.json")
     for text in (written, "Distribution of instances among all 3", " iter: 0  total_loss: ", " iter: 3  total_loss: "):
@@ -45,11 +45,11 @@ def test_the_console_has_what_concerns_a_user(trained_run):
 
 
 @pytest.mark.slow
-def test_an_evaluation_changes_nothing_of_a_run(trained_run, datasets_root, tmp_path):
-    """Its figures are those of the run's own evaluation; config.yaml is of the first command in the folder."""
+def test_an_evaluation_does_not_change_a_run(trained_run, datasets_root, tmp_path):
+    """Its metrics equal those of the run. It writes config.yaml only into a new folder."""
     config, weights, written = trained_run / "config.yaml", trained_run / "model_final.pth", tmp_path / "config.yaml"
     command = ["--config-file", config, "--eval-only", "MODEL.WEIGHTS", weights, "OUTPUT_DIR", tmp_path]
-    # A run that is writing a checkpoint, before and after its first file.
+    # A run that is writing a checkpoint, before and after its first files.
     partial = tmp_path / ".model_0000001.pth.1.partial"
     for trace in (None, "metrics.json"):
         if trace is not None:
@@ -78,7 +78,7 @@ def test_semantic_fpn_trains_and_reports_miou(shapes_sem_seg, tmp_path):
 
 
 def train_family(detector, family, output, *options):
-    """Train four iterations on two images, with finite losses; return the trainer, and which weights did not change."""
+    """Train four iterations with finite losses; return the trainer and the names of unchanged weights."""
     few = ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "4", "SOLVER.WARMUP_ITERS", "0", "SOLVER.BASE_LR", "1e-3"]
     path = CONFIGS[detector].with_name(f"{detector}_{family}_shapes.yaml")
     overrides = [*SMALL[detector], *few, "OUTPUT_DIR", str(output), "DATASETS.TEST", "()", *options]
@@ -101,7 +101,7 @@ def test_every_family_trains(shapes, tmp_path, family, detector):
 
 @pytest.mark.parametrize("is_on", [False, True])
 def test_evaluations_in_bfloat16(is_on, shapes, tmp_path):
-    """Maps are computed in it, heads are not, and afterwards nothing is."""
+    """Feature maps are computed in bfloat16 and heads return float32. Afterwards the model is unchanged."""
     cfg = small_config("mask_rcnn", "OUTPUT_DIR", str(tmp_path), *(["TEST.AMP.ENABLED", "True"] if is_on else []))
     model, dtypes = Trainer.build_model(cfg), []
     for module in (model.backbone.output_convs[0], model.roi_heads.box_head):

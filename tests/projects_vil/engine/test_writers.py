@@ -1,4 +1,4 @@
-"""The lines of the log, metrics.json, Weights & Biases and MLflow."""
+"""Metric writers: the log, metrics.json, Weights & Biases and MLflow."""
 
 import importlib.util
 import json
@@ -12,8 +12,8 @@ from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_servic
 from tests.projects_vil.helpers import small_config
 
 
-def test_the_lines_of_the_log_and_metrics_json(tmp_path):
-    """Times are those of the last iterations; an iteration is logged once; norms of gradients are medians in both."""
+def test_the_log_and_metrics_json(tmp_path):
+    """Times are means of the last iterations, gradient norms are medians, and an iteration is logged once."""
     lines, printer, file = [], MetricPrinter(100, batch_size=8), MetricsFile(tmp_path / "metrics.json")
     printer.logger = types.SimpleNamespace(info=lambda *line: lines.append(line[-1]))
     with EventStorage(0) as storage:
@@ -29,7 +29,7 @@ def test_the_lines_of_the_log_and_metrics_json(tmp_path):
     assert json.loads(file.path.read_text().splitlines()[-1])["gradient_norm"] == 3.0
 
 
-def test_metrics_of_later_iterations_and_an_incomplete_line_are_removed(tmp_path):
+def test_a_resumed_run_removes_later_iterations_and_an_incomplete_line(tmp_path):
     path = tmp_path / "metrics.json"
     path.write_text('{"iteration": 3, "a": 1}\n{"iteration": 7, "a": 2}\n{"iteration": 11, "a"')
     file = MetricsFile(path)
@@ -42,10 +42,10 @@ def test_metrics_of_later_iterations_and_an_incomplete_line_are_removed(tmp_path
 def test_a_service_that_is_not_installed(module, tmp_path, monkeypatch):
     if importlib.util.find_spec(module) is not None:
         pytest.skip(f"{module} is installed")
-    # wandb leaves folders of its name.
+    # wandb writes a folder of its name.
     (tmp_path / module).mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    key = f"LOGGING.{module.upper()}"
+    key = {"wandb": "LOGGING.WANDB_PROJECT", "mlflow": "LOGGING.MLFLOW_EXPERIMENT"}[module]
     with pytest.raises(ConfigError, match=key):
         check_services(small_config("retinanet", key, "mine"))
     assert build_service_writers(small_config()) == []
@@ -63,7 +63,7 @@ def write_two(cfg) -> None:
     writer.close()
 
 
-def test_mlflow_has_every_scalar_once(tmp_path, monkeypatch):
+def test_mlflow_logs_every_scalar_once(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(f"file://{tmp_path / 'mlruns'}")
@@ -76,7 +76,7 @@ def test_mlflow_has_every_scalar_once(tmp_path, monkeypatch):
     assert run.info.run_name == "run" and run.info.status == "FINISHED"
 
 
-def test_wandb_keeps_a_run_offline(tmp_path, monkeypatch):
+def test_wandb_logs_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     write_two(small_config("retinanet", "LOGGING.WANDB_PROJECT", "mine", "OUTPUT_DIR", str(tmp_path)))

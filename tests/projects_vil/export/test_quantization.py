@@ -93,38 +93,33 @@ def random_input(seed: int) -> Tensor:
     return torch.rand(4, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_only_linear_is_quantized(path: Path, file_format: str) -> None:
+@pytest.mark.parametrize("file_format", ["onnx", "openvino"])
+def test_products_without_weights_stay_float(tmp_path, file_format):
+    skip_without(file_format)
+    pytest.importorskip("nncf")
+    if file_format == "onnx":
+        nodes, eye = "[linear] a = MatMul(x, weight) [product] y = MatMul(x, a)", np.eye(4, dtype=int).ravel()
+        source = onnx_file(tmp_path, nodes, weights=f"float[4, 4] weight = {{{', '.join(map(str, eye))}}}")
+    else:
+        openvino = import_openvino()
+        operators, source = openvino.opset13, tmp_path / "float.xml"
+        image = operators.parameter([4, 4], np.float32)
+        weight = operators.convert(operators.constant(np.eye(4, dtype=np.float16)), np.float32)
+        linear = operators.matmul(image, weight, False, False, name="linear")
+        product = operators.matmul(linear, image, False, True, name="product")
+        openvino.save_model(openvino.Model([product], [image]), source, compress_to_fp16=False)
+    path = source.with_stem("int8")
+    quantize(source, path, file_format, range(8), random_input)
     found = operations(path, file_format)
     scaled = set().union(*(outputs for kind, _, outputs in found if kind in SCALED))
     linear, product = (inputs for kind, inputs, _ in found if kind == "MatMul")
     assert linear & scaled and not product & scaled
+    if file_format == "onnx":
+        import onnx
 
-
-def test_products_without_weights_stay_float_in_openvino(tmp_path):
-    skip_without("openvino")
-    openvino = import_openvino()
-    operators = openvino.opset13
-    image = operators.parameter([4, 4], np.float32)
-    weight = operators.convert(operators.constant(np.eye(4, dtype=np.float16)), np.float32)
-    linear = operators.matmul(image, weight, False, False, name="linear")
-    product = operators.matmul(linear, image, False, True, name="product")
-    source, path = tmp_path / "float.xml", tmp_path / "int8.xml"
-    openvino.save_model(openvino.Model([product], [image]), source, compress_to_fp16=False)
-    quantize(source, path, "openvino", range(8), random_input)
-    assert_only_linear_is_quantized(path, "openvino")
-
-
-def test_products_without_weights_stay_float_in_onnx(tmp_path):
-    pytest.importorskip("nncf")
-    nodes = "[linear] a = MatMul(x, weight) [product] y = MatMul(x, a)"
-    source = onnx_file(tmp_path, nodes, weights="float[4, 4] weight = {1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1}")
-    quantize(source, tmp_path / "int8.onnx", "onnx", range(8), random_input)
-    assert_only_linear_is_quantized(tmp_path / "int8.onnx", "onnx")
-    import onnx
-
-    # CPUs without VNNI add two products of an unsigned and a signed byte in 16 bits.
-    weights = map(onnx.numpy_helper.to_array, onnx.load(tmp_path / "int8.onnx").graph.initializer)
-    assert max(abs(weight.astype(int)).max() for weight in weights if weight.ndim == 2) in (63, 64)
+        # CPUs without VNNI add two products of an unsigned and a signed byte in 16 bits.
+        weights = map(onnx.numpy_helper.to_array, onnx.load(path).graph.initializer)
+        assert max(abs(weight.astype(int)).max() for weight in weights if weight.ndim == 2) in (63, 64)
 
 
 def test_folded_transposes(tmp_path):

@@ -1,4 +1,4 @@
-"""The backbone builders: names, shapes, frozen stages, and the keys of MODEL.TRANSFORMER."""
+"""Backbone builders: FPN levels, frozen stages, and the keys of MODEL.TRANSFORMER."""
 
 import copy
 import functools
@@ -27,10 +27,10 @@ LEVELS = {
 _CVT = ["MODEL.TRANSFORMER.VARIANT", "cvt_ls_13", "MODEL.FPN.IN_FEATURES"]
 _FLAT = ["MODEL.TRANSFORMER.VARIANT", "evit_full_16_tiny", "MODEL.FPN.IN_FEATURES", "['stage1']"]
 _FLAT += ["MODEL.ANCHOR_GENERATOR.SIZES", "[[32, 64, 128, 256, 512]]"]
-# docs/training.md has these.
+# As in docs/training.md.
 _FLAT_RCNN = ["MODEL.RPN.IN_FEATURES", "['p4', 'p5', 'p6']", "MODEL.ROI_HEADS.IN_FEATURES", "['p4', 'p5']"]
 _THREE = ["MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_10_1", "MODEL.FPN.IN_FEATURES", "['stage1', 'stage2', 'stage3']"]
-# FPN adds the levels that a backbone of stride 16 lacks; the E-ViT of ViL Table 2 has one feature map, of stride 16.
+# FPN adds missing levels. The flat E-ViT of ViL's table 2 has one feature map, of stride 16.
 FPNS = {
     "retinanet": ("retinanet", []),
     "mask_rcnn": ("mask_rcnn", []),
@@ -52,7 +52,7 @@ def images(height: int = 70, width: int = 101) -> torch.Tensor:
 
 @pytest.mark.parametrize("detector, overrides", FPNS.values(), ids=FPNS)
 def test_levels_of_fpn(detector, overrides):
-    """Their strides, sizes and gradients, and boxes in images that are padded to multiples of 32."""
+    """Levels have their strides, sizes and gradients, and boxes stay inside of images with padding."""
     torch.manual_seed(0)
     cfg = small_config(detector, *overrides)
     model = build_model(cfg)
@@ -103,7 +103,7 @@ def modules_of(backbone: nn.Module, module_type: type) -> list:
     return [module for module in backbone.modules() if isinstance(module, module_type)]
 
 
-def test_keys_are_passed_on():
+def test_keys_set_the_options_of_the_backbone():
     keys = ["ATTENTION_BACKEND", "reference", "GLOBAL_TOKENS", "[2, 0, 1, 1]", "CHUNK_SIZE", "[3, 4, 5, 6]"]
     keys += ["SHARED_PROJECTIONS", "False", "DROP_PATH", "0.25", "ATTENTION_MODE", "cyclic"]
     keys += ["VARIANT", "vil_tiny_1_1_3_1", "MAX_IMG_SIZE", "100", "ACTIVATION_CHECKPOINTING", "True"]
@@ -122,22 +122,19 @@ def test_keys_are_passed_on():
     assert [len(stage.positions.rows) for stage in stages] == [32, 16, 8, 4]
     with pytest.raises(ConfigError, match="MODEL.TRANSFORMER.MAX_IMG_SIZE"):
         backbone(images(100, 160))
-
-
-def test_keys_of_the_other_families_are_passed_on():
+    # Options of the other families.
     lit = ["MODEL.TRANSFORMER.VARIANT", "lit_ti"]
     assert modules_of(bottom_up(*lit, "MODEL.TRANSFORMER.NORM", "FrozenBN"), FrozenBatchNorm2d)
     uniform = bottom_up(*lit, "MODEL.TRANSFORMER.TOKEN_MERGING", "uniform")
     assert not any("offset" in name for name, _ in uniform.named_parameters())
-    long_short = ["MODEL.TRANSFORMER.ATTENTION", "['long_short', 'long_short', 'long_short', 'long_short']"]
-    attentions = modules_of(
-        bottom_up(*long_short, "MODEL.TRANSFORMER.PROJECTION_RANK", "[1, 2, 3, 4]"), LongShortAttention
-    )
-    assert [a.dynamic_projection.out_features // a.num_heads for a in attentions] == [1, 2, 3, 3, 3, 4]
+    long_short = ["MODEL.TRANSFORMER.ATTENTION", str(["long_short"] * 4)]
+    long_short = bottom_up(*long_short, "MODEL.TRANSFORMER.PROJECTION_RANK", "[1, 2, 3, 4]")
+    ranks = [a.dynamic_projection.out_features // a.num_heads for a in modules_of(long_short, LongShortAttention)]
+    assert ranks == [1, 2, 3, 3, 3, 4]
 
 
 @pytest.mark.slow
-def test_a_compiled_backbone_has_the_same_weights_and_values(monkeypatch):
+def test_a_compiled_backbone_has_the_same_weights_and_features(monkeypatch):
     graphs = []
     backend = functools.partial(torch.compile, backend=lambda graph, inputs: graphs.append(graph) or graph)
     monkeypatch.setattr(torch, "compile", backend)
@@ -146,13 +143,13 @@ def test_a_compiled_backbone_has_the_same_weights_and_values(monkeypatch):
     eager, compiled = (bottom_up(*keys, "MODEL.TRANSFORMER.COMPILE", value) for value in ("False", "True"))
     compiled.load_state_dict(eager.state_dict(), strict=True)
     features = [backbone.double().train()(images().double()) for backbone in (eager, compiled)]
-    # A copy, as that of averaged weights, is not compiled.
+    # A copy, as for averaged weights, is not compiled.
     copy.deepcopy(compiled)(images().double())
     assert len(graphs) == 1
     torch.testing.assert_close(features[1], features[0])
 
 
-def test_two_levels_are_those_of_detectron2():
+def test_two_extra_levels_equal_those_of_detectron2():
     ours = LastLevelConvs(12, 8, "stage4", (6, 7)).double()
     theirs = LastLevelP6P7(12, 8, "stage4").double()
     theirs.load_state_dict(ours.state_dict())

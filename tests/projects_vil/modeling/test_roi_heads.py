@@ -1,4 +1,4 @@
-"""The heads of PointRend and Cascade R-CNN: their keys, and runs of PointRend on our backbone."""
+"""PointRend and Cascade R-CNN: invalid keys, and runs of PointRend on our backbone."""
 
 import json
 
@@ -17,7 +17,7 @@ from tests.projects_vil.engine.test_train_step import images_of
 from tests.projects_vil.helpers import ROOT, SMALL, run_tool, small_config
 
 CONFIG = ROOT / "configs/projects/point_rend_vil_tiny_rpb_1x.yaml"
-# On the shapes, on the CPU, and as narrow as the other small detectors.
+# A small PointRend detector for the synthetic shapes.
 SMALL_POINTS = [
     *("MODEL.DEVICE", "cpu", "MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_1_3_1_rpb", *SMALL["mask_rcnn"]),
     *("MODEL.ROI_HEADS.NUM_CLASSES", "3", "MODEL.POINT_HEAD.NUM_CLASSES", "3", "MODEL.ROI_MASK_HEAD.FC_DIM", "32"),
@@ -28,17 +28,6 @@ SMALL_POINTS = [
 ]
 
 
-def test_keys_are_those_of_detectron2s_project():
-    """projects/PointRend/configs/InstanceSegmentation/Base-PointRend-RCNN-FPN.yaml, over Mask R-CNN's."""
-    model = load_config(CONFIG).MODEL
-    head, points = model.ROI_MASK_HEAD, model.POINT_HEAD
-    assert (head.NAME, head.POOLER_TYPE, head.POINT_HEAD_ON) == ("AnyBatchPointRendMaskHead", "", True)
-    assert (head.FC_DIM, head.NUM_FC, head.OUTPUT_SIDE_RESOLUTION, list(head.IN_FEATURES)) == (1024, 2, 7, ["p2"])
-    assert (points.FC_DIM, points.NUM_FC, list(points.IN_FEATURES)) == (256, 3, ["p2"])
-    assert model.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES and load_config(CONFIG).INPUT.MASK_FORMAT == "bitmask"
-    assert load_config(CONFIG, ["INPUT.COLOR_AUG_SSD", "True"]).INPUT.PHOTOMETRIC_DISTORTION
-
-
 @pytest.mark.parametrize(
     "key, value",
     [
@@ -46,16 +35,16 @@ def test_keys_are_those_of_detectron2s_project():
         *(("MODEL.ROI_MASK_HEAD.POINT_HEAD_ON", "False"), ("MODEL.ROI_MASK_HEAD.CONV_DIM", "64")),
     ],
 )
-def test_point_rend_keys_that_do_not_go_together(key, value, shapes):
+def test_invalid_point_rend_keys(key, value, shapes):
     with pytest.raises(ConfigError, match=f"{key} "):
         check_setup(load_config(CONFIG, [*SMALL_POINTS, key, value]))
     check_setup(load_config(CONFIG, [*SMALL_POINTS, "INPUT.MASK_FORMAT", "polygon", "INPUT.AUGMENTATION", "lsj"]))
 
 
 @pytest.mark.parametrize("thresholds", ["(0.5, 'a', 0.7)", "(0.5, 1.6, 0.7)", "()", "(0.5, 0.6)", "(0.6, 0.7, 0.8)"])
-def test_cascade_keys_that_do_not_go_together(thresholds, shapes):
+def test_invalid_cascade_keys(thresholds, shapes):
     key, agnostic = "MODEL.ROI_BOX_CASCADE_HEAD.IOUS", "MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG"
-    # Or detectron2's own check.
+    # Our check, or detectron2's own.
     with pytest.raises(ConfigError, match=f"{key}|cascade_ious"):
         check_setup(small_config("cascade_mask_rcnn", key, thresholds))
     with pytest.raises(ConfigError, match="CLS_AGNOSTIC_BBOX_REG"):
@@ -63,8 +52,8 @@ def test_cascade_keys_that_do_not_go_together(thresholds, shapes):
     check_setup(small_config("mask_rcnn", key, thresholds))
 
 
-def test_a_batch_without_any_object():
-    """Masks have a loss of 0, which has a gradient for every weight of the head."""
+def test_the_mask_loss_of_a_batch_without_objects_is_zero():
+    """It has a gradient for every weight of the head."""
     model = build_model(load_config(CONFIG, SMALL_POINTS)).train()
     with EventStorage():
         losses = model(images_of(2, objects=0))
@@ -74,7 +63,7 @@ def test_a_batch_without_any_object():
         assert model(images_of(3))["loss_mask_point"] > 0
 
 
-def test_the_losses_of_detectron2s_head():
+def test_losses_equal_those_of_detectron2():
     model = build_model(load_config(CONFIG, SMALL_POINTS)).train()
     theirs = build_model(load_config(CONFIG, [*SMALL_POINTS, "MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"])).train()
     assert type(theirs.roi_heads.mask_head) is PointRendMaskHead
@@ -88,8 +77,8 @@ def test_the_losses_of_detectron2s_head():
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_its_weights_have_a_version(suffix, tmp_path, caplog):
-    """detectron2 would rename weights without a version, and warn."""
+def test_saved_weights_have_a_version(suffix, tmp_path, caplog):
+    """detectron2 renames weights without a version, with a warning."""
     cfg, path = load_config(CONFIG, SMALL_POINTS), tmp_path / f"weights{suffix}"
     model = build_model(cfg)
     write_checkpoint(path, {"model": model.state_dict()})

@@ -1,4 +1,4 @@
-"""Models of timm as backbones, with random weights, weights of files, and those of a cache of the Hub."""
+"""timm models as backbones, with random weights, weights from files, and weights from a cache of the Hub."""
 
 import huggingface_hub.constants
 import pytest
@@ -32,7 +32,7 @@ def backbone_of(name: str, *overrides: str, detector: str = "mask_rcnn") -> Timm
 
 @pytest.mark.parametrize("name", [SWIN, CONVNEXT, PVT, RESNET])
 @pytest.mark.parametrize("detector, levels", [("retinanet", range(3, 8)), ("mask_rcnn", range(2, 7))])
-def test_images_of_any_size_give_all_levels_and_gradients(name, detector, levels):
+def test_levels_and_gradients_for_images_of_any_size(name, detector, levels):
     model = build_model(config(name, detector=detector))
     for height, width in ((70, 101), (260, 33)):
         images = model.preprocess_image([{"image": torch.rand(3, height, width) * 255}] * 2)
@@ -45,8 +45,8 @@ def test_images_of_any_size_give_all_levels_and_gradients(name, detector, levels
     assert [name for name, p in model.backbone.named_parameters() if p.grad is None] == []
 
 
-def test_swin_is_that_of_detectron2():
-    """Windows are shifted in the last stage too, where a classifier's map is a single window."""
+def test_swin_equals_that_of_detectron2():
+    """Windows are shifted in the last stage too, where the feature map of a classifier is a single window."""
     ours, theirs = TimmBackbone(f"timm:{SWIN}", out_features=STAGES), SwinTransformer(drop_path_rate=0.0)
     ours, theirs = ours.double().eval(), theirs.double().eval()
     for parameter in ours.parameters():
@@ -54,7 +54,7 @@ def test_swin_is_that_of_detectron2():
     renamed = {}
     for name, x in ours.net.model.state_dict().items():
         layers, number, *rest = name.split(".")
-        # detectron2's merging of patches ends a layer, timm's begins one.
+        # detectron2 merges patches at the end of a layer, timm at the beginning.
         renamed[".".join([layers, str(int(number) - ("downsample" in rest)), *rest]) if rest[1:] else name] = x
     assert not theirs.load_state_dict(renamed, strict=False).unexpected_keys
     outputs = []
@@ -71,8 +71,8 @@ def test_swin_is_that_of_detectron2():
 @pytest.mark.parametrize(
     "name, overrides, named",
     [
-        ("vit_tiny_patch16_224", [], "strides 16, and a detector needs 4, 8, 16 and 32"),
-        ("maxvit_nano_rw_256", [], "images of one size only"),
+        ("vit_tiny_patch16_224", [], "strides 16, but a detector needs 4, 8, 16 and 32"),
+        ("maxvit_nano_rw_256", [], "fixed image size"),
         ("resnet19", [], "'resnet18'"),
         ("resnet18.in30k", [], "in30k"),
         (SWIN, ["MODEL.TRANSFORMER.TOKEN_MERGING", "uniform"], "no option token_merging"),
@@ -84,7 +84,7 @@ def test_swin_is_that_of_detectron2():
         (CONVNEXT, ["MODEL.FPN.IN_FEATURES", "['res2']"], "has res2"),
     ],
 )
-def test_what_a_model_cannot_be_or_have_is_an_error(name, overrides, named):
+def test_unsupported_models_and_options(name, overrides, named):
     assert named in message(build_on_meta, config(name, *overrides))
 
 
@@ -107,7 +107,7 @@ def test_frozen_stages_and_batch_norm():
 
 
 @pytest.mark.parametrize("name", [PVT, RESNET])
-def test_activation_checkpointing_keeps_less(name):
+def test_activation_checkpointing_saves_fewer_tensors(name):
     kept = []
     for value in ("False", "True"):
         backbone, sizes = backbone_of(name, "MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", value), []
@@ -117,7 +117,7 @@ def test_activation_checkpointing_keeps_less(name):
     assert kept[1] < 0.6 * kept[0]
 
 
-def test_weight_and_layer_decay_are_those_of_timm():
+def test_weight_and_layer_decay_follow_timm():
     cfg = config(SWIN, "SOLVER.WEIGHT_DECAY", "0.05", "SOLVER.LAYER_DECAY", "0.5", "SOLVER.BASE_LR", "1.0")
     model = build_on_meta(cfg)
     names = {p: name.removeprefix("backbone.bottom_up.net.model.") for name, p in model.named_parameters()}
@@ -131,7 +131,7 @@ def test_weight_and_layer_decay_are_those_of_timm():
 
 @pytest.mark.slow
 def test_a_run_from_a_classifier_is_resumed_loaded_and_shared(datasets_root, tmp_path):
-    """The name has a tag, and nothing can be downloaded here: only a start without MODEL.WEIGHTS would try."""
+    """The variant has a tag, but with MODEL.WEIGHTS nothing is downloaded."""
     weights, output = tmp_path / "classifier.safetensors", tmp_path / "run"
     classifier = timm.create_model("pvt_v2_b0", num_classes=10)
     save_file(classifier.state_dict(), weights)
@@ -159,7 +159,7 @@ def test_a_run_from_a_classifier_is_resumed_loaded_and_shared(datasets_root, tmp
     assert len(scores[0]) and list(scores[0]) == pytest.approx(list(scores[1]), rel=1e-3)
 
 
-def test_files_that_do_not_fit(tmp_path):
+def test_weights_that_do_not_fit(tmp_path):
     cfg, path = config(RESNET), tmp_path / "weights.pth"
     weights = timm.create_model("test_resnet").state_dict()
     for name in ("layer1.0.conv1.weight", "fc.weight"):
@@ -170,7 +170,7 @@ def test_files_that_do_not_fit(tmp_path):
     assert "timm:test_convnext" in message(check_weights, config(CONVNEXT), str(path))
 
 
-def test_pretrained_weights_are_those_of_the_tag(tmp_path, monkeypatch, caplog):
+def test_pretrained_weights_of_a_tag(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     repository = tmp_path / f"models--timm--{RESNET}"
@@ -195,7 +195,7 @@ def test_pretrained_weights_are_those_of_the_tag(tmp_path, monkeypatch, caplog):
 
 
 def export(name: str, file_format: str, folder, *options: str):
-    """Run the tool on random weights, on a part of the stages."""
+    """Export a detector with random weights by the tool."""
     torch.manual_seed(0)
     few = ["MODEL.FPN.IN_FEATURES", "['stage2', 'stage3']", *FEW_LEVELS["retinanet"].split()]
     few += ["MODEL.RETINANET.SCORE_THRESH_TEST", "0.001"]
@@ -216,7 +216,7 @@ def test_exports(name, file_format, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_export_of_swin_to_onnx_is_for_one_size(tmp_path):
+def test_swin_is_exported_to_onnx_for_one_size(tmp_path):
     assert "--image-size" in error_line(export(SWIN, "onnx", tmp_path))
     result = export(SWIN, "onnx", tmp_path, "--image-size", "96", "128")
     assert result.returncode == 0 and "equal" in result.stdout, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""Test-time augmentation: a single size changes nothing, mirrored images have mirrored detections."""
+"""Test-time augmentation of RetinaNet and Mask R-CNN."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def image(height: int = HEIGHT, width: int = WIDTH) -> torch.Tensor:
 
 
 def detect(model, pixels: torch.Tensor):
-    """Instances in pixels of the image."""
+    """Return the instances in pixels of the image."""
     return model([{"image": pixels, "height": pixels.shape[1], "width": pixels.shape[2]}])[0]["instances"]
 
 
@@ -39,7 +39,7 @@ def mirrored(found: Instances) -> Instances:
 
 
 @pytest.mark.parametrize("detector", DETECTORS)
-def test_one_size_without_flip_is_the_detector_itself(detector):
+def test_one_size_without_flip_changes_nothing(detector):
     cfg = config(detector, "TEST.AUG.MIN_SIZES", "(64,)", "TEST.AUG.FLIP", "False")
     model = untrained_detector(cfg)
     pixels = image(*size_for_testing(cfg, HEIGHT, WIDTH))
@@ -62,7 +62,7 @@ def test_mirrored_images_have_mirrored_detections(detector):
         assert_same_detections(mirrored(plain), plain_mirrored)
 
 
-def test_boxes_lie_in_the_file_and_do_not_repeat():
+def test_boxes_are_clipped_and_merged():
     cfg = config("retinanet", "TEST.AUG.MIN_SIZES", "(48, 64, 96)")
     found = detect(add_tta(cfg, untrained_detector(cfg)), image())
     boxes = found.pred_boxes.tensor
@@ -74,15 +74,14 @@ def test_boxes_lie_in_the_file_and_do_not_repeat():
 
 
 @pytest.mark.parametrize("detector", DETECTORS)
-def test_nothing_found(detector):
-    nothing = ["MODEL.RETINANET.SCORE_THRESH_TEST", "1.0", "MODEL.ROI_HEADS.SCORE_THRESH_TEST", "1.0"]
-    cfg = config(detector, *nothing, "TEST.AUG.MIN_SIZES", "(64,)")
-    model = add_tta(cfg, untrained_detector(cfg))
+def test_no_detections(detector):
+    none = ["MODEL.RETINANET.SCORE_THRESH_TEST", "1.0", "MODEL.ROI_HEADS.SCORE_THRESH_TEST", "1.0"]
+    cfg = config(detector, *none, "TEST.AUG.MIN_SIZES", "(64,)")
     with torch.no_grad():
-        assert len(detect(model, image())) == 0
+        assert len(detect(add_tta(cfg, untrained_detector(cfg)), image())) == 0
 
 
-def test_sizes_follow_the_detectors_own():
+def test_default_sizes_are_scaled_to_the_test_size():
     model = untrained_detector(config("retinanet"))
     for key, value, expected in (
         ("INPUT.MIN_SIZE_TEST", "800", range(400, 1300, 100)),
@@ -95,7 +94,7 @@ def test_sizes_follow_the_detectors_own():
             add_tta(config("retinanet", *overrides), model)
 
 
-def test_absolute_positions_end_the_sizes():
+def test_absolute_positions_limit_the_sizes():
     tables = ["MODEL.TRANSFORMER.VARIANT", "vil_tiny", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "96"]
     cfg = config("retinanet", *tables)
     augmented = add_tta(cfg, untrained_detector(cfg))
