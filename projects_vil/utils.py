@@ -1,4 +1,4 @@
-"""Logs, locks, signals and memory of processes."""
+"""Utilities for JSON files, logs, output folders, signals, memory and child processes."""
 
 import contextlib
 import gc
@@ -28,51 +28,51 @@ from torch import nn
 from backbones import ConfigError
 from backbones.errors import check_file
 
-# Ctrl-C, a scheduler, a terminal that is closed, and a scheduler's or the system's warning that time is up soon.
+# SIGINT: Ctrl-C. SIGTERM: a scheduler. SIGHUP: a closed terminal. SIGUSR1 and SIGXCPU: the time limit is near.
 _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
-# Not every system has all.
+# Some systems lack some of these signals.
 STOP_SIGNALS = tuple(getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name))
 LOCK_FILE = ".run.lock"
-# Seconds that a killed process may need until it has freed its memory and its lock.
+# Seconds to wait for a lock. A killed process needs time to free its memory and its lock.
 LOCK_TIMEOUT = 5.0
-# What a run's log.txt has and its console leaves out: detectron2's internals, and pages that nobody reads there.
+# Records that go to log.txt but not to the console: internals of detectron2, and very long texts.
 _FILE_ONLY = re.compile(
     r"Rank of current process: 0\. World size: 1$|Environment info:|Command line arguments: |"
     r"Contents of args\.config_file|Running with full config:|Full config saved to|Model:\n|"
     r"\[DatasetMapper\] Augmentations used|Using training sampler|Serializ(ing|ed) |Making batched data loader|"
-    # The next line reports that there is no checkpoint.
+    # The next record reports that there is no checkpoint.
     r"\[\w+\] Loading from  \.\.\.$|"
     r"Fast COCO eval is not built|Preparing results for COCO format|Total inference pure compute time|"
-    # The table above these has the same figures, and nan for metrics that cannot be computed.
+    # The table before these records has the same figures. A metric that cannot be computed is nan.
     r"copypaste: |Evaluation results for .* in csv format:|Some metrics cannot be computed"
 )
-# What a run and its libraries open in its folder under a fixed name; evaluators write into "inference".
+# Paths that a run and its libraries open under a fixed name. Evaluators write into "inference".
 _OPENED = ("log.txt*", "metrics.json", "last_checkpoint", "drawings", "inference", "inference/**/*")
-# The files that a run writes before its config.
+# Names of the files that a run writes before its config.
 _FIRST_FILES = re.compile(r"log\.txt|metrics\.json$|data$|events\.out\.tfevents\.")
-# The beginning of a warning, as a regular expression.
+# Regular expressions for the start of a warning.
 _WARNINGS = (
-    # detectron2 scripts a few of its functions when it is imported; TorchScript is an export format.
+    # detectron2 scripts a few functions at import, and TorchScript is one of our export formats.
     r"`torch\.jit\.(script|load|save)` is deprecated",
-    # detectron2's anchors; the order that it relies on is the default.
+    # detectron2's anchors rely on the current default order.
     r"torch\.meshgrid: in an upcoming release",
-    # detectron2's argument of DistributedDataParallel.
+    # detectron2 passes this argument to DistributedDataParallel.
     r"`broadcast_buffers` is deprecated",
-    # detectron2's model zoo; setup.py holds setuptools below the version without it.
+    # detectron2's model zoo imports it. setup.py excludes the versions of setuptools without it.
     r"pkg_resources is deprecated as an API",
 )
-# Loggers, and the beginning of their records.
+# Names of loggers, and regular expressions for the start of the records that are dropped.
 _SILENCED_RECORDS = {
-    # detectron2's report of the environment looks for a compiler.
+    # detectron2 looks for a compiler when it describes the environment.
     "torch.utils.cpp_extension": r"No CUDA runtime is found",
-    # Files of detectron2's model zoo are trusted as its code is.
+    # The files of detectron2's model zoo are as trustworthy as its code.
     "fvcore.common.config": r".*/detectron2/model_zoo/.*yaml\.unsafe_load",
-    # detectron2 asks torch in every Mask R-CNN whether it is traced.
+    # Every Mask R-CNN of detectron2 calls is_fx_tracing.
     "torch.fx._symbolic_trace": r"is_fx_tracing will return true",
-    # The exceptions have the same text.
+    # The exception that follows has the same text.
     "iopath.common.download": r"Failed to download",
     "detectron2.config.instantiate": r"Error when instantiating",
-    # The mapping is what any file of a few of COCO's categories needs.
+    # Every file with a subset of COCO's categories needs this mapping.
     "detectron2.data.datasets.coco": r"\s*Category ids in annotations are not in",
 }
 
@@ -82,7 +82,10 @@ _SILENCED_RECORDS = {
 
 @contextlib.contextmanager
 def paused_garbage_collection() -> Iterator[None]:
-    """Collect no garbage inside: it takes half of the time while millions of objects are made."""
+    """Disable garbage collection inside the context.
+
+    It would take half of the time when millions of objects are created.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -96,37 +99,43 @@ def read_json(path: str | Path, *, what: str = "file") -> Any:
     """Return the content of a JSON file.
 
     Args:
-        what: what the file is, in words.
+        path: Path of the file.
+        what: Description of the file for error messages.
 
     Raises:
-        ConfigError: for a file that is missing or not a regular one, cannot be read or is not JSON, and where
-            :func:`parse_json` raises one.
+        ConfigError: If the file is missing, is not a regular file, cannot be read, or is rejected by
+            :func:`parse_json`.
     """
     check_file(path, what)
     try:
         with paused_garbage_collection():
             return parse_json(Path(path).read_text(encoding="utf-8"), source=path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"Cannot read '{path}': {reason}. Check the file and its permissions.") from error
 
 
 def parse_json(text: str, *, source: str | Path) -> Any:
-    """Return the content of JSON, in which NaN and infinity are numbers.
+    """Return the content of a JSON text. NaN and infinity are accepted as numbers.
+
+    Args:
+        text: The JSON text.
+        source: Path of the text for error messages.
 
     Raises:
-        ConfigError: for text that is not JSON, an object with a key twice, of which Python would drop one, and
-            characters that are half of a surrogate pair, which no file or terminal takes.
+        ConfigError: If the text is not JSON, if an object has the same key twice (Python would drop one value), or if
+            a string has an unpaired surrogate, which cannot be encoded.
     """
     try:
         content = json.loads(text, object_pairs_hook=_without_repetition)
         if re.search(r"\\u[dD][89a-fA-F]", text):
-            # Names of files that are not UTF-8 pass.
+            # File names that are not UTF-8 are accepted.
             json.dumps(content, ensure_ascii=False).encode(errors="surrogateescape")
     except UnicodeEncodeError as error:
         near = error.object[max(error.start - 20, 0) : error.end].encode("ascii", "backslashreplace").decode()
-        raise ConfigError(f"{source} has half of a surrogate pair, which is no character: {near}") from error
+        raise ConfigError(f"'{source}' has an unpaired surrogate: {near}. Replace it by a valid character.") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source} is not JSON that can be read: {error}") from error
+        raise ConfigError(f"'{source}' is not valid JSON: {error}. Fix the file.") from error
     return content
 
 
@@ -134,7 +143,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"an object has the key {key!r} twice")
+        raise ValueError(f"an object has the duplicate key {key!r}")
     return content
 
 
@@ -142,7 +151,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def silence_known_warnings() -> None:
-    """Leave out the warnings above, before detectron2 is imported; any other is shown."""
+    """Hide the warnings and records listed in this module. Call it before detectron2 is imported."""
     for text in _WARNINGS:
         warnings.filterwarnings("ignore", message=text)
     for name in _SILENCED_RECORDS:
@@ -154,18 +163,18 @@ def _is_unknown(record: logging.LogRecord) -> bool:
 
 
 def log_run(output_dir: str, *, rank: int = 0) -> None:
-    """Log this project, detectron2 and fvcore to ``output_dir/log.txt``, and what concerns a user to stdout.
+    """Log this project, detectron2 and fvcore to ``output_dir/log.txt``, and a selection of records to stdout.
 
-    Call it before detectron2's ``default_setup``, which then adds no handlers of its own.
+    Call it before detectron2's ``default_setup``, which then adds no handlers.
 
     Args:
-        output_dir: folder of the run.
-        rank: rank of the process; those above 0 write files of their own, and not to stdout.
+        output_dir: Output directory of the run.
+        rank: Rank of the process. A rank above 0 writes to ``log.txt.rankN`` and not to stdout.
     """
-    # Not at the top of the file, because it warns: the package silences that first.
+    # This import warns. The package hides the warning first, so the import cannot be at the top of the file.
     from detectron2.utils.logger import setup_logger
 
-    # Names and arguments as in default_setup: the same arguments add no second handler.
+    # setup_logger is cached: with the names and arguments of default_setup, it adds no second handler.
     for options in ({"name": "fvcore"}, {}, {"name": "projects_vil"}, {"name": "backbones"}):
         for handler in setup_logger(output_dir, distributed_rank=rank, **options).handlers:
             if getattr(handler, "stream", None) is sys.stdout:
@@ -173,7 +182,11 @@ def log_run(output_dir: str, *, rank: int = 0) -> None:
 
 
 def is_for_console(record: logging.LogRecord) -> bool:
-    """Leave out pages, and the traceback of a user's mistake, for which the run ends with one line."""
+    """Return whether the console shows a record.
+
+    It omits very long records. It also omits the traceback of a user's mistake, because the run ends with a one-line
+    error instead.
+    """
     error = record.exc_info and record.exc_info[1]
     if isinstance(error, ConfigError) or "DataLoader worker" in str(error):
         return False
@@ -185,10 +198,13 @@ def is_for_console(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def run_lock(folder: str | Path) -> Iterator[None]:
-    """Hold the lock of ``OUTPUT_DIR``, which exists: no other run can have it. It ends with this process.
+    """Lock ``OUTPUT_DIR`` against other runs inside the context. The lock is released when this process ends.
+
+    Args:
+        folder: ``OUTPUT_DIR``, which must exist.
 
     Raises:
-        ConfigError: where another run has it, with that run's host and process.
+        ConfigError: If another run has locked it, with the process and host of the other run.
     """
     path = Path(folder) / LOCK_FILE
     lock = FileLock(path)
@@ -197,26 +213,33 @@ def run_lock(folder: str | Path) -> Iterator[None]:
     except Timeout as error:
         holder = path.read_text() if path.exists() else ""
         raise ConfigError(
-            f"OUTPUT_DIR {folder} is in use by {holder or 'another run'}: wait until it ends, or choose another folder"
+            f"OUTPUT_DIR '{folder}' is in use by {holder or 'another run'}. Wait until it ends, or choose another "
+            "OUTPUT_DIR."
         ) from error
     except OSError as error:
-        raise ConfigError(f"cannot write into OUTPUT_DIR {folder}: {error.strerror}") from error
+        raise ConfigError(
+            f"Cannot write to OUTPUT_DIR '{folder}': {error.strerror}. Choose another OUTPUT_DIR."
+        ) from error
     path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     try:
         yield
     finally:
-        # While it is locked, so that the next run's file is not removed.
+        # The file is deleted before the lock is released. Otherwise the file of the next run could be deleted.
         path.unlink(missing_ok=True)
         lock.release()
 
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Make a temporary folder in ``folder``, and remove it at the end; a new ``folder`` that stays empty goes too.
+    """Create a temporary folder in ``folder`` and delete it at the end.
 
-    Files are written there and moved into ``folder`` when they are complete: a failure leaves older files unchanged.
+    Write files to the temporary folder, and move them to ``folder`` when they are complete. A failure then leaves
+    older files unchanged. If ``folder`` is new and stays empty, it is deleted too.
+
+    Yields:
+        The path of the temporary folder.
     """
-    # Named before it is made, so that a signal in between finds it to be removed.
+    # The name is chosen first. If a signal arrives during mkdir, the folder is still deleted.
     unfinished, is_new = folder / f".unfinished-{secrets.token_hex(4)}", not folder.exists()
     try:
         unfinished.mkdir(parents=True)
@@ -229,12 +252,16 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def cleanup_on_failure(folder: Path) -> Iterator[None]:
-    """Make ``OUTPUT_DIR``, and remove it where the run ends by an error before it has written its config, with its log.
+    """Create ``OUTPUT_DIR``, and delete it if the run fails before it writes its config.
 
-    A folder that had anything in it stays, and so does one with any file that a run does not write by then.
+    The folder is kept if it was not empty at the start, or if it has a file that a run does not write so early.
+
+    Args:
+        folder: ``OUTPUT_DIR``.
 
     Raises:
-        ConfigError: if the folder cannot be created, or where what the run opens in it would lead elsewhere or hang.
+        ConfigError: If the folder cannot be created, or if a path that the run opens in it is a link, a pipe or a
+            folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -243,15 +270,17 @@ def cleanup_on_failure(folder: Path) -> Iterator[None]:
             is_folder = path.is_dir() and path.relative_to(folder).parts[0] in ("drawings", "inference")
             if path.is_symlink() or not (path.is_file() or is_folder):
                 raise ConfigError(
-                    f"{path} is a link, a pipe or a folder, and a run writes a file of its own there: remove it, or "
-                    "choose another OUTPUT_DIR"
+                    f"'{path}' is a link, a pipe or a folder, but the run writes a file with this name. Remove it, or "
+                    "choose another OUTPUT_DIR."
                 )
     except OSError as error:
-        raise ConfigError(f"OUTPUT_DIR {folder} cannot be written: {error.strerror}") from error
+        raise ConfigError(
+            f"Cannot create OUTPUT_DIR '{folder}': {error.strerror}. Choose another OUTPUT_DIR."
+        ) from error
     try:
         yield
     except BaseException:
-        # Others of the run may do the same, and another run may have its lock in the folder.
+        # Other processes of this run may delete the folder too, and another run may have its lock in it.
         with contextlib.suppress(OSError):
             if is_new and all(_FIRST_FILES.match(path.name) for path in folder.iterdir()):
                 shutil.rmtree(folder)
@@ -259,24 +288,28 @@ def cleanup_on_failure(folder: Path) -> Iterator[None]:
 
 
 def check_output_folder(folder: str | Path) -> None:
-    """Raise a :class:`ConfigError`, before the work, where ``output`` is a file and not a folder."""
+    """Raise a :class:`ConfigError` if an output folder exists but is a file. Call it before the work starts."""
     if Path(folder).exists() and not Path(folder).is_dir():
-        raise ConfigError(f"output {folder} is a file, and a folder is needed")
+        raise ConfigError(f"Output '{folder}' is a file. Choose a folder.")
 
 
 # -- signals ---------------------------------------------------------------------------------------
 
 
 def terminate(number: int, frame: FrameType | None = None) -> NoReturn:
-    """End this process as a signal does, with the exit status 128 + number; a signal handler."""
+    """Raise ``SystemExit`` with the exit status 128 + ``number``. This is a signal handler."""
     raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Let ``handler`` handle ``STOP_SIGNALS``, except for those that are ignored, as SIGHUP under nohup.
+    """Handle ``STOP_SIGNALS`` with ``handler`` inside the context.
 
-    Outside of the main thread, the only one in which handlers can be set, nothing changes.
+    Signals that are ignored stay ignored, such as SIGHUP under ``nohup``. Python sets signal handlers in the main
+    thread only, so this is a no-op in other threads.
+
+    Args:
+        handler: Called with the signal number and the stack frame.
     """
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -292,12 +325,12 @@ def handling_signals(handler: Callable[[int, FrameType | None], object]) -> Iter
 
 @contextlib.contextmanager
 def stop_requests(*, single_process: bool, notice: str = "") -> Iterator[list[int]]:
-    """Yield a list to which ``STOP_SIGNALS`` are appended.
+    """Yield a list, and append the number of each received signal of ``STOP_SIGNALS`` to it.
 
     Args:
-        single_process: whether a second Ctrl-C interrupts at once; one of several processes may get the same Ctrl-C
-            twice, from the terminal and from the process that started it.
-        notice: a sentence that is printed to stderr at the first signal.
+        single_process: Raise ``KeyboardInterrupt`` at a second Ctrl-C. Set it to False if the run has several
+            processes: each one may receive the same Ctrl-C twice, from the terminal and from its parent process.
+        notice: Sentence that is printed to stderr at the first signal.
     """
     received: list[int] = []
 
@@ -305,7 +338,7 @@ def stop_requests(*, single_process: bool, notice: str = "") -> Iterator[list[in
         if single_process and number == signal.SIGINT and number in received:
             raise KeyboardInterrupt
         if notice and not received:
-            # Not print, which fails in a handler that interrupts another print.
+            # print() would fail if the handler interrupts another print().
             os.write(2, f"{signal.Signals(number).name}: {notice}\n".encode())
         received.append(number)
 
@@ -315,7 +348,7 @@ def stop_requests(*, single_process: bool, notice: str = "") -> Iterator[list[in
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Let ``STOP_SIGNALS`` take effect at the end of the block, which is short and must not end halfway."""
+    """Defer ``STOP_SIGNALS`` to the end of the context. Use it for short blocks that must be completed."""
     received: list[int] = []
     try:
         with stop_requests(single_process=False) as received:
@@ -327,13 +360,13 @@ def deferred_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def terminating_between_calls(module: nn.Module, received: list[int]) -> Iterator[None]:
-    """End this process before the next call of ``module``, or at the end of the block, once a signal is received.
+    """End this process after a signal, before the next call of ``module`` or at the end of the context.
 
-    It does not end where a signal arrives: that may be in the middle of a fork, or where Python ignores exceptions.
+    The process does not end in the signal handler: a fork may be in progress, or Python may ignore exceptions there.
 
     Args:
-        module: an evaluated model.
-        received: of :func:`stop_requests`.
+        module: The model that is evaluated.
+        received: The list from :func:`stop_requests`.
     """
 
     def check(*_: object) -> None:
@@ -350,9 +383,13 @@ def terminating_between_calls(module: nn.Module, received: list[int]) -> Iterato
 
 
 def memory_of(process: int | str = "self", *, peak: bool = False) -> int | None:
-    """Return the bytes of memory that a process has, or has had at most; None on systems without /proc.
+    """Return the resident memory of a process in bytes, or ``None`` on systems without ``/proc``.
 
-    ``getrusage`` would not do: a child's peak begins with what its parent had when it was started.
+    ``getrusage`` cannot replace this function: the peak of a child process includes the memory of its parent.
+
+    Args:
+        process: Process id, or ``"self"``.
+        peak: Return the peak instead of the current value.
     """
     status = Path(f"/proc/{process}/status")
     found = re.search(rf"{'VmHWM' if peak else 'VmRSS'}:\s+(\d+) kB", status.read_text()) if status.exists() else None
@@ -360,30 +397,32 @@ def memory_of(process: int | str = "self", *, peak: bool = False) -> int | None:
 
 
 def peak_in_new_process(build: Callable[[], Callable[[], object]], *, what: str, instead: str) -> int | None:
-    """Return the peak bytes of one call above the memory before it, in a new process with as many threads as this one.
+    """Measure the peak memory of one function call in a new process with the same number of threads.
 
     Args:
-        build: returns the function that is called; it is pickled.
-        what: is measured, and ``instead`` what to do where memory is too small, both for an error.
+        build: Returns the function to call. It must be picklable.
+        what: Description of the measured function for error messages.
+        instead: Sentence for error messages that says what to do if the memory is too small.
 
     Returns:
-        None on systems without /proc.
+        The peak in bytes, minus the memory before the call. ``None`` on systems without ``/proc``.
 
     Raises:
-        ConfigError: as ``build`` or the call, and where the process is killed, as for lack of memory.
+        ConfigError: If ``build`` or the call raises it, or if the process is killed, for example because the memory is
+            too small.
     """
     if memory_of(peak=True) is None:
         return None
     try:
         return call_in_new_process(_peak, build, torch.get_num_threads())
     except EOFError as error:
-        raise ConfigError(f"{what}: the process that measured the memory has ended: {instead}") from error
+        raise ConfigError(f"{what}: the process that measures the memory was killed. {instead}") from error
 
 
 def _peak(build: Callable[[], Callable[[], object]], threads: int) -> int:
     torch.set_num_threads(threads)
     call = build()
-    # The peak counts from here.
+    # This resets the peak of the process.
     Path("/proc/self/clear_refs").write_text("5")
     before = memory_of()
     call()
@@ -410,22 +449,24 @@ def hidden_main_module() -> Iterator[None]:
 
 
 def call_in_new_process(function: Callable[..., Any], *args: object) -> Any:
-    """Return ``function(*args)``, called in a new interpreter, which ends when this call ends for any reason.
+    """Call ``function(*args)`` in a new interpreter and return the result.
+
+    The new process always ends with this call, also if this process is killed.
 
     Args:
-        function: importable from a module other than the main module.
-        args: pickled for the process.
+        function: A function that can be imported from a module other than the main module.
+        args: Picklable arguments.
 
     Raises:
-        EOFError: if the process is killed, for example because memory is short.
-        Exception: the exception that ``function`` raises.
+        EOFError: If the process is killed, for example because the memory is too small.
+        Exception: Any exception that ``function`` raises.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_result, args=(sender, function, args))
     try:
         with deferred_signals(), hidden_main_module():
-            # The new process inherits the mask: Ctrl-C in a terminal ends this process only, which kills the new one.
+            # The new process inherits the signal mask: Ctrl-C ends this process, which then kills the new one.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             try:
                 process.start()
@@ -443,7 +484,7 @@ def call_in_new_process(function: Callable[..., Any], *args: object) -> Any:
 
 
 def _send_result(sender: Connection, function: Callable[..., Any], args: tuple) -> None:
-    # A parent that is killed cannot end this process.
+    # If the parent process is killed, it cannot end this process. The thread does.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         sent = function(*args), None

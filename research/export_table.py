@@ -160,7 +160,7 @@ def _measure(cfg: CfgNode, weights: Path, folder: Path, row: dict, args: argpars
         "images": rows,
         "latency": latency,
         "memory": {
-            side: peak_in_new_process(build, what=f"{folder.name} {side}", instead="use a smaller image_size")
+            side: peak_in_new_process(build, what=f"{folder.name} {side}", instead="Use a smaller image_size.")
             for side, build in builds.items()
         },
         "evaluation": report.get("evaluation"),

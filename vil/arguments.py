@@ -1,7 +1,7 @@
-"""The arguments that the tools share, and how a tool ends.
+"""Arguments that the commands share, and the error handling of a command.
 
-Nothing here imports PyTorch: a tool parses its arguments first and imports what it works with in ``main``, so that
-``--help``, an unknown argument and a misspelt path answer at once.
+This module does not import PyTorch. A command parses its arguments before it imports the library, so ``--help`` and
+errors in the arguments appear at once.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from vil.choices import DEVICES
 if TYPE_CHECKING:
     from detectron2.config import CfgNode
 
-# Arguments that stand for a config key.
+# Arguments that set a config key.
 SHORT_FORMS = {"weights": "MODEL.WEIGHTS", "device": "MODEL.DEVICE"}
-# Arguments that other programs for training have, and the config keys that do the same.
+# Common arguments of other training programs, and the config key with the same effect.
 _KEYS_OF_OTHERS = {
     **dict.fromkeys(("--batch", "--batch-size"), "SOLVER.IMS_PER_BATCH {}"),
     "--epochs": "SOLVER.EPOCHS {}",
@@ -38,82 +38,82 @@ _KEYS_OF_OTHERS = {
     "--weights": "MODEL.WEIGHTS {}",
     "--workers": "DATALOADER.NUM_WORKERS {}",
 }
-# The first parts of all config keys.
+# First parts of all config keys.
 SECTIONS = frozenset(
     (
         *("CUDNN_BENCHMARK", "DATALOADER", "DATASETS", "FLOAT32_PRECISION", "GLOBAL", "INFERENCE", "INPUT", "LOGGING"),
         *("MODEL", "OUTPUT_DIR", "OVERWRITE_OUTPUT_DIR", "SEED", "SOLVER", "TEST", "VERSION", "VIS_PERIOD"),
     )
 )
-# The beginning of the last line of a traceback that comes as text from another process.
+# Start of the last line of a traceback from another process, which arrives as text.
 _REMOTE = f"{ConfigError.__module__}.{ConfigError.__qualname__}: "
-# How long a process that torchrun has started waits for the first one on its machine to end with the same error.
+# Seconds that a process under torchrun waits, so that only the first process on each machine prints a common error.
 _TORCHRUN_SECONDS = 10
 
 
 # Types of arguments --------------------------------------------------------------------------------------------------
 
 
-# Only for a missing file like these the others in its folder are compared: a folder of photos may have very many.
+# Suffixes for which an error suggests a similar file. A folder of photos may have too many files to compare.
 _CONFIGS = (".py", ".yaml", ".yml")
 
 
 def existing_path(text: str) -> str:
-    """Return a path of a file or folder that is there, or a URL; an argparse type."""
+    """Return ``text`` if it is an existing file or folder, or a URL. This is an argparse type."""
     if "://" not in text and not Path(text).exists():
         path = Path(text)
         siblings = path.parent.glob(f"*{path.suffix}") if path.suffix in _CONFIGS else ()
         near = closest(path.name, [sibling.name for sibling in siblings])
-        raise argparse.ArgumentTypeError(f"there is no file or folder {text}{near}")
+        raise argparse.ArgumentTypeError(f"'{text}' does not exist{near}")
     return text
 
 
 def weights_file(text: str) -> str:
-    """Return a path of a file or folder that is there, a URL, or what may be a name of the model zoo."""
+    """Return ``text`` if it is an existing path, a URL, or could be a name in the model zoo."""
     return text if re.fullmatch(r"\w+", text) else existing_path(text)
 
 
 def image_source(text: str) -> str:
-    """Return an existing path, a URL, the number of a camera, or a pattern {000..127}; an argparse type."""
+    """Return ``text`` if it is an existing path, a URL, a camera number, or a pattern with {000..127}."""
     return text if text.isdecimal() or "{" in text else existing_path(text)
 
 
 def output_file(text: str) -> str:
-    """Return a path at which a file can be written; an argparse type.
+    """Return ``text`` if a file can be written at this path. This is an argparse type.
 
-    A file of that name is replaced only if an earlier command wrote it.
+    An existing file is overwritten only if an earlier command wrote it.
     """
     path = Path(text).absolute()
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder")
+        raise argparse.ArgumentTypeError(f"'{text}' is a folder. Give a file name")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+        raise argparse.ArgumentTypeError(f"cannot write '{text}': the folder '{path.parent}' does not exist. Create it")
     try:
         check_replaceable(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+        raise argparse.ArgumentTypeError(f"cannot write '{text}': permission denied. Choose another file")
     return text
 
 
 def positive(text: str) -> int:
-    """Return a whole number of at least 1; an argparse type."""
+    """Return a whole number of at least 1. This is an argparse type."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
     return int(text)
 
 
 def shard(text: str) -> tuple[int, int]:
-    """Return the numbers of ``I/N``; an argparse type."""
+    """Return I and N of a shard ``I/N``. This is an argparse type."""
     if not re.fullmatch(r"\d+/\d+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N, as 0/16")
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N, such as 0/16")
     number, total = text.split("/")
     return int(number), int(total)
 
 
 def _is_same_file(first: str, second: str) -> bool:
-    """Whether two paths lead to one file, also by links."""
+    """Return whether two paths are the same existing file. Links are followed."""
     return os.path.exists(first) and os.path.exists(second) and os.path.samefile(first, second)
 
 
@@ -121,10 +121,10 @@ def _is_same_file(first: str, second: str) -> bool:
 
 
 class ToolParser(argparse.ArgumentParser):
-    """A parser whose help is a tool's docstring, and whose errors are one line with exit status 2.
+    """Parser that prints a docstring as help, and each error as one line with exit status 2.
 
     Args:
-        description: the tool's docstring, with an example.
+        description: Docstring of the command, with an example.
     """
 
     def __init__(self, description: str | None, **options: Any) -> None:
@@ -132,17 +132,18 @@ class ToolParser(argparse.ArgumentParser):
             description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
         )
 
-    # argparse has overloads for other classes of namespaces.
+    # argparse declares overloads for other namespace classes.
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
-        # No shell expands ~ in quotes, or in --output=~/x.
+        # A shell does not expand ~ in quotes or in --output=~/x.
         words = args = [
             re.sub(r"^(--[\w-]+=)?(~[^/]*)", lambda found: (found[1] or "") + os.path.expanduser(found[2]), word)
             for word in (sys.argv[1:] if args is None else args)
         ]
         known = {*SECTIONS, *self._option_string_actions}
-        # Before argparse complains about the required one that was misspelt. Others parse a remainder and subcommands.
+        # Unknown arguments are reported before argparse reports a required argument as missing, because it may be
+        # misspelled. A remainder and the arguments of subcommands are parsed elsewhere.
         if any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions):
             words = []
         unknown = [
@@ -154,11 +155,11 @@ class ToolParser(argparse.ArgumentParser):
         if not unknown:
             parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unknown argument {unknown[0]}{self._hint(unknown[0], args)}")
+            self.error(f"unknown argument '{unknown[0]}'{self._hint(unknown[0], args)}")
         json_path = getattr(parsed, "json", None)
         others = [value for name, value in vars(parsed).items() if name != "json" and isinstance(value, str)]
         if json_path and any(value == json_path or _is_same_file(value, json_path) for value in others):
-            self.error(f"argument --json: {json_path} is already another argument of this command: name another file")
+            self.error(f"argument --json: '{json_path}' is used by another argument of this command. Give another file")
         return parsed
 
     def _hint(self, flag: str, words: Sequence[str]) -> str:
@@ -169,17 +170,17 @@ class ToolParser(argparse.ArgumentParser):
 
 
 class ConfigToolParser(ToolParser):
-    """The parser of a tool that takes config keys: ``KEY VALUE`` pairs, bare or after ``--opts``, in any position.
+    """Parser that also accepts config keys as ``KEY VALUE`` pairs, in any position, with or without ``--opts``.
 
-    ``args.opts`` has all pairs after parsing, also those of ``--weights`` and ``--device``, which are short forms of
+    After parsing, ``args.opts`` has all pairs. ``--weights`` and ``--device`` are added as the pairs of
     ``MODEL.WEIGHTS`` and ``MODEL.DEVICE``.
 
     Args:
-        description: the tool's docstring, with an example.
-        config_file: whether ``--config-file FILE`` is added.
-        config_required: whether it must be given.
-        weights: whether ``--weights FILE`` is added.
-        devices: types of device on which the tool can run a model; ``--device`` is added where there is any.
+        description: Docstring of the command, with an example.
+        config_file: Add ``--config-file FILE``.
+        config_required: Make ``--config-file`` required.
+        weights: Add ``--weights FILE``.
+        devices: Device types that the command supports. If there are any, ``--device`` is added.
     """
 
     def __init__(
@@ -192,16 +193,18 @@ class ConfigToolParser(ToolParser):
         devices: Sequence[str] = DEVICES,
         **options: Any,
     ) -> None:
-        epilog = "KEY VALUE pairs override config keys; they may be in any position, bare or after --opts."
+        epilog = "KEY VALUE pairs override config keys. They can be in any position. --opts before them is optional."
         super().__init__(description, epilog=epilog, **options)
         self.set_defaults(devices=tuple(devices))
         if config_file:
             options = {"required": config_required, "type": existing_path, "metavar": "FILE"}
             self.add_argument("--config-file", **options, help="config of the model")
         if weights:
-            self.add_argument("--weights", metavar="FILE", help="short for MODEL.WEIGHTS: checkpoint, export or name")
+            weights_help = "checkpoint, exported file, or name in the model zoo (config key MODEL.WEIGHTS)"
+            self.add_argument("--weights", metavar="FILE", help=weights_help)
         if devices:
-            self.add_argument("--device", metavar="DEVICE", help=f"short for MODEL.DEVICE: {' or '.join(devices)}")
+            device_help = f"{' or '.join(devices)} (config key MODEL.DEVICE)"
+            self.add_argument("--device", metavar="DEVICE", help=device_help)
 
     def parse_known_args(  # type: ignore[override]  # as for parse_args
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -214,7 +217,7 @@ class ConfigToolParser(ToolParser):
             if value is None:
                 continue
             if given.get(key, value) != value:
-                self.error(f"--{name} {value} and {key} {given[key]} are the same setting: leave one out")
+                self.error(f"--{name} {value} and {key} {given[key]} set the same config key. Remove one of them")
             overrides += [key, value]
             given[key] = value
         try:
@@ -228,10 +231,10 @@ class ConfigToolParser(ToolParser):
         if flag not in _KEYS_OF_OTHERS or "--eval-only" not in self._option_string_actions:
             return super()._hint(flag, words)
         value = re.search(rf"(?<!\S){flag}[ =](?!--)(\S+)", " ".join(words))
-        return f": write {_KEYS_OF_OTHERS[flag].format(value[1] if value else 'VALUE')}"
+        return f". Write {_KEYS_OF_OTHERS[flag].format(value[1] if value else 'VALUE')}"
 
     def _split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the tool's own arguments, and keys and values."""
+        """Return the arguments of the command, and the config keys and values."""
         arguments: list[str] = []
         overrides: list[str] = []
         left = iter(words)
@@ -245,55 +248,58 @@ class ConfigToolParser(ToolParser):
                 continue
             value = next(left, None)
             if "=" in word:
-                self.error(f"the override {word} is one word: write {word.replace('=', ' ', 1)}")
+                self.error(f"the override '{word}' has an '='. Write {word.replace('=', ' ', 1)}")
             is_key = value is not None and value.partition(".")[0] in SECTIONS and ("." in value or "_" in value)
             if value is None or value.startswith("--") or (is_key and not Path(value).exists()):
-                self.error(f"the override {word} has no value")
+                self.error(f"the override {word} has no value. Write {word} VALUE")
             overrides += [word, value]
         return arguments, overrides
 
 
 def add_training_arguments(parser: ToolParser) -> None:
-    """Add the arguments of detectron2's ``default_argument_parser``, except for its overrides."""
+    """Add the arguments of detectron2's ``default_argument_parser``, except for overrides."""
     parser.add_argument("--config-file", default="", required=True, type=existing_path, metavar="FILE", help="config")
     add_resume_argument(parser)
-    parser.add_argument("--eval-only", action="store_true", help="evaluate the weights of the config, do not train")
+    parser.add_argument("--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS instead of training")
     add_process_arguments(parser)
 
 
 def add_resume_argument(parser: ToolParser) -> None:
-    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the last checkpoint in the output directory"
+    )
 
 
 def add_process_arguments(parser: ToolParser) -> None:
-    """Add the arguments of detectron2's parser for the processes of a run."""
-    processes = "processes on this machine: one for each GPU, or that many on the CPU where the device is cpu"
+    """Add the arguments of detectron2's parser that describe the processes of a run."""
+    processes = "number of GPUs to use on this machine; with device cpu, the number of processes (default 1)"
     parser.add_argument("--num-gpus", type=int, default=1, metavar="N", help=processes)
-    parser.add_argument("--num-machines", type=int, default=1, metavar="N", help="number of machines")
+    parser.add_argument("--num-machines", type=int, default=1, metavar="N", help="number of machines (default 1)")
     parser.add_argument("--machine-rank", type=int, default=0, metavar="R", help="rank of this machine, from 0")
-    # As in detectron2, a port of each user's own.
+    # As in detectron2, the default port depends on the user.
     user = os.getuid() if sys.platform != "win32" else 1
-    url, address = f"tcp://127.0.0.1:{2**15 + 2**14 + hash(user) % 2**14}", "tcp://HOST:PORT of the first machine"
-    parser.add_argument("--dist-url", default=url, metavar="URL", help=f"{address}, the same on all machines")
+    url = f"tcp://127.0.0.1:{2**15 + 2**14 + hash(user) % 2**14}"
+    url_help = "tcp://HOST:PORT of the first machine; needed with several machines"
+    parser.add_argument("--dist-url", default=url, metavar="URL", help=url_help)
     timeout_help = "seconds to wait for the other machines at the start (default 600)"
     parser.add_argument("--dist-timeout", type=positive, default=600, metavar="S", help=timeout_help)
 
 
 def process_keywords(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of :func:`add_process_arguments` as keywords."""
+    """Return the arguments of :func:`add_process_arguments` as keyword arguments."""
     names = ("num_gpus", "num_machines", "machine_rank", "dist_url", "dist_timeout")
     return {name: getattr(args, name) for name in names}
 
 
 def config_of(args: argparse.Namespace, path: str | Path | None = None) -> "CfgNode":
-    """Return a config with the overrides of a command, on a device that is available.
+    """Return a config with the overrides of a command and an available device.
 
     Args:
-        args: parsed by a :class:`ConfigToolParser` with devices.
-        path: a config; by default the one of ``--config-file``.
+        args: Arguments from a :class:`ConfigToolParser` with devices.
+        path: Path of a config. The default is ``--config-file``.
 
     Raises:
-        ConfigError: as ``load_config``, and if a requested device is not available.
+        ConfigError: If ``load_config`` raises it, or if a requested device is not available.
     """
     from projects_vil.config import choose_device, load_config
 
@@ -305,13 +311,13 @@ def config_of(args: argparse.Namespace, path: str | Path | None = None) -> "CfgN
 
 
 def show(*lines: object) -> None:
-    """Print lines to stdout, with what names of files may have in them escaped."""
+    """Print lines to stdout. Control characters, which file names may contain, are escaped."""
     for line in lines:
         print(printable(line))
 
 
 def write_json(path: str | None, content: object) -> None:
-    """Write ``content`` where ``--json`` asked for it; a list is written as ``rows``."""
+    """Write ``content`` as JSON if ``path`` is set. A list is written as the value of ``rows``."""
     if path:
         from backbones.checkpoint_files import atomic_write
 
@@ -321,23 +327,25 @@ def write_json(path: str | None, content: object) -> None:
 
 
 def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
-    """Call ``main``, and end the process in one line where its user can do something about the reason.
+    """Call ``main``, and print a one-line error instead of a traceback if the user can fix the cause.
 
-    A :class:`ConfigError`, also one from a child process, an ``OSError`` and a killed child process become ``error:
-    ...`` on stderr and exit status 1 (a training process that was killed: its status), Ctrl-C has the status 130,
-    and other signals to end 128 + their number, after ``finally`` clauses have removed temporary files. Any other
-    exception keeps its traceback. Under torchrun an error that all processes have is printed by the first one on each
-    machine.
+    * ``ConfigError`` (also from a child process) and ``OSError``: ``error: ...``, exit status 1
+    * A child process was killed: ``error: ...``, exit status 1 or the status of the child process
+    * Ctrl-C: ``interrupted``, exit status 130
+    * Another signal: ``ended by SIGTERM``, exit status 128 plus the number of the signal
+    * Any other exception: a traceback
+
+    Temporary files are deleted in all cases. Under torchrun, only the first process on each machine prints the error.
 
     Args:
-        main: the tool's main function.
-        log: whether this project's log records and others' warnings go to stderr; a training run logs by itself.
+        main: Main function of the command.
+        log: Write log records of this project and warnings of other libraries to stderr.
     """
-    # Before PyTorch loads OpenMP. Waiting threads that spin for long take the cores of other processes, and those that
-    # never spin start late.
+    # This must be set before PyTorch loads OpenMP. Threads that spin too long occupy the cores of other processes, and
+    # threads that never spin start late.
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"
-    # A run need not end because its terminal does, and logs are written to files too.
+    # A closed terminal must not end a run, which also logs to a file.
     logging.raiseExceptions = False
     try:
         with _usable_streams(), _exit_on_signals(), _log_to_stderr() if log else nullcontext():
@@ -354,7 +362,7 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
         if reason is None:
             raise
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # torchrun ends this process before it prints what the first one on its machine has found too.
+            # torchrun ends this process during the wait if the first process on this machine has the same error.
             time.sleep(_TORCHRUN_SECONDS)
         print(f"error: {printable(reason[0])}", file=sys.stderr)
         sys.exit(reason[1])
@@ -362,12 +370,12 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
 
 @contextmanager
 def _usable_streams() -> Iterator[None]:
-    """Replace a closed stdout or stderr, print any character to an open one, and report what cannot be printed."""
+    """Make printing work for a closed stdout or stderr and for any character. Report a full disk as an error."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            # Also so that no other file gets the number that libraries print to.
+            # This also reserves the file descriptor. Otherwise libraries could print into another file.
             setattr(sys, name, open(os.devnull, "w", errors="backslashreplace"))
-    # As Python does with stderr.
+    # Python does the same for stderr.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -376,55 +384,56 @@ def _usable_streams() -> Iterator[None]:
         try:
             sys.stdout.flush()
         except OSError as error:
-            # Python tries again when it ends.
+            # Python flushes stdout again at exit, which must not fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             error.filename = "standard output"
             raise
 
 
 def _explain(error: Exception) -> tuple[str, int] | None:
-    """Return the line and the exit status for an exception that is not a bug; None for one that is."""
+    """Return the error message and the exit status for an exception, or ``None`` if the exception is a bug."""
     text = str(error).strip()
     lines = text.splitlines()
     if isinstance(error, ConfigError) or (lines and lines[-1].startswith(_REMOTE)):
         return _with_flag(text.rpartition(_REMOTE)[2]), 1
     if isinstance(error, ImportError) and "libGL.so" in text:
-        return f"OpenCV cannot be loaded: {text}. Install libgl1, or opencv-python-headless instead of opencv-python", 1
+        advice = "Install libgl1, or opencv-python-headless instead of opencv-python."
+        return f"OpenCV cannot be loaded: {text}. {advice}", 1
     if isinstance(error, ModuleNotFoundError) and error.name == "detectron2":
-        return "detectron2 is not installed, and it is not on the package index: run `vil install-detectron2`", 1
+        return "detectron2 is not installed. Run 'vil install-detectron2'.", 1
     if hasattr(error, "exit_status"):
         return lines[-1], error.exit_status
     if lines and lines[-1].startswith("DataLoader worker"):
-        # torch's message where one was killed.
-        return f"{lines[-1].strip()} Often memory is short: lower DATALOADER.NUM_WORKERS", 1
+        # torch's message if a data loader process was killed.
+        return f"{lines[-1].strip()} The memory may be too small. Lower DATALOADER.NUM_WORKERS.", 1
     if isinstance(error, MemoryError) or "allocate memory" in text or type(error).__name__ == "OutOfMemoryError":
-        return f"memory is too small: {' '.join(lines)}", 1
+        return f"The memory is too small: {' '.join(lines)}", 1
     cause = find_os_error(error)
     if cause is None or (cause is not error and cause.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)):
         return None
     if cause.filename and cause.strerror:
         return f"{cause.filename}: {cause.strerror}", 1
-    # Without the name of a file, these come from what processes and threads share.
-    hints = {errno.EROFS: " (/dev/shm must be writable)", errno.EMFILE: " (raise `ulimit -n`)"}
-    socket = " (set TMPDIR, or for Ray RAY_TMPDIR, to a folder with a shorter path)" * ("AF_UNIX" in text)
+    # Errors without a file name come from shared memory, file descriptors and sockets.
+    hints = {errno.EROFS: ". Make /dev/shm writable.", errno.EMFILE: ". Raise 'ulimit -n'."}
+    socket = ". Set TMPDIR (for Ray, RAY_TMPDIR) to a folder with a shorter path." * ("AF_UNIX" in text)
     return " ".join(lines) + hints.get(cause.errno or 0, socket), 1
 
 
 def _with_flag(message: str) -> str:
-    """Write an argument that a function names at the beginning as its flag, where that was given: size -> --size."""
+    """Replace the name of an argument at the start of a message by its flag, if the user gave the flag."""
     given = {word.partition("=")[0] for word in sys.argv}
 
     def as_flag(name: re.Match) -> str:
         flag = f"--{name[0].replace('_', '-')}"
         return flag if flag in given else name[0]
 
-    # Not the beginning of a path
+    # The start of a path does not match.
     return re.sub(r"^\w+(?=[=:\s])", as_flag, message)
 
 
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """Let SIGTERM, SIGHUP, SIGUSR1 and SIGXCPU raise SystemExit, unless they are ignored or handled otherwise."""
+    """Raise SystemExit at SIGTERM, SIGHUP, SIGUSR1 and SIGXCPU, unless they are ignored or have a handler."""
     with ExitStack() as restored:
         for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU"):
             number = getattr(signal, name, None)
@@ -436,7 +445,7 @@ def _exit_on_signals() -> Iterator[None]:
 
 @contextmanager
 def _log_to_stderr() -> Iterator[None]:
-    """Write this project's records and others' warnings to stderr, one per line."""
+    """Write log records of this project and warnings of other libraries to stderr, one per line."""
     names = ("projects_vil", "backbones")
 
     def select(record: logging.LogRecord) -> bool:

@@ -1,10 +1,10 @@
-"""Install detectron2 next to torch, or keep the one that already imports.
+"""Install detectron2, or keep an installed detectron2 that can be imported.
 
-detectron2 is not on the package index, so it cannot be an ordinary requirement. There are two sources:
+detectron2 is not on the package index, so pip cannot install it as a requirement. There are two sources:
 
-* git: the official repository at a pinned commit, with compiled operators; it needs a compiler and the git host.
-* index: the complete pure-Python copy in the LabGym wheel, unpacked and installed as a package of its own; it needs the
-  package index only. It has no compiled operators; torchvision's are used instead.
+* git: the official repository at a pinned commit, with compiled operators. It needs a compiler and access to GitHub.
+* index: a complete pure-Python copy from the LabGym wheel, installed as a separate package. It needs the package index
+  only. It uses the operators of torchvision instead of compiled operators.
 
 Example:
     vil install-detectron2
@@ -26,13 +26,13 @@ from pathlib import Path
 
 GIT_URL = "https://github.com/facebookresearch/detectron2"
 GIT_COMMIT = "02b5c4e295e990042a714712c21dc79b731e8833"
-# No prompts; stalled transfers are aborted after 30 s.
+# git and pip do not prompt. git aborts a stalled transfer after 30 s.
 SETTINGS = {
     **{"GIT_TERMINAL_PROMPT": "0", "GIT_HTTP_LOW_SPEED_LIMIT": "1000", "GIT_HTTP_LOW_SPEED_TIME": "30"},
     **{"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "LC_ALL": "C"},
 }
 BUNDLE = "LabGym==3.1.2"
-# The newest that this release of LabGym admits; its detectron2 runs on later ones.
+# The newest version that this release of LabGym accepts. Its copy of detectron2 also runs on later versions.
 BUNDLE_PYTHON = "3.10"
 BUNDLE_SHA256 = "a2900cff8a3fb508e1975f19b5f9abd9f261966db87b0c332697fb4138c1cb2b"
 BUNDLE_FOLDER = "LabGym/detectron2/"
@@ -53,7 +53,7 @@ setup(
     ],
 )
 """
-# Run in a fresh interpreter, which sees what was just installed; torch comes first, since detectron2 imports it.
+# Runs in a new interpreter, which finds a package that was just installed. detectron2 needs torch.
 PROBE = """
 import torch, torchvision, detectron2, detectron2.engine, detectron2.model_zoo
 try:
@@ -66,17 +66,21 @@ print("detectron2", detectron2.__version__, "at", detectron2.__path__[0], "with"
 
 
 class InstallError(Exception):
-    """The reason why an installation failed, and what to do, in one line."""
+    """Raised if an installation fails. The message is one line with the reason and a fix."""
 
 
 def last_line(output: str) -> str:
-    """Return the last line that reports an error, or else the last line."""
+    """Return the last line that reports an error, or the last line if there is none."""
     lines = output.strip().splitlines() or [""]
     return next((line for line in reversed(lines) if re.match(r"\s*(error|fatal)\b", line, re.IGNORECASE)), lines[-1])
 
 
 def run(*command: str, timeout: float | None = None) -> str:
-    """Run a command and return its output; raise InstallError with its last line where it fails."""
+    """Run a command and return its output.
+
+    Raises:
+        InstallError: If the command fails, with the last error in its output.
+    """
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
         result = subprocess.run(command, env={**os.environ, **SETTINGS}, timeout=timeout, **options)
@@ -88,7 +92,11 @@ def run(*command: str, timeout: float | None = None) -> str:
 
 
 def probe() -> str:
-    """Return a description of the detectron2 that imports; raise InstallError with the reason where none does."""
+    """Return a description of the installed detectron2.
+
+    Raises:
+        InstallError: If detectron2 cannot be imported.
+    """
     return run(sys.executable, "-W", "ignore", "-c", PROBE).splitlines()[-1]
 
 
@@ -100,52 +108,63 @@ def install_from_git(work: Path) -> None:
     run("git", "ls-remote", "--exit-code", GIT_URL, "HEAD", timeout=20)
     print(f"installing {GIT_URL} at {GIT_COMMIT[:8]}: compiling takes up to 10 minutes", flush=True)
     pip("install", "setuptools<81", "wheel")
-    # pip would take a broken one of the same version for this one.
+    # pip would keep a broken installation of the same version.
     pip("uninstall", "--yes", "detectron2")
     pip("install", "--no-build-isolation", f"git+{GIT_URL}@{GIT_COMMIT}")
 
 
 def install_from_index(work: Path) -> None:
-    print(f"installing the detectron2 in {BUNDLE} of the package index, and its requirements", flush=True)
+    print(f"installing the copy of detectron2 in {BUNDLE} from the package index, and its requirements", flush=True)
     choice = ["--no-deps", "--only-binary=:all:", "--python-version", BUNDLE_PYTHON, "--retries", "1", "--timeout", "8"]
     pip("download", *choice, "--dest", str(work), BUNDLE)
     (wheel,) = work.glob("*.whl")
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != BUNDLE_SHA256:
-        raise InstallError(f"{wheel.name} has the SHA-256 {found}, and not {BUNDLE_SHA256}: see `pip config list`")
+        raise InstallError(
+            f"{wheel.name} has the SHA-256 {found} instead of {BUNDLE_SHA256}. Check the index in 'pip config list'."
+        )
     unpack(wheel, work / "detectron2")
     pip("install", str(work / "detectron2"))
 
 
 def unpack(wheel: Path, project: Path) -> None:
-    """Write the bundle's detectron2 as a setuptools project, its module names without the bundle's prefix."""
+    """Extract detectron2 from the LabGym wheel as a setuptools project. Module names lose the prefix ``LabGym.``"""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             if name.startswith(BUNDLE_FOLDER) and not name.endswith("/"):
                 content = re.sub(rb"\bLabGym\.(?=detectron2\b)", b"", archive.read(name))
                 if b"labgym" in content.lower():
-                    raise InstallError(f"{name} in {wheel.name} refers to LabGym")
+                    raise InstallError(f"{name} in {wheel.name} needs LabGym. Report this as a bug.")
                 target = project / "detectron2" / name.removeprefix(BUNDLE_FOLDER)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
     (project / "setup.py").write_text(SETUP_PY)
-    # Apache-2.0, which is detectron2's too.
-    licence = next(file for file in importlib.metadata.files("vil-detectron2") or () if file.name == "LICENSE")
-    shutil.copy(licence.locate(), project)
+    # detectron2 has the same license as this project, Apache-2.0.
+    license_file = next(file for file in importlib.metadata.files("vil-detectron2") or () if file.name == "LICENSE")
+    shutil.copy(license_file.locate(), project)
 
 
 SOURCES = {"git": install_from_git, "index": install_from_index}
 
 
 def install(source: str) -> None:
-    """Keep or install detectron2, and print which one it is."""
+    """Install detectron2 unless it can be imported, and print its version and path.
+
+    Args:
+        source: ``"git"``, ``"index"``, or ``"auto"`` to try both in this order.
+
+    Raises:
+        InstallError: If the installation fails.
+    """
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("torchvision") is None:
-        raise InstallError(f"torch and torchvision are missing: {sys.executable} -m pip install torch torchvision")
+        raise InstallError(
+            f"torch or torchvision is not installed. Run '{sys.executable} -m pip install torch torchvision'."
+        )
     try:
         print(f"keeping {probe()}")
         return
     except InstallError as error:
-        print(f"no detectron2 that imports: {error}", flush=True)
+        print(f"detectron2 cannot be imported: {error}", flush=True)
     for name in SOURCES if source == "auto" else [source]:
         with tempfile.TemporaryDirectory(prefix="install-detectron2-") as work:
             try:
@@ -158,24 +177,24 @@ def install(source: str) -> None:
                 return
             except InstallError as error:
                 if source == "git" or name == "index":
-                    raise InstallError(f"detectron2 cannot be installed from {name}: {error}") from error
-                print(f"not from {name}: {error}", flush=True)
+                    raise InstallError(f"Cannot install detectron2 from {name}: {error}") from error
+                print(f"cannot install from {name}: {error}", flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--source", choices=["auto", *SOURCES], default="auto", help="auto (default): git where it works, else index"
+        "--source", choices=["auto", *SOURCES], default="auto", help="auto (default) tries git first, then index"
     )
 
 
 def install_or_exit(source: str) -> None:
-    """Install, and end the process with one line where that fails."""
+    """Install detectron2, and exit with a one-line error if that fails."""
     try:
         install(source)
     except (InstallError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        print("interrupted; run this again to finish", file=sys.stderr)
+        print("interrupted. Run the command again to finish.", file=sys.stderr)
         sys.exit(130)
 
 

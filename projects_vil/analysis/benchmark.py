@@ -274,7 +274,7 @@ def measure_steps(cases: Sequence[Any], *, runs: int, memory: bool) -> tuple[np.
             times[index, run] = seconds_of(step)
     del steps, step
     if memory and not is_cuda:
-        instead = "use smaller sizes, or do not measure memory"
+        instead = "Use smaller sizes, or do not measure the memory."
         for index, case in enumerate(cases):
             _log_progress(f"memory of {case.name}")
             peaks[index] = peak_in_new_process(case.build, what=case.name, instead=instead)

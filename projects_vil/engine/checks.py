@@ -1,4 +1,4 @@
-"""Checks of a run before it starts: what would otherwise cost its user hours, or end in a traceback."""
+"""Checks that report a user's mistakes in about a second, before a run starts."""
 
 import filecmp
 import math
@@ -31,7 +31,8 @@ _CHOICES: dict[str, Collection[str]] = {
     "SOLVER.OPTIMIZER": OPTIMIZERS,
     "SOLVER.WARMUP_METHOD": ("linear", "constant"),
 }
-# The smallest and largest value of a number, or of each number of a list. Others fail at once in PyTorch or detectron2.
+# Smallest and largest value of a number, or of each number in a list. For other keys, PyTorch or detectron2 raise an
+# error at the start.
 _RANGES: dict[str, tuple[float, float]] = {
     "INPUT.COPY_PASTE.PROBABILITY": (0, 1),
     "INPUT.LSJ.SCALE": (1e-3, 10),
@@ -57,7 +58,7 @@ _OTHER_FOLDER = "Choose another OUTPUT_DIR."
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Loads the ``config.yaml`` of a LazyConfig without its Python objects."""
+    """YAML loader that reads the ``config.yaml`` of a LazyConfig and replaces its Python objects by None."""
 
 
 _PlainLoader.add_multi_constructor("", lambda loader, suffix, node: None)
@@ -71,31 +72,31 @@ def check_setup(
     resume: bool = False,
     model: nn.Module | None = None,
 ) -> None:
-    """Check the values, model, devices, datasets and weights of a run, which takes about a second.
+    """Check the values, model, device, datasets and weights of a run. This takes about a second.
 
-    The checkpoint that a run resumes from is checked where it is read.
+    If the run resumes, its checkpoint is checked later, when it is read.
 
     Args:
-        cfg: its datasets are registered.
-        processes: number of processes of the run.
-        eval_only: whether it evaluates only.
-        resume: whether it continues from a checkpoint.
-        model: the model of a LazyConfig, on any device; by default that of ``cfg``.
+        cfg: Config of the run. Its datasets must be registered.
+        processes: Number of processes of the run.
+        eval_only: Whether the run only evaluates.
+        resume: Whether the run continues from a checkpoint.
+        model: Model of a LazyConfig, on any device. By default the model is built from ``cfg``.
 
     Raises:
-        ConfigError: for the first mistake.
+        ConfigError: For the first mistake.
     """
     check_values(cfg)
     is_lazy, model = model is not None, build_on_meta(cfg) if model is None else model
     on_gpu = check_device(cfg)
     if not (cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN):
-        raise ConfigError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty: name a dataset")
+        raise ConfigError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty. Set it to the name of a dataset.")
     for names in (*([name] for name in cfg.DATASETS.TEST), () if eval_only else cfg.DATASETS.TRAIN):
         data.check_datasets(cfg, names)
     if not eval_only:
         _check_training(cfg, model, processes=max(processes, 1), on_gpu=on_gpu)
         if not is_lazy:
-            # As the trainer builds them, but without the warning of steps that are ignored.
+            # As in the trainer, but without the warning about ignored steps.
             scaled = DefaultTrainer.auto_scale_workers(cfg, max(processes, 1))
             steps = [step for step in scaled.SOLVER.STEPS if step <= scaled.SOLVER.MAX_ITER]
             build_lr_scheduler(with_overrides(scaled, {"SOLVER.STEPS": steps}), build_optimizer(scaled, model))
@@ -106,7 +107,7 @@ def check_setup(
     if resumes:
         return
     if eval_only and not cfg.MODEL.WEIGHTS:
-        raise ConfigError("MODEL.WEIGHTS is empty: name the checkpoint to evaluate")
+        raise ConfigError("MODEL.WEIGHTS is empty. Set it to the checkpoint to evaluate.")
     if cfg.MODEL.WEIGHTS:
         check_weights(cfg, cfg.MODEL.WEIGHTS, complete=eval_only, model=model)
 
@@ -114,26 +115,30 @@ def check_setup(
 def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
     """Return whether training resumes from a checkpoint in OUTPUT_DIR.
 
+    Args:
+        cfg: Config of the run.
+        resume: Whether the user asked to resume.
+
     Raises:
-        ConfigError: if training would replace the checkpoints of another run or files that no run wrote, or would
+        ConfigError: If training would overwrite checkpoints of another run or files that no run wrote, or if it would
             resume with other datasets or another batch size.
     """
     folder, saved = Path(cfg.OUTPUT_DIR), checkpoints_of(cfg.OUTPUT_DIR)
     if not saved and not (folder / "log.txt").exists():
-        # Not the directory of a run: what a run would replace there belongs to something else.
+        # This is not the output directory of a run, so its files must not be overwritten.
         check_replaceable(folder / CONFIG_FILE, advice=_OTHER_FOLDER)
         for name in ("metrics.json", EVALUATION_FILE):
             check_replaceable(folder / name, advice=_OTHER_FOLDER)
     removed = [path.resolve() for path in (*saved, folder / BEST_CHECKPOINT)]
     if cfg.OVERWRITE_OUTPUT_DIR and not resume and Path(cfg.MODEL.WEIGHTS).resolve() in removed:
         raise ConfigError(
-            f"OVERWRITE_OUTPUT_DIR True would remove MODEL.WEIGHTS '{cfg.MODEL.WEIGHTS}' before it is loaded. Choose "
+            f"OVERWRITE_OUTPUT_DIR True would delete MODEL.WEIGHTS '{cfg.MODEL.WEIGHTS}' before it is loaded. Choose "
             "another OUTPUT_DIR."
         )
     if saved and not resume and not cfg.OVERWRITE_OUTPUT_DIR:
         raise ConfigError(
-            f"OUTPUT_DIR {cfg.OUTPUT_DIR} has checkpoints of another run, such as {saved[0].name}: continue it with "
-            "--resume, choose another OUTPUT_DIR, or set OVERWRITE_OUTPUT_DIR True"
+            f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' has checkpoints of another run, such as '{saved[0].name}'. Continue that "
+            "run with --resume, choose another OUTPUT_DIR, or set OVERWRITE_OUTPUT_DIR True."
         )
     if resume and saved and (folder / CONFIG_FILE).exists():
         _check_resumed(cfg, folder / CONFIG_FILE)
@@ -141,14 +146,14 @@ def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
 
 
 def _check_resumed(cfg: CfgNode, path: Path) -> None:
-    """Raise a ConfigError if the run of a ``config.yaml`` trains on other data, or with another batch size."""
+    """Raise a ConfigError if the datasets or the batch size differ from the ``config.yaml`` at ``path``."""
     content = yaml.load(path.read_text(), _PlainLoader)
-    # A LazyConfig has other sections.
+    # The sections of a LazyConfig differ from a YAML config.
     solver, datasets, lazy = (content.get(key, {}) for key in ("SOLVER", "DATASETS", "dataloader"))
     loader = lazy.get("train", {})
     names = datasets["TRAIN"] if solver else loader["dataset"]["names"]
     images = solver["IMS_PER_BATCH"] if solver else loader["total_batch_size"]
-    # With a reference, the batch size follows the number of processes.
+    # With REFERENCE_WORLD_SIZE, the batch size is proportional to the number of processes.
     reference = solver.get("REFERENCE_WORLD_SIZE", 0) and cfg.SOLVER.REFERENCE_WORLD_SIZE
     factor = cfg.SOLVER.REFERENCE_WORLD_SIZE / solver["REFERENCE_WORLD_SIZE"] if reference else 1
     entries = datasets["COCO"] if solver else lazy.get("coco", [])
@@ -157,7 +162,7 @@ def _check_resumed(cfg: CfgNode, path: Path) -> None:
         ("DATASETS.TRAIN", tuple(cfg.DATASETS.TRAIN), tuple(names)),
         ("SOLVER.IMS_PER_BATCH", cfg.SOLVER.IMS_PER_BATCH, images * factor),
     ]
-    # A file that is no longer there may have been moved.
+    # A missing annotation file may have been moved, so it is not an error.
     compared += [
         (f"The annotation file of {name}", new[name], old[name])
         for name in names
@@ -167,21 +172,21 @@ def _check_resumed(cfg: CfgNode, path: Path) -> None:
     for key, value, began in compared:
         if value != began:
             raise ConfigError(
-                f"{key} is {value}, and the run in '{path.parent}' began with {began}. Resume it with the same value, "
-                "or start another run from its weights (MODEL.WEIGHTS) in another OUTPUT_DIR."
+                f"{key} is {value}, but the run in '{path.parent}' began with {began}. Resume it with the same value, "
+                "or start a new run from its weights (MODEL.WEIGHTS) in another OUTPUT_DIR."
             )
 
 
 def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: bool) -> None:
     solver, transformer = cfg.SOLVER, cfg.MODEL.TRANSFORMER
     if solver.AMP.ENABLED and solver.AMP.DTYPE == "float16" and not on_gpu:
-        raise ConfigError("SOLVER.AMP.DTYPE float16 needs MODEL.DEVICE cuda: use bfloat16 on the CPU")
-    # detectron2's trainer scales the batch with the processes where there is a reference.
+        raise ConfigError("SOLVER.AMP.DTYPE float16 needs MODEL.DEVICE cuda. Use bfloat16 on the CPU.")
+    # With REFERENCE_WORLD_SIZE, detectron2's trainer scales the batch size to the number of processes.
     batch, divisor = solver.IMS_PER_BATCH, solver.REFERENCE_WORLD_SIZE or processes
     steps = solver.GRADIENT_ACCUMULATION_STEPS
     if steps != "auto" and not (isinstance(steps, int) and steps > 0):
         raise ConfigError(
-            f"SOLVER.GRADIENT_ACCUMULATION_STEPS is {steps!r}. Set it to a whole number from 1, or to 'auto'."
+            f"SOLVER.GRADIENT_ACCUMULATION_STEPS is {steps!r}. Set it to a whole number of at least 1, or to 'auto'."
         )
     if batch % (divisor * (1 if steps == "auto" else steps)):
         raise ConfigError(
@@ -191,12 +196,14 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: b
     size, limit = cfg.INPUT.LSJ.SIZE, max_input_side(model)
     if cfg.INPUT.AUGMENTATION != "default" and limit is not None and size > limit:
         raise ConfigError(
-            f"INPUT.LSJ.SIZE is {size}, and the position tables end at MODEL.TRANSFORMER.MAX_IMG_SIZE {limit}"
+            f"INPUT.LSJ.SIZE is {size}, but the position tables are made for images of at most {limit} pixels. Lower "
+            "INPUT.LSJ.SIZE, or raise MODEL.TRANSFORMER.MAX_IMG_SIZE."
         )
     if transformer.RANDOM_SHIFT_FRACTION:
         if transformer.COMPILE:
             raise ConfigError(
-                "MODEL.TRANSFORMER.COMPILE with RANDOM_SHIFT_FRACTION would compile again for each shift: leave one out"
+                "MODEL.TRANSFORMER.COMPILE and RANDOM_SHIFT_FRACTION cannot be combined: each shift would be compiled "
+                "again. Turn one of them off."
             )
         RandomShift(model, transformer.RANDOM_SHIFT_FRACTION)
     if cfg.TEST.BEST_METRIC and cfg.DATASETS.TEST:
@@ -205,10 +212,10 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: b
 
 
 def check_values(cfg: CfgNode) -> None:
-    """Check the values of keys, and keys that depend on each other.
+    """Check the values of config keys, and combinations of keys.
 
     Raises:
-        ConfigError: for the first mistake, with its key.
+        ConfigError: For the first mistake. The message names the key.
     """
     for key, (smallest, largest) in _RANGES.items():
         value = value_of(cfg, key)
@@ -216,48 +223,58 @@ def check_values(cfg: CfgNode) -> None:
         if not all(isinstance(number, (int, float)) and smallest <= number <= largest for number in numbers):
             least = "above 0" if smallest == 1e-30 else f"at least {smallest:g}"
             limits = least if largest == math.inf else f"{smallest:g} to {largest:g}"
-            raise ConfigError(f"{key} is {value!r}: it must be {limits}")
+            raise ConfigError(f"{key} is {value!r}. It must be {limits}.")
     if not cfg.OUTPUT_DIR:
-        raise ConfigError("OUTPUT_DIR is empty: name a folder")
+        raise ConfigError("OUTPUT_DIR is empty. Set it to a folder.")
     for key, choices in _CHOICES.items():
         check_choice(key, value_of(cfg, key), choices)
     if len(cfg.MODEL.PIXEL_MEAN) != 3 or len(cfg.MODEL.PIXEL_STD) != 3:
-        raise ConfigError("MODEL.PIXEL_MEAN and MODEL.PIXEL_STD must be three numbers each")
+        mean, std = cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD
+        raise ConfigError(f"MODEL.PIXEL_MEAN is {mean!r} and MODEL.PIXEL_STD is {std!r}. Set each to three numbers.")
     if len(cfg.INPUT.LSJ.SCALE) != 2 or cfg.INPUT.LSJ.SCALE[0] > cfg.INPUT.LSJ.SCALE[1]:
-        raise ConfigError(f"INPUT.LSJ.SCALE is {cfg.INPUT.LSJ.SCALE!r}: it must be two factors, the larger one last")
+        raise ConfigError(
+            f"INPUT.LSJ.SCALE is {cfg.INPUT.LSJ.SCALE!r}. It must be the smallest and the largest factor."
+        )
     check_coco_api(cfg.TEST.COCO_API)
     data.check_crop(cfg)
     data.check_augmentation(cfg)
     check_roi_heads(cfg)
     if is_panoptic(cfg) and not cfg.MODEL.MASK_ON:
-        raise ConfigError("MODEL.MASK_ON is False, and a PanopticFPN combines masks with stuff: set it to True")
+        raise ConfigError("MODEL.MASK_ON is False, but PanopticFPN needs instance masks. Set it to True.")
     if cfg.SOLVER.REFERENCE_BATCH_SIZE and cfg.SOLVER.REFERENCE_WORLD_SIZE:
-        raise ConfigError("SOLVER.REFERENCE_BATCH_SIZE and SOLVER.REFERENCE_WORLD_SIZE both scale the learning rate")
+        raise ConfigError(
+            "SOLVER.REFERENCE_BATCH_SIZE and SOLVER.REFERENCE_WORLD_SIZE both scale the learning rate. Set one of them "
+            "to 0."
+        )
     if cfg.TEST.BEST_METRIC:
         _check_best_metric(cfg)
     if cfg.SOLVER.EARLY_STOPPING_PATIENCE and not (cfg.TEST.BEST_METRIC and cfg.TEST.EVAL_PERIOD):
         raise ConfigError(
-            "SOLVER.EARLY_STOPPING_PATIENCE needs TEST.BEST_METRIC, such as bbox/AP, and TEST.EVAL_PERIOD"
+            "SOLVER.EARLY_STOPPING_PATIENCE needs evaluations and a metric. Set TEST.EVAL_PERIOD, and TEST.BEST_METRIC "
+            "to a metric such as bbox/AP."
         )
 
 
 def _check_best_metric(cfg: CfgNode) -> None:
-    """Check dataset and task of the metric; :func:`check_metric` knows its name, once the datasets are registered."""
+    """Check the dataset and the task of TEST.BEST_METRIC.
+
+    :func:`check_metric` checks the rest of the name after the datasets are registered.
+    """
     metric, tests = cfg.TEST.BEST_METRIC, cfg.DATASETS.TEST
     dataset, task, _ = split_metric_name(cfg)
     tasks = _tasks(cfg)
     if task not in tasks or (len(tests) > 1 and not dataset):
         prefix = "DATASET/" if len(tests) > 1 else ""
         raise ConfigError(
-            f"TEST.BEST_METRIC is {metric}: it must be {prefix}TASK/METRIC, as in metrics.json, where TASK is "
-            f"{' or '.join(tasks)}"
+            f"TEST.BEST_METRIC is '{metric}'. Write {prefix}TASK/METRIC as in metrics.json. TASK must be "
+            f"{' or '.join(tasks)}."
         )
     if task == LOSS_TASK and not cfg.TEST.VALIDATION_LOSS:
-        raise ConfigError(f"TEST.BEST_METRIC {metric} needs TEST.VALIDATION_LOSS True")
+        raise ConfigError(f"TEST.BEST_METRIC '{metric}' needs the validation loss. Set TEST.VALIDATION_LOSS True.")
 
 
 def _tasks(cfg: CfgNode) -> list[str]:
-    """Return what evaluations of this model report."""
+    """Return the tasks that an evaluation of this model reports."""
     if is_segmentor(cfg):
         return ["sem_seg", LOSS_TASK]
     has_rois = cfg.MODEL.META_ARCHITECTURE in ("GeneralizedRCNN", "PanopticFPN")

@@ -30,7 +30,7 @@ from projects_vil.utils import cleanup_on_failure, handling_signals, hidden_main
 TIMEOUT = timedelta(minutes=30)
 # Seconds in which the other processes save and exit after one process has ended.
 GRACE_PERIOD = 60
-# Seconds until a machine reports which machines it waits for. The interval doubles with each report.
+# Seconds until a process prints which machines it waits for. The interval doubles after each message.
 FIRST_NOTICE = 10
 
 
@@ -44,11 +44,11 @@ class DistributedEnv(NamedTuple):
 
 
 class ProcessEnded(Exception):
-    """A process of a run was killed.
+    """Raised if a process of a run was killed.
 
     Args:
-        message: one line.
-        exit_status: exit status of the command.
+        message: Error message of one line.
+        exit_status: Exit status for the command.
     """
 
     def __init__(self, message: str, *, exit_status: int) -> None:
@@ -57,10 +57,10 @@ class ProcessEnded(Exception):
 
 
 def distributed_env() -> DistributedEnv | None:
-    """Return the environment that torchrun, or a launcher with the same variables, has set; None without one.
+    """Return the position of this process from torchrun's environment variables, or ``None`` without torchrun.
 
     Raises:
-        ConfigError: if only some of the variables are set, or one is not a number.
+        ConfigError: If a variable is missing or is not a number.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
@@ -70,23 +70,22 @@ def distributed_env() -> DistributedEnv | None:
             _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            "The environment variables of torchrun are incomplete: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, "
-            f"MASTER_ADDR and MASTER_PORT are needed, and one is missing or invalid ({error}). Start with torchrun, or "
-            "unset RANK."
+            f"An environment variable of torchrun is missing or invalid ({error}). Set RANK, LOCAL_RANK, WORLD_SIZE, "
+            "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, start with torchrun, or unset RANK."
         ) from error
     return env
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """The processes of a run, with the arguments of detectron2's ``launch``. Under torchrun the defaults must stay.
+    """The processes of a run, with the arguments of detectron2's ``launch``. Keep the defaults under torchrun.
 
     Attributes:
-        num_gpus: processes on this machine, one per GPU, or on the CPU if that is the device.
-        num_machines: number of machines.
-        machine_rank: rank of this machine, from 0.
-        dist_url: ``tcp://HOST:PORT`` of the first machine; only read for several machines.
-        dist_timeout: seconds to wait for the other machines at the start.
+        num_gpus: Number of processes on this machine: one per GPU, or any number if the device is the CPU.
+        num_machines: Number of machines.
+        machine_rank: Rank of this machine, from 0.
+        dist_url: ``tcp://HOST:PORT`` of the first machine. Used only with several machines.
+        dist_timeout: Seconds to wait for the other machines at the start.
     """
 
     num_gpus: int = 1
@@ -97,7 +96,7 @@ class Processes:
 
     @property
     def world_size(self) -> int:
-        """The number of processes of the run on all machines."""
+        """Number of processes on all machines."""
         env = distributed_env()
         return self.num_gpus * self.num_machines if env is None else env.world_size
 
@@ -108,51 +107,54 @@ class Processes:
         return self.machine_rank == 0 if env is None else env.rank == 0
 
     def check(self, device: str) -> None:
-        """Raise a ConfigError if the processes cannot run here.
+        """Check that the processes can run on this machine.
 
         Args:
             device: ``MODEL.DEVICE``.
+
+        Raises:
+            ConfigError: If they cannot.
         """
         env, on_cpu = distributed_env(), device.startswith("cpu")
         if env is not None and (self.num_gpus != 1 or self.num_machines != 1):
             raise ConfigError(f"torchrun has started {env.world_size} processes. Remove --num-gpus and --num-machines.")
         if not 0 <= self.machine_rank < self.num_machines:
             raise ConfigError(
-                f"--machine-rank {self.machine_rank} does not fit --num-machines {self.num_machines}. Ranks count from "
-                "0."
+                f"--machine-rank is {self.machine_rank}. With --num-machines {self.num_machines} it must be from 0 to "
+                f"{self.num_machines - 1}."
             )
         if self.num_machines > 1 and not re.fullmatch(r"tcp://(?!127\.0\.0\.1:)[^/]+:\d{1,5}", self.dist_url):
             raise ConfigError(
-                f"--dist-url is {self.dist_url}. With several machines it must be tcp://HOST:PORT, where HOST is the "
-                "first machine."
+                f"--dist-url is {self.dist_url}. With several machines it must be tcp://HOST:PORT, with the host name "
+                "of the first machine."
             )
         if self.world_size > 1 and ":" in device:
-            raise ConfigError(f"MODEL.DEVICE is {device}. Use {device.partition(':')[0]} with several processes.")
+            raise ConfigError(f"MODEL.DEVICE is {device}. With several processes, use {device.partition(':')[0]}.")
         here = self.num_gpus if env is None else env.local_world_size
         available = max(os.cpu_count() or 1, 2) if on_cpu else max(torch.cuda.device_count(), 1)
         if not 0 < here <= available and not (on_cpu and env is not None):
             unit = "CPU cores" if on_cpu else "GPUs"
-            raise ConfigError(f"--num-gpus is {here}. This machine has {available} {unit}.")
+            raise ConfigError(f"--num-gpus is {here}, but this machine has {available} {unit}. Use 1 to {available}.")
 
 
 def launch(run: Callable[..., object], arguments: tuple, processes: Processes, *, output_dir: str, device: str) -> None:
-    """Call ``run(*arguments)`` in all processes of a run, over NCCL on GPUs and gloo on the CPU.
+    """Call ``run(*arguments)`` in all processes of a run, with NCCL on GPUs or gloo on the CPU.
 
-    A single process is this one. If one process ends, the others end too. SIGINT, SIGTERM and SIGHUP are passed on to
-    all processes.
+    A run with one process uses the current process. If one process ends, the others end too. SIGINT, SIGTERM and
+    SIGHUP are forwarded to all processes.
 
     Args:
-        run: a function that can be imported.
-        arguments: are pickled for new processes.
-        processes: how many processes to start, or the defaults under torchrun.
-        output_dir: output directory of the run. It is created, and deleted if it is new and the run does not start.
+        run: A function that can be imported.
+        arguments: Picklable arguments of ``run``.
+        processes: The processes to start. Use the defaults under torchrun.
+        output_dir: Output directory of the run. It is created. If it is new and the run does not start, it is deleted.
         device: ``MODEL.DEVICE``.
 
     Raises:
-        ConfigError: if the output directory cannot be created, or if ``run`` raises it in a process.
-        ProcessEnded: if a process was killed.
-        ProcessRaisedException: torch's, with the traceback of a process, for any other exception.
-        SystemExit: with 128 plus the number of the signal that stopped the run.
+        ConfigError: If the output directory cannot be created, or if ``run`` raises it in a process.
+        ProcessEnded: If a process was killed.
+        ProcessRaisedException: If ``run`` raises any other exception in a new process. It has the traceback.
+        SystemExit: If a signal stopped the run, with 128 plus the number of the signal.
     """
     env = distributed_env()
     with cleanup_on_failure(Path(output_dir)):
@@ -191,7 +193,7 @@ def _spawn(run: Callable[..., object], arguments: tuple, processes: Processes, d
             while not context.join(grace_period=GRACE_PERIOD):
                 pass
         except ProcessRaisedException as error:
-            # Only the text of the exception arrives here.
+            # torch passes the exception as text.
             _, is_ours, message = str(error).rpartition(f"{ConfigError.__module__}.{ConfigError.__qualname__}: ")
             if is_ours:
                 raise ConfigError(message.strip()) from error
@@ -200,20 +202,21 @@ def _spawn(run: Callable[..., object], arguments: tuple, processes: Processes, d
             if received or error.exit_code > 128:
                 raise SystemExit(128 + received[0] if received else error.exit_code) from None
             reason = error.signal_name or f"exit status {error.exit_code}"
-            hint = ", often because memory is short" if reason in ("SIGKILL", "SIGBUS") else ""
+            is_memory = reason in ("SIGKILL", "SIGBUS")
+            hint = " The memory may be too small. Use fewer processes or a smaller batch." if is_memory else ""
             raise ProcessEnded(
-                f"process {error.error_index} of {count} was ended by {reason}{hint}",
+                f"Process {error.error_index} of {count} was ended by {reason}.{hint}",
                 exit_status=abs(error.exit_code) + (128 if error.signal_name else 0),
             ) from None
         if received:
-            # A process that a second SIGINT interrupts ends with status 0 in torch, and a terminal sends it to all.
+            # A terminal sends SIGINT to all processes. After a second SIGINT, torch reports the exit status 0.
             raise SystemExit(128 + received[0])
 
 
 def _worker(
     local_rank: int, run: Callable[..., object], arguments: tuple, processes: Processes, device: str, url: str
 ) -> None:
-    # The default: otherwise data loader workers are spawned too, as new interpreters, which takes seconds.
+    # This resets the start method to the default. Otherwise data loader workers would be spawned, which takes seconds.
     multiprocessing.set_start_method(None, force=True)
     rank, count = processes.machine_rank * processes.num_gpus + local_rank, processes.num_gpus
     env = DistributedEnv(rank, local_rank, count * processes.num_machines, count)
@@ -225,9 +228,9 @@ def _worker(
         except SystemExit as error:
             status = error.code
     if status is not None:
-        # The parent process passes on the Ctrl-C that a terminal has sent to all.
+        # A terminal sends Ctrl-C to all processes, and the parent process forwards it again.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Outside of the handler: the traceback refers to data loaders, whose processes end with them.
+    # Outside of the except block: the traceback has references to data loaders, which must be deleted first.
     sys.exit(status)
 
 
@@ -247,24 +250,24 @@ def _process_group(env: DistributedEnv, device: str, url: str, timeout: float) -
     comm.create_local_process_group(env.local_world_size)
     comm.synchronize()
     yield
-    # Not after an exception: the other processes may never reach this line.
+    # Not in a finally clause: after an exception, the other processes may never reach this line.
     if is_ours:
         torch.distributed.destroy_process_group()
 
 
 def _rendezvous(env: DistributedEnv, url: str, timeout: float) -> Store:
-    """Wait for all processes of a run, and return a store for them.
+    """Wait for all processes of a run and return a store that they share.
 
-    torchrun's store keeps the addresses of processes that it has restarted since, and each machine counts restarts
-    separately. Therefore the first process sets a new key for each start, and all processes report under this key.
+    After a restart, torchrun's store still has the addresses of the old processes, and each machine counts restarts
+    separately. Therefore the first process writes a new key at each start, and all processes register with this key.
 
     Args:
-        env: this process.
+        env: Position of this process.
         url: ``tcp://HOST:PORT`` of the first machine, or ``file://PATH``.
-        timeout: seconds.
+        timeout: Seconds to wait.
 
     Raises:
-        ConfigError: if the host has no address, if the port is in use, or after the timeout.
+        ConfigError: If the host has no address, if the port is in use, or after the timeout.
     """
     size = env.local_world_size
     machines = range(env.world_size // size)
@@ -277,7 +280,7 @@ def _rendezvous(env: DistributedEnv, url: str, timeout: float) -> Store:
                 store.set("start", f"{env.world_size} {os.urandom(8).hex()}")
             if store.check(["start"]) and (given := store.get("start").decode()) != key:
                 key = given
-                # If another process of this rank has already reported, a new key follows.
+                # If an older process with this rank has already registered, the first process writes another key.
                 is_ours = key.startswith(f"{env.world_size} ") and store.add(f"{key} {env.rank}", 1) == 1
             if env.rank == 0 and store.check([f"{key} {rank}" for rank in range(env.world_size)]):
                 store.set(f"{key} all", "")
@@ -286,25 +289,25 @@ def _rendezvous(env: DistributedEnv, url: str, timeout: float) -> Store:
                 return PrefixStore(key, store)
         waited = time.monotonic() - begin
         if waited > min(notice, timeout) and env.local_rank == 0:
-            # The first process of each machine reports.
+            # Only the first process of each machine prints a message.
             missing = [str(one) for one in machines if is_ours and not store.check([f"{key} {one * size}"])]
             whom = f"machine rank{'s' * (len(missing) > 1)} {', '.join(missing) or 0} of {len(machines)} at {url}"
             if waited > timeout:
                 raise ConfigError(
                     f"No answer from {whom} after {timeout:g} s (--dist-timeout). Start the run on all machines with "
-                    "the same arguments except --machine-rank, and open the port."
+                    "the same arguments except --machine-rank, and check that the firewall allows the port."
                 )
-            print(f"waiting for {whom}, for {waited:.0f} s of {timeout:g}", file=sys.stderr, flush=True)
+            print(f"waiting for {whom}: {waited:.0f} of {timeout:g} s", file=sys.stderr, flush=True)
             notice *= 2
         time.sleep(0.1)
 
 
 def _open_store(env: DistributedEnv, url: str, timeout: float) -> Store | None:
-    """Return the store at a URL, or None while the first process does not answer."""
+    """Return the store at a URL, or ``None`` if the first process does not answer yet."""
     address = urlsplit(url)
     if address.scheme == "file":
         return FileStore(address.path, env.world_size)
-    # torchrun's own process serves the store.
+    # Under torchrun, the process of torchrun serves the store.
     is_server = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         # TCPStore waits in C++, where Ctrl-C has no effect.
@@ -313,6 +316,8 @@ def _open_store(env: DistributedEnv, url: str, timeout: float) -> Store | None:
         options = {"is_master": is_server, "wait_for_workers": False, "timeout": timedelta(seconds=timeout)}
         return TCPStore("localhost" if is_server else address.hostname, address.port, **options)
     except (socket.gaierror, DistNetworkError) as error:
-        raise ConfigError(f"Cannot connect to the first machine at {url}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"Cannot connect to the first machine at {url}: {str(error).splitlines()[0]}. Check --dist-url."
+        ) from error
     except OSError:
         return None

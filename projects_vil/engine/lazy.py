@@ -1,4 +1,4 @@
-"""LazyConfigs, as configs/lazy/ has them: what tools/lazyconfig_train_net.py does, with the trainer of YAML configs."""
+"""Training and evaluation with a LazyConfig, as in configs/lazy/. The trainer is the one for YAML configs."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ from projects_vil.evaluation import match_to_dataset
 from projects_vil.solver import clip_full_model
 
 _PARTS = ("model", "optimizer", "lr_multiplier", "dataloader", "train")
-# Keys of `train`, and the options of the trainer, by their keys in a YAML config.
+# Keys below `train` in a LazyConfig, and the corresponding keys of a YAML config.
 _OPTIONS = {
     "output_dir": "OUTPUT_DIR",
     "overwrite_output_dir": "OVERWRITE_OUTPUT_DIR",
@@ -62,17 +62,17 @@ def run_lazy_config(
     eval_only: bool = False,
     resume: bool = False,
 ) -> None:
-    """Check a LazyConfig, which takes about a second, then train or evaluate in all processes.
+    """Check a LazyConfig, then train or evaluate in all processes. The check takes about a second.
 
     Args:
-        path: the config file. Each process reads it again, because a LazyConfig may hold functions.
-        overrides: ``key=value``, or ``+key=value`` for a key that the config does not have.
-        processes: processes of the run.
-        eval_only: evaluate instead of training.
-        resume: continue from the last checkpoint in the output directory.
+        path: Path of the config. Each process reads it again, because a LazyConfig may contain functions.
+        overrides: ``key=value``, or ``+key=value`` to add a key.
+        processes: Processes of the run.
+        eval_only: Evaluate instead of training.
+        resume: Continue from the last checkpoint in the output directory.
 
     Raises:
-        ConfigError: for a mistake in the config, its overrides or the files that they name.
+        ConfigError: For a mistake in the config, in the overrides, or in a file that they name.
     """
     cfg = load_lazy_config(path, overrides)
     device = str(cfg.train.device)
@@ -80,7 +80,7 @@ def run_lazy_config(
     with torch.device("meta"):
         model = _instantiate(cfg.model, "model")
         if not eval_only:
-            build_lazy_optimizer(cfg, model)  # raises for a pattern that matches no parameter
+            build_lazy_optimizer(cfg, model)  # Raises an error if a pattern matches no parameter.
     options = lazy_options(cfg, model)
     _instantiate(cfg.lr_multiplier, "lr_multiplier")
     data.register_datasets(options)
@@ -89,39 +89,47 @@ def run_lazy_config(
         given = cfg.dataloader[split].mapper.image_format
         if given != model.input_format:
             raise ConfigError(
-                f"model.input_format is {model.input_format}, and dataloader.{split}.mapper.image_format {given}"
+                f"model.input_format is '{model.input_format}', but dataloader.{split}.mapper.image_format is "
+                f"'{given}'. Set both to the same format."
             )
     if len(options.DATASETS.TEST) != 1:
-        raise ConfigError(f"dataloader.test.dataset.names is {options.DATASETS.TEST}: it must name one dataset")
+        raise ConfigError(f"dataloader.test.dataset.names is {options.DATASETS.TEST}. It must have one dataset.")
     arguments = str(path), tuple(overrides), eval_only, resume
     launch(_run, arguments, processes, output_dir=options.OUTPUT_DIR, device=device)
 
 
 def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
-    """Load a LazyConfig with its overrides, in Hydra's syntax.
+    """Load a LazyConfig and apply overrides in Hydra's syntax.
+
+    Args:
+        path: Path of the config.
+        overrides: ``key=value``, or ``+key=value`` to add a key.
 
     Raises:
-        ConfigError: for a file that is missing, fails or lacks a part, or an override that is not ``key=value`` or
-            names an unknown key (with the closest one).
+        ConfigError: If the file is missing, raises an exception or lacks a section, or if an override is not
+            ``key=value`` or has an unknown key.
     """
     check_file(path, "config file")
     try:
         cfg = LazyConfig.load(str(path))
-    except Exception as error:  # A config is a program: it may raise anything.
-        raise ConfigError(f"{path} is not a LazyConfig: {_reason(error)}") from error
+    except Exception as error:  # A config is a Python program, so it may raise any exception.
+        raise ConfigError(f"Cannot load the LazyConfig '{path}': {_reason(error)}. Fix the file.") from error
     if not isinstance(cfg, DictConfig) or not all(isinstance(cfg.get(part), DictConfig) for part in _PARTS):
-        raise ConfigError(f"{path} is not a LazyConfig for training, which has the parts {', '.join(_PARTS)}")
+        raise ConfigError(f"'{path}' is not a LazyConfig for training. It must define {', '.join(_PARTS)}.")
     known = {key for key, _ in config_items(OmegaConf.to_container(cfg), lists=True)}
     for override in overrides:
         key, separator, _ = override.partition("=")
         if not separator:
-            raise ConfigError(f"the override {override!r} is not key=value")
+            raise ConfigError(f"The override {override!r} has no '='. Write key=value.")
         if not key.startswith("+") and key.replace("[", ".").replace("]", "") not in known:
-            raise ConfigError(f"unknown config key {key}{closest(key, known)} (+{key}=... adds one)")
+            hint = closest(key, known) or "."
+            raise ConfigError(f"Config key '{key}' does not exist{hint} Write +{key}=VALUE to add it.")
     try:
         return LazyConfig.apply_overrides(cfg, list(overrides))
-    except Exception as error:  # Hydra's parser has exceptions of its own.
-        raise ConfigError(f"invalid override: {_reason(error)} ({' '.join(overrides)})") from error
+    except Exception as error:  # Hydra's parser raises its own exceptions.
+        raise ConfigError(
+            f"Cannot apply the overrides '{' '.join(overrides)}': {_reason(error)}. Fix their values."
+        ) from error
 
 
 def load_records(
@@ -134,19 +142,21 @@ def load_records(
     check: str = "error",
     classes_of: Sequence[str] = (),
 ) -> Sequence[dict[str, Any]]:
-    """Return the records of datasets with boxes, for the loaders of a LazyConfig; all processes call this.
+    """Return the records of detection datasets for the data loaders of a LazyConfig.
+
+    All processes of the run must call this function.
 
     Args:
-        names: names of the datasets.
-        train: whether they are trained on.
-        num_classes: number of classes of the model.
-        masks: whether the model learns segmentations.
-        filter_empty: whether images without annotation are left out of training.
-        check: as ``DATASETS.CHECK``.
-        classes_of: for datasets that are not trained on, the names of the training datasets.
+        names: Names of the datasets.
+        train: Whether the datasets are used for training.
+        num_classes: Number of classes of the model.
+        masks: Whether the model predicts masks.
+        filter_empty: Whether to skip images without annotations in training.
+        check: Value of ``DATASETS.CHECK``.
+        classes_of: Names of the training datasets. Used only if ``train`` is False.
 
     Raises:
-        ConfigError: as :func:`projects_vil.data.load_dataset`.
+        ConfigError: See :func:`projects_vil.data.load_dataset`.
     """
     cfg = default_config()
     cfg.MODEL.META_ARCHITECTURE = "GeneralizedRCNN"
@@ -159,14 +169,14 @@ def load_records(
 
 
 def lazy_options(cfg: DictConfig, model: nn.Module) -> CfgNode:
-    """Return the options of ``cfg.train``, and what the trainer needs to know of model and data, as a YAML config.
+    """Return a YAML config with the options that the trainer reads from a LazyConfig, its model and its datasets.
 
     Args:
-        cfg: a LazyConfig.
-        model: of ``cfg``, with or without values.
+        cfg: The LazyConfig.
+        model: The model of ``cfg``. It may be on the meta device.
 
     Raises:
-        ConfigError: for an option of another type.
+        ConfigError: If an option of ``cfg.train`` has the wrong type.
     """
     options = default_config()
     for name, key in _OPTIONS.items():
@@ -175,7 +185,7 @@ def lazy_options(cfg: DictConfig, model: nn.Module) -> CfgNode:
             try:
                 options.merge_from_list([key, value])
             except ValueError as error:
-                raise ConfigError(f"train.{name} is {value!r}: {one_line(error)}") from error
+                raise ConfigError(f"train.{name} is {value!r}, which is not valid: {one_line(error)}") from error
     options.MODEL.META_ARCHITECTURE = type(model).__name__
     options.MODEL.TRANSFORMER.VARIANT = getattr(model.backbone.bottom_up, "variant", "")
     if hasattr(model, "roi_heads"):
@@ -195,10 +205,14 @@ def lazy_options(cfg: DictConfig, model: nn.Module) -> CfgNode:
 
 
 def build_lazy_optimizer(cfg: DictConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer of ``cfg`` for ``model``, with ``train.clip_norm``.
+    """Build the optimizer of a LazyConfig, which clips gradients to ``train.clip_norm``.
+
+    Args:
+        cfg: The LazyConfig.
+        model: The model to optimize.
 
     Raises:
-        ConfigError: for an argument that it does not take.
+        ConfigError: If an argument of the optimizer is not valid.
     """
     part = cfg.optimizer.copy()
     part.params.model = model
@@ -208,11 +222,11 @@ def build_lazy_optimizer(cfg: DictConfig, model: nn.Module) -> torch.optim.Optim
 
 
 class LazyTrainer(Trainer):
-    """The trainer of a LazyConfig.
+    """Trainer for a LazyConfig.
 
     Args:
-        options: of :func:`lazy_options`.
-        lazy: the LazyConfig.
+        options: Config from :func:`lazy_options`.
+        lazy: The LazyConfig.
     """
 
     def __init__(self, options: CfgNode, *, lazy: DictConfig) -> None:
@@ -273,17 +287,17 @@ def _test(cfg: DictConfig, options: CfgNode, model: nn.Module) -> OrderedDict:
 
 
 def _instantiate(part: DictConfig, name: str) -> Any:
-    """Return detectron2's ``instantiate(part)``.
+    """Return ``instantiate(part)``.
 
     Raises:
-        ConfigError: with the name of the part.
+        ConfigError: If ``part`` is invalid. The message has its ``name``.
     """
     try:
         return instantiate(part)
     except ConfigError:
         raise
     except _INVALID as error:
-        raise ConfigError(f"{name} of this config is invalid: {_reason(error)}") from error
+        raise ConfigError(f"Section '{name}' of the config is not valid: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

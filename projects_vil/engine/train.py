@@ -36,17 +36,17 @@ def launch_run(
     resume: bool = False,
     overridden: Collection[str] = (),
 ) -> None:
-    """Check a config, which takes about a second, then train or evaluate in all processes.
+    """Check a config, then train or evaluate in all processes. The check takes about a second.
 
     Args:
-        cfg: resolved config of the run.
-        processes: processes of the run.
-        eval_only: evaluate instead of training.
-        resume: continue from the last checkpoint in ``OUTPUT_DIR``.
-        overridden: config keys that the user set for this run.
+        cfg: Resolved config of the run.
+        processes: Processes of the run.
+        eval_only: Evaluate instead of training.
+        resume: Continue from the last checkpoint in ``OUTPUT_DIR``.
+        overridden: Config keys that the user set for this run.
 
     Raises:
-        ConfigError: for a mistake in the config or the files that it names, and as :func:`~.launch.launch`.
+        ConfigError: For a mistake in the config or in a file that it names. See also :func:`~.launch.launch`.
     """
     cfg = choose_device(cfg, requested="MODEL.DEVICE" in overridden)
     register_datasets(cfg)
@@ -70,7 +70,7 @@ def _train(cfg: CfgNode, resume: bool, overridden: Collection[str]) -> None:
     register_datasets(cfg)
     with lock_output_dir(cfg, resume=resume):
         log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
-        # Before any file of an older run is removed.
+        # The datasets are read before any file of an older run is deleted.
         num_images = read_datasets(cfg)
         cfg, lines = schedule_by_epochs(cfg, num_images, overridden)
         cfg, scaling = scale_learning_rate(cfg)
@@ -86,10 +86,14 @@ def write_yaml(cfg: CfgNode, path: Path) -> None:
 
 @contextlib.contextmanager
 def lock_output_dir(cfg: CfgNode, *, resume: bool) -> Iterator[None]:
-    """Lock ``OUTPUT_DIR`` against other runs, in rank 0, before any process writes into it.
+    """Lock ``OUTPUT_DIR`` against other runs in rank 0. The other processes wait for the lock.
+
+    Args:
+        cfg: Config of the run.
+        resume: Whether the user asked to resume.
 
     Raises:
-        ConfigError: if another run uses the directory, or has finished in it since the start of this run.
+        ConfigError: If another run uses the directory, or if one finished there after this run started.
     """
     with run_lock(cfg.OUTPUT_DIR) if comm.is_main_process() else contextlib.nullcontext():
         comm.synchronize()
@@ -98,7 +102,7 @@ def lock_output_dir(cfg: CfgNode, *, resume: bool) -> Iterator[None]:
 
 
 def _set_up_run(cfg: CfgNode, *, eval_only: bool) -> None:
-    """Do what detectron2's ``default_setup`` does, except for writing ``config.yaml``."""
+    """Set up logs, seeds and cuDNN as detectron2's ``default_setup``, without writing ``config.yaml``."""
     log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
     logger = logging.getLogger("detectron2")
     logger.info("Rank of current process: %d. World size: %d", comm.get_rank(), comm.get_world_size())
@@ -106,15 +110,20 @@ def _set_up_run(cfg: CfgNode, *, eval_only: bool) -> None:
     logger.info("Command line arguments: %s", sys.argv[1:])
     logger.info("Running with full config:\n%s", cfg.dump())
     seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
-    # The images of an evaluation have too many different sizes.
+    # In an evaluation, the images have too many different sizes for the cuDNN benchmark.
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
 
 
 def save_config(cfg: CfgNode, write: Callable[[CfgNode, Path], object], *, eval_only: bool = False) -> None:
-    """Write ``config.yaml`` in rank 0, except that an evaluation does not change the file of a training run.
+    """Write ``config.yaml`` in rank 0. An evaluation does not overwrite the file of a training run.
+
+    Args:
+        cfg: Config to write.
+        write: Writes the config to a path.
+        eval_only: Whether the run only evaluates.
 
     Raises:
-        ConfigError: if the file exists and no run wrote it.
+        ConfigError: If the file exists and was not written by a run.
     """
     path = Path(cfg.OUTPUT_DIR) / CONFIG_FILE
     has_run = any(any(path.parent.glob(pattern)) for pattern in ("*.pth", "metrics.json", ".run.lock"))
@@ -133,20 +142,23 @@ def run_training(
     *,
     resume: bool,
 ) -> OrderedDict | None:
-    """Train in one process while :func:`lock_output_dir` holds the lock.
+    """Train in one process. Call this function inside :func:`lock_output_dir`.
 
     Args:
-        cfg: config of the run.
-        make_trainer: builds the trainer from the config with its final seed.
-        write_config: writes ``config.yaml``.
-        resume: continue from the last checkpoint.
+        cfg: Config of the run.
+        make_trainer: Builds the trainer from the config with the final seed.
+        write_config: Writes ``config.yaml``.
+        resume: Continue from the last checkpoint.
+
+    Returns:
+        The results of the last evaluation, or ``None`` without one.
     """
     is_new = not (resume and checkpoints_of(cfg.OUTPUT_DIR))
     comm.synchronize()
-    # It applies to this start only, not to later ones with this config.yaml.
+    # This key applies to this start only. A later start with this config.yaml must not delete the run.
     values: dict[str, object] = {"OVERWRITE_OUTPUT_DIR": False}
     if is_new and cfg.SEED < 0:
-        # It is written to config.yaml, and the initial weights depend on it.
+        # The seed determines the initial weights and is written to config.yaml.
         values["SEED"] = comm.shared_random_seed()
     if is_new and cfg.OVERWRITE_OUTPUT_DIR and comm.is_main_process():
         remove_run(cfg.OUTPUT_DIR)
@@ -154,18 +166,21 @@ def run_training(
     _set_up_run(cfg, eval_only=False)
     logger, solver = logging.getLogger(__name__), cfg.SOLVER
     if resume and is_new:
-        start = "MODEL.WEIGHTS" if cfg.MODEL.WEIGHTS else "random weights, as MODEL.WEIGHTS is empty"
-        logger.warning("%s has no checkpoint to --resume from: training starts with %s", cfg.OUTPUT_DIR, start)
+        start = f"from '{cfg.MODEL.WEIGHTS}'" if cfg.MODEL.WEIGHTS else "with random weights (MODEL.WEIGHTS is empty)"
+        logger.warning("%s has no checkpoint to --resume from. Training starts %s.", cfg.OUTPUT_DIR, start)
     if solver.WARMUP_ITERS >= solver.MAX_ITER:
-        logger.warning("the learning rate never reaches SOLVER.BASE_LR: SOLVER.WARMUP_ITERS is SOLVER.MAX_ITER or more")
+        logger.warning(
+            f"The learning rate never reaches SOLVER.BASE_LR, because SOLVER.WARMUP_ITERS is {solver.WARMUP_ITERS} and "
+            f"SOLVER.MAX_ITER is {solver.MAX_ITER}."
+        )
     logger.info(
         f"training {cfg.MODEL.META_ARCHITECTURE} with {cfg.MODEL.TRANSFORMER.VARIANT} on {cfg.MODEL.DEVICE} in "
-        f"{comm.get_world_size()} process{'es' if comm.get_world_size() > 1 else ''}: {solver.MAX_ITER} iterations; "
-        f"config, model and environment are in {cfg.OUTPUT_DIR}/log.txt"
+        f"{comm.get_world_size()} process{'es' if comm.get_world_size() > 1 else ''}: {solver.MAX_ITER} iterations. "
+        f"The config, the model and the environment are in {cfg.OUTPUT_DIR}/log.txt"
     )
     trainer = make_trainer(cfg)
     trainer.resume_or_load(resume=resume)
-    # After the checkpoint of a resumed run has been loaded.
+    # The checkpoint of a resumed run is loaded first. If that fails, config.yaml is unchanged.
     save_config(trainer.cfg, write_config)
     return trainer.train()
 
@@ -178,7 +193,15 @@ def run_evaluation(
     *,
     resume: bool,
 ) -> None:
-    """Evaluate ``MODEL.WEIGHTS``, or with ``resume`` the last checkpoint, in one process."""
+    """Evaluate a model in one process.
+
+    Args:
+        cfg: Config of the run.
+        build_model: Builds the model from the config.
+        test: Evaluates the model and returns the results.
+        write_config: Writes ``config.yaml``.
+        resume: Evaluate the last checkpoint in ``OUTPUT_DIR`` instead of ``MODEL.WEIGHTS``.
+    """
     _set_up_run(cfg, eval_only=True)
     save_config(cfg, write_config, eval_only=True)
     model = build_model(cfg)

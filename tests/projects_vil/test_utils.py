@@ -108,7 +108,7 @@ def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path, monkeypatch
     assert locked.wait(60)
     with monkeypatch.context() as patch:
         patch.setattr(utils, "LOCK_TIMEOUT", 0.0)
-        with pytest.raises(ConfigError, match=f"{tmp_path} .* {holder.pid} "), run_lock(tmp_path):
+        with pytest.raises(ConfigError, match=f"{tmp_path}' .* {holder.pid} "), run_lock(tmp_path):
             pass
     holder.kill()
     holder.join()

@@ -158,7 +158,7 @@ def test_short_forms_are_their_keys(tmp_path):
         ([*FILE, "SEED=3"], ["SEED 3"]),
         (["SEED", *FILE], ["SEED"]),
         ([*FILE, "SOLVER.MAX_ITER", "OUTPUT_DIR", "out"], ["SOLVER.MAX_ITER has no value"]),
-        (["--weight", "a.pth"], ["--weight;", "'--weights'"]),
+        (["--weight", "a.pth"], ["'--weight'. Did", "'--weights'"]),
         ([*FILE, "MODEL.DEVICE", "cuda", "--device", "cpu"], ["--device cpu", "MODEL.DEVICE cuda"]),
         ([*FILE, "--weights", "absent.pth"], ["absent.pth"]),
         ([*FILE, "--json", FILE[1]], ["--json"]),
@@ -196,7 +196,7 @@ def test_arguments_of_other_trainers_name_their_key(capsys, words, key, value):
     add_training_arguments(tool)
     with pytest.raises(SystemExit):
         tool.parse_args([*FILE, *words.split()])
-    override = shlex.split(capsys.readouterr().err.partition(": write ")[2].partition(" (--help")[0])
+    override = shlex.split(capsys.readouterr().err.partition(". Write ")[2].partition(" (--help")[0])
     if value is None:
         assert override == [key, "VALUE"]
     else:

@@ -229,7 +229,7 @@ def test_a_process_that_is_killed_ends_the_run_with_its_reason(datasets_root, tm
     os.kill(last_child(run.process.pid), signal.SIGKILL)
     status, log = run.end(PATIENCE)
     last = log.splitlines()[-1]
-    assert last.startswith("error: process 1 of 2") and "SIGKILL" in last and status == 128 + signal.SIGKILL
+    assert last.startswith("error: Process 1 of 2") and "SIGKILL" in last and status == 128 + signal.SIGKILL
 
 
 @pytest.mark.slow
