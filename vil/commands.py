@@ -141,19 +141,27 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     _add_config_file(parser)
     parser.add_argument("--input", dest="named_input", metavar="INPUT", help="instead of INPUT as the last argument")
     parser.add_argument("--output", default="predictions", metavar="DIR", help="folder (default: predictions)")
-    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="images at once (default 1)")
-    parser.add_argument("--tta", action="store_true", help="test-time augmentation: several sizes and mirror images")
-    annotations_help = "COCO file of the folder: only its images are read, and results have its ids and categories"
+    parser.add_argument(
+        "--batch", type=positive, default=1, metavar="N", help="largest number of images in a batch (default 1)"
+    )
+    parser.add_argument(
+        "--tta", action="store_true", help="use test-time augmentation: several sizes and mirror images"
+    )
+    annotations_help = "COCO file of the images in the folder; only its images are used, with its ids and categories"
     parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
-    format_help = "coco (default), or parquet: part files without drawings"
+    format_help = "coco (default) or parquet; an interrupted parquet run resumes after the last complete part"
     parser.add_argument("--format", choices=choices.PREDICTION_FORMATS, help=format_help)
-    part_help = f"images in a Parquet file (default {choices.PART_SIZE})"
+    part_help = f"rows in a Parquet file, one per image (default {choices.PART_SIZE})"
     parser.add_argument("--part-size", type=positive, metavar="N", help=part_help)
-    parser.add_argument("--shard", type=shard, metavar="I/N", help="only the images of job I of N, from 0; for parquet")
-    parser.add_argument("--column", metavar="NAME", help="of paths or URLs in a table (default: path, file_name, url)")
+    parser.add_argument(
+        "--shard", type=shard, metavar="I/N", help="predict only shard I of N, counted from 0; for parquet"
+    )
+    parser.add_argument(
+        "--column", metavar="NAME", help="column of paths or URLs in a table (default: path, file_name or url)"
+    )
     ray_help = "distribute the images over the Ray cluster at RAY_ADDRESS, or over this machine; writes parquet"
     parser.add_argument("--ray", action="store_true", help=ray_help)
-    workers_help = "smallest and largest number of detectors (default: 1 to one per GPU, or per CPU core but one)"
+    workers_help = "smallest and largest number of detectors (default: 1, and one per GPU or per CPU core but one)"
     parser.add_argument("--ray-workers", nargs=2, type=positive, metavar=("MIN", "MAX"), help=workers_help)
     parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
     threshold_help = f"lowest score of detections in drawings (default {choices.SCORE_THRESHOLD})"
