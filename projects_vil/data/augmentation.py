@@ -73,9 +73,7 @@ def check_augmentation(cfg: CfgNode) -> None:
     name, model = cfg.INPUT.AUGMENTATION, cfg.MODEL
     check_choice("INPUT.AUGMENTATION", name, AUGMENTATIONS)
     if name != "default" and is_segmentor(cfg):
-        raise ConfigError(
-            f"INPUT.AUGMENTATION {name!r} does not support a SemanticSegmentor. Use 'default' with INPUT.CROP."
-        )
+        raise ConfigError(f"INPUT.AUGMENTATION {name!r} needs a detector. Use 'default', and INPUT.CROP for crops.")
     if name != "default" and cfg.INPUT.CROP.ENABLED:
         raise ConfigError(f"INPUT.AUGMENTATION {name!r} already crops images. Set INPUT.CROP.ENABLED False.")
     if not uses_copy_paste(cfg):

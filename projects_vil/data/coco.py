@@ -177,9 +177,7 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
         if file.dataset.get(what) and not dataset.get(what):
             first = next(iter(file.findings("error")), None)
             reason = "" if first is None else f" ({file.describe(first)})"
-            raise ConfigError(
-                f"A fixed copy of '{file.path}' would have none of the {what}{reason}. Repair the file by hand."
-            )
+            raise ConfigError(f"A fixed copy of '{file.path}' would have none of the {what}{reason}. Repair the file.")
     with atomic_write(output) as partial:
         # json.dumps is much faster than json.dump, which writes each number separately.
         partial.write_text(json.dumps(dataset), encoding="utf-8")
@@ -211,9 +209,7 @@ def write_subset(source: str | Path, output: str | Path, *, num_images: int) -> 
         annotated = {annotation["image_id"] for annotation in dataset.get("annotations", ())}
         images = [image for image in dataset["images"] if image["id"] in annotated]
     except (KeyError, TypeError) as error:
-        raise ConfigError(
-            f"'{source}' is not a COCO annotation file: {type(error).__name__} {error}. Run 'vil check' on it."
-        ) from error
+        raise ConfigError(f"'{source}' is not a COCO file: {type(error).__name__} {error}. Run 'vil check'.") from error
     if not images:
         raise ConfigError(f"'{source}' has no image with an annotation. Use a file with annotations.")
     count = min(num_images, len(images))

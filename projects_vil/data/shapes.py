@@ -96,9 +96,7 @@ def write_shapes_dataset(
                 missing = [image["file_name"] for image in part["images"] if not (folder / image["file_name"]).exists()]
                 if differing or missing:
                     reason = ", ".join([*differing, *(f"without {name}" for name in missing[:1])])
-                    raise ConfigError(
-                        f"'{output}' has a different shapes dataset ({reason}). Add --overwrite to replace it."
-                    )
+                    raise ConfigError(f"'{output}' is another dataset ({reason}). Add --overwrite to replace it.")
         else:
             content = _write_and_rename(output, task, parameters)
     except OSError as error:
