@@ -107,7 +107,7 @@ def read_datasets(cfg: CfgNode, *, train: bool = True) -> int:
     for name in cfg.DATASETS.TEST:
         read_records(cfg, [name], train=False)
     number = read_records(cfg, cfg.DATASETS.TRAIN, train=True) if train else 0
-    # A training dataset may have other classes after it is read, and the model has the classes of the training dataset.
+    # The classes of the model come from the training dataset, and they may change when it is read.
     for name in cfg.DATASETS.TEST:
         class_order(cfg, name)
     return number

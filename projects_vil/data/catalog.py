@@ -210,7 +210,7 @@ def check_files(name: str) -> None:
         path = metadata.get(key)
         if path is None:
             continue
-        # A folder instead of an annotation file raises a better error later, when it is read.
+        # If json_file is a folder, read_coco raises a better error later.
         if not (os.path.exists(path) if key == "json_file" else os.path.isdir(path)):
             raise ConfigError(
                 f"The {description} '{path}' of {name!r} does not exist. Correct the path, or set DETECTRON2_DATASETS "
@@ -230,7 +230,7 @@ def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
     """
     path = Path(annotations or "")
     if not path.is_file():
-        # To open a pipe may take forever.
+        # Opening a pipe may block forever.
         return None
     try:
         entries = _read_category_list(path)

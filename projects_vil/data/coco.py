@@ -96,7 +96,7 @@ def load_coco(name: str, *, check: str, masks: bool) -> list[dict[str, Any]]:
     objects_of, annotations = defaultdict(list), dataset.get("annotations", [])[::-1]
     dataset["annotations"] = []
     while annotations:
-        # Removed from the list, so that an annotation and its copy are not in memory together.
+        # The annotation is removed from the list, so that it is not in memory together with its copy.
         annotation = annotations.pop()
         objects_of[annotation["image_id"]].append(_object(annotation, class_of, masks=masks))
     root, images = MetadataCatalog.get(name).image_root, sorted(dataset["images"], key=lambda image: image["id"])
@@ -164,6 +164,10 @@ def evaluation_dataset(name: str, *, check: str, masks: bool) -> Iterator[str]:
 
 def write_cleaned(file: CocoFile, output: str | Path) -> str:
     """Write a fixed copy of a COCO file, and return a summary of the removed and changed entries.
+
+    Args:
+        file: The file and its findings.
+        output: A new file.
 
     Raises:
         ConfigError: If ``output`` exists, if an error cannot be fixed, or if no image, annotation or category is left.

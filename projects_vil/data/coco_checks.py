@@ -30,7 +30,7 @@ NUM_EXAMPLES = 5
 _NUMBERS = {int, float}
 # The check for [left, top, right, bottom] boxes needs at least this many boxes and this fraction beyond their images.
 _MIN_BOXES, _BEYOND_FRACTION = 20, 0.2
-# Many threads, because a network disk has a high latency and a high throughput.
+# A network disk has a high latency, so many files are opened at the same time.
 _NUM_THREADS, _FILES_PER_TASK = 16, 64
 _EXAMPLE_KEYS = {
     "annotations": {"annotation": "id", "image": "image_id"},
@@ -169,6 +169,7 @@ class CocoFile:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Return all findings as a dict that can be written to a JSON file."""
         fields = ("name", "severity", "what", "effect")
         return {
             "annotations": self.path,
@@ -488,7 +489,7 @@ def area_of_mask_or_box(file: CocoFile, index: int, entry: dict[str, Any]) -> di
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table.
+    """A check of COCO files, which is a row of ``CHECKS``.
 
     Attributes:
         name: The name of the check.

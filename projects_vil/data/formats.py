@@ -27,7 +27,7 @@ from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UnreadableImage, r
 from projects_vil.utils import read_json
 
 VAL_FRACTION = 0.2
-# The key in "info" of a converted COCO file whose value is the path of the original dataset.
+# The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
 _SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
 _SPLITS |= {"validation": "val", "test": "test", "testing": "test"}
@@ -222,7 +222,7 @@ def read_coco(path: str | Path) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(_wrong_format(path) or str(error)) from error
     content = dataset if isinstance(dataset, dict) else {}
-    # An absent list of annotations stays absent: such images cannot be evaluated, but an empty list would give AP nan.
+    # A missing list of annotations is not replaced by an empty list, because the evaluation would then give AP nan.
     lists = content.get("images"), content.get("categories"), content.get("annotations", [])
     if not all(isinstance(entries, list) for entries in lists) or not lists[0] or not lists[1]:
         raise ConfigError(
