@@ -60,6 +60,7 @@ def color_augmentations(cfg: CfgNode) -> list[T.Transform]:
 
 
 def uses_copy_paste(cfg: CfgNode) -> bool:
+    """Return whether the config enables copy-paste."""
     return cfg.INPUT.AUGMENTATION == "lsj_copy_paste" and cfg.INPUT.COPY_PASTE.PROBABILITY > 0
 
 
@@ -73,9 +74,7 @@ def check_augmentation(cfg: CfgNode) -> None:
     name, model = cfg.INPUT.AUGMENTATION, cfg.MODEL
     check_choice("INPUT.AUGMENTATION", name, AUGMENTATIONS)
     if name != "default" and is_segmentor(cfg):
-        raise ConfigError(
-            f"INPUT.AUGMENTATION {name!r} does not support a SemanticSegmentor. Use 'default' with INPUT.CROP."
-        )
+        raise ConfigError(f"INPUT.AUGMENTATION {name!r} needs a detector. Use 'default', and INPUT.CROP for crops.")
     if name != "default" and cfg.INPUT.CROP.ENABLED:
         raise ConfigError(f"INPUT.AUGMENTATION {name!r} already crops images. Set INPUT.CROP.ENABLED False.")
     if not uses_copy_paste(cfg):
@@ -108,7 +107,7 @@ def paste(sample: dict[str, Any], other: dict[str, Any], is_chosen: np.ndarray) 
         return sample
     own, pasted = sample["instances"], other["instances"][torch.from_numpy(is_chosen)]
     masks = own.gt_masks.tensor if own.has("gt_masks") else torch.zeros(0, *own.image_size)
-    # A copy with masks, because detectron2 omits masks if there are no objects.
+    # This copy always has masks. detectron2 omits them if there are no objects.
     own = Instances(own.image_size, gt_boxes=own.gt_boxes, gt_classes=own.gt_classes, gt_masks=BitMasks(masks))
     is_covered = pasted.gt_masks.tensor.any(dim=0)
     image = torch.where(is_covered, other["image"], sample["image"])

@@ -61,13 +61,9 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
     except ConfigError:
         raise
     except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"Cannot read the annotations in '{files}': {type(error).__name__} {error}. Repair the file."
-        ) from error
+        raise ConfigError(f"Cannot read annotations '{files}': {type(error).__name__} {error}. Repair it.") from error
     if not records:
-        raise ConfigError(
-            f"'{files}' has no images{' with annotations' if train else ''}. Add some, or use another dataset."
-        )
+        raise ConfigError(f"'{files}' has no images{' with annotations' if train else ''}. Use another dataset.")
     _check_task(cfg, files, records)
     missing = list(missing_files(record["file_name"] for record in records))
     if missing:
@@ -111,7 +107,7 @@ def read_datasets(cfg: CfgNode, *, train: bool = True) -> int:
     for name in cfg.DATASETS.TEST:
         read_records(cfg, [name], train=False)
     number = read_records(cfg, cfg.DATASETS.TRAIN, train=True) if train else 0
-    # A training dataset may have other classes after it is read, and the model has the classes of the training dataset.
+    # The classes of the model come from the training dataset, and they may change when it is read.
     for name in cfg.DATASETS.TEST:
         class_order(cfg, name)
     return number
@@ -236,14 +232,11 @@ def _check_task(cfg: CfgNode, files: str, records: list[dict[str, Any]]) -> None
         raise ConfigError(f"MODEL.SEM_SEG_HEAD.IGNORE_VALUE is {ignored}. Set it to {IGNORED_LABEL}.")
     if is_segmentor(cfg):
         if not all("sem_seg_file_name" in record for record in records):
-            raise ConfigError(
-                f"A SemanticSegmentor needs label images, but '{files}' has none. Use a dataset of DATASETS.ADE20K."
-            )
+            raise ConfigError(f"A SemanticSegmentor needs label images, but '{files}' has none. Use DATASETS.ADE20K.")
         return
     if any("annotations" not in record and "sem_seg_file_name" in record for record in records):
-        raise ConfigError(
-            f"A {cfg.MODEL.META_ARCHITECTURE} needs boxes, but '{files}' has none. Use a dataset of DATASETS.COCO."
-        )
+        architecture = cfg.MODEL.META_ARCHITECTURE
+        raise ConfigError(f"A {architecture} needs boxes, but '{files}' has none. Use DATASETS.COCO.")
     objects = (entry for record in records for entry in record.get("annotations", ()))
     has_masks = ["segmentation" in entry for entry in objects] if cfg.MODEL.MASK_ON else []
     if has_masks and not any(has_masks):

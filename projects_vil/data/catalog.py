@@ -62,15 +62,13 @@ def register_datasets(cfg: CfgNode) -> None:
     for entry in cfg.DATASETS.COCO:
         if not _is_list_of_strings(entry, lengths=(3,)):
             hint = " Is a comma missing?" if isinstance(entry, (list, tuple)) and len(entry) < 3 else ""
-            raise ConfigError(
-                f"DATASETS.COCO has the invalid entry {entry!r}. Use [name, annotation file, image folder].{hint}"
-            )
+            raise ConfigError(f"DATASETS.COCO has {entry!r}. Use [name, annotation file, image folder].{hint}")
         _register_coco(entry[0], Path(entry[1]), Path(entry[2]))
     for entry in cfg.DATASETS.ADE20K:
         if not _is_list_of_strings(entry, lengths=(3, 4)):
             raise ConfigError(
-                f"DATASETS.ADE20K has the invalid entry {entry!r}. Use [name, image folder, label folder], or add the "
-                "path of a file with one class name per line."
+                f"DATASETS.ADE20K has {entry!r}. Use [name, image folder, label folder], or add the path of a file "
+                "with one class name per line."
             )
         classes = read_classes(entry[3]) if len(entry) == 4 else ADE20K_SEM_SEG_CATEGORIES
         _register_ade20k(entry[0], Path(entry[1]), Path(entry[2]), classes)
@@ -142,9 +140,7 @@ def load_ade20k(name: str, images: Path, labels: Path) -> list[dict[str, Any]]:
     """
     files = sorted(file for file in os.listdir(images) if file.lower().endswith(IMAGE_SUFFIXES))
     if not files:
-        raise ConfigError(
-            f"The image folder '{images}' of {name!r} has no images. Add {', '.join(IMAGE_SUFFIXES)} files."
-        )
+        raise ConfigError(f"The image folder '{images}' of {name!r} has no images. Correct the path.")
     records = [{"file_name": str(Path(images, file)), "first_label": 1} for file in files]
     return _with_label_files(name, records, labels)
 
@@ -214,7 +210,7 @@ def check_files(name: str) -> None:
         path = metadata.get(key)
         if path is None:
             continue
-        # A folder instead of an annotation file raises a better error later, when it is read.
+        # If json_file is a folder, read_coco raises a better error later.
         if not (os.path.exists(path) if key == "json_file" else os.path.isdir(path)):
             raise ConfigError(
                 f"The {description} '{path}' of {name!r} does not exist. Correct the path, or set DETECTRON2_DATASETS "
@@ -234,7 +230,7 @@ def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
     """
     path = Path(annotations or "")
     if not path.is_file():
-        # To open a pipe may take forever.
+        # Opening a pipe may block forever.
         return None
     try:
         entries = _read_category_list(path)

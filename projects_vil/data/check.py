@@ -73,7 +73,6 @@ def write_fixed(files: Mapping[str, CocoFile], output: str | Path | None) -> lis
     if wrong and not output:
         number = sum(len(file.findings("error")) for file in wrong)
         paths = " and ".join(file.path for file in wrong)
-        raise ConfigError(
-            f"{paths} has {number} type{'s' * (number > 1)} of errors. Add --fix OUT to write a copy without them."
-        )
+        types = f"{number} type{'s' * (number > 1)} of errors"
+        raise ConfigError(f"{paths} has {types}. Add --fix OUT to write a copy without them.")
     return lines

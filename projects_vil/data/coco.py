@@ -96,7 +96,7 @@ def load_coco(name: str, *, check: str, masks: bool) -> list[dict[str, Any]]:
     objects_of, annotations = defaultdict(list), dataset.get("annotations", [])[::-1]
     dataset["annotations"] = []
     while annotations:
-        # Removed from the list, so that an annotation and its copy are not in memory together.
+        # The annotation is removed from the list, so that it is not in memory together with its copy.
         annotation = annotations.pop()
         objects_of[annotation["image_id"]].append(_object(annotation, class_of, masks=masks))
     root, images = MetadataCatalog.get(name).image_root, sorted(dataset["images"], key=lambda image: image["id"])
@@ -165,6 +165,10 @@ def evaluation_dataset(name: str, *, check: str, masks: bool) -> Iterator[str]:
 def write_cleaned(file: CocoFile, output: str | Path) -> str:
     """Write a fixed copy of a COCO file, and return a summary of the removed and changed entries.
 
+    Args:
+        file: The file and its findings.
+        output: A new file.
+
     Raises:
         ConfigError: If ``output`` exists, if an error cannot be fixed, or if no image, annotation or category is left.
     """
@@ -177,9 +181,7 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
         if file.dataset.get(what) and not dataset.get(what):
             first = next(iter(file.findings("error")), None)
             reason = "" if first is None else f" ({file.describe(first)})"
-            raise ConfigError(
-                f"A fixed copy of '{file.path}' would have none of the {what}{reason}. Repair the file by hand."
-            )
+            raise ConfigError(f"A fixed copy of '{file.path}' would have none of the {what}{reason}. Repair the file.")
     with atomic_write(output) as partial:
         # json.dumps is much faster than json.dump, which writes each number separately.
         partial.write_text(json.dumps(dataset), encoding="utf-8")
@@ -211,9 +213,7 @@ def write_subset(source: str | Path, output: str | Path, *, num_images: int) -> 
         annotated = {annotation["image_id"] for annotation in dataset.get("annotations", ())}
         images = [image for image in dataset["images"] if image["id"] in annotated]
     except (KeyError, TypeError) as error:
-        raise ConfigError(
-            f"'{source}' is not a COCO annotation file: {type(error).__name__} {error}. Run 'vil check' on it."
-        ) from error
+        raise ConfigError(f"'{source}' is not a COCO file: {type(error).__name__} {error}. Run 'vil check'.") from error
     if not images:
         raise ConfigError(f"'{source}' has no image with an annotation. Use a file with annotations.")
     count = min(num_images, len(images))

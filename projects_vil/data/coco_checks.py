@@ -30,7 +30,7 @@ NUM_EXAMPLES = 5
 _NUMBERS = {int, float}
 # The check for [left, top, right, bottom] boxes needs at least this many boxes and this fraction beyond their images.
 _MIN_BOXES, _BEYOND_FRACTION = 20, 0.2
-# Many threads, because a network disk has a high latency and a high throughput.
+# A network disk has a high latency, so many files are opened at the same time.
 _NUM_THREADS, _FILES_PER_TASK = 16, 64
 _EXAMPLE_KEYS = {
     "annotations": {"annotation": "id", "image": "image_id"},
@@ -48,8 +48,7 @@ class CocoFile:
         path: The annotation file.
         image_root: The image folder.
         masks: Whether to check segmentations. None checks them if any object has a segmentation.
-        headers: Whether to read the header of every image file.
-        pixels: Whether to decode every image file.
+        pixels: Whether to decode every image file, instead of only reading its header.
         progress: A function that is called with the number of image files read so far.
         num_examples: The maximum number of examples per finding.
         dataset: The content of the file, if it has been read already.
@@ -73,7 +72,6 @@ class CocoFile:
         image_root: str | Path,
         *,
         masks: bool | None = None,
-        headers: bool = True,
         pixels: bool = False,
         progress: Callable[[int], None] | None = None,
         num_examples: float = NUM_EXAMPLES,
@@ -86,7 +84,7 @@ class CocoFile:
         if masks is None:
             masks = any(isinstance(entry, dict) and entry.get("segmentation") for entry in self.annotations)
         self.masks = masks
-        self.headers, self.pixels, self.progress = headers, pixels, progress
+        self.pixels, self.progress = pixels, progress
         self.heights, self.widths = np.zeros((2, len(self.images)), np.int64)
         self.image_of = np.full(len(self.annotations), -1)
         # The index of the first valid entry with each id.
@@ -108,6 +106,7 @@ class CocoFile:
         return [check for severity in severities or SEVERITIES for check in checks if check.severity == severity]
 
     def unfixable(self) -> "Check | None":
+        """Return the first error that has no fix, or None."""
         return next((check for check in self.findings("error") if check.fix is None), None)
 
     def size_of_image(self, annotation: int) -> tuple[int, int]:
@@ -152,7 +151,7 @@ class CocoFile:
         return lines
 
     def error(self) -> ConfigError:
-        """Return an error with the first finding and advice."""
+        """Return a :class:`ConfigError` with the first error and advice."""
         if (check := self.unfixable()) is not None:
             return ConfigError(
                 f"'{self.path}' has {self._counted(check)}. There is no automatic fix, so {check.effect}. If this is a "
@@ -170,6 +169,7 @@ class CocoFile:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Return all findings as a dict that can be written to a JSON file."""
         fields = ("name", "severity", "what", "effect")
         return {
             "annotations": self.path,
@@ -272,12 +272,9 @@ def find_in_files(file: CocoFile) -> Findings:
         for index, entry in enumerate(file.images)
         if index not in unusable
     }
-    missing, opened = set(missing_files(paths.values())), {}
-    for index, path in paths.items():
-        if path in missing:
-            yield "missing_image_file", index, None
-        elif file.headers or file.pixels or index in unsized:
-            opened[index] = path
+    missing = set(missing_files(paths.values()))
+    yield from (("missing_image_file", index, None) for index, path in paths.items() if path in missing)
+    opened = {index: path for index, path in paths.items() if path not in missing}
     with ThreadPool((os.cpu_count() or 1) if file.pixels else _NUM_THREADS) as pool:
         read = functools.partial(_size_or_reason, pixels=file.pixels)
         sizes = pool.imap(read, opened.values(), chunksize=_FILES_PER_TASK)
@@ -492,7 +489,7 @@ def area_of_mask_or_box(file: CocoFile, index: int, entry: dict[str, Any]) -> di
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table.
+    """A check of COCO files, which is a row of ``CHECKS``.
 
     Attributes:
         name: The name of the check.

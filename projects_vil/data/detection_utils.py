@@ -53,7 +53,7 @@ class UnreadableImage(ConfigError):
 @contextlib.contextmanager
 def _opened(path: str | Path, content: bytes | None = None) -> Iterator[Image.Image]:
     with _unreadable_image(path):
-        # To open a pipe blocks until another process writes to it.
+        # Opening a pipe blocks until another process writes to it.
         if content is None and not os.path.isfile(path) and os.path.exists(path) and not os.path.isdir(path):
             raise OSError("not a regular file")
         with PathManager.open(str(path), "rb") if content is None else io.BytesIO(content) as file:

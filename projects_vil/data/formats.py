@@ -27,7 +27,7 @@ from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UnreadableImage, r
 from projects_vil.utils import read_json
 
 VAL_FRACTION = 0.2
-# The key in "info" of a converted COCO file whose value is the path of the original dataset.
+# The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
 _SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
 _SPLITS |= {"validation": "val", "test": "test", "testing": "test"}
@@ -147,9 +147,7 @@ def read_dataset(
     for path in written.values():
         check_replaceable(path, advice="Choose another output directory.")
         if os.path.realpath(path) in read:
-            raise ConfigError(
-                f"'{path}' is part of the dataset and would be replaced. Choose another output directory."
-            )
+            raise ConfigError(f"'{path}' belongs to the dataset. Choose another output directory.")
     # "info" comes first because check_replaceable reads only the beginning of a file. Error messages name the source.
     info = {"description": GENERATOR, SOURCE: os.path.abspath(source)}
     for split in [split for split in ("train", "val", "test") if split in parts]:
@@ -193,9 +191,7 @@ def detect_format(source: Path) -> tuple[str, list[Path], Path]:
         raise ConfigError(f"'{source}' has no annotations of a known format. Use {formats}.")
     if len(found) > 1:
         each = " and ".join(f"{name} ({files[0].relative_to(root)})" for name, files in found.items())
-        raise ConfigError(
-            f"'{source}' has files of several formats: {each}. Give the file or the folder of one format."
-        )
+        raise ConfigError(f"'{source}' has several formats: {each}. Give the file or the folder of one format.")
     name, files = found.popitem()
     if source.is_file() and name in _FILE_PER_IMAGE:
         raise ConfigError(f"'{source}' is a {name} file of one image. Give the folder of the dataset.")
@@ -226,7 +222,7 @@ def read_coco(path: str | Path) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(_wrong_format(path) or str(error)) from error
     content = dataset if isinstance(dataset, dict) else {}
-    # An absent list of annotations stays absent: such images cannot be evaluated, but an empty list would give AP nan.
+    # A missing list of annotations is not replaced by an empty list, because the evaluation would then give AP nan.
     lists = content.get("images"), content.get("categories"), content.get("annotations", [])
     if not all(isinstance(entries, list) for entries in lists) or not lists[0] or not lists[1]:
         raise ConfigError(
@@ -471,7 +467,7 @@ def _polygon_object(label: str, polygons: list[list[float]]) -> dict[str, Any]:
     return _box_object(label, min(xs), min(ys), max(xs), max(ys)) | {"segmentation": polygons}
 
 
-def _shapes_to_objects(shapes: list[tuple[str, str, Any, list[float]]], skipped: Counter) -> list[dict[str, Any]]:
+def _objects_of(shapes: list[tuple[str, str, Any, list[float]]], skipped: Counter) -> list[dict[str, Any]]:
     """Convert the shapes of an image to objects.
 
     Args:
@@ -548,9 +544,7 @@ def _read_labelme(files: list[Path], root: Path) -> _Read:
             raise ConfigError(
                 f"'{path}' is not a valid LabelMe file: {type(error).__name__} {error}. Repair or remove it."
             ) from error
-        records.append(
-            _Record(file, _split_of(path.relative_to(root).parent), size, _shapes_to_objects(shapes, skipped))
-        )
+        records.append(_Record(file, _split_of(path.relative_to(root).parent), size, _objects_of(shapes, skipped)))
     skipped[_UNANNOTATED] += images.num_unannotated(files)
     return records, None, skipped
 
@@ -579,7 +573,7 @@ def _read_cvat(files: list[Path], root: Path) -> _Read:
             shapes.append((shape_type, label, group, [_number(point, location) for point in points]))
         size = tuple(int(_number(image.get(side), f"{path}: {side} of {name}")) for side in ("height", "width"))
         file = images.find(path, f"{subset}/{name}" if subset else name)
-        records.append(_Record(file, _split_of(Path(subset)), size, _shapes_to_objects(shapes, skipped)))
+        records.append(_Record(file, _split_of(Path(subset)), size, _objects_of(shapes, skipped)))
     return records, classes, skipped
 
 

@@ -96,9 +96,7 @@ def write_shapes_dataset(
                 missing = [image["file_name"] for image in part["images"] if not (folder / image["file_name"]).exists()]
                 if differing or missing:
                     reason = ", ".join([*differing, *(f"without {name}" for name in missing[:1])])
-                    raise ConfigError(
-                        f"'{output}' has a different shapes dataset ({reason}). Add --overwrite to replace it."
-                    )
+                    raise ConfigError(f"'{output}' is another dataset ({reason}). Add --overwrite to replace it.")
         else:
             content = _write_and_rename(output, task, parameters)
     except OSError as error:
@@ -244,7 +242,9 @@ def render_image(rng: np.random.Generator, *, short_side: int) -> tuple[np.ndarr
         The image (H, W, 3) uint8 BGR, and for each object its class index and the mask (H, W) bool of its visible
         pixels.
     """
-    height, width = _image_size(rng, short_side)
+    short = round(short_side * rng.uniform(0.9, 1.1))
+    long = round(short * rng.uniform(1.1, 1.5))
+    height, width = (short, long) if rng.random() < 0.5 else (long, short)
     owner, classes = _place_objects(rng, height, width)
     image = _background(rng, height, width)
     instances = []
@@ -254,12 +254,6 @@ def render_image(rng: np.random.Generator, *, short_side: int) -> tuple[np.ndarr
         instances.append((class_index, mask))
     image += rng.normal(0.0, rng.uniform(4.0, 10.0), image.shape)
     return image.round().clip(0, 255).astype(np.uint8), instances
-
-
-def _image_size(rng: np.random.Generator, short_side: int) -> tuple[int, int]:
-    short = round(short_side * rng.uniform(0.9, 1.1))
-    long = round(short * rng.uniform(1.1, 1.5))
-    return (short, long) if rng.random() < 0.5 else (long, short)
 
 
 def _place_objects(rng: np.random.Generator, height: int, width: int) -> tuple[np.ndarray, list[int]]:

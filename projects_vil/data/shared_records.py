@@ -62,9 +62,7 @@ def read_and_share(read: Callable[[Callable[[tuple, Sequence[Any]], None]], Any]
     # The error of a machine has priority over different return values.
     for other, _, message in sorted(filter(None, outcomes), key=lambda one: not one[2]):
         if message or other != content:
-            raise ConfigError(
-                message or "The machines have different files of DATASETS.TRAIN or DATASETS.TEST. Use the same files."
-            )
+            raise ConfigError(message or "DATASETS.TRAIN or TEST differs between machines. Copy the same files to all.")
     return content
 
 

@@ -82,7 +82,7 @@ def lsj(factor: float, *overrides: str, size: int = 47, detector: str = "mask_rc
 
 
 @pytest.mark.parametrize("size", [(31, 47), (47, 31)])
-def test_images_are_those_of_detectron2s_augmentations(tmp_path, size):
+def test_images_match_detectron2s_augmentations(tmp_path, size):
     record = write_record(tmp_path, "a", size, Rectangle(3, 11, 5, 26))
     theirs = T.AugmentationList([T.ResizeScale(0.1, 2.0, 64, 64), T.FixedSizeCrop((64, 64))])
     cfg = small_config("mask_rcnn", *LSJ, "INPUT.LSJ.SIZE", "64", "INPUT.RANDOM_FLIP", "none")
@@ -99,7 +99,7 @@ def test_images_are_those_of_detectron2s_augmentations(tmp_path, size):
 @pytest.mark.parametrize(
     "factor, rle, flip", [(1, False, "horizontal"), (1, True, "none"), (2, False, "none"), (2, True, "horizontal")]
 )
-def test_masks_are_the_visible_pixels_and_boxes_those_of_the_masks(tmp_path, factor, rle, flip):
+def test_masks_are_the_visible_pixels_and_boxes_enclose_them(tmp_path, factor, rle, flip):
     objects = [replace(one, rle=rle) for one in OBJECTS]
     record = write_record(tmp_path, "a", (31, 47), *objects)
     numbers = set()
@@ -241,7 +241,7 @@ def test_barely_visible_objects_are_removed(sample_of, left, colors):
     check(paste(sample, sample_of("b", Rectangle(0, 35, 5 + left, 48, YELLOW, 2)), np.array([True])), *colors)
 
 
-def test_pasted_objects_overlap_as_in_their_own_image(sample_of):
+def test_pasted_objects_overlap_as_in_their_image(sample_of):
     other = sample_of("b", Rectangle(5, 20, 5, 25, YELLOW, 2), Rectangle(10, 15, 10, 40, CYAN, 1))
     pasted = paste(sample_of("a", BLUE_ONE), other, ALL)
     assert torch.equal(pasted["instances"].gt_masks.tensor[1:], other["instances"].gt_masks.tensor)

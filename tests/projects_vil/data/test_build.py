@@ -173,11 +173,11 @@ def test_the_first_process_of_a_machine_reads_and_checks_once_for_all(copy, tmp_
     assert first[2][1:] == ([], 4, 7) and second[2][1:] == ([], 3, 7)
 
 
-def test_what_the_first_process_cannot_read_or_keep_ends_all(tmp_path):
-    in_processes(2, _read_in_vain, tmp_path / "absent", store=tmp_path / "store")
+def test_an_error_in_the_first_process_stops_all_processes(tmp_path):
+    in_processes(2, _read_with_errors, tmp_path / "absent", store=tmp_path / "store")
 
 
-def _read_in_vain(absent: Path) -> None:
+def _read_with_errors(absent: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # simulates a full disk
     with pytest.raises(ConfigError, match="absent"):
         read_and_share(lambda share: absent.read_text())

@@ -20,7 +20,7 @@ def test_shapes_follow_the_environment(shapes, tmp_path, monkeypatch):
     assert str(tmp_path) in message(load_dataset, small_config(), ["shapes_train"], train=True)
 
 
-def test_own_datasets(copy):
+def test_custom_datasets(copy):
     assert len(load(copy)) == 8
     metadata = MetadataCatalog.get(NAME)
     assert (metadata.thing_classes, metadata.evaluator_type) == (["circle", "square", "triangle"], "coco")
@@ -38,7 +38,7 @@ def test_own_datasets(copy):
 
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("order", [["categories", "images", "annotations"], ["annotations", "images", "categories"]])
-def test_categories_wherever_they_stand(tmp_path, indent, order):
+def test_categories_are_found_anywhere_in_the_file(tmp_path, indent, order):
     content = {
         "images": [{"id": 1, "file_name": "a.jpg"}],
         "annotations": [],

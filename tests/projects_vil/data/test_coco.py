@@ -29,7 +29,7 @@ from tests.projects_vil.data.custom_dataset import NAME, config, edit, entry, lo
 from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, message, run_tool, small_config, untrained_detector
 
 
-def test_records_are_those_of_detectron2(copy):
+def test_records_equal_detectron2s_records(copy):
     cfg = small_config("mask_rcnn", "DATASETS.COCO", repr([entry(copy)]))
     register_datasets(cfg)
     edit(copy, lambda content: rle(lambda pixels: [100, 60, pixels - 160], crowd=1)(content, copy / "images"))
@@ -74,7 +74,7 @@ def without_ids(content: dict) -> None:
 
 
 @pytest.mark.parametrize("change", [invalid_objects, "image id as text", without_ids])
-def test_evaluation_is_that_of_the_valid_file(copy, change, tmp_path_factory):
+def test_evaluation_equals_the_evaluation_of_the_valid_file(copy, change, tmp_path_factory):
     clean = tmp_path_factory.mktemp("clean") / "copy"
     shutil.copytree(copy, clean)
     expected = evaluated(clean, f"{NAME}_clean")
@@ -88,7 +88,7 @@ def test_evaluation_is_that_of_the_valid_file(copy, change, tmp_path_factory):
 
 
 @pytest.mark.parametrize("masks, area", [(True, 0), (False, 0), (True, -5.0), (False, 2500.0)])
-def test_impossible_areas_are_those_of_the_mask_or_box(copy, caplog, masks, area):
+def test_invalid_areas_are_computed_from_the_mask_or_box(copy, caplog, masks, area):
     """The log shows the number of invalid areas. 2500 is the area of a medium object, but the boxes are small."""
 
     def set_areas(content: dict, area: float | None) -> None:

@@ -115,7 +115,7 @@ def test_different_images_with_one_id_are_left_out_with_their_objects(copy):
     assert first["id"] not in {annotation["image_id"] for annotation in clean["annotations"]}
 
 
-def test_missing_areas_and_boxes_are_those_of_the_mask(copy):
+def test_missing_areas_and_boxes_are_computed_from_the_mask(copy):
     before = json.loads((copy / "annotations.json").read_text())["annotations"][1]
     corrupt(copy, "area missing")
     corrupt(copy, "box missing")

@@ -55,8 +55,8 @@ def test_other_modes_are_read_as_detectron2_reads_them(tmp_path, mode, image_for
 
 @pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
 def test_16_bits_keep_the_upper_8(tmp_path, suffix):
-    grey = gradient()[..., 2].astype(np.uint16) * 256 + 77
-    Image.fromarray(grey).save(tmp_path / f"deep.{suffix}")
+    gray = gradient()[..., 2].astype(np.uint16) * 256 + 77
+    Image.fromarray(gray).save(tmp_path / f"deep.{suffix}")
     read = read_image(tmp_path / f"deep.{suffix}")
     np.testing.assert_array_equal(read, np.repeat(gradient()[..., 2:], 3, axis=2))
 
@@ -69,7 +69,7 @@ def test_32_bits_are_refused(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("name", ["cut.jpg", "cut.png", "text.jpg", "empty.png", "absent.jpg", "folder.jpg"])
-def test_what_cannot_be_read_is_never_half_an_image(tmp_path, name):
+def test_unreadable_files_raise_an_error(tmp_path, name):
     path = tmp_path / name
     if name.startswith("cut"):
         Image.fromarray(np.random.default_rng(0).integers(0, 255, (90, 70, 3), np.uint8)).save(path)

@@ -374,7 +374,7 @@ def test_wrong_files(case, written, tmp_path, read):
 
 
 @pytest.mark.parametrize("val", [1.0, -0.1, float("nan")])
-def test_a_share_that_is_none(val, written, read):
+def test_invalid_validation_fractions(val, written, read):
     assert str(val) in message(read, written("LabelMe"), val=val)
 
 

@@ -22,7 +22,7 @@ def folder(panoptic_root, tmp_path, monkeypatch):
     return tmp_path / "data/shapes_panoptic"
 
 
-def test_stuff_is_what_no_thing_covers(folder):
+def test_stuff_covers_all_pixels_without_things(folder):
     cfg = panoptic_config("INPUT.RANDOM_FLIP", "none", "INPUT.MASK_FORMAT", "bitmask", "INPUT.MIN_SIZE_TEST", "0")
     assert MetadataCatalog.get(VAL).stuff_classes == ["things", "background"]
     records = load_dataset(cfg, [VAL], train=False)

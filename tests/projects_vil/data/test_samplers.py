@@ -82,7 +82,7 @@ STRONG = ["INPUT.AUGMENTATION", "lsj_copy_paste", "INPUT.LSJ.SIZE", "48"]
 
 
 @pytest.mark.parametrize("detector, keys", [("retinanet", ["INPUT.MIN_SIZE_TRAIN", "(48, 64)"]), ("mask_rcnn", STRONG)])
-def test_worker_processes_change_no_pixel_and_a_resumed_loader_goes_on(shapes, detector, keys):
+def test_batches_do_not_depend_on_worker_processes_or_on_resuming(shapes, detector, keys):
     def images(*, workers: int, first: int, number: int) -> list[dict]:
         options = ["SOLVER.IMS_PER_BATCH", "3", "DATALOADER.NUM_WORKERS", str(workers)]
         loader = build_train_loader(small_config(detector, *keys, *options))

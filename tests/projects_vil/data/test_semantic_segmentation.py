@@ -57,7 +57,7 @@ def test_ade20k_follows_the_environment(tmp_path, monkeypatch):
     assert ade20k.image_root in message(load_dataset, cfg, ["ade20k_train"], train=True)
 
 
-def test_own_dataset(copy):
+def test_custom_dataset(copy):
     first = min((copy / "images").iterdir())
     Image.open(first).save(first.with_suffix(".webp"))
     first.unlink()
