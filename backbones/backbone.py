@@ -37,6 +37,7 @@ class Variant:
 
     Attributes:
         stages: A dataclass for each stage, with the fields ``depth`` and ``dim`` and others.
+        drop_path_rate: Stochastic depth rate for training a detector, from the official code.
         options: The fields of the variant or of its stages that a user may override.
         pool: How the classifier pools tokens.
         norm_eps: Epsilon of the LayerNorms.
@@ -46,6 +47,7 @@ class Variant:
     """
 
     stages: tuple[Any, ...]
+    drop_path_rate: float = dataclasses.field(default=0.1, kw_only=True)
 
     options: ClassVar[tuple[str, ...]]
     pool: ClassVar[str] = "mean"

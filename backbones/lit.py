@@ -152,17 +152,20 @@ class LIT(Backbone):
         return offsets
 
 
-def _lit(dim: int, heads: int, depths: tuple[int, ...]) -> LITVariant:
+def _lit(dim: int, heads: int, depths: tuple[int, ...], drop_path_rate: float) -> LITVariant:
     """Return LIT-S, -M or -B. Channels and heads double at each stage. Tables are for 800 pixels, as officially."""
     stages = tuple(LITStage(depth, dim * 2**i, heads * 2**i if i >= 2 else 0) for i, depth in enumerate(depths))
     norms = ("stage2", "stage3", "stage4")
-    return LITVariant(stages, relative_bias=True, norm_eps=1e-5, output_norms=norms, position_img_size=800)
+    sizes = {"norm_eps": 1e-5, "output_norms": norms, "position_img_size": 800}
+    return LITVariant(stages, drop_path_rate=drop_path_rate, relative_bias=True, **sizes)
 
 
 _DETECTION = {
-    "lit_s": _lit(96, 3, (2, 2, 6, 2)),
-    "lit_m": _lit(96, 3, (2, 2, 18, 2)),
-    "lit_b": _lit(128, 4, (2, 2, 18, 2)),
+    # The last value is the stochastic depth of the official detection code for S, and of the classification code for M
+    # and B.
+    "lit_s": _lit(96, 3, (2, 2, 6, 2), 0.2),
+    "lit_m": _lit(96, 3, (2, 2, 18, 2), 0.3),
+    "lit_b": _lit(128, 4, (2, 2, 18, 2), 0.5),
 }
 # The official segmentation backbones also normalize stage 1. Their tables are for 512 pixels.
 _SEGMENTATION = {

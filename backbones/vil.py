@@ -267,6 +267,9 @@ _VIL = {
     for size in ("tiny", "small")
     for depths in ((1, 10, 1), (2, 9, 1), (1, 9, 2), (2, 8, 2), (1, 1, 9, 1), (1, 2, 8, 1))
 }
+# The README of the official detection repository.
+for _name, _rate in (("medium_deep", 0.2), ("medium_wide", 0.2), ("base_deep", 0.3), ("base_wide", 0.3)):
+    _VIL[f"vil_{_name}"] = dataclasses.replace(_VIL[f"vil_{_name}"], drop_path_rate=_rate)
 # Table 14 compares the mechanisms in these sizes.
 _COMPARED = [
     f"{size}{depths}" for size in ("tiny", "small") for depths in ("", "_1_10_1", "_2_9_1", "_1_1_9_1", "_1_2_8_1")

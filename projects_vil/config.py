@@ -60,8 +60,9 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.MODEL.TRANSFORMER.VARIANT = "vil_tiny_rpb"
     # Stages that feed the FPN. If empty, the stages in MODEL.FPN.IN_FEATURES.
     cfg.MODEL.TRANSFORMER.OUT_FEATURES = []
-    # Stochastic depth rate of the last block. The rate grows linearly from 0 at the first block.
-    cfg.MODEL.TRANSFORMER.DROP_PATH = 0.1
+    # Stochastic depth rate of the last block. The rate grows linearly from 0 at the first block. None is the rate of
+    # the variant, and 0.1 for models of timm that have stochastic depth.
+    cfg.MODEL.TRANSFORMER.DROP_PATH = None
     # Largest image side in pixels. It sizes the position tables that are resized once, when weights are loaded.
     cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE = 1333
     # Recompute activations in the backward pass. This needs less memory and about a third more time.

@@ -29,6 +29,7 @@ from projects_vil.data import SOURCE, Dataset, read_dataset
 from projects_vil.engine import Processes, check_output_dir, launch_run
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
+from projects_vil.modeling import stage_names
 from projects_vil.utils import cleanup_on_failure, read_json, run_lock
 from vil.choices import SCHEDULES
 
@@ -365,6 +366,7 @@ def _choose_recipe(
     check_choice("detector", detector, DETECTORS)
     folder, values = DETECTORS[detector]
     check_choice("schedule", schedule, SCHEDULES)
+    stage_names(model)  # raises for an unknown variant
     family = next((prefix for prefix in ("lit_", "cvt_") if model.startswith(prefix)), "")
     path = find_config(f"{folder}/{model}_{schedule}") or config_path(f"base/{family}{folder}_{schedule}")
     cfg = load_config(path)

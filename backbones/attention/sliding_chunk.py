@@ -190,13 +190,14 @@ def _whole_map_attention(
     (heads, height, width), bias = query.shape[1:4], None
     key, value = key.flatten(2, 3), value.flatten(2, 3)
     if local_bias is not None:
-        row_position, row_slot = _positions_and_slots(height, chunk_size, query.device)
-        col_position, col_slot = _positions_and_slots(width, chunk_size, query.device)
-        position = row_position[:, None] * chunk_size + col_position
-        slot = row_slot[:, None, :, None] * 3 * chunk_size + col_slot[None, :, None, :]
-        index = position[:, :, None, None] * 9 * chunk_size**2 + slot
-        # (M, H * W, H * W)
-        bias = local_bias.flatten(1)[:, index.flatten(2, 3).flatten(0, 1)]
+        rows, cols = -(-height // chunk_size), -(-width // chunk_size)
+        # (M, w, w, 3, w, 3, w), then one of the first axes and two of the last for each row or column of chunks
+        bias = local_bias.unflatten(2, (3, chunk_size, 3, chunk_size)).unflatten(1, (chunk_size, chunk_size))
+        bias = torch.stack([bias[:, :, :, 1 - row : 1 - row + rows] for row in range(rows)], dim=1)
+        bias = torch.stack([bias[..., 1 - col : 1 - col + cols, :] for col in range(cols)], dim=3)
+        # (M, rows * w, cols * w, rows * w, cols * w) -> (M, H * W, H * W)
+        bias = bias.flatten(7, 8).flatten(5, 6).flatten(3, 4).flatten(1, 2)
+        bias = bias[:, :height, :width, :height, :width].flatten(3, 4).flatten(1, 2)
     if global_key is not None:
         if bias is not None or global_bias is not None:
             tokens = height * width
@@ -206,13 +207,6 @@ def _whole_map_attention(
             bias = torch.cat([global_bias[:, None].expand(heads, tokens, -1), bias], dim=2)
         key, value = torch.cat([global_key, key], dim=2), torch.cat([global_value, value], dim=2)
     return dense_attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
-
-
-def _positions_and_slots(size: int, chunk_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return, along an axis, the position of queries in their chunk (size,) and of keys in the window (size, size)."""
-    position = torch.arange(size, device=device)
-    first_slot = (position // chunk_size - 1) * chunk_size
-    return position % chunk_size, position[None, :] - first_slot[:, None]
 
 
 def _windows(x: Tensor, chunk_size: int, global_tokens: Tensor | None) -> Tensor:

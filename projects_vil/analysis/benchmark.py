@@ -201,7 +201,7 @@ def build_baseline(name: str) -> Backbone:
     if not timm.is_model(name):
         hint = closest(name, [*BASELINES, *timm.list_models()])
         raise ConfigError(f"Unknown baseline {name!r}. Use {', '.join(BASELINES)} or a timm model{hint}")
-    return TimmBackbone(f"timm:{name}", out_features=stage_names(f"timm:{name}"))
+    return TimmBackbone(f"timm:{name}", out_features=stage_names(f"timm:{name}"), drop_path_rate=0.0)
 
 
 def _with_fpn(cfg: CfgNode, bottom_up: nn.Module) -> FPN:

@@ -220,7 +220,7 @@ class Checkpointer(DetectionCheckpointer):
         """Load timm's weights of the model's tag, which are downloaded once; without a tag all weights stay random."""
         if "." not in backbone.name:
             tags = first_of(timm.list_pretrained(f"{backbone.name}.*"), 3) or "none"
-            self.logger.warning(f"{backbone.variant} has no tag, so its weights are random. Tags in timm: {tags}")
+            self.logger.warning(f"{backbone.variant} starts from random weights: it has no tag (tags in timm: {tags})")
             return
         self.logger.info(f"Loading timm's pretrained weights {backbone.name} into the backbone")
         self._path = backbone.variant

@@ -1,4 +1,4 @@
-"""Datasets by name, their checks and fixes, how image files are read, and the loaders."""
+"""Registered datasets, dataset checks and fixes, reading of image files, and data loaders."""
 
 from projects_vil.data.augmentation import check_augmentation
 from projects_vil.data.build import (

@@ -1,4 +1,4 @@
-"""Augmentation of training images: ``INPUT.AUGMENTATION``, large-scale jitter, and Simple Copy-Paste."""
+"""Augmentation of training images: ``INPUT.AUGMENTATION``, large-scale jitter (LSJ) and Simple Copy-Paste."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from projects_vil.config import is_segmentor
 from projects_vil.data.detection_utils import boxes_of_masks
 
 AUGMENTATIONS = ("default", "lsj", "lsj_copy_paste")
-# Each object is pasted with this probability, so that a random subset is, as in the paper.
+# Probability that an object is pasted. The paper pastes a random subset of the objects.
 PASTE_PROBABILITY = 0.5
-# A covered object is kept if this many pixels stay visible: 8 x 8 are two by two cells of the finest feature map.
+# A covered object is kept if at least this many pixels stay visible. 8 x 8 pixels are 2 x 2 cells of the finest level.
 MIN_VISIBLE_PIXELS = 64
 
 
 class ResizeScale(T.ResizeScale):
-    """detectron2's, but at least one pixel of each side stays of a narrow image at a small scale."""
+    """detectron2's ``ResizeScale``, except that each side of the output has at least one pixel."""
 
     def get_transform(self, image: np.ndarray) -> T.ResizeTransform:
         resize = super().get_transform(image)
@@ -33,10 +33,10 @@ class ResizeScale(T.ResizeScale):
 
 
 def large_scale_jitter(cfg: CfgNode) -> list[T.Augmentation | T.Transform]:
-    """Build random scaling, cropping or padding to a square of ``INPUT.LSJ.SIZE``, and ``INPUT.RANDOM_FLIP``.
+    """Return large-scale jitter: a random scale, a crop or padding to ``INPUT.LSJ.SIZE``, and ``INPUT.RANDOM_FLIP``.
 
-    As in ``configs/new_baselines`` of detectron2: the padding, on the right and at the bottom, has level 128, and the
-    colors of ``lsj_copy_paste`` do not change it.
+    The augmentation matches ``configs/new_baselines`` of detectron2. The image is padded on the right and at the bottom
+    with the value 128. The color augmentation of ``lsj_copy_paste`` does not change the padding.
     """
     size = (cfg.INPUT.LSJ.SIZE, cfg.INPUT.LSJ.SIZE)
     _, *flip = build_augmentation(cfg, is_train=True)
@@ -45,9 +45,13 @@ def large_scale_jitter(cfg: CfgNode) -> list[T.Augmentation | T.Transform]:
 
 
 def color_augmentations(cfg: CfgNode) -> list[T.Transform]:
-    """Return detectron2's SSD color augmentation if the config has photometric distortion, or else an empty list.
+    """Return detectron2's SSD color augmentation if the config enables it, otherwise an empty list.
 
-    It has the ranges of mmsegmentation's ``PhotoMetricDistortion``, which LIT's official segmentation uses.
+    Its ranges are equal to the ranges of mmsegmentation's ``PhotoMetricDistortion``. The official LIT segmentation uses
+    this distortion.
+
+    Raises:
+        ConfigError: If ``INPUT.FORMAT`` is not ``"RGB"`` or ``"BGR"``.
     """
     if not cfg.INPUT.PHOTOMETRIC_DISTORTION and cfg.INPUT.AUGMENTATION != "lsj_copy_paste":
         return []
@@ -60,47 +64,52 @@ def uses_copy_paste(cfg: CfgNode) -> bool:
 
 
 def check_augmentation(cfg: CfgNode) -> None:
-    """Check that ``INPUT.AUGMENTATION`` suits the model and the other keys.
+    """Check ``INPUT.AUGMENTATION`` against the model and the other keys.
 
     Raises:
-        ConfigError: for an unknown name, jitter of label images or with ``INPUT.CROP``, and copy-paste without masks,
-            with keypoints or stuff, or from a subset.
+        ConfigError: If the name is unknown. If jitter is combined with ``INPUT.CROP`` or with a SemanticSegmentor. If
+            copy-paste is combined with a model without masks, with keypoints, with stuff, or with training on a subset.
     """
     name, model = cfg.INPUT.AUGMENTATION, cfg.MODEL
     check_choice("INPUT.AUGMENTATION", name, AUGMENTATIONS)
     if name != "default" and is_segmentor(cfg):
-        raise ConfigError(f"INPUT.AUGMENTATION is {name}: a SemanticSegmentor needs default, and INPUT.CROP for crops")
+        raise ConfigError(
+            f"INPUT.AUGMENTATION {name!r} does not support a SemanticSegmentor. Use 'default' with INPUT.CROP."
+        )
     if name != "default" and cfg.INPUT.CROP.ENABLED:
-        raise ConfigError(f"INPUT.AUGMENTATION {name} crops images itself: add INPUT.CROP.ENABLED False")
+        raise ConfigError(f"INPUT.AUGMENTATION {name!r} already crops images. Set INPUT.CROP.ENABLED False.")
     if not uses_copy_paste(cfg):
         return
     if model.META_ARCHITECTURE != "GeneralizedRCNN" or not model.MASK_ON or model.KEYPOINT_ON:
-        reason = "needs a GeneralizedRCNN with MODEL.MASK_ON True and MODEL.KEYPOINT_ON False, or no pasting of objects"
+        reason = "requires a GeneralizedRCNN with MODEL.MASK_ON True and MODEL.KEYPOINT_ON False"
     elif cfg.DATALOADER.SAMPLER_TRAIN == "RandomSubsetTrainingSampler":
-        reason = "pastes objects of all images, and DATALOADER.SAMPLER_TRAIN trains on some of them"
+        reason = "pastes objects of all images, but DATALOADER.SAMPLER_TRAIN selects a subset of them"
     else:
         return
-    raise ConfigError(f"INPUT.AUGMENTATION lsj_copy_paste {reason}: add INPUT.COPY_PASTE.PROBABILITY 0.0")
+    raise ConfigError(f"INPUT.AUGMENTATION 'lsj_copy_paste' {reason}. Set INPUT.COPY_PASTE.PROBABILITY 0.0.")
 
 
 def paste(sample: dict[str, Any], other: dict[str, Any], is_chosen: np.ndarray) -> dict[str, Any]:
-    """Paste objects of a mapped record into another one (Simple Copy-Paste: Ghiasi et al. 2021, section 3).
+    """Paste objects of one sample into another sample (Simple Copy-Paste, Ghiasi et al. 2021, section 3).
 
-    Boxes become those of what stays visible of the masks. A covered object is removed if fewer than
-    ``MIN_VISIBLE_PIXELS`` of it are visible. Crowds are not among the instances of a mapped record: they are covered as
-    background is, and never pasted.
+    The box of a covered object becomes the box of its visible mask. The object is removed if it is covered and fewer
+    than ``MIN_VISIBLE_PIXELS`` stay visible. Crowds are not instances of a sample. They are never pasted, and pasted
+    objects cover them like background.
 
     Args:
-        sample: with ``image`` (3, H, W) and ``instances``, whose masks are bitmaps; it is not modified.
-        other: likewise, of the same size.
-        is_chosen: which objects of ``other`` are pasted: (number of its objects,) bool.
+        sample: A sample with ``image`` (3, H, W) and ``instances`` with bitmap masks. It is not modified.
+        other: A sample of the same size.
+        is_chosen: The objects of ``other`` to paste, as (number of objects,) bool.
 
     Returns:
-        The record of ``sample``, with ``pasted_from``, the file of ``other``, if anything was pasted.
+        ``sample`` with the pasted objects. If an object was pasted, ``pasted_from`` is the file name of ``other``.
     """
     if not is_chosen.any():
         return sample
-    own, pasted = _with_masks(sample["instances"]), other["instances"][torch.from_numpy(is_chosen)]
+    own, pasted = sample["instances"], other["instances"][torch.from_numpy(is_chosen)]
+    masks = own.gt_masks.tensor if own.has("gt_masks") else torch.zeros(0, *own.image_size)
+    # A copy with masks, because detectron2 omits masks if there are no objects.
+    own = Instances(own.image_size, gt_boxes=own.gt_boxes, gt_classes=own.gt_classes, gt_masks=BitMasks(masks))
     is_covered = pasted.gt_masks.tensor.any(dim=0)
     image = torch.where(is_covered, other["image"], sample["image"])
     before = own.gt_masks.tensor.flatten(1).sum(dim=1)
@@ -111,24 +120,17 @@ def paste(sample: dict[str, Any], other: dict[str, Any], is_chosen: np.ndarray) 
     return sample | {"image": image, "instances": instances, "pasted_from": other["file_name"]}
 
 
-def _with_masks(instances: Instances) -> Instances:
-    """Return a copy with masks, also if there are no objects."""
-    masks = instances.gt_masks.tensor if instances.has("gt_masks") else torch.zeros(0, *instances.image_size)
-    boxes, classes = instances.gt_boxes, instances.gt_classes
-    return Instances(instances.image_size, gt_boxes=boxes, gt_classes=classes, gt_masks=BitMasks(masks))
-
-
 @dataclasses.dataclass
 class CopyPaste:
-    """A mapper that pastes objects of another record, mapped in the same way, with a probability.
+    """A mapper that pastes objects of a second, random record into a sample with a given probability.
 
-    All random numbers come from NumPy's generator, which the loader seeds for each image, so that a batch depends
-    neither on worker processes nor on what came before.
+    All random numbers come from NumPy's generator. The loader seeds this generator for each image. A batch therefore
+    depends neither on the worker processes nor on earlier batches.
 
     Args:
-        mapper: from a record to a sample with ``image``, all of one size, and ``instances``.
-        records: from which objects are pasted, the record itself among them.
-        probability: 0 to 1.
+        mapper: Maps a record to a sample with ``image`` and ``instances``. All images have the same size.
+        records: The records to choose the second record from. It may be the same record.
+        probability: The probability of pasting, from 0 to 1.
     """
 
     mapper: Callable[[dict[str, Any]], dict[str, Any]]

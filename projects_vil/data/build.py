@@ -1,4 +1,4 @@
-"""Records of datasets, checked against the config, and the loaders."""
+"""Load the records of datasets, check them against the config, and build the data loaders."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,32 +20,38 @@ from projects_vil.data.coco_checks import missing_files
 from projects_vil.data.dataset_mapper import Mapper
 from projects_vil.data.detection_utils import IGNORED_LABEL
 from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededRecords, TrainLoader
-from projects_vil.data.shared_records import KEPT, read_once
+from projects_vil.data.shared_records import SHARED, read_and_share, serialized
 from projects_vil.utils import paused_garbage_collection
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
-# What reading records sets in detectron2's metadata.
+# The metadata that detectron2 sets when it loads records.
 _CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
 
 
 @paused_garbage_collection()
 def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence[dict[str, Any]]:
-    """Return the records of some datasets in detectron2's format; for training without images that have no objects.
+    """Return the records of datasets in detectron2's dataset format.
 
     COCO files are checked and fixed according to ``DATASETS.CHECK`` (:func:`~projects_vil.data.coco.fixed_coco`).
-    A process logs each finding and the table of instances once. What :func:`read_datasets` has read is not read again.
+    Each process logs each finding once. Records that :func:`read_datasets` has read are not read again.
+
+    Args:
+        cfg: The config of the run.
+        names: Names of registered datasets.
+        train: Whether the records are for training. Training skips images without objects unless
+            ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` is False.
 
     Raises:
-        ConfigError: for an unknown name, missing files, annotations that cannot be read or that the check refuses,
-            annotations of another task than the model's, another number of classes, or nothing to train on.
+        ConfigError: If a name is unknown, a file is missing, annotations cannot be read, the dataset check finds
+            errors, the annotations do not fit the task or the classes of the model, or no image is left.
     """
     names = list(names)
     check_choice("DATASETS.CHECK", cfg.DATASETS.CHECK, CHECK_MODES)
     if not names:
-        raise ConfigError(f"DATASETS.{'TRAIN' if train else 'TEST'} is empty: name a dataset")
+        raise ConfigError(f"DATASETS.{'TRAIN' if train else 'TEST'} is empty. Name a dataset.")
     for name in names:
         check_files(name)
-    if (records := KEPT.get(_key(cfg, names, train))) is not None:
+    if (records := SHARED.get(_key(cfg, names, train))) is not None:
         return records
     files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
     try:
@@ -55,13 +61,20 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
     except ConfigError:
         raise
     except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{files} cannot be read as annotations: {type(error).__name__} {error}") from error
+        raise ConfigError(
+            f"Cannot read the annotations in '{files}': {type(error).__name__} {error}. Repair the file."
+        ) from error
     if not records:
-        raise ConfigError(f"{files} has no images{' with annotations' if train else ''}")
+        raise ConfigError(
+            f"'{files}' has no images{' with annotations' if train else ''}. Add some, or use another dataset."
+        )
     _check_task(cfg, files, records)
     missing = list(missing_files(record["file_name"] for record in records))
     if missing:
-        raise ConfigError(f"{len(missing)} of the {len(records)} images of {files} are missing: {missing[0]}")
+        raise ConfigError(
+            f"{len(missing)} of the {len(records)} images of '{files}' are missing, such as '{missing[0]}'. "
+            "Add the files, or correct the image folder."
+        )
     if train and not is_segmentor(cfg):
         print_instances_class_histogram(records, model_classes(cfg)[1] or class_names(cfg, names[0]))
     return records
@@ -78,63 +91,67 @@ def _read(cfg: CfgNode, name: str, *, train: bool) -> list[dict[str, Any]]:
 
 
 def read_datasets(cfg: CfgNode, *, train: bool = True) -> int:
-    """Read and check the datasets of a run in the first process of each machine, for all processes of the machine.
+    """Read and check the datasets of a run in the first process of each machine, and share them with its processes.
 
-    All processes call this, before anything of the run is written. What was read is what :func:`load_dataset`, loaders,
-    evaluators and drawings then take: a file is read and checked once, and its records are in memory once.
+    All processes call this function before the run writes files. :func:`load_dataset`, the loaders, the evaluators and
+    the visualization then use the shared records. Each file is read and checked once per machine, and its records are
+    in memory once per machine.
 
     Args:
-        train: whether ``DATASETS.TRAIN`` is read, and not only ``DATASETS.TEST``.
+        cfg: The config of the run.
+        train: Whether to read ``DATASETS.TRAIN`` in addition to ``DATASETS.TEST``.
 
     Returns:
-        The number of training images, as ``SOLVER.EPOCHS`` counts them.
+        The number of training images, which ``SOLVER.EPOCHS`` uses. 0 if ``train`` is False.
 
     Raises:
-        ConfigError: in all processes, as :func:`load_dataset`.
+        ConfigError: In all processes, under the conditions of :func:`load_dataset`.
     """
-    KEPT.clear()
+    SHARED.clear()
     for name in cfg.DATASETS.TEST:
         read_records(cfg, [name], train=False)
     number = read_records(cfg, cfg.DATASETS.TRAIN, train=True) if train else 0
-    # Reading a training dataset may have changed its classes, which are the model's.
+    # A training dataset may have other classes after it is read, and the model has the classes of the training dataset.
     for name in cfg.DATASETS.TEST:
         class_order(cfg, name)
     return number
 
 
 def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
-    """Let the first process of each machine read for all what :func:`load_dataset` returns; all processes call this.
+    """Run :func:`load_dataset` in the first process of each machine, and share the records. All processes call this.
 
     Returns:
         The number of images.
     """
 
-    def read(keep: Callable[[tuple, Sequence[Any]], None]) -> tuple[int, dict[str, dict[str, Any]]]:
-        for name in [] if train or cfg.DATASETS.CHECK == "off" else filter(is_coco, names):
-            options = {"check": cfg.DATASETS.CHECK, "masks": cfg.MODEL.MASK_ON}
-            keep(fixed_key(name, **options), [fixed_coco(name, **options)])
+    def read(share: Callable[[tuple, Sequence[Any]], None]) -> tuple[int, dict[str, dict[str, Any]]]:
+        options = {"check": cfg.DATASETS.CHECK, "masks": cfg.MODEL.MASK_ON}
+        if not train and cfg.DATASETS.CHECK != "off":
+            for name in filter(is_coco, names):
+                share(fixed_key(name, **options), [fixed_coco(name, **options)])
         records = load_dataset(cfg, names, train=train)
-        keep(_key(cfg, names, train), records)
+        share(_key(cfg, names, train), records)
         classes = {name: {key: MetadataCatalog.get(name).get(key) for key in _CLASS_KEYS} for name in names}
         return len(records), classes
 
-    number, classes = read_once(read)
+    number, classes = read_and_share(read)
     for name, known in classes.items():
         MetadataCatalog.get(name).set(**{key: value for key, value in known.items() if value is not None})
     return number
 
 
 def _key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:
-    """Return what records depend on."""
+    """Return the cache key of records: everything that they depend on."""
     keys = cfg.DATASETS.dump(), cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, cfg.MODEL.dump()
     return "records", tuple(names), train, *keys, *map(state_of_files, names)
 
 
 def check_datasets(cfg: CfgNode, names: Sequence[str]) -> None:
-    """Check datasets of a run, as far as possible without reading their annotations.
+    """Check the datasets of a run without parsing their annotations.
 
     Raises:
-        ConfigError: for an unknown name, a missing file or folder, and where :func:`class_order` would.
+        ConfigError: If a name is unknown, if a file or folder is missing, and under the conditions of
+            :func:`class_order`.
     """
     for name in names:
         check_files(name)
@@ -142,17 +159,15 @@ def check_datasets(cfg: CfgNode, names: Sequence[str]) -> None:
 
 
 def build_train_loader(cfg: CfgNode) -> TrainLoader:
-    """Build a loader of ``DATASETS.TRAIN``, which samples and groups as detectron2's training loader does.
+    """Build a loader of ``DATASETS.TRAIN`` that samples and groups images like detectron2's training loader.
 
-    The content of a batch and its augmentation depend only on the seed and the iteration
-    (:class:`~projects_vil.data.samplers.TrainLoader`), not on the number of worker processes.
+    The images of a batch and their augmentation depend only on the seed and the iteration. They do not depend on the
+    number of worker processes (:class:`~projects_vil.data.samplers.TrainLoader`).
 
     Raises:
-        ConfigError: where :func:`load_dataset` would, and for an unknown ``DATALOADER.SAMPLER_TRAIN``.
+        ConfigError: If ``DATALOADER.SAMPLER_TRAIN`` is unknown, and under the conditions of :func:`load_dataset`.
     """
-    loaded = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
-    # Serialised once, so that worker processes share them.
-    records = loaded if isinstance(loaded, DatasetFromList) else DatasetFromList(loaded, copy=False)
+    records = serialized(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True))
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, TRAIN_SAMPLERS)
     mapper = Mapper(cfg, is_train=True)
     if uses_copy_paste(cfg):
@@ -176,17 +191,17 @@ def make_train_loader(
     aspect_ratio_grouping: bool = True,
     make_sampler: Callable[[int], torch.utils.data.Sampler[int]] | None = None,
 ) -> TrainLoader:
-    """Build the loader of :func:`build_train_loader` from its parts, as detectron2's ``build_detection_train_loader``.
+    """Build a training loader from records and a mapper, like detectron2's ``build_detection_train_loader``.
 
     Args:
-        dataset: records in detectron2's format.
-        mapper: from a record to what a model takes.
-        total_batch_size: images per iteration in all processes.
-        num_workers: processes that map.
-        aspect_ratio_grouping: whether wide and high images come in different batches.
-        make_sampler: from a seed to a sampler; detectron2's TrainingSampler by default.
+        dataset: The records in detectron2's dataset format.
+        mapper: Maps a record to an input of the model.
+        total_batch_size: The number of images per iteration over all processes.
+        num_workers: The number of worker processes per training process.
+        aspect_ratio_grouping: Whether landscape and portrait images are in different batches.
+        make_sampler: Returns the sampler for a seed. The default is detectron2's ``TrainingSampler``.
     """
-    records = dataset if isinstance(dataset, DatasetFromList) else DatasetFromList(dataset, copy=False)
+    records = serialized(dataset)
     groups = [0] * len(records)
     if aspect_ratio_grouping:
         groups = [0 if record.get("width", 0) > record.get("height", 0) else 1 for record in records]
@@ -196,7 +211,7 @@ def make_train_loader(
 
 
 def _sampler(cfg: CfgNode, records: DatasetFromList) -> Callable[[int], torch.utils.data.Sampler[int]]:
-    """Return a function from a seed to detectron2's sampler of ``DATALOADER.SAMPLER_TRAIN``."""
+    """Return a function that maps a seed to detectron2's sampler ``DATALOADER.SAMPLER_TRAIN``."""
     name, size = cfg.DATALOADER.SAMPLER_TRAIN, len(records)
     if name == "RepeatFactorTrainingSampler":
         threshold = cfg.DATALOADER.REPEAT_THRESHOLD
@@ -209,32 +224,37 @@ def _sampler(cfg: CfgNode, records: DatasetFromList) -> Callable[[int], torch.ut
 
 
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> EvaluationLoader:
-    """Build a loader of one dataset for evaluation, one image per batch."""
+    """Build an evaluation loader of one dataset with one image per batch."""
     records = load_dataset(cfg, [dataset_name], train=False)
     return EvaluationLoader(records, Mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS)
 
 
 def _check_task(cfg: CfgNode, files: str, records: list[dict[str, Any]]) -> None:
-    """Check that the annotations are those that the model is trained on."""
+    """Raise a :class:`ConfigError` if the records lack the annotations that the model needs."""
     ignored = cfg.MODEL.SEM_SEG_HEAD.IGNORE_VALUE
     if (is_segmentor(cfg) or is_panoptic(cfg)) and ignored != IGNORED_LABEL:
-        raise ConfigError(f"MODEL.SEM_SEG_HEAD.IGNORE_VALUE is {ignored}: it must be {IGNORED_LABEL}")
+        raise ConfigError(f"MODEL.SEM_SEG_HEAD.IGNORE_VALUE is {ignored}. Set it to {IGNORED_LABEL}.")
     if is_segmentor(cfg):
         if not all("sem_seg_file_name" in record for record in records):
-            raise ConfigError(f"{files} has no label images, which a SemanticSegmentor needs: see DATASETS.ADE20K")
+            raise ConfigError(
+                f"A SemanticSegmentor needs label images, but '{files}' has none. Use a dataset of DATASETS.ADE20K."
+            )
         return
     if any("annotations" not in record and "sem_seg_file_name" in record for record in records):
-        raise ConfigError(f"{files} has no boxes, which a {cfg.MODEL.META_ARCHITECTURE} needs: see DATASETS.COCO")
+        raise ConfigError(
+            f"A {cfg.MODEL.META_ARCHITECTURE} needs boxes, but '{files}' has none. Use a dataset of DATASETS.COCO."
+        )
     objects = (entry for record in records for entry in record.get("annotations", ()))
     has_masks = ["segmentation" in entry for entry in objects] if cfg.MODEL.MASK_ON else []
     if has_masks and not any(has_masks):
-        raise ConfigError(f"{files} has no segmentation for training or evaluating masks: add MODEL.MASK_ON False")
+        raise ConfigError(f"MODEL.MASK_ON is True, but '{files}' has no masks. Set MODEL.MASK_ON False.")
 
 
 def model_classes(cfg: CfgNode) -> tuple[str | None, list[str] | None]:
-    """Return the class names in the order of the model's outputs, and the dataset that they come from.
+    """Return the name of the reference dataset, and its class names in the order of the model's outputs.
 
-    This is the first dataset of ``DATASETS.TRAIN``, and then of ``DATASETS.TEST``, with the model's number of classes.
+    The reference dataset is the first dataset of ``DATASETS.TRAIN`` and ``DATASETS.TEST``, in this order, that has the
+    model's number of classes. Both values are None if there is no such dataset.
     """
     names, (_, number) = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST), number_of_classes(cfg)
     known = ((name, class_names(cfg, name)) for name in names if name in MetadataCatalog.list())
@@ -242,26 +262,28 @@ def model_classes(cfg: CfgNode) -> tuple[str | None, list[str] | None]:
 
 
 def class_order(cfg: CfgNode, name: str) -> list[int] | None:
-    """Return the model's index of each class of a dataset; classes are matched by name.
+    """Match the classes of a dataset to the classes of the model by name.
 
-    A dataset for testing may lack classes of the model. The classes of label images must be the model's, in its order.
+    A test dataset may lack classes of the model. Label images must have the same classes as the model, in the same
+    order.
 
     Returns:
-        The indices in the order of the dataset's classes. None if these are the model's, or if their names are unknown.
+        The index in the model of each class of the dataset. None if both have the same classes in the same order, or if
+        the class names are unknown.
 
     Raises:
-        ConfigError: for classes that the model does not have, and for too few classes in a dataset for training.
+        ConfigError: If the model lacks a class of the dataset, or if a training dataset has too few classes.
     """
     stuff, key = MetadataCatalog.get(name).get("stuff_classes", ()), "MODEL.SEM_SEG_HEAD.NUM_CLASSES"
     if is_panoptic(cfg) and len(stuff) not in (0, cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES):
         number = cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
-        raise ConfigError(f"{key} is {number}, and {name} has {len(stuff)} classes of stuff: add {key} {len(stuff)}")
+        raise ConfigError(f"{key} is {number}, but {name!r} has {len(stuff)} stuff classes. Set {key} {len(stuff)}.")
     classes, (reference, ours) = class_names(cfg, name), model_classes(cfg)
     if classes is None:
         return None
     key, number = number_of_classes(cfg)
     if len(classes) != number and (ours is None or name in cfg.DATASETS.TRAIN or is_segmentor(cfg)):
-        raise ConfigError(f"{key} is {number}, and {name} has {len(classes)} classes: add {key} {len(classes)}")
+        raise ConfigError(f"{key} is {number}, but {name!r} has {len(classes)} classes. Set {key} {len(classes)}.")
     if ours is None:
         reference, ours = name, classes
     theirs = MetadataCatalog.get(reference).get("stuff_classes", ())
@@ -280,19 +302,19 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
 
 
 def in_model_classes(cfg: CfgNode, name: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records of a dataset with the model's class indices."""
+    """Return the records of a dataset with the class indices of the model."""
     order = class_order(cfg, name)
     if order is None:
         return list(records)
 
-    def matched(objects: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [one | {"category_id": order[one["category_id"]]} for one in objects]
-
-    return [record | {"annotations": matched(record.get("annotations", ()))} for record in records]
+    return [
+        record | {"annotations": [a | {"category_id": order[a["category_id"]]} for a in record.get("annotations", ())]}
+        for record in records
+    ]
 
 
 def class_names(cfg: CfgNode, name: str) -> list[str] | None:
-    """Return the classes of a dataset from the catalog, or from a COCO file not yet loaded; None if unknown."""
+    """Return the class names of a dataset from its metadata or its COCO file, or None if they are unknown."""
     metadata = MetadataCatalog.get(name)
     if is_segmentor(cfg):
         return metadata.get("stuff_classes")

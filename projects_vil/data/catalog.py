@@ -1,4 +1,4 @@
-"""Datasets by name in detectron2's catalogs: COCO files, label images in ADE20K's layout, and both together."""
+"""Register datasets in detectron2's catalogs: COCO files, label images in ADE20K's dataset format, or both."""
 
 import contextlib
 import json
@@ -23,28 +23,28 @@ from projects_vil.data.detection_utils import IGNORED_LABEL, IMAGE_SUFFIXES
 from projects_vil.data.shapes import SHAPES_SEM_SEG_CLASSES
 from projects_vil.utils import read_json
 
-# In visualizations: circles red, squares green, triangles blue, as they are in the images.
+# The colors in visualizations match the images: red circles, green squares and blue triangles.
 SHAPES_COLORS = [(255, 80, 80), (80, 255, 80), (90, 150, 255)]
 BACKGROUND_COLOR = (90, 90, 90)
 PANOPTIC_EVALUATOR = "coco_panoptic_seg"
-# Of a dataset's metadata.
+# Metadata keys with files and folders, and their descriptions.
 _FILES = {"json_file": "annotation file", "image_root": "image folder", "sem_seg_root": "label folder"}
 
 
 def datasets_root() -> Path:
-    """Return the folder in which detectron2 looks for datasets: ``DETECTRON2_DATASETS``, or ``datasets``."""
+    """Return the root folder of detectron2's datasets: ``DETECTRON2_DATASETS``, or ``datasets`` if it is not set."""
     return Path(os.path.expanduser(os.getenv("DETECTRON2_DATASETS", "datasets")))
 
 
 def register_datasets(cfg: CfgNode) -> None:
-    """Register this project's datasets and those of ``DATASETS.COCO`` and ``DATASETS.ADE20K`` in detectron2's catalogs.
+    """Register the built-in datasets and the datasets of ``DATASETS.COCO`` and ``DATASETS.ADE20K``.
 
-    Its own, with ``_train`` and ``_val`` at the end, are the synthetic ``shapes``, ``shapes_sem_seg`` and
-    ``shapes_panoptic``, and ``ade20k``, ``ADEChallengeData2016`` as published. Registering a name again with the same
-    files does nothing.
+    The built-in datasets are the synthetic ``shapes``, ``shapes_sem_seg`` and ``shapes_panoptic``, and ``ade20k``, the
+    published ``ADEChallengeData2016``. Their names end with ``_train`` or ``_val``. If a name is registered again with
+    the same files, nothing changes.
 
     Raises:
-        ConfigError: for an entry of the wrong form, class names that cannot be read, or a name of other files.
+        ConfigError: If an entry is invalid, if class names cannot be read, or if a name is registered for other files.
     """
     root = datasets_root()
     for split, folder in (("train", "training"), ("val", "validation")):
@@ -61,13 +61,17 @@ def register_datasets(cfg: CfgNode) -> None:
         MetadataCatalog.get(f"shapes_sem_seg_{split}").stuff_colors = [BACKGROUND_COLOR, *SHAPES_COLORS]
     for entry in cfg.DATASETS.COCO:
         if not _is_list_of_strings(entry, lengths=(3,)):
-            hint = "; is a comma missing?" if isinstance(entry, (list, tuple)) and len(entry) < 3 else ""
-            raise ConfigError(f"DATASETS.COCO has {entry!r}: an entry is [name, annotation file, image folder]{hint}")
+            hint = " Is a comma missing?" if isinstance(entry, (list, tuple)) and len(entry) < 3 else ""
+            raise ConfigError(
+                f"DATASETS.COCO has the invalid entry {entry!r}. Use [name, annotation file, image folder].{hint}"
+            )
         _register_coco(entry[0], Path(entry[1]), Path(entry[2]))
     for entry in cfg.DATASETS.ADE20K:
         if not _is_list_of_strings(entry, lengths=(3, 4)):
-            form = "[name, image folder, label folder], or with a fourth, a file with one class name per line"
-            raise ConfigError(f"DATASETS.ADE20K has {entry!r}: an entry is {form}")
+            raise ConfigError(
+                f"DATASETS.ADE20K has the invalid entry {entry!r}. Use [name, image folder, label folder], or add the "
+                "path of a file with one class name per line."
+            )
         classes = read_classes(entry[3]) if len(entry) == 4 else ADE20K_SEM_SEG_CATEGORIES
         _register_ade20k(entry[0], Path(entry[1]), Path(entry[2]), classes)
 
@@ -79,10 +83,14 @@ def _is_list_of_strings(entry: object, *, lengths: tuple[int, ...]) -> bool:
 def _register_coco(
     name: str, annotations: Path, images: Path, *, labels: Path | None = None, is_own: bool = False
 ) -> None:
-    """Register a COCO file, with label images as detectron2's ``register_coco_panoptic_separated`` has them.
+    """Register a COCO file, with or without label images of stuff (``register_coco_panoptic_separated``).
 
     Args:
-        labels: a folder with a PNG of the same stem for each image: 0 is all things, 1 is stuff, and 255 is ignored.
+        name: The name of the dataset.
+        annotations: The COCO file.
+        images: The image folder.
+        labels: A folder with a PNG file for each image, with the same stem. 0 is any thing, 1 is stuff, 255 is ignored.
+        is_own: Whether this is a built-in dataset, whose files may change with the environment.
     """
     metadata = {"json_file": str(annotations), "image_root": str(images), "evaluator_type": "coco"}
     if labels is not None:
@@ -97,7 +105,10 @@ def _register_coco(
 
 
 def _register_ade20k(name: str, images: Path, labels: Path, classes: Sequence[str], *, is_own: bool = False) -> None:
-    """Register a folder of images and one of label images, PNGs of the same stems: 0 is ignored, classes from 1."""
+    """Register an image folder and a folder of label images. 0 is ignored, and the first class is 1.
+
+    A label image is a PNG file with the stem of its image.
+    """
     metadata = {"evaluator_type": "sem_seg", "image_root": str(images), "sem_seg_root": str(labels), "first_label": 1}
     metadata |= _stuff(classes, first=1)
     _register(name, lambda: load_ade20k(name, images, labels), metadata, is_own=is_own)
@@ -109,14 +120,14 @@ def _stuff(classes: Sequence[str], *, first: int) -> dict[str, Any]:
 
 
 def _register(name: str, load: Callable[[], list[dict[str, Any]]], metadata: dict[str, Any], *, is_own: bool) -> None:
-    """Register ``name`` unless it is known with this metadata; own names follow the environment."""
+    """Register ``name`` unless it has the same metadata already. A built-in name may be registered again."""
     if name in DatasetCatalog.list():
         known = MetadataCatalog.get(name)
         if all(known.get(key) == value for key, value in metadata.items()):
             return
         if not is_own:
             files = known.get("json_file") or known.get("sem_seg_root")
-            raise ConfigError(f"DATASETS: the name {name} is already registered for {files}")
+            raise ConfigError(f"The dataset name {name!r} is already registered for '{files}'. Use another name.")
         DatasetCatalog.remove(name)
         MetadataCatalog.remove(name)
     DatasetCatalog.register(name, load)
@@ -124,28 +135,32 @@ def _register(name: str, load: Callable[[], list[dict[str, Any]]], metadata: dic
 
 
 def load_ade20k(name: str, images: Path, labels: Path) -> list[dict[str, Any]]:
-    """Return detectron2's records of a dataset in ADE20K's layout, by file name.
+    """Return detectron2's records of a dataset in ADE20K's dataset format, sorted by file name.
 
     Raises:
-        ConfigError: for a folder without images, or an image without labels.
+        ConfigError: If the folder has no images, or if an image has no label image.
     """
     files = sorted(file for file in os.listdir(images) if file.lower().endswith(IMAGE_SUFFIXES))
     if not files:
-        raise ConfigError(f"the image folder of {name} has no {', '.join(IMAGE_SUFFIXES)}: {images}")
+        raise ConfigError(
+            f"The image folder '{images}' of {name!r} has no images. Add {', '.join(IMAGE_SUFFIXES)} files."
+        )
     records = [{"file_name": str(Path(images, file)), "first_label": 1} for file in files]
     return _with_label_files(name, records, labels)
 
 
 def add_stuff(name: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return records of a registered COCO file with ``sem_seg_file_name``.
+    """Return the records of a registered COCO file with ``sem_seg_file_name``.
 
     Raises:
-        ConfigError: for a dataset without label images of stuff, or an image without one.
+        ConfigError: If the dataset has no label images of stuff, or if an image has no label image.
     """
     metadata = MetadataCatalog.get(name)
     if metadata.get("evaluator_type") != PANOPTIC_EVALUATOR or metadata.get("sem_seg_root") is None:
         example = "coco_2017_train_panoptic_separated"
-        raise ConfigError(f"{name} has no label images of stuff, which a PanopticFPN needs: take one such as {example}")
+        raise ConfigError(
+            f"A PanopticFPN needs label images of stuff, but {name!r} has none. Use a dataset such as {example!r}."
+        )
     return _with_label_files(name, records, metadata.sem_seg_root)
 
 
@@ -155,24 +170,26 @@ def _with_label_files(name: str, records: list[dict[str, Any]], folder: str | Pa
     missing = [file for file in files if file not in present]
     if missing:
         first = Path(folder, missing[0])
-        raise ConfigError(f"{len(missing)} of {len(files)} images of {name} have no label image, such as {first}")
+        raise ConfigError(
+            f"{len(missing)} of {len(files)} images of {name!r} have no label image. Add the files, such as '{first}'."
+        )
     return [r | {"sem_seg_file_name": str(Path(folder, file))} for r, file in zip(records, files, strict=True)]
 
 
 def read_classes(path: str | Path) -> list[str]:
-    """Read class names from a text file, one per line, in the order of the labels.
+    """Read class names from a text file with one name per line, in the order of the labels.
 
     Raises:
-        ConfigError: for a file that cannot be read, repeated names, or other than 1 to 254 names.
+        ConfigError: If the file cannot be read, if a name is repeated, or if there are not 1 to 254 names.
     """
     try:
         names = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the class names in {path}: {error}") from error
-    repeated = [name for name in names if names.count(name) > 1]
-    if repeated or not 1 <= len(names) < IGNORED_LABEL:
-        twice = f", {repeated[0]} twice" if repeated else ""
-        raise ConfigError(f"{path} has {len(names)} class names{twice}: give 1 to {IGNORED_LABEL - 1}, each once")
+        raise ConfigError(f"Cannot read the class names in '{path}': {error}. Use a UTF-8 text file.") from error
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"'{path}' has the class name {repeated[0]!r} more than once. Name each class once.")
+    if not 1 <= len(names) < IGNORED_LABEL:
+        raise ConfigError(f"'{path}' has {len(names)} class names. Write 1 to {IGNORED_LABEL - 1} names, one per line.")
     return names
 
 
@@ -180,35 +197,44 @@ def check_files(name: str) -> None:
     """Check that a dataset is registered and that its annotation file and folders exist.
 
     Raises:
-        ConfigError: if not.
+        ConfigError: If the dataset is not registered, or if a file or folder is missing.
     """
     if name not in DatasetCatalog.list():
-        near = closest(name, DatasetCatalog.list())
+        near = closest(name, DatasetCatalog.list()) or "."
         hint = ""
         if multiprocessing.parent_process() is not None:
-            hint = ". Processes of --num-gpus do not import your script: if it registers the dataset, use torchrun"
-        raise ConfigError(f"unknown dataset {name!r} (DATASETS.COCO or DATASETS.ADE20K registers your own){near}{hint}")
+            hint = " The processes of --num-gpus do not import your script. If it registers the dataset, use torchrun."
+        raise ConfigError(
+            f"Unknown dataset {name!r}{near} Register your own datasets in DATASETS.COCO or DATASETS.ADE20K.{hint}"
+        )
     metadata = MetadataCatalog.get(name)
     if metadata.get("evaluator_type") == PANOPTIC_EVALUATOR and not metadata.get("sem_seg_root"):
-        raise ConfigError(f"{name} has things and stuff in one label image: use {name}_separated")
-    for key, what in _FILES.items():
+        raise ConfigError(f"{name!r} has things and stuff in one label image. Use '{name}_separated'.")
+    for key, description in _FILES.items():
         path = metadata.get(key)
-        # A folder instead of the annotation file is looked into when that is read.
-        if path is not None and not (os.path.exists(path) if key == "json_file" else os.path.isdir(path)):
-            root = f"DETECTRON2_DATASETS is {datasets_root()}, the folder that holds coco/ and the like"
-            raise ConfigError(f"the {what} of {name} is missing: {path}; {root}")
-        if key == "json_file" and path is not None and not os.path.isdir(path):
-            check_file(path, f"{what} of {name}")
+        if path is None:
+            continue
+        # A folder instead of an annotation file raises a better error later, when it is read.
+        if not (os.path.exists(path) if key == "json_file" else os.path.isdir(path)):
+            raise ConfigError(
+                f"The {description} '{path}' of {name!r} does not exist. Correct the path, or set DETECTRON2_DATASETS "
+                f"(now '{datasets_root()}') to the folder with coco/ and other datasets."
+            )
+        if key == "json_file" and not os.path.isdir(path):
+            check_file(path, f"{description} of {name}")
 
 
 def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
-    """Return id and name of each category of a COCO file by id, as detectron2 numbers them, without parsing all of it.
+    """Return the id and name of each category of a COCO file, sorted by id as in detectron2.
 
-    This takes a second for COCO's own file of 450 MB. None for no file, and for one that loading it will refuse.
+    The function does not parse the whole file. It takes about one second for COCO's 450 MB file.
+
+    Returns:
+        The categories, or None if there is no valid file.
     """
     path = Path(annotations or "")
     if not path.is_file():
-        # Opening a pipe may never end.
+        # To open a pipe may take forever.
         return None
     try:
         entries = _read_category_list(path)
@@ -229,7 +255,7 @@ def _read_category_list(path: Path) -> list[dict[str, Any]]:
 
 
 def match_classes(ours: Sequence[str], theirs: Sequence[str]) -> dict[int, int]:
-    """Map indices in ``ours`` to indices in ``theirs`` of the same name; repeated names match nothing."""
+    """Return a dict from indices in ``ours`` to indices of the same name in ``theirs``. Repeated names do not match."""
     return {
         index: theirs.index(name)
         for index, name in enumerate(ours)
@@ -238,24 +264,31 @@ def match_classes(ours: Sequence[str], theirs: Sequence[str]) -> dict[int, int]:
 
 
 def match_all_classes(ours: Sequence[str], theirs: Sequence[str], *, differ: str) -> list[int]:
-    """Return the index in ``theirs`` of each class in ``ours``: by name, or else all by index, with a warning.
+    """Return the index in ``theirs`` of each class in ``ours``.
+
+    Classes are matched by name. If some names do not match, all classes are matched by index, with a warning.
+
+    Args:
+        ours: Class names.
+        theirs: Other class names.
+        differ: The beginning of messages, which describes both lists.
 
     Raises:
-        ConfigError: beginning with ``differ``, if their numbers differ, or if some names are in another order and
-            others match nothing: matching by index would confuse classes.
+        ConfigError: If the numbers of classes differ. If some names have another index and others do not match, because
+            a match by index would confuse classes.
     """
     matched = match_classes(ours, theirs)
     if len(ours) != len(theirs):
-        raise ConfigError(differ)
+        raise ConfigError(f"{differ}. Both must have the same classes.")
     if len(matched) == len(ours):
         return [matched[index] for index in range(len(ours))]
     if any(index != other for index, other in matched.items()):
         unmatched = next(name for index, name in enumerate(ours) if index not in matched)
-        raise ConfigError(f"{differ}: some are in another order, and {unmatched} matches no name")
-    logging.getLogger(__name__).warning("%s: names differ, so classes are matched by index", differ)
+        raise ConfigError(f"{differ}. Class {unmatched!r} matches no name, and others are in another order. Rename it.")
+    logging.getLogger(__name__).warning("%s. Some names differ, so the classes are matched by index.", differ)
     return list(range(len(ours)))
 
 
 def describe_classes(classes: Sequence[str]) -> str:
-    """Return the number of classes and the first names."""
+    """Return text with the number of classes and the first names."""
     return f"{len(classes)} classes, {first_of(classes, 5)}"

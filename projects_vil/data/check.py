@@ -1,4 +1,4 @@
-"""Check a dataset of any format, and write a cleaned copy in COCO format."""
+"""Check a dataset of any supported format, and write a fixed copy in COCO format."""
 
 import os
 import tempfile
@@ -18,16 +18,17 @@ def check_dataset(
     """Check a dataset, and return it with the findings of each split.
 
     Args:
-        data: folder or file of a dataset.
-        images: image folder of a COCO file. If it is given, the file is checked as it is.
-        report: file into which the findings will be written.
-        options: of :class:`~projects_vil.data.coco_checks.CocoFile`.
+        data: The folder or file of a dataset.
+        images: The image folder of a COCO file. If it is given, only this file is checked.
+        report: The file that the findings will be written to.
+        options: Options of :class:`~projects_vil.data.coco_checks.CocoFile`.
 
     Returns:
-        The dataset (None with ``images``), and split -> findings (the split is empty with ``images``).
+        The dataset, and a dict that maps each split to its findings. With ``images``, the dataset is None and the name
+        of the split is empty.
 
     Raises:
-        ConfigError: if the dataset cannot be read, or ``report`` is one of its annotation files.
+        ConfigError: If the dataset cannot be read, or if ``report`` is one of its annotation files.
     """
     with tempfile.TemporaryDirectory() as folder:
         contents: dict[str, Any] = {}
@@ -38,21 +39,20 @@ def check_dataset(
         files = {split: CocoFile(*paths, dataset=contents.get(split), **options) for split, paths in splits.items()}
     for split, file in files.items():
         if not os.path.exists(file.path):
-            # The file was converted from another format.
+            # The file was temporary: it was converted from another format.
             file.path = f"{data} ({split})" if len(files) > 1 else str(data)
     return dataset, files
 
 
 def write_fixed(files: Mapping[str, CocoFile], output: str | Path | None) -> list[str]:
-    """Write a cleaned copy of checked files, and return a line for each.
+    """Write a fixed copy of checked files, and return one line of text per file.
 
     Args:
-        files: of :func:`check_dataset`.
-        output: a new folder, or a new file for a COCO file that was checked with its image folder; None to write
-            nothing.
+        files: The findings from :func:`check_dataset`.
+        output: A new folder. For a COCO file that was checked with its image folder, a new file. None writes nothing.
 
     Raises:
-        ConfigError: if there are errors that no copy can fix, or any errors without ``output``.
+        ConfigError: If an error cannot be fixed. If there are errors and ``output`` is None.
     """
     unfixable = next((file for file in files.values() if file.unfixable()), None)
     if unfixable is not None:
@@ -61,7 +61,7 @@ def write_fixed(files: Mapping[str, CocoFile], output: str | Path | None) -> lis
     for split, file in files.items():
         if output and split:
             os.makedirs(output, exist_ok=True)
-            # The folder is a dataset of its own: file names lead from there to the images.
+            # The output is a dataset, so its file names are relative to its folder.
             for image in file.images:
                 if isinstance(image, dict) and isinstance(image.get("file_name"), str):
                     path = os.path.join(file.image_root, image["file_name"])

@@ -1,4 +1,4 @@
-"""COCO files: read once, checked and fixed, as one dict of annotations for training, evaluation and the report."""
+"""Read COCO files, check and fix them, and return the same annotations to training, evaluation and the report."""
 
 import contextlib
 import json
@@ -20,14 +20,14 @@ from backbones.checkpoint_files import atomic_write
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.formats import read_coco
 from projects_vil.data.segmentation import rle_of
-from projects_vil.data.shared_records import KEPT
+from projects_vil.data.shared_records import SHARED
 from projects_vil.utils import paused_garbage_collection
 
 CHECK_MODES = ("error", "warn", "off")
 
 
 def is_coco(name: str) -> bool:
-    """Whether a registered dataset is a COCO file with boxes and masks, perhaps with label images of stuff."""
+    """Return whether a registered dataset is a COCO file of instances, with or without label images of stuff."""
     metadata = MetadataCatalog.get(name)
     types = ("coco", "coco_panoptic_seg") if metadata.get("sem_seg_root") else ("coco",)
     return metadata.get("evaluator_type") in types and bool(metadata.get("json_file"))
@@ -35,22 +35,25 @@ def is_coco(name: str) -> bool:
 
 @paused_garbage_collection()
 def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dict[str, Any]:
-    """Read a registered COCO file as training, evaluation and everything after them see it.
+    """Read, check and fix a registered COCO file.
 
-    This is the one set of fixed annotations: detectron2's records, the ground truth of the evaluation, the drawings and
-    the report all come from it. A process logs each finding once.
+    detectron2's records, the ground truth of the evaluation, the visualization and the report all use the returned
+    annotations. Each process logs each finding once.
 
     Args:
-        name: a dataset for which :func:`is_coco` holds.
-        check: as ``DATASETS.CHECK``: ``"error"`` raises for errors, ``"warn"`` leaves them out, ``"off"`` returns what
-            the file holds.
-        masks: whether segmentations are checked.
-        areas: whether missing areas are computed, which only evaluation needs.
+        name: The name of a dataset for which :func:`is_coco` is true.
+        check: The value of ``DATASETS.CHECK``. ``"error"`` raises if the check finds errors. ``"warn"`` removes the
+            entries with errors. ``"off"`` returns the content of the file without a check.
+        masks: Whether to check segmentations.
+        areas: Whether to compute missing areas. Only evaluation needs them.
+
+    Returns:
+        The content of a COCO file.
 
     Raises:
-        ConfigError: where :func:`read_coco` would, and for errors that the check finds.
+        ConfigError: If the check finds errors, and under the conditions of :func:`read_coco`.
     """
-    if (known := KEPT.get(fixed_key(name, check=check, masks=masks))) is not None:
+    if (known := SHARED.get(fixed_key(name, check=check, masks=masks))) is not None:
         return known[0]
     metadata = MetadataCatalog.get(name)
     if check == "off":
@@ -65,30 +68,35 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dic
 
 
 def fixed_key(name: str, *, check: str, masks: bool) -> tuple:
-    """Return what :func:`fixed_coco` depends on."""
+    """Return the cache key of :func:`fixed_coco`: everything that its result depends on."""
     return "fixed", name, check, masks, state_of_files(name)
 
 
 def state_of_files(name: str) -> tuple:
-    """Return the files of a registered dataset, and size and time of the annotation file."""
+    """Return the annotation file and the image folder of a dataset, and the size and time of the annotation file."""
     metadata = MetadataCatalog.get(name)
     path = metadata.get("json_file")
-    found = os.stat(path) if path and os.path.exists(path) else None
-    return path, metadata.get("image_root"), found and (found.st_size, found.st_mtime_ns)
+    stat = os.stat(path) if path and os.path.exists(path) else None
+    return path, metadata.get("image_root"), stat and (stat.st_size, stat.st_mtime_ns)
 
 
 def load_coco(name: str, *, check: str, masks: bool) -> list[dict[str, Any]]:
-    """Return :func:`fixed_coco` as detectron2's records, those of ``load_coco_json`` for a file without findings.
+    """Return the annotations of :func:`fixed_coco` as detectron2's records.
 
-    Sets the names and ids of the classes in detectron2's metadata, as that does. ``masks`` also decides whether
-    segmentations are among the records.
+    For a file without findings the records are equal to the result of detectron2's ``load_coco_json``. Like
+    ``load_coco_json``, this function sets the names and ids of the classes in detectron2's metadata.
+
+    Args:
+        name: The name of a dataset for which :func:`is_coco` is true.
+        check: The value of ``DATASETS.CHECK``.
+        masks: Whether to check segmentations and include them in the records.
     """
     dataset = fixed_coco(name, check=check, masks=masks, areas=False)
     class_of = _set_classes(name, dataset)
     objects_of, annotations = defaultdict(list), dataset.get("annotations", [])[::-1]
     dataset["annotations"] = []
     while annotations:
-        # Only one of both is in memory.
+        # Removed from the list, so that an annotation and its copy are not in memory together.
         annotation = annotations.pop()
         objects_of[annotation["image_id"]].append(_object(annotation, class_of, masks=masks))
     root, images = MetadataCatalog.get(name).image_root, sorted(dataset["images"], key=lambda image: image["id"])
@@ -112,7 +120,7 @@ def _object(annotation: dict[str, Any], class_of: dict[int, int], *, masks: bool
         is_rle = isinstance(segmentation, dict)
         record["segmentation"] = rle_of(segmentation, *segmentation["size"]) if is_rle else segmentation
     if record.get("keypoints"):
-        # COCO's keypoints are indices of pixels, detectron2's are coordinates of their centres.
+        # COCO's keypoints are pixel indices. detectron2's keypoints are coordinates of pixel centers.
         record["keypoints"] = [n if index % 3 == 2 else n + 0.5 for index, n in enumerate(record["keypoints"])]
     else:
         record.pop("keypoints", None)
@@ -120,7 +128,7 @@ def _object(annotation: dict[str, Any], class_of: dict[int, int], *, masks: bool
 
 
 def _set_classes(name: str, dataset: dict[str, Any]) -> dict[int, int]:
-    """Set the classes of a dataset in detectron2's metadata, in the order of their ids; return id -> class."""
+    """Set the classes of a dataset in detectron2's metadata, ordered by id, and return a dict from id to class."""
     categories = sorted(dataset["categories"], key=lambda category: category["id"])
     metadata = MetadataCatalog.get(name)
     metadata.thing_classes = [category["name"] for category in categories]
@@ -130,9 +138,9 @@ def _set_classes(name: str, dataset: dict[str, Any]) -> dict[int, int]:
 
 @contextlib.contextmanager
 def evaluation_dataset(name: str, *, check: str, masks: bool) -> Iterator[str]:
-    """Yield the name of a dataset, for which detectron2's evaluator is given :func:`fixed_coco`'s annotations.
+    """Make detectron2's evaluator use the annotations of :func:`fixed_coco` inside the context, and yield ``name``.
 
-    It does so inside the context only; it would read the file otherwise.
+    Outside the context detectron2's evaluator reads the annotation file.
     """
     if check == "off" or not is_coco(name):
         yield name
@@ -146,7 +154,7 @@ def evaluation_dataset(name: str, *, check: str, masks: bool) -> Iterator[str]:
         coco.createIndex()
         return coco
 
-    # detectron2 has no argument for it.
+    # The evaluator has no argument for annotations.
     before, coco_evaluation.COCO = coco_evaluation.COCO, read
     try:
         yield name
@@ -155,13 +163,13 @@ def evaluation_dataset(name: str, *, check: str, masks: bool) -> Iterator[str]:
 
 
 def write_cleaned(file: CocoFile, output: str | Path) -> str:
-    """Write a fixed copy of a COCO file, and return what was left out and changed, in words.
+    """Write a fixed copy of a COCO file, and return a summary of the removed and changed entries.
 
     Raises:
-        ConfigError: if the copy would replace a file, something cannot be fixed, or no image is left.
+        ConfigError: If ``output`` exists, if an error cannot be fixed, or if no image, annotation or category is left.
     """
     if os.path.lexists(output):
-        raise ConfigError(f"{output} exists: name a new file")
+        raise ConfigError(f"'{output}' already exists. Name a new file.")
     if file.unfixable() is not None:
         raise file.error()
     dataset, counts = file.fixed()
@@ -169,41 +177,45 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
         if file.dataset.get(what) and not dataset.get(what):
             first = next(iter(file.findings("error")), None)
             reason = "" if first is None else f" ({file.describe(first)})"
-            raise ConfigError(f"{file.path}: none of the {what} would be left in a copy{reason}. Repair the file.")
+            raise ConfigError(
+                f"A fixed copy of '{file.path}' would have none of the {what}{reason}. Repair the file by hand."
+            )
     with atomic_write(output) as partial:
-        # Much faster than json.dump, which writes number by number.
+        # json.dumps is much faster than json.dump, which writes each number separately.
         partial.write_text(json.dumps(dataset), encoding="utf-8")
     images, annotations = (len(dataset.get(name, ())) for name in ("images", "annotations"))
     return (
-        f"{images:,} images, {annotations:,} annotations; left out {counts['images']:,} images and "
+        f"{images:,} images, {annotations:,} annotations; removed {counts['images']:,} images and "
         f"{counts['annotations']:,} annotations, changed {counts['changed']:,}"
     )
 
 
 def write_subset(source: str | Path, output: str | Path, *, num_images: int) -> int:
-    """Write the annotations of a few images, spread evenly over those that have any, in the file's order.
+    """Write a COCO file with a subset of the images that have annotations, at even intervals in the order of the file.
 
     Args:
-        source: a COCO annotation file.
-        output: the file to write; its categories, licenses and info are those of ``source``.
-        num_images: 1 or more; all images with annotations where there are fewer.
+        source: A COCO annotation file.
+        output: The file to write. It has the same categories, licenses and info as ``source``.
+        num_images: The number of images, at least 1. If fewer images have annotations, all of them are written.
 
     Returns:
         The number of images written.
 
     Raises:
-        ConfigError: if ``source`` is not a COCO annotation file or has no annotations, or ``output`` exists.
+        ConfigError: If ``source`` is not a COCO annotation file or has no annotations, or if ``output`` exists.
     """
     if os.path.lexists(output):
-        raise ConfigError(f"{output} exists: name a new file")
+        raise ConfigError(f"'{output}' already exists. Name a new file.")
     dataset = read_coco(source)
     try:
         annotated = {annotation["image_id"] for annotation in dataset.get("annotations", ())}
         images = [image for image in dataset["images"] if image["id"] in annotated]
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"{source} is not a COCO annotation file: {type(error).__name__} {error}") from error
+        raise ConfigError(
+            f"'{source}' is not a COCO annotation file: {type(error).__name__} {error}. Run 'vil check' on it."
+        ) from error
     if not images:
-        raise ConfigError(f"{source} has no image with an annotation")
+        raise ConfigError(f"'{source}' has no image with an annotation. Use a file with annotations.")
     count = min(num_images, len(images))
     kept = [images[index * len(images) // count] for index in range(count)]
     ids = {image["id"] for image in kept}

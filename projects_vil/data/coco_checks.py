@@ -1,7 +1,7 @@
-"""Checks of a COCO file and its images, as one table: the name of a check, its severity, what finds it, what fixes it.
+"""Check and fix COCO files and their images.
 
-A new check is a row of ``CHECKS`` and a ``yield`` in one of the ``find_...`` functions, which look at millions of
-objects and therefore share their loops.
+``CHECKS`` is the table of all checks. To add a check, add a row to ``CHECKS`` and a ``yield`` to a ``find_...``
+function. Several checks share one loop because a file may have millions of objects.
 """
 
 import functools
@@ -28,9 +28,9 @@ from projects_vil.utils import paused_garbage_collection
 
 NUM_EXAMPLES = 5
 _NUMBERS = {int, float}
-# Boxes are taken for [left, top, right, bottom] if there are this many, and this share reaches beyond its image.
-_MIN_BOXES, _BEYOND_SHARE = 20, 0.2
-# Files opened at once: a disk in a network is slow to answer, not slow to read.
+# The check for [left, top, right, bottom] boxes needs at least this many boxes and this fraction beyond their images.
+_MIN_BOXES, _BEYOND_FRACTION = 20, 0.2
+# Many threads, because a network disk has a high latency and a high throughput.
 _NUM_THREADS, _FILES_PER_TASK = 16, 64
 _EXAMPLE_KEYS = {
     "annotations": {"annotation": "id", "image": "image_id"},
@@ -45,23 +45,25 @@ class CocoFile:
     """A COCO file and the findings of its checks.
 
     Args:
-        path, image_root: the annotation file and the folder of its images.
-        masks: whether segmentations are checked; None if any object has one.
-        headers: whether every image file is opened.
-        pixels: whether every image file is decoded.
-        progress: called with the number of image files read so far.
-        num_examples: how many examples of a finding are kept.
-        dataset: the contents of the file, if they are known.
+        path: The annotation file.
+        image_root: The image folder.
+        masks: Whether to check segmentations. None checks them if any object has a segmentation.
+        headers: Whether to read the header of every image file.
+        pixels: Whether to decode every image file.
+        progress: A function that is called with the number of image files read so far.
+        num_examples: The maximum number of examples per finding.
+        dataset: The content of the file, if it has been read already.
 
     Raises:
-        ConfigError: where :func:`read_coco` does.
+        ConfigError: Under the conditions of :func:`read_coco`.
 
     Attributes:
-        dataset: the contents of the file.
-        found: name of a check -> indices in the list that it is about.
-        examples: name of a check -> ids, file names and values of the first findings.
-        heights, widths: sizes of the images in pixels, 0 if unknown.
-        image_of: index of each annotation's image, -1 if unknown.
+        dataset: The content of the file.
+        found: A dict from the name of a check to indices in the list of the check.
+        examples: A dict from the name of a check to the ids, file names and values of its first findings.
+        heights: The height of each image in pixels, or 0 if it is unknown.
+        widths: The width of each image in pixels, or 0 if it is unknown.
+        image_of: The index of the image of each annotation, or -1 if it is unknown.
     """
 
     @paused_garbage_collection()
@@ -87,7 +89,7 @@ class CocoFile:
         self.headers, self.pixels, self.progress = headers, pixels, progress
         self.heights, self.widths = np.zeros((2, len(self.images)), np.int64)
         self.image_of = np.full(len(self.annotations), -1)
-        # Indices of the first valid entries by their ids.
+        # The index of the first valid entry with each id.
         self.image_by_id: dict[Any, int] = {}
         self.image_by_number: dict[int, int] = {}
         self.category_by_id: dict[int, int] = {}
@@ -101,7 +103,7 @@ class CocoFile:
                     self.examples[name].append(self._example(CHECKS[name].key, index, value))
 
     def findings(self, *severities: str) -> list["Check"]:
-        """Return the checks that found something, by severity and in the order of the table."""
+        """Return the checks with findings, sorted by severity and by their order in ``CHECKS``."""
         checks = [check for check in CHECKS.values() if self.found.get(check.name)]
         return [check for severity in severities or SEVERITIES for check in checks if check.severity == severity]
 
@@ -109,12 +111,12 @@ class CocoFile:
         return next((check for check in self.findings("error") if check.fix is None), None)
 
     def size_of_image(self, annotation: int) -> tuple[int, int]:
-        """Return height and width of an annotation's image, 0 if unknown."""
+        """Return the height and width of the image of an annotation, or 0 if they are unknown."""
         image = self.image_of[annotation]
         return (int(self.heights[image]), int(self.widths[image])) if image >= 0 else (0, 0)
 
     def mask(self, index: int, entry: dict[str, Any]) -> Any:
-        """Return what is usable of the segmentation of an annotation ``entry``, None for nothing."""
+        """Return the valid part of the segmentation of an annotation, or None if there is none."""
         (height, width), segmentation = self.size_of_image(index), entry.get("segmentation")
         return check_segmentation(segmentation, height, width)[1] if segmentation and height else None
 
@@ -129,7 +131,7 @@ class CocoFile:
         return {key: item for key, item in example.items() if item is not None}
 
     def describe(self, check: "Check") -> str:
-        """Return a finding in one line: what, how often, the first example and what the fix does."""
+        """Return a finding as one line: description, count, first example, and effect of the fix."""
         return f"{self._counted(check)}: {check.effect}"
 
     def _counted(self, check: "Check") -> str:
@@ -137,7 +139,7 @@ class CocoFile:
         return f"{check.what} ({len(self.found[check.name]):,}; first: {first})"
 
     def lines(self) -> list[str]:
-        """Return all findings, for a console."""
+        """Return all findings as lines of text."""
         sizes = (len(self.images), len(self.annotations), len(self.categories))
         lines = ["{}: {:,} images, {:,} annotations, {:,} categories".format(self.path, *sizes)]
         for check in self.findings():
@@ -145,15 +147,17 @@ class CocoFile:
             lines.append(f"{check.severity}: {check.name}: {check.what}: {count:,}")
             lines += [f"    {_example_text(example)}" for example in self.examples[check.name][:NUM_EXAMPLES]]
             if count > NUM_EXAMPLES:
-                lines.append(f"    and {count - NUM_EXAMPLES:,} more: --json FILE lists all")
+                lines.append(f"    and {count - NUM_EXAMPLES:,} more, which --json FILE lists")
             lines.append(f"    {'effect' if check.severity == 'note' else 'fix'}: {check.effect}")
         return lines
 
     def error(self) -> ConfigError:
-        """Return an error with the first finding and the ways out."""
+        """Return an error with the first finding and advice."""
         if (check := self.unfixable()) is not None:
-            off = "if this is a false alarm, DATASETS.CHECK off trains on them as they are"
-            return ConfigError(f"{self.path} has {self.describe(check)}; {off}")
+            return ConfigError(
+                f"'{self.path}' has {self._counted(check)}. There is no automatic fix, so {check.effect}. If this is a "
+                "false alarm, set DATASETS.CHECK off."
+            )
         errors = self.findings("error")
         more = f" and {len(errors) - 1} more type{'s' * (len(errors) > 2)} of errors" if len(errors) > 1 else ""
         info = self.dataset.get("info")
@@ -161,8 +165,8 @@ class CocoFile:
         data = [self.path, self.image_root] if source is None else [str(source)]
         command = shlex.join([*data, *([] if self.masks else ["--boxes"])])
         return ConfigError(
-            f"{data[0]} has {self._counted(errors[0])}{more}: `vil check {command}` lists all, and "
-            "with --fix OUT writes a copy without them; DATASETS.CHECK warn goes on without them"
+            f"'{data[0]}' has {self._counted(errors[0])}{more}. Run 'vil check {command}' to list all errors, and add "
+            "--fix OUT to write a fixed copy. Or set DATASETS.CHECK warn to fix them in this run only."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -180,39 +184,40 @@ class CocoFile:
         }
 
     def fixed(self, *, areas: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
-        """Return the dataset with its findings fixed; entries without findings are those of the file.
+        """Return a copy of the dataset with all fixes. Entries without findings are unchanged.
 
         Args:
-            areas: whether missing areas are computed, which only evaluation needs.
+            areas: Whether to compute missing areas. Only evaluation needs them.
 
         Returns:
-            The dataset, and the numbers of ``images`` and ``annotations`` left out, and of annotations ``changed``.
+            The dataset, and a dict with the numbers of removed ``images`` and ``annotations`` and of ``changed``
+            annotations.
         """
         self.new_ids = itertools.count(max(self.annotation_by_id, default=0) + 1)
-        dataset, left_out, changed = dict(self.dataset), {}, {}
+        dataset, removed, changed = dict(self.dataset), {}, {}
         for key in ("categories", "images", "annotations"):
             entries = self.dataset.get(key, [])
-            left_out[key], changed[key] = set(), {}
+            removed[key], changed[key] = set(), {}
             if key == "annotations":
-                left_out[key] = set(np.flatnonzero(np.isin(self.image_of, list(left_out["images"]))).tolist())
+                removed[key] = set(np.flatnonzero(np.isin(self.image_of, list(removed["images"]))).tolist())
             for check in CHECKS.values():
                 if check.key != key or check.fix is None or (check.name == "missing_or_invalid_area" and not areas):
                     continue
                 for index in self.found.get(check.name, ()):
-                    if index in left_out[key]:
+                    if index in removed[key]:
                         continue
                     entry = check.fix(self, index, changed[key].get(index, entries[index]))
                     if entry is None:
-                        left_out[key].add(index)
+                        removed[key].add(index)
                     else:
                         changed[key][index] = entry
             if key in dataset:
-                dataset[key] = [changed[key].get(i, e) for i, e in enumerate(entries) if i not in left_out[key]]
-        counts = {key: len(left_out[key]) for key in ("images", "annotations")}
-        return dataset, counts | {"changed": len(changed["annotations"].keys() - left_out["annotations"])}
+                dataset[key] = [changed[key].get(i, e) for i, e in enumerate(entries) if i not in removed[key]]
+        counts = {key: len(removed[key]) for key in ("images", "annotations")}
+        return dataset, counts | {"changed": len(changed["annotations"].keys() - removed["annotations"])}
 
 
-# -- find: what is wrong, as (name of a check, index, value) ---------------------------------------
+# -- find: yield findings as (name of a check, index, value) ---------------------------------------
 
 
 def find_in_categories(file: CocoFile) -> Findings:
@@ -254,7 +259,7 @@ def find_in_images(file: CocoFile) -> Findings:
     for indices in indices_of_id.values():
         if len(indices) > 1:
             are_equal = all(file.images[index] == file.images[indices[0]] for index in indices)
-            # One of equal entries stays; if they differ, it is unknown whose objects are whose.
+            # One of several equal entries is kept. If entries differ, their annotations cannot be assigned to an image.
             yield from (("duplicate_image_id", index, None) for index in indices[1 if are_equal else 0 :])
     if len({isinstance(number, str) for number in file.image_by_id}) == 2:
         yield from (("mixed_image_id_types", index, None) for indices in indices_of_id.values() for index in indices)
@@ -297,7 +302,7 @@ def _size_or_reason(path: str, *, pixels: bool) -> tuple[int, int] | str:
 
 
 def missing_files(paths: Iterable[str]) -> Iterator[str]:
-    """Yield the paths that do not exist, by listing each folder once instead of looking for each file."""
+    """Yield the paths that do not exist. Each folder is listed once, which is faster than a test per file."""
     folders: dict[str, set[str]] = {}
     for path in paths:
         folder, _, name = path.rpartition(os.sep)
@@ -309,7 +314,7 @@ def missing_files(paths: Iterable[str]) -> Iterator[str]:
 
 def find_in_annotations(file: CocoFile) -> Findings:
     are_mixed = bool(file.found["mixed_image_id_types"])
-    # The last one is for an unknown image, whose index is -1.
+    # The last element is for annotations of an unknown image, whose index is -1.
     largest_areas = [*(2 * np.maximum(file.heights * file.widths, 1)).tolist(), math.inf]
     for index, entry in enumerate(file.annotations):
         if not isinstance(entry, dict):
@@ -345,7 +350,7 @@ def find_in_annotations(file: CocoFile) -> Findings:
         if type(box) is list and len(box) == 4 and set(map(type, box)) <= _NUMBERS:
             is_empty = not (box[2] > 0 and box[3] > 0)
             if not entry.get("segmentation"):
-                # With some room for boxes and areas that are rounded.
+                # The margin allows for rounded boxes and areas.
                 largest = min(largest, 2 * (box[2] + 1) * (box[3] + 1))
         if type(area) not in _NUMBERS or not 0 <= area <= largest or (area == 0 and not is_empty):
             yield "missing_or_invalid_area", index, None if area is None else f"area {_shortened(area)}"
@@ -391,31 +396,31 @@ def find_in_boxes(file: CocoFile) -> Findings:
 
 
 def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name of a check and which boxes (N, 4) it is about: (N,) bool."""
+    """Yield the name of a check and the boxes with this problem as (N,) bool, for boxes (N, 4)."""
     images = file.image_of[indices]
     heights, widths = np.append(file.heights, 0)[images], np.append(file.widths, 0)[images]
     has_size, finite = (heights > 0) & (widths > 0), np.isfinite(boxes).all(1)
     left, top, wide, high = np.where(finite[:, None], boxes, 0).T
     right, bottom, far = left + wide, top + high, FAR * np.maximum(heights, widths)
-    sound = finite & (wide >= 0) & (high >= 0)
-    yield "invalid_bbox", ~sound
+    valid = finite & (wide >= 0) & (high >= 0)
+    yield "invalid_bbox", ~valid
     is_far = (np.minimum(left, top) < -far) | (right > widths + far) | (bottom > heights + far)
-    is_far &= sound & has_size
-    empty = sound & ~is_far & ((wide == 0) | (high == 0))
+    is_far &= valid & has_size
+    empty = valid & ~is_far & ((wide == 0) | (high == 0))
     yield "zero_area_bbox", empty
-    sound &= has_size & ~is_far & ~empty
-    outside = sound & ((right <= 0) | (bottom <= 0) | (left >= widths) | (top >= heights))
+    valid &= has_size & ~is_far & ~empty
+    outside = valid & ((right <= 0) | (bottom <= 0) | (left >= widths) | (top >= heights))
     yield "bbox_outside_image", outside | is_far
-    beyond = sound & ((left < -1) | (top < -1) | (right > widths + 1) | (bottom > heights + 1))
+    beyond = valid & ((left < -1) | (top < -1) | (right > widths + 1) | (bottom > heights + 1))
     yield "bbox_exceeds_image", beyond & ~outside
-    number = int(sound.sum())
+    number = int(valid.sum())
     if not number:
         return
     as_corners = (wide > left) & (high > top) & (wide <= widths + 1) & (high <= heights + 1) & (left >= -1)
-    if number >= _MIN_BOXES and beyond.sum() >= _BEYOND_SHARE * number and as_corners[sound].mean() > 0.99:
+    if number >= _MIN_BOXES and beyond.sum() >= _BEYOND_FRACTION * number and as_corners[valid].mean() > 0.99:
         yield "boxes_in_xyxy_format", beyond
-    if max(right[sound].max(), bottom[sound].max()) <= 1 and min(widths[sound].min(), heights[sound].min()) > 10:
-        yield "boxes_in_normalized_coordinates", sound
+    if max(right[valid].max(), bottom[valid].max()) <= 1 and min(widths[valid].min(), heights[valid].min()) > 10:
+        yield "boxes_in_normalized_coordinates", valid
 
 
 def find_without_objects(file: CocoFile) -> Findings:
@@ -425,12 +430,12 @@ def find_without_objects(file: CocoFile) -> Findings:
     yield from (("category_without_objects", index, None) for n, index in file.category_by_id.items() if n not in used)
 
 
-# -- fix: the entry instead of one with a finding, or None to leave it out -------------------------
+# -- fix: return the fixed entry, or None to remove it ---------------------------------------------
 
 Fix = Callable[[CocoFile, int, Any], Any]
 
 
-def leave_out(file: CocoFile, index: int, entry: Any) -> None:
+def remove(file: CocoFile, index: int, entry: Any) -> None:
     return None
 
 
@@ -455,7 +460,7 @@ def set_image_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str,
     return entry | {"image_id": image + 1 if file.found["mixed_image_id_types"] else file.images[image]["id"]}
 
 
-def usable_mask(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any] | None:
+def valid_mask(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any] | None:
     mask = file.mask(index, entry)
     return None if mask is None else entry | {"segmentation": mask}
 
@@ -478,7 +483,7 @@ def new_id_unless_equal(file: CocoFile, index: int, entry: dict[str, Any]) -> di
 def area_of_mask_or_box(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
     mask = file.mask(index, entry)
     area = 0 if mask is None else float(mask_util.area(rle_of(mask, *file.size_of_image(index))))
-    # A mask may be too thin for a whole pixel.
+    # The area of a very thin mask may be 0 pixels.
     return entry | {"area": area or float(entry["bbox"][2]) * float(entry["bbox"][3])}
 
 
@@ -490,12 +495,13 @@ class Check:
     """A row of the table.
 
     Attributes:
-        severity: an ``"error"`` stops a run unless ``DATASETS.CHECK`` is ``"warn"``; ``"fixed"`` can be read in one way
-            only, and always is; a ``"note"`` does no harm.
-        what: what is found, in the plural.
-        fix: None where there is none.
-        effect: what the fix does, or what a note means.
-        key: the list of the COCO file that it is about.
+        name: The name of the check.
+        severity: ``"error"`` stops a run unless ``DATASETS.CHECK`` is ``"warn"``. ``"fixed"`` has only one possible
+            meaning and is always fixed. ``"note"`` is harmless.
+        what: A description of the findings, in the plural.
+        fix: The function that fixes a finding, or None.
+        effect: The effect of the fix, or the meaning of a note.
+        key: The list of the COCO file that is checked.
     """
 
     name: str
@@ -507,77 +513,77 @@ class Check:
 
 
 SEVERITIES = ("error", "fixed", "note")
-_OUT, _WITH_OBJECTS = "left out", "left out, with their objects"
-_BOX, _MASK = "the box of the mask if there is one, else left out", "left out if no other polygon is usable"
+_OUT, _WITH_OBJECTS = "removed", "removed, with their objects"
+_BOX, _MASK = "replaced by the box of the mask, or removed without a mask", "removed if no other polygon is valid"
 _INT = "read as an integer"
 
-# Per list: name, severity, what is found, fix, and its effect. Fixes are done in this order: new ids and areas come
-# last, for the annotations that stay.
+# The checks of each list: name, severity, description, fix, and effect. Fixes run in this order. New ids and areas come
+# last because they apply to the remaining annotations.
 # fmt: off
 CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
     "categories": (
-        ("invalid_category_entry", "error", "categories without an id and a name", leave_out, _WITH_OBJECTS),
-        ("duplicate_category_id", "error", "categories with the id of another", leave_out, "the first one stays"),
+        ("invalid_category_entry", "error", "categories without an id and a name", remove, _WITH_OBJECTS),
+        ("duplicate_category_id", "error", "categories with a repeated id", remove, "the first one is kept"),
         ("category_id_not_integer", "fixed", "categories whose id is text or has a decimal point", to_int("id"), _INT),
-        ("duplicate_category_name", "note", "categories with the name of another", None, "different classes"),
+        ("duplicate_category_name", "note", "categories with a repeated name", None, "different classes"),
         ("category_without_objects", "note", "categories without objects", None,
-         "not learned if these are the training images; no AP if they are for evaluation"),
+         "not learned from training images, and no AP in evaluation"),
     ),
     "images": (
-        ("invalid_image_entry", "error", "images without an id and a file_name", leave_out, _WITH_OBJECTS),
-        ("duplicate_image_id", "error", "images whose id is not unique", leave_out,
-         "of equal entries one stays; others are left out with their objects, which could be of either"),
-        ("mixed_image_id_types", "error", "images with ids of which some are text and others numbers", renumber_id,
-         "new ids, the positions in the file"),
+        ("invalid_image_entry", "error", "images without an id and a file_name", remove, _WITH_OBJECTS),
+        ("duplicate_image_id", "error", "images whose id is not unique", remove,
+         "one of equal entries is kept, and different entries are removed with their objects"),
+        ("mixed_image_id_types", "error", "images in a file with both text ids and number ids", renumber_id,
+         "the new id is the position in the file"),
         ("missing_image_size", "fixed", "images without height and width", set_file_size, "read from the file"),
-        ("duplicate_file_name", "note", "images with the file of another", None, "trained on as two images"),
-        ("missing_image_file", "error", "images whose file is missing", leave_out, _WITH_OBJECTS),
-        ("unreadable_image_file", "error", "images whose file cannot be read", leave_out, _WITH_OBJECTS),
-        ("image_size_mismatch", "error", "images whose size differs from the annotation", leave_out, _WITH_OBJECTS),
+        ("duplicate_file_name", "note", "images with a repeated file_name", None, "used as two images"),
+        ("missing_image_file", "error", "images whose file is missing", remove, _WITH_OBJECTS),
+        ("unreadable_image_file", "error", "images whose file cannot be read", remove, _WITH_OBJECTS),
+        ("image_size_mismatch", "error", "images whose size differs from the annotation", remove, _WITH_OBJECTS),
         ("image_without_objects", "note", "images without objects", None,
-         "left out of training unless DATALOADER.FILTER_EMPTY_ANNOTATIONS is False; evaluated"),
+         "used in evaluation, and in training only if DATALOADER.FILTER_EMPTY_ANNOTATIONS is False"),
     ),
     "annotations": (
-        ("invalid_annotation_entry", "error", "annotations that are not JSON objects", leave_out, _OUT),
-        ("unknown_image_id", "error", "annotations of an image_id that no image has", leave_out, _OUT),
-        ("image_id_type_mismatch", "fixed", "annotations whose image_id is written in another way than the image's id",
-         set_image_id, "the image's id"),
-        ("unknown_category_id", "error", "annotations with an unknown category_id", leave_out, _OUT),
+        ("invalid_annotation_entry", "error", "annotations that are not JSON objects", remove, _OUT),
+        ("unknown_image_id", "error", "annotations with an unknown image_id", remove, _OUT),
+        ("image_id_type_mismatch", "fixed", "annotations whose image_id has another type than the id of the image",
+         set_image_id, "replaced by the id of the image"),
+        ("unknown_category_id", "error", "annotations with an unknown category_id", remove, _OUT),
         ("category_id_type_mismatch", "fixed", "annotations whose category_id is text or has a decimal point",
          to_int("category_id"), _INT),
-        ("missing_iscrowd", "fixed", "annotations without iscrowd", set_values(iscrowd=0), "0"),
-        ("invalid_iscrowd", "error", "annotations whose iscrowd is neither 0 nor 1", leave_out, _OUT),
-        ("missing_segmentation", "error", "annotations without the segmentation that others have", leave_out, _OUT),
+        ("missing_iscrowd", "fixed", "annotations without iscrowd", set_values(iscrowd=0), "set to 0"),
+        ("invalid_iscrowd", "error", "annotations whose iscrowd is neither 0 nor 1", remove, _OUT),
+        ("missing_segmentation", "error", "annotations without a segmentation in a file with masks", remove, _OUT),
         ("invalid_segmentation", "error", "segmentations that are neither polygons of finite numbers nor RLE",
-         usable_mask, _MASK),
-        ("empty_mask", "error", "masks without a polygon of three points in the image", usable_mask, _OUT),
+         valid_mask, _MASK),
+        ("empty_mask", "error", "masks without a polygon of three points in the image", valid_mask, _OUT),
         ("polygon_far_outside_image", "error", "masks with a polygon more than ten image sides beyond the image",
-         usable_mask, _MASK),
-        ("empty_polygon", "fixed", "masks with a polygon of fewer than three points or outside the image among others",
-         usable_mask, "the other polygons stay"),
-        ("invalid_rle", "error", "RLE whose size or counts are not those of the image", usable_mask, _OUT),
-        ("rle_without_iscrowd", "note", "RLE instead of polygons of objects that are not crowds", None,
-         "read as bitmaps, as are the polygons of their images"),
+         valid_mask, _MASK),
+        ("empty_polygon", "fixed", "masks with a polygon of fewer than three points or outside the image",
+         valid_mask, "the other polygons are kept"),
+        ("invalid_rle", "error", "RLE whose size or counts do not match the image", valid_mask, _OUT),
+        ("rle_without_iscrowd", "note", "RLE masks of objects that are not crowds", None,
+         "all masks of the image are read as bitmaps"),
         ("boxes_in_xyxy_format", "error", "boxes that fit their images only as [left, top, right, bottom]", None,
-         "always stops: convert them to [left, top, width, height]"),
+         "convert them to [left, top, width, height]"),
         ("boxes_in_normalized_coordinates", "error", "boxes that are fractions of the image, not pixels", None,
-         "always stops: multiply them by width and height"),
-        ("missing_bbox_and_mask", "error", "annotations without a bbox and without a usable mask", leave_out, _OUT),
-        ("missing_bbox", "fixed", "annotations without a bbox, with a mask", box_of_mask, "the box of the mask"),
+         "multiply them by the width and height"),
+        ("missing_bbox_and_mask", "error", "annotations without a bbox and without a valid mask", remove, _OUT),
+        ("missing_bbox", "fixed", "annotations without a bbox but with a mask", box_of_mask, "set to the mask's box"),
         ("invalid_bbox", "error", "boxes that are not finite [left, top, width >= 0, height >= 0]", box_of_mask, _BOX),
         ("bbox_outside_image", "error", "boxes outside the image, or more than ten image sides beyond it",
          box_of_mask, _BOX),
-        ("zero_area_bbox", "note", "boxes without area", None, "not trained on; in evaluation nothing matches them"),
+        ("zero_area_bbox", "note", "boxes without area", None, "skipped in training, never matched in evaluation"),
         ("bbox_exceeds_image", "note", "boxes more than a pixel beyond the image", None,
-         "clipped in training, evaluated as they are"),
-        ("ignore_flag", "error", "annotations with ignore, which detectron2 does not know",
-         set_values(iscrowd=1, ignore=0), "taken for a crowd (iscrowd 1): not trained on, not counted"),
+         "clipped in training, unchanged in evaluation"),
+        ("ignore_flag", "error", "annotations with ignore, which detectron2 does not support",
+         set_values(iscrowd=1, ignore=0), "changed to a crowd (iscrowd 1): ignored in training and evaluation"),
         ("invalid_annotation_id", "fixed", "annotations without an id above 0, which COCO's evaluation needs", new_id,
-         "a new id"),
+         "replaced by a new id"),
         ("duplicate_annotation_id", "error", "annotations whose id is not unique", new_id_unless_equal,
-         "an equal annotation is left out, another one gets a new id"),
+         "an equal annotation is removed, and a different one gets a new id"),
         ("missing_or_invalid_area", "fixed", "annotations whose area is missing, not positive or too large",
-         area_of_mask_or_box, "the area of the mask, or of the box"),
+         area_of_mask_or_box, "set to the area of the mask, or of the box without a mask"),
     ),
 }.items() for row in rows}
 # fmt: on
@@ -588,7 +594,7 @@ _FINDERS = (
 
 
 def as_int(value: object) -> int | None:
-    """Return the whole number that an id is, or that its text stands for, or None."""
+    """Return an id as an integer, or None if it is not a whole number or the text of one."""
     if isinstance(value, bool):
         return None
     try:
@@ -605,5 +611,5 @@ def _shortened(value: object) -> str:
 
 
 def _example_text(example: dict[str, Any]) -> str:
-    """Return for instance ``annotation 17, image 3, file a.jpg, [nan, 1, 2, 3]``."""
+    """Return an example as text, such as ``annotation 17, image 3, file a.jpg, [nan, 1, 2, 3]``."""
     return ", ".join(str(item) if key == "value" else f"{key} {_shortened(item)}" for key, item in example.items())

@@ -1,4 +1,4 @@
-"""The mapper from a dataset's record to what a model takes."""
+"""The mapper from a dataset record to an input of a model."""
 
 import copy
 from collections.abc import Sequence
@@ -39,24 +39,26 @@ CROP_TYPES = ("relative_range", "relative", "absolute", "absolute_range")
 
 
 class Mapper(DatasetMapper):
-    """detectron2's mapper, with images and labels read by :mod:`projects_vil.data.detection_utils`.
+    """detectron2's mapper, which reads images and labels with :mod:`projects_vil.data.detection_utils`.
 
-    An image that cannot be read, or has another size than its record, raises a :class:`ConfigError` that names it.
-    ``INPUT.PHOTOMETRIC_DISTORTION`` comes after detectron2's augmentations.
+    An image that cannot be read, or whose size differs from its record, raises a :class:`ConfigError` with the file
+    name. ``INPUT.PHOTOMETRIC_DISTORTION`` is applied after detectron2's augmentations.
 
-    Masks are polygons or bitmaps as in ``INPUT.MASK_FORMAT``, and bitmaps in an image where an object has RLE, or where
-    images are cropped (``INPUT.CROP``, ``INPUT.AUGMENTATION``, ``recompute_boxes``). There, boxes are those of the
-    visible parts of the masks (:func:`~projects_vil.data.detection_utils.boxes_of_masks`).
+    ``INPUT.MASK_FORMAT`` selects polygons or bitmaps. Masks are always bitmaps if an object of the image has RLE, or if
+    images are cropped (``INPUT.CROP``, ``INPUT.AUGMENTATION``, ``recompute_boxes``). After a crop, boxes enclose the
+    visible masks (:func:`~projects_vil.data.detection_utils.boxes_of_masks`).
 
-    For a SemanticSegmentor the resized image is cropped (detectron2's own mapper crops first), then flipped, and the
-    labels ``sem_seg`` (H, W) int64 likewise. A crop larger than the image leaves it as it is, or with
-    ``INPUT.CROP.PAD`` pads it to the size of the crop with the mean colour, as float32, and with ignored labels.
+    For a SemanticSegmentor the image is resized, cropped and flipped, in this order (detectron2's mapper crops first).
+    The labels ``sem_seg`` (H, W) int64 are transformed in the same way. If the crop is larger than the image, the image
+    is not cropped. With ``INPUT.CROP.PAD``, a smaller image is padded to the size of the crop with the mean color, as
+    float32, and with ignored labels.
 
     Args:
-        num_labels: classes of label images.
-        padded_size: height and width that images are at least padded to.
-        pixel_mean: the colour of that padding.
-        options: those of detectron2's mapper.
+        is_train: Whether the mapper is for training.
+        num_labels: The number of classes of label images.
+        padded_size: The minimum height and width after padding.
+        pixel_mean: The color of the padding.
+        options: Options of detectron2's mapper.
     """
 
     @configurable
@@ -99,14 +101,18 @@ class Mapper(DatasetMapper):
             check_image_size(record, image)
             if label_file:
                 if (size := read_size(label_file)) != image.shape[:2]:
-                    raise ConfigError(f"{label_file} has height and width {size}, and its image has {image.shape[:2]}")
+                    raise ConfigError(
+                        f"The label image '{label_file}' has height and width {size}, but its image has "
+                        f"{image.shape[:2]}. Use label images of the same size."
+                    )
                 if self.is_train:
                     labels = read_labels(label_file, first_label=first_label, num_classes=self.num_labels)
         except UnreadableImage as error:
-            advice = "let `vil check` with --deep --fix OUT write a copy without it"
-            raise ConfigError(f"{error}; repair it, or {advice}") from error
+            raise ConfigError(
+                f"{error} 'vil check DATA --deep --fix OUT' writes a dataset without unreadable images."
+            ) from error
         except SizeMismatchError as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(f"{str(error).rstrip('.')}. Correct the annotations, or run 'vil check'.") from error
         inputs = T.AugInput(image, sem_seg=labels)
         transforms = self.augmentations(inputs)
         height, width = inputs.image.shape[:2]
@@ -123,7 +129,10 @@ class Mapper(DatasetMapper):
         return record
 
     def _pad(self, record: dict[str, Any]) -> None:
-        """Pad an image and its labels on the right and at the bottom; the mean colour is 0 after normalisation."""
+        """Pad an image and its labels on the right and at the bottom.
+
+        The padding has the mean color, which becomes 0 in the normalized image.
+        """
         height, width = record["sem_seg"].shape
         padded_height, padded_width = self.padded_size or (0, 0)
         size = max(height, padded_height), max(width, padded_width)
@@ -139,8 +148,10 @@ class Mapper(DatasetMapper):
     ) -> None:
         objects = [entry for entry in dataset_dict.pop("annotations") if entry.get("iscrowd", 0) == 0]
         if self.use_instance_mask and not all("segmentation" in entry for entry in objects):
-            advice = "DATASETS.CHECK warn leaves such objects out, and MODEL.MASK_ON False trains on boxes only"
-            raise ConfigError(f"{dataset_dict['file_name']} has an object without a mask: {advice}")
+            raise ConfigError(
+                f"Image '{dataset_dict['file_name']}' has an object without a mask. Set DATASETS.CHECK warn to remove "
+                "such objects, or MODEL.MASK_ON False to train on boxes only."
+            )
         has_rle = self.use_instance_mask and any(isinstance(entry["segmentation"], dict) for entry in objects)
         mask_format = "bitmask" if has_rle or self.recompute_boxes else self.instance_mask_format
         flipped = self.keypoint_hflip_indices
@@ -161,9 +172,10 @@ class Mapper(DatasetMapper):
 def _bitmap(
     mask: list[list[float]] | dict[str, Any], transforms: T.TransformList, image_shape: tuple[int, int]
 ) -> np.ndarray:
-    """Return polygons or RLE after augmentation, clipped to the image: (H, W) bool.
+    """Return polygons or RLE as a mask (H, W) bool after augmentation, clipped to the image.
 
-    detectron2 clips polygons by shapely, which it does not require, and its padding of a mask is a part of the object.
+    detectron2's functions are not used here for two reasons. They clip polygons with shapely, an optional dependency,
+    and they pad a mask with ones.
     """
     if isinstance(mask, dict):
         return transforms.apply_segmentation(mask_util.decode(mask)) == 1
@@ -175,19 +187,19 @@ def check_crop(cfg: CfgNode) -> None:
     """Check ``INPUT.CROP``.
 
     Raises:
-        ConfigError: for a crop of an unknown type or impossible size, and for ``PAD`` of another model than a
-            SemanticSegmentor or of crops that do not have one size.
+        ConfigError: If the type is unknown or the size is invalid. If ``PAD`` is True for a model that is not a
+            SemanticSegmentor, or for crops of different sizes.
     """
     crop = cfg.INPUT.CROP
     if crop.PAD and not is_segmentor(cfg):
-        raise ConfigError(f"INPUT.CROP.PAD is True: crops for a {cfg.MODEL.META_ARCHITECTURE} are not padded")
+        raise ConfigError(f"INPUT.CROP.PAD does not support a {cfg.MODEL.META_ARCHITECTURE}. Set it to False.")
     if not crop.ENABLED:
         return
     check_choice("INPUT.CROP.TYPE", crop.TYPE, CROP_TYPES)
     if crop.PAD and crop.TYPE != "absolute":
-        raise ConfigError(f"INPUT.CROP.PAD is True: INPUT.CROP.TYPE {crop.TYPE} has no single size, use absolute")
+        raise ConfigError(f"INPUT.CROP.PAD does not support INPUT.CROP.TYPE {crop.TYPE!r}. Use 'absolute'.")
     if len(crop.SIZE) != 2 or not all(side > 0 for side in crop.SIZE):
-        raise ConfigError(f"INPUT.CROP.SIZE is {list(crop.SIZE)}: it must be a height and a width above 0")
+        raise ConfigError(f"INPUT.CROP.SIZE is {list(crop.SIZE)}. Set it to a height and a width above 0.")
     if not 0 < crop.SINGLE_CATEGORY_MAX_AREA <= 1:
         area = crop.SINGLE_CATEGORY_MAX_AREA
-        raise ConfigError(f"INPUT.CROP.SINGLE_CATEGORY_MAX_AREA is {area}: it must be above 0 and at most 1")
+        raise ConfigError(f"INPUT.CROP.SINGLE_CATEGORY_MAX_AREA is {area}. Set it to a value above 0 and at most 1.")

@@ -1,4 +1,7 @@
-"""Batches that depend only on the seed and the iteration, so that a resumed run gets those that it would have got."""
+"""Data loaders whose batches depend only on the seed and the iteration.
+
+A resumed run therefore trains on the same batches as an uninterrupted run.
+"""
 
 import contextlib
 import dataclasses
@@ -17,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from detectron2.data import DatasetFromList, MapDataset
+from detectron2.data import MapDataset
 from detectron2.data.build import trivial_batch_collator
 from detectron2.data.samplers import InferenceSampler
 from detectron2.utils import comm
@@ -26,24 +29,25 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from backbones import ConfigError
 from projects_vil.config import one_line
+from projects_vil.data.shared_records import serialized
 from projects_vil.utils import STOP_SIGNALS
 
-# An image of a batch: its index among the records, and the seed of its augmentation.
+# An image of a batch: the index of its record, and the seed of its augmentation.
 Item = tuple[int, int]
-# Open files: pipes of the processes, and one for each tensor under way.
+# Worker processes need open files for their pipes, and for each tensor that they send.
 _MIN_FILES = 256
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EROFS)
 
 
 def derived_seed(purpose: Literal["image", "iteration"], *numbers: int) -> int:
-    """Return a seed of 63 bits for a purpose and numbers of at least 0; seeds of neighbouring numbers are unrelated."""
+    """Return a 63-bit seed for a purpose and non-negative numbers. Consecutive numbers give unrelated seeds."""
     words = (("image", "iteration").index(purpose) + 1, *numbers)
-    # NumPy 1 cannot shift a np.uint64 by a Python integer.
+    # The value is converted first because NumPy 1 cannot shift an np.uint64 by a Python integer.
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators, those of every CUDA device among them."""
+    """Seed the generators of Python, NumPy and torch, including the generators of all CUDA devices."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -51,11 +55,11 @@ def seed_all(seed: int) -> None:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed Python's, NumPy's and torch's CPU generators inside the context, and restore their states after it."""
+    """Seed the generators of Python, NumPy and torch (CPU) inside the context, and restore their states afterwards."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    # Not manual_seed, which would seed CUDA devices too.
+    # torch.manual_seed would also seed the CUDA devices.
     torch.default_generator.manual_seed(seed)
     try:
         yield
@@ -66,11 +70,11 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class SeededRecords(Dataset):
-    """Mapped records; each image is augmented with a seed of its own, whichever process maps it.
+    """A dataset that maps each record with its own seed, so that the result does not depend on the worker process.
 
     Args:
-        records: detectron2's records, serialised, so that worker processes share them.
-        mapper: from a copy of a record to what a model takes.
+        records: detectron2's records, serialized so that the worker processes share them.
+        mapper: Maps a copy of a record to an input of the model.
     """
 
     def __init__(self, records: Dataset, mapper: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -87,15 +91,17 @@ class SeededRecords(Dataset):
 
 @dataclasses.dataclass(eq=False)
 class BatchStream(Sampler[list[Item]]):
-    """Endless batches of one process, from any iteration on.
+    """An infinite batch sampler of one process that can start at any iteration.
 
-    Batches before the first iteration are skipped by their indices, without images: a second for a million images.
+    The iterator skips earlier batches by their indices and reads no images. This takes one second per million images.
 
     Args:
-        make_sampler: from a seed to an endless sampler of this rank's indices.
-        batch_size: images per batch of this rank.
-        groups: the group of each record; the images of a batch have one group, as detectron2 groups by aspect ratio.
-        seed, first_iteration: of the next iterator.
+        make_sampler: Returns an infinite sampler of the indices of this rank, for a seed.
+        batch_size: The number of images per batch of this rank.
+        groups: The group of each record. All images of a batch have the same group, as in detectron2's grouping by
+            aspect ratio.
+        seed: The seed of the next iterator.
+        first_iteration: The first iteration of the next iterator.
     """
 
     make_sampler: Callable[[int], Sampler[int]]
@@ -109,7 +115,10 @@ class BatchStream(Sampler[list[Item]]):
             yield [(index, derived_seed("image", self.seed, position)) for index, position in batch]
 
     def _batches(self) -> Iterator[list[tuple[int, int]]]:
-        """Yield indices and their positions among the images of all ranks, which do not change with their number."""
+        """Yield batches of (index, position). The position counts the images of all ranks.
+
+        The position of an image does not depend on the number of ranks.
+        """
         rank, world_size = comm.get_rank(), comm.get_world_size()
         waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for number, index in enumerate(self.make_sampler(self.seed)):
@@ -121,100 +130,104 @@ class BatchStream(Sampler[list[Item]]):
 
 
 class _Loader(DataLoader):
-    """A loader whose worker processes ignore the signals that end a run, which itself ends them when it has saved.
+    """A loader whose worker processes ignore the signals that stop a run.
 
-    A SIGTERM to one of them takes effect in the run. A batch that a worker cannot share is an error in the run.
+    The main process stops the workers after it has saved a checkpoint. A SIGTERM to a worker is raised again in the
+    main process. If a worker cannot share a batch, the main process raises a :class:`ConfigError`.
     """
 
     def __init__(self, dataset: Dataset, **options: Any) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if options["num_workers"] and files < _MIN_FILES:
             raise ConfigError(
-                f"`ulimit -n` is {files}, and loading processes need {_MIN_FILES} open files or more: raise it, or set "
-                "DATALOADER.NUM_WORKERS 0"
+                f"`ulimit -n` is {files}, but worker processes need at least {_MIN_FILES} open files. Raise the limit, "
+                "or set DATALOADER.NUM_WORKERS 0."
             )
-        # Shared with the workers: whether one has received a SIGTERM.
+        # Whether a worker has received a SIGTERM. The workers share this value.
         with _explaining_limits():
-            self._has_ended = multiprocessing.RawValue("b", False) if options["num_workers"] else None
-        prepare = functools.partial(_prepare_worker, self._has_ended)
+            self._is_terminated = multiprocessing.RawValue("b", False) if options["num_workers"] else None
+        prepare = functools.partial(_prepare_worker, self._is_terminated)
         super().__init__(dataset, collate_fn=trivial_batch_collator, worker_init_fn=prepare, **options)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        # Signals wait until the workers ignore them.
+        # Signals are blocked until the workers ignore them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             with _explaining_limits():
                 self._batches = super().__iter__()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return self._passing_on(self._batches)
+        return self._forward(self._batches)
 
-    def _passing_on(self, batches: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
+    def _forward(self, batches: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
         try:
             with _explaining_limits():
                 for batch in batches:
-                    if self._has_ended is not None and self._has_ended.value:
+                    if self._is_terminated is not None and self._is_terminated.value:
                         signal.raise_signal(signal.SIGTERM)
                     yield batch
         finally:
-            _end_workers(batches)
+            _stop_workers(batches)
 
     def stop(self) -> None:
-        """End the worker processes; torch does so only when nothing refers to their iterator, as a traceback may."""
-        _end_workers(getattr(self, "_batches", None))
+        """Stop the worker processes.
+
+        torch stops them only when there is no reference to their iterator, but a traceback may keep a reference.
+        """
+        _stop_workers(getattr(self, "_batches", None))
 
 
 class TrainLoader(_Loader):
-    """Endless batches, lists of mapped records, from any iteration on.
+    """A loader of infinite batches of mapped records that can start at any iteration.
 
     Args:
-        dataset: maps the records.
-        batches: which records, and their seeds.
-        num_workers: processes that map; their number does not change the batches.
+        dataset: The dataset that maps the records.
+        batches: The batch sampler.
+        num_workers: The number of worker processes. It does not change the batches.
     """
 
     def __init__(self, dataset: SeededRecords, batches: BatchStream, *, num_workers: int) -> None:
-        # Without a generator of its own, an iterator would take numbers from the one that the iteration is seeded with.
+        # Without its own generator, the iterator would draw numbers from the global generator, which training seeds.
         super().__init__(dataset, num_workers=num_workers, batch_sampler=batches, generator=torch.Generator())
 
     def start(self, *, seed: int, iteration: int) -> None:
-        """Let the next iterator over this loader begin with the batch of an iteration, from 0, of a seed's run."""
+        """Set the seed and the first iteration, counted from 0, of the next iterator."""
         self.batch_sampler.seed = seed
         self.batch_sampler.first_iteration = iteration
 
 
 class EvaluationLoader(_Loader):
-    """detectron2's loader for inference, one image per batch.
+    """detectron2's inference loader with one image per batch.
 
     Args:
-        records: detectron2's records of the images.
-        mapper: maps them.
-        num_workers: number of processes that map images.
+        records: The records of the images in detectron2's dataset format.
+        mapper: Maps a record to an input of the model.
+        num_workers: The number of worker processes.
     """
 
     def __init__(
         self, records: Sequence[dict[str, Any]], mapper: Callable[[dict[str, Any]], dict[str, Any]], *, num_workers: int
     ) -> None:
-        serialised = records if isinstance(records, DatasetFromList) else DatasetFromList(records, copy=False)
-        dataset = MapDataset(serialised, mapper)
+        dataset = MapDataset(serialized(records), mapper)
         super().__init__(dataset, num_workers=num_workers, sampler=InferenceSampler(len(records)))
 
 
-def _end_workers(batches: object) -> None:
+def _stop_workers(batches: object) -> None:
     getattr(batches, "_shutdown_workers", lambda: None)()
 
 
-def _prepare_worker(has_ended: Any, worker: int) -> None:
-    """Let a worker end a minute after SIGTERM, in case that the run does not end it earlier."""
+def _prepare_worker(is_terminated: Any, worker: int) -> None:
+    """Install the signal handlers of a worker. After a SIGTERM, the worker exits within a minute."""
 
-    def end(number: int, frame: FrameType | None) -> None:
-        has_ended.value = True
+    def on_terminate(number: int, frame: FrameType | None) -> None:
+        is_terminated.value = True
         signal.alarm(60)
 
     for number in STOP_SIGNALS:
-        signal.signal(number, end if number == signal.SIGTERM else signal.SIG_IGN)
+        signal.signal(number, on_terminate if number == signal.SIGTERM else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    # Python's hook for what its thread cannot send: else a traceback, and a run that waits for ever.
+    # Python calls this hook if its feeder thread cannot send an object. The default prints a traceback, and the main
+    # process would wait forever.
     multiprocessing.queues.Queue._on_queue_feeder_error = _send_error
 
 
@@ -223,12 +236,12 @@ def _send_error(queue: multiprocessing.queues.Queue, error: Exception, item: tup
         with _explaining_limits():
             raise error
     except Exception:
-        queue.put((item[0], ExceptionWrapper(where="in a loading process")))
+        queue.put((item[0], ExceptionWrapper(where="in a worker process")))
 
 
 @contextlib.contextmanager
 def _explaining_limits() -> Iterator[None]:
-    """Turn the errors of a system without shared memory or file descriptors into a :class:`ConfigError`."""
+    """Convert errors of missing shared memory or file descriptors to a :class:`ConfigError`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -236,6 +249,6 @@ def _explaining_limits() -> Iterator[None]:
         if getattr(error, "errno", None) not in _LIMITS and not is_limit:
             raise
         raise ConfigError(
-            f"the DATALOADER.NUM_WORKERS processes cannot share images: {one_line(error)} (is /dev/shm full or "
-            "read-only, or `ulimit -n` low?): enlarge it, or set DATALOADER.NUM_WORKERS 0"
+            f"The worker processes cannot share images: {one_line(error)}. Free space in /dev/shm, make it writable, "
+            "raise `ulimit -n`, or set DATALOADER.NUM_WORKERS 0."
         ) from error

@@ -1,4 +1,4 @@
-"""COCO's segmentations, checked without calling pycocotools, which some malformed ones crash."""
+"""Check COCO segmentations without pycocotools, because some malformed segmentations crash pycocotools."""
 
 import math
 from typing import Any
@@ -6,19 +6,21 @@ from typing import Any
 import numpy as np
 from pycocotools import mask as mask_util
 
-# Coordinates farther from the image than this many of its longer sides are not labels.
+# Coordinates are invalid if their distance from the image is more than this multiple of its longer side.
 FAR = 10
 
 
 def check_segmentation(segmentation: Any, height: int, width: int) -> tuple[list[str], Any]:
-    """Return what is wrong with an object's segmentation, as names of ``CHECKS``, and what of it is usable.
+    """Check the segmentation of an object.
 
     Args:
-        segmentation: polygons, or RLE with or without compression; not empty.
-        height, width: size of the image.
+        segmentation: Polygons, or RLE with or without compression. It must not be empty.
+        height: The height of the image in pixels.
+        width: The width of the image in pixels.
 
     Returns:
-        The names, and the valid polygons or the RLE; None if nothing is usable.
+        The names of the ``CHECKS`` that found a problem, and the valid part: valid polygons or the RLE. The valid part
+        is None if nothing is valid.
     """
     if isinstance(segmentation, dict):
         problem = _rle_problem(segmentation, height, width)
@@ -29,14 +31,14 @@ def check_segmentation(segmentation: Any, height: int, width: int) -> tuple[list
     if not any(found):
         return [], segmentation
     problems = [problem for problem in dict.fromkeys(found) if problem]
-    usable = [polygon for polygon, problem in zip(segmentation, found, strict=True) if problem is None]
-    if not usable:
+    valid = [polygon for polygon, problem in zip(segmentation, found, strict=True) if problem is None]
+    if not valid:
         return ["empty_mask" if problem == "empty_polygon" else problem for problem in problems], None
-    return problems, usable
+    return problems, valid
 
 
 def rle_of(segmentation: Any, height: int, width: int) -> dict[str, Any]:
-    """Return a usable segmentation as compressed RLE."""
+    """Return a valid segmentation as compressed RLE."""
     if isinstance(segmentation, list):
         return mask_util.merge(mask_util.frPyObjects(segmentation, height, width))
     is_compressed = not isinstance(segmentation["counts"], list)
@@ -44,7 +46,7 @@ def rle_of(segmentation: Any, height: int, width: int) -> dict[str, Any]:
 
 
 def box_of(segmentation: Any, height: int, width: int) -> list[float] | None:
-    """Return [left, top, width, height] of a usable segmentation, clipped to the image; None if that is empty."""
+    """Return the box [left, top, width, height] of a valid segmentation, clipped to the image. None if it is empty."""
     if isinstance(segmentation, list):
         columns = [number for polygon in segmentation for number in polygon[::2]]
         rows = [number for polygon in segmentation for number in polygon[1::2]]
@@ -70,10 +72,13 @@ def _polygon_problem(polygon: Any, height: int, width: int) -> str | None:
 
 
 def _is_plain(polygon: Any, height: int, width: int) -> bool:
-    """Accept quickly what almost all polygons are: three or more points, finite and within the image."""
+    """Return whether a polygon has three or more points, all finite and inside the image.
+
+    Almost all polygons pass this fast check, and the other polygons need the slower checks.
+    """
     try:
         total = sum(polygon)
-        # The sum is finite only if all numbers are, and only then its difference from itself is 0.
+        # The sum is finite only if all numbers are finite. `total - total` is 0 only for a finite sum.
         if len(polygon) < 6 or len(polygon) % 2 or total - total != 0 or min(polygon) < 0:
             return False
         return max(polygon) <= min(height, width) or (max(polygon[::2]) <= width and max(polygon[1::2]) <= height)
@@ -89,15 +94,16 @@ def _rle_problem(rle: dict[str, Any], height: int, width: int) -> str | None:
         counts = _run_lengths(counts)
     elif not isinstance(counts, list) or not set(map(type, counts)) <= {int}:
         return "invalid_rle"
-    is_whole = len(counts) > 0 and min(counts) >= 0 and sum(counts) == height * width
-    return None if is_whole else "invalid_rle"
+    is_valid = len(counts) > 0 and min(counts) >= 0 and sum(counts) == height * width
+    return None if is_valid else "invalid_rle"
 
 
 def _run_lengths(counts: str) -> list[int]:
-    """Decode compressed RLE counts; empty for a string that is not one.
+    """Decode compressed RLE counts. Return an empty list if the string is invalid.
 
-    Each character has six bits, from code 48 on: five of the number, the lowest first, and one that is set where more
-    follow. The numbers are signed, and from the third run on the difference from the run before the last.
+    The code of each character, minus 48, has six bits. Five bits belong to a number, with the lowest bits first. The
+    sixth bit is set if the number continues in the next character. Numbers are signed. From the third run on, a number
+    is the difference from the run before the previous run.
     """
     try:
         codes = np.frombuffer(counts.encode("ascii"), np.uint8).astype(np.int64) - 48
@@ -112,7 +118,7 @@ def _run_lengths(counts: str) -> list[int]:
     shifts = 5 * (np.arange(len(codes)) - np.repeat(starts, lengths))
     numbers = np.add.reduceat((codes & 31) << shifts, starts)
     numbers -= np.where(codes[starts + lengths - 1] & 16, np.int64(1) << (5 * lengths), 0)
-    # Two chains of differences: the runs 1, 3, 5, ... and 2, 4, 6, ...; the first run is in neither.
+    # Undo the differences of the runs 1, 3, 5, ... and of the runs 2, 4, 6, ... (run 0 has no difference).
     numbers[1::2] = np.cumsum(numbers[1::2])
     numbers[2::2] = np.cumsum(numbers[2::2])
     return numbers.tolist()

@@ -1,7 +1,7 @@
-"""A small synthetic dataset for the demos and the tests: boxes and masks as in COCO, or labels as in ADE20K.
+"""Write a small synthetic dataset for demos and tests, with boxes and masks as in COCO or label images as in ADE20K.
 
-Bright circles, squares and triangles lie on dim noise. The class shows in the outline and in the hue; hues, sizes and
-rotations vary, objects overlap a little, and images differ in size.
+The images show bright circles, squares and triangles on dim noise. Each class has its own outline and hue. Hues, sizes
+and rotations vary, objects overlap slightly, and images have different sizes.
 """
 
 import colorsys
@@ -24,14 +24,14 @@ SHAPES_SEM_SEG_CLASSES = ("background", *SHAPES_CLASSES)
 GENERATOR_VERSION = 1
 DESCRIPTION = "Drawn shapes on dim noise, written by tools/make_shapes_dataset.py"
 
-CLASS_HUES = (0.0, 1 / 3, 0.62)  # red, green, blue, as fractions of the colour circle
+CLASS_HUES = (0.0, 1 / 3, 0.62)  # red, green and blue, as fractions of the color wheel
 HUE_SPREAD = 0.05
-BACKGROUND_MAX = 90  # of 255; an object's brightest channel starts at OBJECT_MIN
-OBJECT_MIN = 140
+BACKGROUND_MAX = 90  # maximum value of the background, from 0 to 255
+OBJECT_MIN = 140  # minimum value of an object's brightest channel
 MAX_OBJECTS = 5
-OBJECT_SIZES = (0.14, 0.5)  # longer side of an object's box, as a fraction of the image's short side
-MIN_VISIBLE = 0.65  # of an object's area, after all later objects have been rendered
-MAX_COVERING = 0.4  # of a new object's area, over earlier objects
+OBJECT_SIZES = (0.14, 0.5)  # range of the longer side of a box, as a fraction of the image's short side
+MIN_VISIBLE = 0.65  # minimum visible fraction of an object after all objects are rendered
+MAX_COVERING = 0.4  # maximum fraction of a new object that lies over earlier objects
 PLACING_ATTEMPTS = 20
 CONTOUR_UPSAMPLING = 4
 
@@ -46,30 +46,39 @@ def write_shapes_dataset(
     seed: int = 0,
     overwrite: bool = False,
 ) -> str:
-    """Write a dataset under ``output``.
+    """Write a synthetic dataset to a folder.
 
-    For detection ``annotations/instances_{train,val}.json``, ``train/*.jpg`` and ``val/*.jpg``. For semantic
-    segmentation ``images/{training,validation}/*.jpg`` and ``annotations/{training,validation}/*.png`` as in ADE20K,
-    with ``classes.txt`` and, of the same images, ``instances_{train,val}.json``: labels are 1 for the background, 2 to
-    4 for circles, squares and triangles, and 0, to be ignored, along the objects' outlines. For panoptic segmentation
-    the files of detection, and ``stuff_{train,val}/*.png`` as in COCO: labels are 0 for things, 1 for the background.
+    The files depend on the task:
 
-    The same parameters give the same bytes. The folder appears complete or not at all. A folder that already holds the
-    dataset with these parameters is kept; another shapes dataset is replaced if ``overwrite``; a folder with anything
-    else in it is never changed.
+    - ``"detection"``: ``annotations/instances_{train,val}.json``, ``train/*.jpg`` and ``val/*.jpg``.
+    - ``"sem_seg"``: ``images/{training,validation}/*.jpg`` and ``annotations/{training,validation}/*.png`` as in
+      ADE20K, ``classes.txt``, and ``instances_{train,val}.json`` with the objects of the same images. Label 1 is the
+      background, labels 2 to 4 are circles, squares and triangles. Label 0 is ignored and covers the outlines.
+    - ``"panoptic"``: the files of ``"detection"``, and ``stuff_{train,val}/*.png`` as in COCO. Label 0 is a thing, and
+      label 1 is the background.
+
+    The same parameters give the same bytes. The folder is written atomically. If the folder has the same dataset
+    already, it is kept. A different shapes dataset is replaced only with ``overwrite``. A folder with other files is
+    never changed.
 
     Args:
-        task: of ``SHAPES_TASKS``.
-        num_train, num_val: images in each split, at least 1.
-        short_side: mean short side of the images in pixels, at least 32; each lies within 10 % of it. The long
-            side is 1.1 to 1.5 times the short side, and about half of the images are portraits.
-        seed: at least 0. An image depends only on the seed, its split, its index there and ``short_side``.
+        output: The folder of the dataset.
+        task: One of ``SHAPES_TASKS``.
+        num_train: The number of training images, at least 1.
+        num_val: The number of validation images, at least 1.
+        short_side: The mean short side of the images in pixels, at least 32. Each short side differs by at most 10%.
+            The long side is 1.1 to 1.5 times the short side, and about half of the images are portraits.
+        seed: The random seed, at least 0. An image depends only on the seed, its split, its index and ``short_side``.
+        overwrite: Whether to replace a different shapes dataset.
 
     Returns:
-        What the folder holds, and whether it was written or kept, in a line.
+        A summary of the dataset in one line, which begins with whether it was written or kept.
 
     Raises:
-        ConfigError: a parameter out of range, or an ``output`` that must not or cannot be written.
+        ConfigError: If a parameter is out of range, or if ``output`` has other files or cannot be written.
+
+    Example:
+        >>> print(write_shapes_dataset("datasets/shapes", num_train=16, num_val=8))
     """
     check_choice("task", task, SHAPES_TASKS)
     parameters = {"num_train": num_train, "num_val": num_val, "short_side": short_side, "seed": seed}
@@ -87,11 +96,13 @@ def write_shapes_dataset(
                 missing = [image["file_name"] for image in part["images"] if not (folder / image["file_name"]).exists()]
                 if differing or missing:
                     reason = ", ".join([*differing, *(f"without {name}" for name in missing[:1])])
-                    raise ConfigError(f"{output} is a shapes dataset with {reason}: --overwrite replaces it")
+                    raise ConfigError(
+                        f"'{output}' has a different shapes dataset ({reason}). Add --overwrite to replace it."
+                    )
         else:
             content = _write_and_rename(output, task, parameters)
     except OSError as error:
-        raise ConfigError(f"cannot write {output}: {error.strerror}; choose another folder") from error
+        raise ConfigError(f"Cannot write '{output}': {error.strerror}. Choose another folder.") from error
     images, objects = (" and ".join(str(len(content[s][k])) for s in SPLITS) for k in ("images", "annotations"))
     verb = "kept, already complete:" if is_kept else "wrote"
     return f"{verb} {images} images for train and val ({objects} objects: {', '.join(SHAPES_CLASSES)}) in {output}"
@@ -101,7 +112,7 @@ def write_shapes_dataset(
 
 
 def _paths(task: str, split: str) -> tuple[Path, Path, Path]:
-    """Return the annotation file, the folder of images and that of label images, in the folder of a dataset."""
+    """Return the annotation file, the image folder and the label folder of a split, relative to the dataset."""
     if task == "sem_seg":
         folder = {"train": "training", "val": "validation"}[split]
         return Path(f"instances_{split}.json"), Path("images", folder), Path("annotations", folder)
@@ -109,7 +120,11 @@ def _paths(task: str, split: str) -> tuple[Path, Path, Path]:
 
 
 def _read_existing(output: Path, task: str) -> dict[str, dict] | None:
-    """Return the annotations by split of the shapes dataset in ``output``; None if there is nothing yet."""
+    """Return the annotations by split of the shapes dataset in ``output``, or None if there is no file yet.
+
+    Raises:
+        ConfigError: If ``output`` has other files.
+    """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     parts = {path.parts[0] for split in SPLITS for path in _paths(task, split)} | {"classes.txt"}
@@ -120,11 +135,11 @@ def _read_existing(output: Path, task: str) -> dict[str, dict] | None:
                 return existing
     except (OSError, ValueError, LookupError, TypeError):
         pass
-    raise ConfigError(f"{output} is not empty and not a shapes dataset for {task}; choose another folder")
+    raise ConfigError(f"'{output}' is not empty and is not a shapes dataset for {task!r}. Choose another folder.")
 
 
 def _write_and_rename(output: Path, task: str, parameters: dict[str, int]) -> dict[str, dict]:
-    """Write next to ``output``, then rename; return the annotations by split."""
+    """Write the dataset atomically: next to ``output`` first, then rename. Return the annotations by split."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         new = Path(folder, "new")
@@ -138,7 +153,7 @@ def _write_and_rename(output: Path, task: str, parameters: dict[str, int]) -> di
 
 
 def _write_split(root: Path, task: str, split: str, parameters: dict[str, int]) -> dict[str, Any]:
-    """Write a split's images, annotation file and label images; return the annotation file's content."""
+    """Write the images, the annotation file and the label images of a split. Return the annotations."""
     annotation_file, images, labels = (root / path for path in _paths(task, split))
     for folder in (annotation_file.parent, images, *([] if task == "detection" else [labels])):
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,7 +190,7 @@ def _write_image(path: Path, image: np.ndarray, options: list[int]) -> None:
 
 
 def _annotation(mask: np.ndarray, class_index: int, image_id: int, annotation_id: int) -> dict:
-    """Return the COCO entry of the object whose visible pixels are ``mask`` (H, W) bool."""
+    """Return the COCO annotation of an object with the visible pixels ``mask`` (H, W) bool."""
     left, top, width, height = cv2.boundingRect(mask.astype(np.uint8))
     return {
         "id": annotation_id,
@@ -189,10 +204,10 @@ def _annotation(mask: np.ndarray, class_index: int, image_id: int, annotation_id
 
 
 def label_image(size: tuple[int, int], instances: list[tuple[int, np.ndarray]], task: str) -> np.ndarray:
-    """Return labels (H, W) uint8 with 1 for the background.
+    """Return a label image (H, W) uint8, in which 1 is the background.
 
-    For ``sem_seg`` as in ADE20K: classes from 2, and 0 within a pixel of an outline. For ``panoptic`` as in COCO's
-    panoptic_stuff folders: 0 for all things.
+    For ``"sem_seg"``, as in ADE20K, the first class is 2, and pixels within one pixel of an outline are 0. For
+    ``"panoptic"``, as in COCO's panoptic_stuff folders, all things are 0.
     """
     labels = np.ones(size, np.uint8)
     for class_index, mask in instances:
@@ -204,10 +219,10 @@ def label_image(size: tuple[int, int], instances: list[tuple[int, np.ndarray]], 
 
 
 def mask_polygons(mask: np.ndarray) -> list[list[float]]:
-    """Return the outlines of a mask (H, W) without holes: ``[x0, y0, x1, y1, ...]`` in pixels for each connected part.
+    """Return a polygon ``[x0, y0, x1, y1, ...]`` in pixels for each connected part of a mask (H, W) without holes.
 
-    Pixel (row, column) covers [column, column + 1] x [row, row + 1], as in COCO. OpenCV joins pixel centres,
-    so the mask is enlarged first, which leaves the outline an eighth of a pixel inside.
+    Pixel (row, column) covers [column, column + 1] x [row, row + 1], as in COCO. OpenCV connects pixel centers. The
+    mask is therefore upsampled first, so that the outline lies only an eighth of a pixel inside the mask.
     """
     enlarged = np.kron(mask.astype(np.uint8), np.ones((CONTOUR_UPSAMPLING,) * 2, np.uint8))
     contours, _ = cv2.findContours(enlarged, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
@@ -223,9 +238,11 @@ def mask_polygons(mask: np.ndarray) -> list[list[float]]:
 
 
 def render_image(rng: np.random.Generator, *, short_side: int) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
-    """Render one image (H, W, 3) uint8 BGR, H != W, with 1 to 5 objects.
+    """Render one image with 1 to 5 objects. Its height and width differ.
 
-    Returns the image, and for each object its class index and the mask (H, W) bool of its visible pixels.
+    Returns:
+        The image (H, W, 3) uint8 BGR, and for each object its class index and the mask (H, W) bool of its visible
+        pixels.
     """
     height, width = _image_size(rng, short_side)
     owner, classes = _place_objects(rng, height, width)
@@ -246,9 +263,10 @@ def _image_size(rng: np.random.Generator, short_side: int) -> tuple[int, int]:
 
 
 def _place_objects(rng: np.random.Generator, height: int, width: int) -> tuple[np.ndarray, list[int]]:
-    """Place objects one over another, later ones on top.
+    """Place objects at random positions. Later objects cover earlier objects.
 
-    Returns an owner map (H, W), 0 for background and k where the k-th object is visible, and class indices.
+    Returns:
+        The owner of each pixel (H, W), which is 0 for the background and k for the k-th object, and the class indices.
     """
     owner = np.zeros((height, width), np.uint8)
     classes, areas = [], []
@@ -265,10 +283,10 @@ def _place_objects(rng: np.random.Generator, height: int, width: int) -> tuple[n
 
 
 def _fits(owner: np.ndarray, areas: list[int], mask: np.ndarray) -> bool:
-    """Whether a new object leaves enough of each earlier one visible and does not lie mostly on others.
+    """Return whether a new object leaves earlier objects visible enough, and does not lie mostly on other objects.
 
-    The second condition also keeps masks free of holes, which polygons cannot express: all outlines are
-    convex, so only an object inside another would cut one.
+    The second condition also prevents masks with holes, which polygons do not support. All outlines are convex, so an
+    object makes a hole only if it lies inside another object.
     """
     visible = np.bincount(owner.ravel(), minlength=len(areas) + 1)[1:]
     covered = np.bincount(owner[mask], minlength=len(areas) + 1)[1:]
@@ -277,7 +295,7 @@ def _fits(owner: np.ndarray, areas: list[int], mask: np.ndarray) -> bool:
 
 
 def _object_mask(rng: np.random.Generator, class_index: int, height: int, width: int) -> np.ndarray:
-    """A random object of the class, wholly inside the image: (H, W) bool."""
+    """Return the mask (H, W) bool of a random object of a class, completely inside the image."""
     outline, angle = _outline(rng, class_index), rng.uniform(0, 2 * np.pi)
     corners = outline @ [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
     corners -= corners.min(axis=0)
@@ -291,7 +309,7 @@ def _object_mask(rng: np.random.Generator, class_index: int, height: int, width:
 
 
 def _outline(rng: np.random.Generator, class_index: int) -> np.ndarray:
-    """Corners (N, 2) of a convex outline round the origin."""
+    """Return the corners (N, 2) of a convex outline around the origin."""
     if SHAPES_CLASSES[class_index] == "square":
         return np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * [1.0, rng.uniform(0.65, 1.0)]
     if SHAPES_CLASSES[class_index] == "circle":
@@ -302,7 +320,7 @@ def _outline(rng: np.random.Generator, class_index: int) -> np.ndarray:
 
 
 def _background(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
-    """Dim, slowly varying, tinted noise: (H, W, 3) float in [0, BACKGROUND_MAX]."""
+    """Return smooth, tinted, dim noise: (H, W, 3) float in [0, BACKGROUND_MAX]."""
     image = rng.uniform(15, 55) + rng.uniform(-12, 12, 3) + np.zeros((height, width, 3))
     for cells, amplitude in ((3, 14.0), (9, 8.0)):
         coarse = rng.normal(0.0, amplitude, (cells, cells, 3))
@@ -311,14 +329,14 @@ def _background(rng: np.random.Generator, height: int, width: int) -> np.ndarray
 
 
 def _object_color(rng: np.random.Generator, class_index: int) -> np.ndarray:
-    """A colour of the class: (3,) BGR, brightest channel from OBJECT_MIN to 255."""
+    """Return a random color of a class: (3,) BGR with a brightest channel from OBJECT_MIN to 255."""
     hue = (CLASS_HUES[class_index] + rng.uniform(-HUE_SPREAD, HUE_SPREAD)) % 1.0
     red, green, blue = colorsys.hsv_to_rgb(hue, rng.uniform(0.5, 0.95), rng.uniform(OBJECT_MIN, 255))
     return np.array([blue, green, red])
 
 
 def _shading(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
-    """A slow brightness gradient across the image in a random direction: (H, W, 1) in [0.85, 1.15]."""
+    """Return a linear brightness gradient in a random direction: (H, W, 1) in [0.85, 1.15]."""
     angle = rng.uniform(0, 2 * np.pi)
     across = np.sin(angle) * np.linspace(-1, 1, height)[:, None] + np.cos(angle) * np.linspace(-1, 1, width)
     return (1 + 0.15 * across / np.sqrt(2))[..., None]

@@ -30,8 +30,8 @@ def match_image(
 
     Returns:
         An array with a record per detection: image, category, score, rank within the category, and for each of A area
-        ranges two bit masks over the IoU thresholds: ``hit`` (matched) and ``left`` (ignored). And an array with a
-        record per category: image, category, and for each area range the number of objects that are not ignored.
+        ranges two bit masks over the IoU thresholds, ``matched`` and ``ignored``. And an array with a record per
+        category: image, category, and for each area range the number of objects that are not ignored.
     """
     # As in detectron2, the area of a mask is its number of pixels, not the area of its box.
     unused = "bbox" if task == "segm" else None
@@ -52,11 +52,11 @@ def match_image(
     for start in range(0, len(evaluation.evalImgs), num_areas):
         areas = evaluation.evalImgs[start : start + num_areas]
         pair, scores = (image["id"], areas[0]["category_id"]), areas[0]["dtScores"]
-        hit, left = ([bits @ (one[key] != 0) for one in areas] for key in ("dtMatches", "dtIgnore"))
-        columns = zip(scores, range(len(scores)), np.transpose(hit), np.transpose(left), strict=True)
+        matched, ignored = ([bits @ (one[key] != 0) for one in areas] for key in ("dtMatches", "dtIgnore"))
+        columns = zip(scores, range(len(scores)), np.transpose(matched), np.transpose(ignored), strict=True)
         rows += [(*pair, *row) for row in columns]
         objects.append((*pair, [(one["gtIgnore"] == 0).sum() for one in areas]))
-    bits = [(name, np.uint16, num_areas) for name in ("hit", "left")]
+    bits = [(name, np.uint16, num_areas) for name in ("matched", "ignored")]
     found = np.array(rows, [*_PAIR, ("score", np.float64), ("rank", np.uint16), *bits])
     return found, np.array(objects, [*_PAIR, ("objects", np.int32, num_areas)])
 
@@ -90,9 +90,10 @@ def summarize(
         for limit, most in enumerate(parameters.maxDets):
             rows = own[own["rank"] < most]
             for area in np.flatnonzero(numbers):
-                hit, counted = rows["hit"][:, area], ~rows["left"][:, area]
+                matched, counts = rows["matched"][:, area], ~rows["ignored"][:, area]
                 for iou in range(shape[0]):
-                    true, false = (np.cumsum(bits >> iou & 1).astype(float) for bits in (hit & counted, ~hit & counted))
+                    both = (matched & counts, ~matched & counts)
+                    true, false = (np.cumsum(bits >> iou & 1).astype(float) for bits in both)
                     recall, precision = true / numbers[area], true / (false + true + np.spacing(1))
                     precision = np.maximum.accumulate(precision[::-1])[::-1]
                     at = np.searchsorted(recall, parameters.recThrs)

@@ -48,7 +48,8 @@ class TransformerBackbone(Backbone):
         name: variant name.
         out_features: names of the stages to return.
         freeze_at: number of frozen stages, counted from the first.
-        options: keyword arguments of :func:`backbones.create_backbone`.
+        options: keyword arguments of :func:`backbones.create_backbone`. A ``drop_path_rate`` of None is the rate of the
+            variant.
 
     Raises:
         ConfigError: for an unknown variant or option, or if ``freeze_at`` is more than the number of stages.
@@ -57,6 +58,8 @@ class TransformerBackbone(Backbone):
     def __init__(self, name: str, *, out_features: Sequence[str], freeze_at: int = 0, **options) -> None:
         super().__init__()
         self.variant = name
+        if options.get("drop_path_rate", 0.0) is None:
+            options["drop_path_rate"] = get_variant(name).drop_path_rate
         # Used to convert official weights.
         self.options = {"out_features": tuple(out_features), **options}
         self.net = create_backbone(name, **self.options)

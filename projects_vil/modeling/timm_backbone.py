@@ -31,7 +31,7 @@ class TimmBackbone(Backbone):
         name: ``timm:MODEL``, or ``timm:MODEL.TAG`` for a model with pretrained weights (:meth:`pretrained_weights`).
         out_features: names of the stages to return. Later stages are not built.
         freeze_at: number of frozen stages, counted from the first.
-        drop_path_rate: timm's rate of stochastic depth.
+        drop_path_rate: timm's stochastic depth rate; by default 0.1 for models that have it.
         activation_checkpointing: recompute activations in the backward pass.
         attention_backend: ``"auto"`` or ``"sdpa"``, because timm uses PyTorch's attention.
         norm: ``"BN"`` (also None), ``"FrozenBN"`` or ``"SyncBN"``.
@@ -48,7 +48,7 @@ class TimmBackbone(Backbone):
         *,
         out_features: Sequence[str],
         freeze_at: int = 0,
-        drop_path_rate: float = 0.0,
+        drop_path_rate: float | None = None,
         activation_checkpointing: bool = False,
         attention_backend: str = "auto",
         norm: str | None = None,
@@ -71,7 +71,7 @@ class TimmBackbone(Backbone):
             parameters = inspect.signature(type(probe.model).__init__).parameters
             if drop_path_rate and "drop_path_rate" not in parameters:
                 raise ConfigError(f"{name} has no stochastic depth. Set MODEL.TRANSFORMER.DROP_PATH to 0.0.")
-            wanted = _ANY_SIZE | {"drop_path_rate": drop_path_rate}
+            wanted = _ANY_SIZE | {"drop_path_rate": 0.1 if drop_path_rate is None else drop_path_rate}
             self.options = {option: value for option, value in wanted.items() if option in parameters}
             indices = _indices(name, probe)
             probe = _create(name, out_indices=list(indices.values()), **self.options)

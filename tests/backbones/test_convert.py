@@ -252,25 +252,16 @@ BIAS = "layers.3.blocks.0.attn.relative_position_bias_table"
         (lit, with_tensor(BIAS, 9, 5), "lit_relative", {}, BIAS),
         (lit, dict, "lit_absolute", {}, "layers.0"),
         (lit, dict, "vil_tiny", {}, "layers.0"),
+        (lambda: vil(num_classes=5), dict, RELATIVE, {"num_classes": 10}, "head.weight"),
+        (lambda: lit("lit_absolute"), dict, "lit_absolute", {"num_classes": 10}, "stages.3.global_tokens"),
+        (lit, dict, "lit_relative", {"num_classes": 10}, "norm1.weight"),
     ],
 )
 def test_mismatched_weights_raise(weights, change, name, options, hint):
+    classifier = "num_classes" in options
     with pytest.raises(ConfigError, match=hint) as caught:
-        convert_state_dict(change(weights()), name, model_options=options)
+        convert_state_dict(change(weights()), name, classifier=classifier, model_options=options)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "weights, name, hint",
-    [
-        (lambda: vil(num_classes=5), RELATIVE, "head.weight"),
-        (lambda: lit("lit_absolute"), "lit_absolute", "stages.3.global_tokens"),
-        (lit, "lit_relative", "norm1.weight"),
-    ],
-)
-def test_mismatched_classifier_weights_raise(weights, name, hint):
-    with pytest.raises(ConfigError, match=hint):
-        convert_state_dict(weights(), name, classifier=True, model_options={"num_classes": 10})
 
 
 LONG_SHORT = {"layer1.1.attn.to_dynamic_projection.weight": torch.ones(8, 48)}

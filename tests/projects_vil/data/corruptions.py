@@ -1,4 +1,4 @@
-"""Corruptions of a COCO file or its images, each with the check that finds it."""
+"""Corruptions of a COCO file or its images, each with the name of the check that finds it."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def second(of: str, *removed: str, **changes: Any) -> Callable[[dict, Path], None]:
-    """Change the second entry of a list, and remove keys of it."""
+    """Return a function that changes and removes keys of the second entry of a list."""
 
     def change(content: dict, images: Path) -> None:
         content[of][1].update(changes)
@@ -24,12 +24,12 @@ def annotation(*removed: str, **changes: Any) -> Callable[[dict, Path], None]:
 
 
 def again(of: str, **changes: Any) -> Callable[[dict, Path], None]:
-    """Append the second entry again, changed."""
+    """Return a function that appends a changed copy of the second entry."""
     return lambda content, images: content[of].append({**content[of][1], **changes})
 
 
 def polygon(polygon: Any, *, keep: bool = False) -> Callable[[dict, Path], None]:
-    """Give the second object this polygon, after its own with ``keep``."""
+    """Return a function that replaces the polygons of the second object, or adds one with ``keep``."""
 
     def change(content: dict, images: Path) -> None:
         own = content["annotations"][1]["segmentation"]
@@ -39,7 +39,7 @@ def polygon(polygon: Any, *, keep: bool = False) -> Callable[[dict, Path], None]
 
 
 def rle(counts: Any = None, *, size: Any = None, crowd: int = 0) -> Callable[[dict, Path], None]:
-    """Give the second object RLE; ``counts`` may be a function of the number of its image's pixels."""
+    """Return a function that gives the second object RLE. ``counts`` may be a function of the number of pixels."""
 
     def change(content: dict, images: Path) -> None:
         of = next(image for image in content["images"] if image["id"] == content["annotations"][1]["image_id"])
@@ -51,7 +51,7 @@ def rle(counts: Any = None, *, size: Any = None, crowd: int = 0) -> Callable[[di
 
 
 def file(change: Callable[[Path], object]) -> Callable[[dict, Path], None]:
-    """Change the file of the second image."""
+    """Return a function that changes the file of the second image."""
     return lambda content, images: change(images / content["images"][1]["file_name"])
 
 
@@ -97,7 +97,7 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "RLE without counts": ("invalid_rle", rle(None)),
     "RLE without size": ("invalid_rle", annotation(segmentation={"counts": [3]})),
     "RLE of an object": ("rle_without_iscrowd", rle(lambda pixels: [100, 60, pixels - 160])),
-    # what goes with them
+    # other annotation keys
     "annotation that is a number": ("invalid_annotation_entry", lambda c, i: c["annotations"].append(17)),
     "annotation id twice": ("duplicate_annotation_id", annotation(id=1)),
     "annotation twice": ("duplicate_annotation_id", again("annotations")),
@@ -143,7 +143,7 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
 
 
 def corrupt(folder: Path, name: str) -> str:
-    """Corrupt ``annotations.json`` or ``images/`` of a folder; return the name of the check that finds it."""
+    """Corrupt ``annotations.json`` or ``images/`` of a folder, and return the name of the check that finds it."""
     check, change = CORRUPTIONS[name]
     content = json.loads((folder / "annotations.json").read_text())
     change(content, folder / "images")

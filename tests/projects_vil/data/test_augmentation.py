@@ -1,6 +1,6 @@
-"""Large-scale jitter and copy-paste: masks and boxes are exactly what the pixels show; which keys go together.
+"""Test large-scale jitter and copy-paste: masks and boxes match the pixels, and invalid combinations of keys fail.
 
-Every object is a rectangle of its own colour, so that pixels show the masks.
+Each object is a rectangle with its own color, so the pixels show the masks.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from projects_vil.data import Mapper
 from projects_vil.data.augmentation import MIN_VISIBLE_PIXELS, CopyPaste, paste
 from projects_vil.engine import check_setup
 from projects_vil.engine.checks import check_values
-from tests.projects_vil.data.own import mapped
+from tests.projects_vil.data.custom_dataset import mapped
 from tests.projects_vil.helpers import message, small_config
 
 RED, GREEN, BLUE, YELLOW, CYAN = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (0, 255, 255)
@@ -27,7 +27,7 @@ RED, GREEN, BLUE, YELLOW, CYAN = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 25
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A rectangle with rows ``top`` to ``bottom`` and columns ``left`` to ``right``, the last ones excluded."""
+    """A rectangle with rows ``top`` to ``bottom`` - 1 and columns ``left`` to ``right`` - 1."""
 
     top: int
     bottom: int
@@ -40,7 +40,10 @@ class Rectangle:
 
 
 def write_record(folder: Path, name: str, size: tuple[int, int], *objects: Rectangle) -> dict:
-    """Write a black PNG of (height, width) with objects, later ones over earlier ones, and return its record."""
+    """Write a black PNG file of (height, width) with objects, and return its record.
+
+    Later objects cover earlier objects.
+    """
     image, annotations, path = np.zeros((*size, 3), np.uint8), [], str(folder / f"{name}.png")
     for one in objects:
         image[one.top : one.bottom, one.left : one.right] = one.color
@@ -54,12 +57,12 @@ def write_record(folder: Path, name: str, size: tuple[int, int], *objects: Recta
 
 
 def pixels_of(image: torch.Tensor, color: tuple[int, int, int]) -> torch.Tensor:
-    """Return where a color is in an image (3, H, W), as (H, W) bool; blurred edges are halved, and grey is no color."""
+    """Return the pixels (H, W) bool of an image (3, H, W) whose channels all differ from a color by less than 128."""
     return ((image.int() - torch.tensor(color)[:, None, None]).abs() < 128).all(dim=0)
 
 
 def boxes_of(masks: torch.Tensor) -> list[list[float]]:
-    """Return left, top, right and bottom of masks (N, H, W), none of which is empty."""
+    """Return left, top, right and bottom of non-empty masks (N, H, W)."""
     return (masks_to_boxes(masks) + torch.tensor([0, 0, 1, 1])).tolist()
 
 
@@ -70,7 +73,7 @@ OBJECTS = (Rectangle(3, 11, 5, 26, RED), Rectangle(14, 29, 30, 43, GREEN, 1), Re
 
 
 def lsj(factor: float, *overrides: str, size: int = 47, detector: str = "mask_rcnn") -> Mapper:
-    """Build a mapper with large-scale jitter by one factor."""
+    """Return a mapper with large-scale jitter at a fixed scale."""
     keys = ("INPUT.LSJ.SIZE", str(size), "INPUT.LSJ.SCALE", f"({factor}, {factor})")
     return Mapper(small_config(detector, *LSJ, *keys, *overrides), is_train=True)
 
@@ -127,7 +130,7 @@ def test_boxes_are_the_same_with_and_without_masks(tmp_path, factor):
 
 
 def test_the_box_of_a_cropped_triangle_shrinks(tmp_path):
-    """The part towards its tip, on the left, is lower than its box clipped to the image."""
+    """The crop removes the base of the triangle, so its visible part is lower than its clipped box."""
     record = write_record(tmp_path, "a", (60, 60), Rectangle(5, 55, 4, 56))
     record["annotations"][0]["segmentation"] = [[4.0, 30.0, 56.0, 5.0, 56.0, 55.0]]
     num_shrunk = 0
@@ -182,16 +185,16 @@ def test_strong_changes_colors_but_not_the_padding(tmp_path):
 # -- copy-paste ------------------------------------------------------------------------------------
 
 SIZE = (35, 48)
-# Objects of the image: partly covered, wholly covered, and not covered though smaller than MIN_VISIBLE_PIXELS.
+# Objects of the image: partly covered, completely covered, and uncovered but smaller than MIN_VISIBLE_PIXELS.
 RED_ONE, GREEN_ONE = Rectangle(2, 20, 3, 30, RED, 0), Rectangle(21, 30, 10, 20, GREEN, 1)
 BLUE_ONE = Rectangle(2, 5, 40, 44, BLUE, 2)
-# Objects of the other image, over the first two.
+# Objects of the other image, which cover the first two objects.
 YELLOW_ONE, CYAN_ONE = Rectangle(10, 33, 8, 25, YELLOW, 2), Rectangle(30, 34, 40, 46, CYAN, 1)
 ALL = np.array([True, True])
 
 
 def padding() -> Mapper:
-    """Build jitter that only pads an image, so that colors show the objects."""
+    """Return a mapper whose jitter only pads an image, so that the colors show the objects."""
     return lsj(1.0, "INPUT.RANDOM_FLIP", "none", size=48)
 
 
@@ -204,7 +207,7 @@ def sample_of(tmp_path):
 
 
 def check(sample: dict, *colors: tuple[int, int, int]) -> None:
-    """Check that the instances are the visible pixels of these colors, in this order."""
+    """Check that the masks are the visible pixels of these colors, in this order."""
     instances = sample["instances"]
     visible = torch.stack([pixels_of(sample["image"], color) for color in colors])
     assert torch.equal(instances.gt_masks.tensor, visible)
@@ -220,10 +223,10 @@ def test_masks_and_boxes_under_occlusion(sample_of, rle, size):
     check(sample, RED, GREEN, BLUE)
     image = sample["image"].clone()
     pasted = paste(sample, other, ALL)
-    # The green one is wholly covered.
+    # The green object is completely covered.
     check(pasted, RED, BLUE, YELLOW, CYAN)
     assert pasted["pasted_from"] == other["file_name"] and pasted["file_name"] == sample["file_name"]
-    # Neither image is modified: others may be pasted from them.
+    # The inputs are not modified.
     check(sample, RED, GREEN, BLUE)
     check(other, YELLOW, CYAN)
     assert torch.equal(sample["image"], image) and "pasted_from" not in sample
@@ -232,7 +235,7 @@ def test_masks_and_boxes_under_occlusion(sample_of, rle, size):
 
 @pytest.mark.parametrize("left, colors", [(8, (RED, YELLOW)), (7, (YELLOW,))])
 def test_barely_visible_objects_are_removed(sample_of, left, colors):
-    """8 rows of 8 columns are MIN_VISIBLE_PIXELS."""
+    """MIN_VISIBLE_PIXELS are 8 rows of 8 columns."""
     assert MIN_VISIBLE_PIXELS == 64
     sample = sample_of("a", Rectangle(4, 12, 5, 40, RED))
     check(paste(sample, sample_of("b", Rectangle(0, 35, 5 + left, 48, YELLOW, 2)), np.array([True])), *colors)
@@ -271,7 +274,7 @@ def test_share_of_images_with_pasted_objects(tmp_path):
         copy_paste = CopyPaste(padding(), [own, *others], probability=probability)
         samples = [copy_paste(own) for _ in range(40)]
         pasted = [sample["pasted_from"] for sample in samples if "pasted_from" in sample]
-        # No object is chosen in a quarter of the cases for two objects, in half of them for the image itself.
+        # No object is chosen with probability 1/4 for an image with two objects, and 1/2 for an image with one.
         expected = probability * (0.75 * 0.75 + 0.25 * 0.5) * len(samples)
         assert abs(len(pasted) - expected) <= 0.2 * len(samples) * (probability > 0)
     assert set(pasted) == {record["file_name"] for record in (own, *others)}

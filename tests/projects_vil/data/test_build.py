@@ -1,4 +1,4 @@
-"""Records and loaders, and errors that name the file or key."""
+"""Test records and loaders, and their error messages."""
 
 import multiprocessing
 import resource
@@ -16,9 +16,9 @@ from detectron2.utils import comm
 
 from backbones import ConfigError
 from projects_vil.data import build_test_loader, build_train_loader, load_dataset, read_datasets, register_datasets
-from projects_vil.data.shared_records import read_once
+from projects_vil.data.shared_records import read_and_share
 from projects_vil.evaluation import build_evaluator, validation_loss
-from tests.projects_vil.data.own import NAME, config, edit, entry, first_image, load
+from tests.projects_vil.data.custom_dataset import NAME, config, edit, entry, first_image, load
 from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.helpers import message, small_config
 
@@ -62,7 +62,7 @@ def test_datasets_of_other_classes_are_not_mixed(copy, shapes):
 
 
 def test_training_datasets_with_classes_in_another_order(copy, shapes):
-    """All have the classes of the first one; losses on a dataset for testing do as well."""
+    """All datasets get the class order of the first dataset, also for the validation loss."""
 
     def reverse(content: dict) -> None:
         for one in content["categories"]:
@@ -85,7 +85,7 @@ def test_box_dataset_for_a_mask_detector(copy):
     edit(copy, lambda content: [a.pop("segmentation") for a in content["annotations"]])
     for train in (True, False):
         text = message(load, copy, detector="mask_rcnn", train=train)
-        assert str(copy / "annotations.json") in text and text.endswith("add MODEL.MASK_ON False")
+        assert str(copy / "annotations.json") in text and text.endswith("Set MODEL.MASK_ON False.")
     edit(copy, lambda content: content.update(annotations=[]))
     assert len(load(copy, detector="mask_rcnn", train=False)) == 8
 
@@ -106,7 +106,7 @@ def test_test_loader_gives_every_image_once_in_rgb(shapes):
 
 
 def files_opened() -> list[str]:
-    """Return a list of the annotation files and images that this process opens from now on."""
+    """Return a list that collects the annotation files and images that this process opens."""
     opened = []
 
     def note(event: str, arguments: tuple) -> None:
@@ -118,11 +118,11 @@ def files_opened() -> list[str]:
 
 
 def _read_in_rank(rank: int, folder, init_file, results, per_machine: int) -> None:
-    """Read the datasets of a run, map a batch, and read everything that an evaluation does."""
+    """Read the datasets of a run, load a batch, and read all data of an evaluation."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=2)
     comm.create_local_process_group(per_machine)
     overrides = ["SOLVER.IMS_PER_BATCH", "4", "DATASETS.CHECK", "warn"]
-    # As if each machine had a copy of its own.
+    # Simulates two machines with different files.
     file = "other.json" if per_machine == 1 and rank == 1 else "annotations.json"
     cfg = config([NAME, str(folder / file), str(folder / "images")], overrides=overrides)
     register_datasets(cfg)
@@ -169,7 +169,7 @@ def test_the_first_process_of_a_machine_reads_and_checks_once_for_all(copy, tmp_
     assert first[0] == second[0] == 7 and not set(first[1]) & set(second[1])
     assert sorted(first[2][0]) == sorted([*(path.name for path in (copy / "images").iterdir()), "annotations.json"])
     assert second[2][0] == []
-    # Loaders and evaluators of both, all without the image that cannot be read.
+    # The loaders and evaluators of both processes skip the unreadable image, and no file is read again.
     assert first[2][1:] == ([], 4, 7) and second[2][1:] == ([], 3, 7)
 
 
@@ -178,8 +178,8 @@ def test_what_the_first_process_cannot_read_or_keep_ends_all(tmp_path):
 
 
 def _read_in_vain(absent: Path) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # in place of a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # simulates a full disk
     with pytest.raises(ConfigError, match="absent"):
-        read_once(lambda keep: absent.read_text())
+        read_and_share(lambda share: absent.read_text())
     with pytest.raises(ConfigError, match="Cannot write .*: File too large"):
-        read_once(lambda keep: keep(("key",), [{"box": 100 * [0.5]}] * 100))
+        read_and_share(lambda share: share(("key",), [{"box": 100 * [0.5]}] * 100))

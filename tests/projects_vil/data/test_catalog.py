@@ -1,4 +1,4 @@
-"""Datasets by name."""
+"""Test the registration of datasets."""
 
 import json
 
@@ -7,7 +7,7 @@ from detectron2.data import MetadataCatalog
 
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.data.catalog import read_categories
-from tests.projects_vil.data.own import NAME, config, entry, load
+from tests.projects_vil.data.custom_dataset import NAME, config, entry, load
 from tests.projects_vil.helpers import message, small_config
 
 
@@ -24,7 +24,7 @@ def test_own_datasets(copy):
     assert len(load(copy)) == 8
     metadata = MetadataCatalog.get(NAME)
     assert (metadata.thing_classes, metadata.evaluator_type) == (["circle", "square", "triangle"], "coco")
-    # The same files again, and other files.
+    # The same files may be registered again, but other files may not.
     register_datasets(config(entry(copy)))
     text = message(register_datasets, config([NAME, str(copy / "other.json"), str(copy / "images")]))
     assert NAME in text and str(copy / "annotations.json") in text
@@ -42,13 +42,13 @@ def test_categories_wherever_they_stand(tmp_path, indent, order):
     content = {
         "images": [{"id": 1, "file_name": "a.jpg"}],
         "annotations": [],
-        # By id, as detectron2 numbers them.
+        # Sorted by id, as in detectron2.
         "categories": [{"id": 7, "name": "[b]"}, {"id": 2, "name": "ä"}],
     }
     path = tmp_path / "a.json"
     path.write_text(json.dumps({key: content[key] for key in order}, indent=indent))
     assert read_categories(str(path)) == [(2, "ä"), (7, "[b]")]
-    # With a second list of that name, all of the file has to be parsed.
+    # With a second key of that name, the whole file is parsed.
     path.write_text(json.dumps(content | {"images": [{"id": 1, "categories": []}]}))
     assert read_categories(str(path)) == [(2, "ä"), (7, "[b]")]
 

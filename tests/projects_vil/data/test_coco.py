@@ -1,4 +1,4 @@
-"""COCO files as training and evaluation read them: records, fixed ground truth, subsets, and the tool."""
+"""Test COCO files: records, fixed ground truth, subsets, and the check tool."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from projects_vil.data import (
 from projects_vil.evaluation import LOSS_TASK, build_evaluator
 from projects_vil.report.coco_metrics import evaluate_detections
 from tests.projects_vil.data.corruptions import corrupt, rle
-from tests.projects_vil.data.own import NAME, config, edit, entry, load
+from tests.projects_vil.data.custom_dataset import NAME, config, edit, entry, load
 from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, message, run_tool, small_config, untrained_detector
 
 
@@ -43,7 +43,7 @@ def test_records_are_those_of_detectron2(copy):
 
 
 def evaluated(folder, name: str = NAME, *, check: str = "error", api: str = "pycocotools") -> dict[str, float]:
-    """Evaluate detections one or two pixels off the objects: only the annotations can change the AP."""
+    """Evaluate detections that are 0 to 2 pixels off the objects. The AP depends on the annotations only."""
     cfg = config(entry(folder, name), overrides=["DATASETS.CHECK", check, "TEST.COCO_API", api])
     register_datasets(cfg)
     evaluator = build_evaluator(cfg, name, str(folder / "out"))
@@ -60,7 +60,7 @@ def evaluated(folder, name: str = NAME, *, check: str = "error", api: str = "pyc
 
 
 def invalid_objects(content: dict) -> None:
-    """Add objects that a cleaned copy does not have."""
+    """Add objects that are removed from a fixed copy."""
     bad = [math.nan, 1.0, 5.0, 5.0], [1.0, 1.0, math.inf, 5.0], [-90.0, 1.0, 5.0, 5.0], [5.0, 5.0, -4.0, 5.0]
     for index, annotation in enumerate(content["annotations"][:12]):
         changes = {"id": 10_000 + index, "bbox": bad[index % 4], "segmentation": [[math.nan, 1.0, 5.0, 5.0, 1.0, 9.0]]}
@@ -89,7 +89,7 @@ def test_evaluation_is_that_of_the_valid_file(copy, change, tmp_path_factory):
 
 @pytest.mark.parametrize("masks, area", [(True, 0), (False, 0), (True, -5.0), (False, 2500.0)])
 def test_impossible_areas_are_those_of_the_mask_or_box(copy, caplog, masks, area):
-    """The log has their number. 2500 is the area of a medium object, and the boxes are of small ones."""
+    """The log shows the number of invalid areas. 2500 is the area of a medium object, but the boxes are small."""
 
     def set_areas(content: dict, area: float | None) -> None:
         for one in content["annotations"]:
@@ -133,13 +133,13 @@ def test_ids_may_be_text_or_large(copy, tmp_path_factory, new, check, api):
 
 
 def evaluator_truth(**options) -> dict:
-    """Return the annotations that detectron2's evaluator compares with."""
+    """Return the ground truth of detectron2's evaluator."""
     with evaluation_dataset(NAME, **options) as name:
         return COCOEvaluator(name, output_dir=None)._coco_api.dataset
 
 
 def test_fixed_annotations_are_the_same_for_all_readers(copy):
-    """The report reads ``fixed_coco``, the evaluator is given it, training has its records."""
+    """The report, the evaluator and training all use the annotations of ``fixed_coco``."""
     corrupt(copy, "area missing")
     corrupt(copy, "iscrowd missing")
     records = load(copy)
@@ -153,7 +153,7 @@ def test_fixed_annotations_are_the_same_for_all_readers(copy):
 
 @pytest.mark.slow
 def test_a_run_on_data_that_the_check_mends(copy, tmp_path):
-    """Training, evaluation, its loss, the drawing and the report see what is left, and none of them the rest."""
+    """Training, evaluation, validation loss, visualization and report use the fixed annotations only."""
 
     def mend(content: dict) -> None:
         images, annotations = content["images"], content["annotations"]
@@ -235,7 +235,7 @@ def test_an_older_run_stays_if_the_annotations_are_refused(copy, tmp_path):
 
 
 def test_the_number_of_images_is_logged_once_in_a_run(trained_run):
-    """Before training, which reads them for a check, and not again by the evaluation."""
+    """The dataset is read before training, and not again in evaluation."""
     assert (trained_run / "log.txt").read_text().count("shapes_val: 8 images") == 1
 
 
@@ -256,7 +256,7 @@ def test_check_dataset(copy, tmp_path):
 def test_all_findings_are_in_the_json(copy, tmp_path):
     edit(copy, lambda content: [one.update(bbox=[5, 5, -1, 2]) for one in content["annotations"][:8]])
     arguments = [copy / "annotations.json", copy / "images", "--json", tmp_path / "found.json"]
-    assert "and 3 more: --json" in run_tool("check_dataset.py", *arguments).stdout
+    assert "and 3 more, which --json" in run_tool("check_dataset.py", *arguments).stdout
     (found,) = json.loads((tmp_path / "found.json").read_text())["found"]
     assert [one["annotation"] for one in found["examples"]] == list(range(1, 9))
 

@@ -1,4 +1,4 @@
-"""The checks of COCO files: each corruption is found, stops training or is fixed, and is gone from a cleaned copy."""
+"""Test the checks of COCO files: each corruption is found, stops training or is fixed, and is not in a fixed copy."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pycocotools.coco import COCO
 from projects_vil.data import CocoFile, Mapper, write_cleaned
 from projects_vil.data.coco_checks import CHECKS
 from tests.projects_vil.data.corruptions import CORRUPTIONS, corrupt
-from tests.projects_vil.data.own import edit, load, truncate
+from tests.projects_vil.data.custom_dataset import edit, load, truncate
 from tests.projects_vil.helpers import message, small_config
 
 
@@ -39,12 +39,12 @@ def test_corruption(copy, name):
     (finding,) = [entry for entry in json.loads(json.dumps(file.to_json()))["found"] if entry["name"] == row.name]
     assert finding["examples"] and finding["count"] == len(file.found[row.name])
     assert any(row.name in line for line in file.lines())
-    # A cleaned copy has nothing left to fix, and the file itself stays as it is.
+    # A fixed copy has no findings, and the original file is not changed.
     write_cleaned(file, copy / "clean.json")
     assert not check(copy, "clean.json").findings("error", "fixed")
     assert "annotations.json" in message(write_cleaned, file, copy / "annotations.json")
     assert (copy / "annotations.json").read_bytes() == before
-    # Training stops, or goes on with what the mapper can read.
+    # Training stops, or continues with records that the mapper can read.
     if is_error:
         assert str(copy) in message(load, copy, detector="mask_rcnn")
     number = {"category without an object": 4, "category without a name": 2, "category id twice": 2}.get(name, 3)
@@ -135,11 +135,11 @@ def test_corruptions_on_coco(tmp_path):
     assert not check(tmp_path).findings("error")
 
     def to_the_next(content) -> None:
-        """Each corruption is of the second object and image: another one."""
+        """Rotate the lists, because each corruption changes the second object or image."""
         for key, step in (("annotations", 7), ("images", 1)):
             content[key] = content[key][step:] + content[key][:step]
 
-    # Those of images would change the dataset's own files.
+    # Corruptions of images would change the files of the dataset.
     cases = [name for name, (check_name, _) in CORRUPTIONS.items() if CHECKS[check_name].key == "annotations"]
     names = {edit(tmp_path, to_the_next) or corrupt(tmp_path, name) for name in cases}
     file = check(tmp_path)

@@ -1,11 +1,11 @@
-"""Images that cannot be read, or differ from their records, are named."""
+"""Test the error messages for unreadable images, and for images that differ from their records."""
 
 import cv2
 import numpy as np
 import pytest
 
 from projects_vil.data import Mapper
-from tests.projects_vil.data.own import config, edit, first_image, load, truncate
+from tests.projects_vil.data.custom_dataset import config, edit, first_image, load, truncate
 from tests.projects_vil.helpers import message, small_config
 
 

@@ -1,4 +1,4 @@
-"""Image files of all types, read as by detectron2 except for its errors, and the boxes of masks."""
+"""Test the reading of image files, which matches detectron2 except for its bugs, and the boxes of masks."""
 
 import numpy as np
 import pytest
@@ -14,13 +14,13 @@ HEIGHT, WIDTH = 30, 44
 
 
 def gradient() -> np.ndarray:
-    """(H, W, 3) uint8 without symmetry."""
+    """Return an asymmetric image (H, W, 3) uint8."""
     rows, cols = np.mgrid[:HEIGHT, :WIDTH]
     return np.stack([rows * 8, cols * 5, rows * 3 + cols * 2], axis=-1).astype(np.uint8)
 
 
 def turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Return the pixels upright according to EXIF's orientation."""
+    """Return the pixels rotated according to the EXIF orientation."""
     flipped = pixels[:, ::-1] if orientation in (2, 4, 5, 7) else pixels
     return np.rot90(flipped, {1: 0, 2: 0, 3: 2, 4: 2, 5: 1, 6: 3, 7: 3, 8: 1}[orientation])
 
@@ -92,7 +92,7 @@ def test_a_box_follows_its_mask_by_more_than_a_pixel():
     masks[0, 3:9, 2:12], masks[1, 3:6, 2:12], masks[2, 3:9, 5:12] = True, True, True
     boxes = torch.tensor([[1.6, 2.5, 12.4, 9.0]]).repeat(4, 1)
     expected = boxes.clone()
-    # Uncovered, covered below, covered on the left, and wholly.
+    # The objects are uncovered, covered at the bottom, covered on the left, and completely covered.
     expected[1, 3], expected[2, 0], expected[3] = 6, 5, 0
     found = boxes_of_masks(BitMasks(masks), Boxes(boxes))
     assert torch.equal(found.tensor, expected) and torch.equal(boxes, boxes[:1].repeat(4, 1))

@@ -10,7 +10,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import ConfigError
 from projects_vil.data import load_dataset, read_dataset, register_datasets
-from tests.projects_vil.data.other_formats import WRITERS, write_voc
+from tests.projects_vil.data.format_writers import WRITERS, write_voc
 from tests.projects_vil.helpers import error_line, message, run_tool, small_config
 
 CLASSES = ("circle", "square", "triangle")
@@ -19,7 +19,7 @@ FORMATS = list(WRITERS)
 
 @pytest.fixture
 def source(shapes):
-    """Contents and image folders by split; the first training image has no objects."""
+    """Return the contents and image folders by split. The first training image has no objects."""
     contents = {
         split: json.loads((shapes / f"annotations/instances_{split}.json").read_text()) for split in ("train", "val")
     }
@@ -46,7 +46,7 @@ def content_of(dataset, split: str) -> dict:
 
 
 def records(content: dict, folder: Path) -> dict:
-    """Image size and objects, as class, numbers of the box and of the polygons, by the name of the image."""
+    """Return the size and the objects (class, box, iscrowd and polygons) of each image, by file name."""
     names = {entry["id"]: entry["name"] for entry in content["categories"]}
     found = {}
     for image in content["images"]:
@@ -85,16 +85,16 @@ def test_polygons_are_the_same(name, source, written, read):
             for (label, box, crowd, polygons), one in zip(objects, found[file][1:], strict=True):
                 assert (label, crowd) == (one[0], one[2])
                 np.testing.assert_allclose(sum(one[3], []), sum(polygons, []), atol=0.01)
-                # YOLO has one outline for an object.
+                # YOLO has one polygon per object.
                 assert len(one[3]) == len(polygons) or name == "YOLO"
-                # Around the outline, which lies within the box of the pixels.
+                # The box of the polygon lies slightly inside the box of the pixels.
                 np.testing.assert_allclose(one[1], box, atol=0.3)
 
 
 @pytest.mark.real_data
 @pytest.mark.parametrize("masks", [False, True])
 def test_photos_of_coco(masks, tmp_path, read):
-    """80 classes, and boxes that the test rounds to whole pixels, as Pascal VOC has them; without crowds."""
+    """The test rounds boxes to whole pixels, as in Pascal VOC, and skips crowds."""
     root = Path(os.environ.get("DETECTRON2_DATASETS", "datasets")) / "coco"
     if not (root / "annotations/instances_val2017.json").is_file():
         pytest.skip("COCO is not in DETECTRON2_DATASETS")
@@ -111,7 +111,7 @@ def test_photos_of_coco(masks, tmp_path, read):
         assert dataset.has_masks is masks and dataset.sizes == {"train": 80, "val": 80}
         found[name] = {split: records(content_of(dataset, split), dataset.splits[split][1]) for split in images}
     if masks:
-        # Boxes are those of the polygons, and the order that of their parts.
+        # The boxes enclose the polygons, and the polygons may have another order.
         assert found["LabelMe"] == found["CVAT"]
         for split in images:
             for file, (_, *objects) in found["COCO"][split].items():
@@ -142,14 +142,14 @@ def test_a_split_by_hash_depends_on_file_names_only(source, tmp_path, read):
         again = read(dataset.source, val=0.25)
         assert [again.splits[split][0].read_bytes() for split in again.splits] == before
     assert all(names == chosen[0] for names in chosen)
-    # Images that are listed in another order, and other images: most stay where they are.
+    # If the order changes or images are removed, most images stay in the same split.
     folder = tmp_path / "LabelMe/train"
     folder.rename(tmp_path / "LabelMe/0")
     next(iter(sorted((tmp_path / "LabelMe/0").glob("*.json")))).unlink()
     assert len(validated(read(tmp_path / "LabelMe", val=0.25)) & chosen[0]) >= 3
     assert read(tmp_path / "CVAT").sizes == {"train": 13, "val": 3}
     assert read(tmp_path / "YOLO", val=0).sizes == {"train": 16}
-    # A COCO file alone is divided too, without its images being copied.
+    # A single COCO file is split too, and its images are not copied.
     path = tmp_path / "COCO/annotations/instances_train2017.json"
     dataset = read(path, val=0.25)
     assert validated(dataset) == chosen[0] and dataset.splits["val"][1] == tmp_path / "COCO/train2017"
@@ -161,21 +161,21 @@ def test_lists_of_images_and_test_splits(written, read, monkeypatch):
     (root.parent / "val.txt").write_text("./images/val/000000000017.jpg\n\nimages/val/000000000018.jpg\n")
     root.write_text(root.read_text().replace("val: images/val", "val: val.txt\ntest: [images/val]"))
     assert read(root).sizes == {"train": 16, "val": 2, "test": 8}
-    # As Roboflow writes it: the folder is beside data.yaml, and there may be no test images.
+    # Roboflow's paths start with ../ for a folder next to data.yaml, and the test images may be missing.
     text = root.read_text().replace("train: images", "train: ../images").replace("[images/val]", "../test/images")
     root.write_text(text)
     assert read(root.parent).sizes == {"train": 16, "val": 2}
-    with pytest.raises(ConfigError, match="has a validation split"):
+    with pytest.raises(ConfigError, match="already has a validation split"):
         read(root, val=0.1)
     monkeypatch.chdir(root.parent)
     assert read("data.yaml").sizes == read(".").sizes == {"train": 16, "val": 2}
 
 
-# -- the habits of programs ------------------------------------------------------------------------
+# -- variants of the formats -----------------------------------------------------------------------
 
 
 def test_files_of_one_folder_per_split(source, tmp_path, read):
-    """As Roboflow exports COCO, and Pascal VOC as labelImg leaves it: annotations beside the images."""
+    """Roboflow's COCO export and labelImg's Pascal VOC files have the annotations next to the images."""
     contents, images = source
     for split, folder in {"train": "train", "val": "valid"}.items():
         for name in ("coco", "voc"):
@@ -184,7 +184,7 @@ def test_files_of_one_folder_per_split(source, tmp_path, read):
     write_voc(tmp_path / "made", *source)
     for path in (tmp_path / "made/Annotations").iterdir():
         folder = "valid" if (tmp_path / f"voc/valid/{path.stem}.jpg").exists() else "train"
-        # The name is that of before a move.
+        # The file name in the annotation is outdated.
         text = path.read_text().replace(f"{path.stem}.jpg", "IMG_1.JPG")
         (tmp_path / "voc" / folder / path.name).write_text(text)
     coco, voc = read(tmp_path / "coco"), read(tmp_path / "voc")
@@ -192,7 +192,7 @@ def test_files_of_one_folder_per_split(source, tmp_path, read):
     assert coco.splits["val"] == (tmp_path / "coco/valid/_annotations.coco.json", tmp_path / "coco/valid")
     boxes = [[a["bbox"] for a in content_of(dataset, "val")["annotations"]] for dataset in (coco, voc)]
     assert boxes[0] == boxes[1]
-    # A file named otherwise than its image, and a run in the folder of the dataset, whose files are not its own.
+    # An annotation file with another name than its image. Files of a training run in the dataset folder are ignored.
     first = next((tmp_path / "made/Annotations").glob("*.xml"))
     first.rename(first.with_stem("first"))
     (tmp_path / "made/run").mkdir()
@@ -207,7 +207,7 @@ def test_files_of_one_folder_per_split(source, tmp_path, read):
 
 
 def test_difficult_objects_are_not_counted(written, read):
-    """The evaluation of Pascal VOC ignores them. Boxes at the border stay in the image; a test may have no labels."""
+    """Difficult objects become crowds, boxes at the border stay in the image, and test images need no labels."""
     root = written("Pascal VOC")
     (root / "ImageSets/Main/test.txt").write_text("absent\n")
     path = sorted((root / "Annotations").iterdir())[-1]
@@ -215,14 +215,14 @@ def test_difficult_objects_are_not_counted(written, read):
     text = path.read_text().replace("<difficult>0", "<difficult>1", 1)
     path.write_text(re.sub(r"<xmin>\d+", "<xmin>0", text, count=1))
     dataset = read(root)
-    assert "without annotations: 1 left out" in dataset.line() and list(dataset.splits) == ["train", "val"]
+    assert "without annotations: 1 skipped" in dataset.line() and list(dataset.splits) == ["train", "val"]
     annotations = content_of(dataset, "val")["annotations"][-number:]
     assert [a["iscrowd"] for a in annotations] == [1] + [0] * (number - 1) and annotations[0]["bbox"][0] == 0
 
 
 @pytest.mark.parametrize("name", ["Pascal VOC", "LabelMe"])
 def test_files_whose_format_is_found_by_reading_all_of_them(name, written, read):
-    """LabelMe may write the image before the shapes, and a comment may be long. UTF-16 is an encoding of XML."""
+    """The signature may be in the middle of a file because of long image data or comments. XML may be UTF-16."""
     root = written(name)
     expected = {split: content_of(read(root), split) for split in ("train", "val")}
     for number, path in enumerate(sorted([*root.rglob("*.xml"), *root.rglob("*.json")])):
@@ -242,7 +242,7 @@ def test_files_whose_format_is_found_by_reading_all_of_them(name, written, read)
 
 @pytest.mark.parametrize("name", ["Pascal VOC", "LabelMe"])
 def test_images_with_the_same_names_in_two_splits(name, source, tmp_path, read):
-    """The images of a split are those in its folder, not those of another one."""
+    """The images of a split come from its own folder."""
     for split in ("train", "val"):
         WRITERS[name](tmp_path / "made", *({split: part[split]} for part in source), masks=False)
         (tmp_path / "made").rename(tmp_path / split)
@@ -261,7 +261,7 @@ def test_images_with_the_same_names_in_two_splits(name, source, tmp_path, read):
         content, folder = content_of(dataset, split), dataset.splits[split][1]
         files = {(folder / image["file_name"]).resolve() for image in content["images"]}
         assert files == set((tmp_path / f"mine/{split}/photos").iterdir())
-    # A photo that is missing is not that of another split, and a copy in a third folder could be either.
+    # A missing image is not taken from another split, and a copy in a third folder is ambiguous.
     (tmp_path / "mine/val/photos/3.jpg").unlink()
     assert "has two annotations" in message(read, tmp_path / "mine")
     (tmp_path / "mine/val/other").mkdir()
@@ -278,13 +278,13 @@ def test_labels_beside_images_and_files_that_do_not_match(source, tmp_path, read
     assert content_of(read(root), "val") == expected and "label files" not in read(root).line()
     (root / "labels/train/classes.txt").write_text("circle")
     next((root / "images/train").iterdir()).rename(root / "images/train/photo.heic")
-    assert "label files without an image: 1 left out" in read(root).line()
+    assert "label files without an image: 1 skipped" in read(root).line()
     root = WRITERS["LabelMe"](tmp_path / "labelme", *source, masks=False)
     next(root.rglob("*.json")).unlink()
-    assert "images without an annotation file: 1 left out" in read(root).line()
+    assert "images without an annotation file: 1 skipped" in read(root).line()
 
 
-def test_what_is_left_out_is_said(written, read):
+def test_skipped_shapes_are_reported(written, read):
     path = sorted(written("LabelMe", masks=True).glob("train/*.json"))[-1]
     entry = json.loads(path.read_text())
     others = [{"label": "hole", "points": [[1, 2], [3, 4]], "shape_type": kind} for kind in ("circle", "polygon")]
@@ -292,18 +292,18 @@ def test_what_is_left_out_is_said(written, read):
     box = {"label": "box", "points": [[9, 8], [3, 4]], "shape_type": "rectangle", "group_id": None}
     path.write_text(json.dumps(entry | {"shapes": [*entry["shapes"], *others, box]}))
     dataset = read(path.parents[1])
-    assert "__ignore__: 1 left out; circle: 1 left out; polygon of 2 points: 1 left out" in dataset.line()
-    # Masks of some objects only are none.
+    assert "__ignore__: 1 skipped; circle: 1 skipped; polygon of 2 points: 1 skipped" in dataset.line()
+    # There are no masks because only some objects have polygons.
     assert dataset.classes == ("box", *CLASSES) and not dataset.has_masks
     (found,) = [a for a in content_of(dataset, "train")["annotations"] if a["category_id"] == 1]
     assert (found["image_id"], found["bbox"], found["area"]) == (16, [3, 4, 6, 4], 24) and "segmentation" not in found
 
 
-# -- what is wrong ---------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def replace(pattern: str, old: str, new: str):
-    """Return a function that replaces a regular expression in the last one of a folder's files."""
+    """Return a function that replaces a regular expression in the last matching file of a folder."""
 
     def change(root: Path) -> None:
         path = sorted(root.glob(pattern))[-1]
@@ -322,19 +322,19 @@ WRONG = {
     "a class index": ("YOLO", replace("labels/val/*.txt", "", "7 0.5 0.5 0.5 0.5\n"), "line 1: class 7"),
     "a number in YOLO": ("YOLO", replace("labels/val/*.txt", r" 0\.", " O."), "is not a number"),
     "too few numbers": ("YOLO", replace("labels/val/*.txt", "", "1 0.5 0.5 0.5\n"), "line 1: 4 numbers"),
-    "no names": ("YOLO", replace("data.yaml", "names", "nomes"), "data.yaml: names"),
-    "a wrong number of classes": ("YOLO", replace("data.yaml", "names", "nc: 4\nnames"), "data.yaml: names"),
-    "YAML": ("YOLO", replace("data.yaml", "names:", "names: ["), "data.yaml is not YAML"),
-    "no folder of images": ("YOLO", replace("data.yaml", "val: images", "val: photos"), "photos/val for val"),
+    "no names": ("YOLO", replace("data.yaml", "names", "nomes"), "data.yaml' has invalid 'names'"),
+    "a wrong number of classes": ("YOLO", replace("data.yaml", "names", "nc: 4\nnames"), "has invalid 'names'"),
+    "YAML": ("YOLO", replace("data.yaml", "names:", "names: ["), "data.yaml' is not YAML"),
+    "no folder of images": ("YOLO", replace("data.yaml", "val: images", "val: photos"), "'photos/val' for val"),
     "no labels": ("YOLO", lambda root: (root / "labels").rename(root / "label"), "label file"),
-    "XML": ("Pascal VOC", replace("Annotations/*.xml", "</size>", ""), ".xml is not XML"),
+    "XML": ("Pascal VOC", replace("Annotations/*.xml", "</size>", ""), ".xml' is not XML"),
     "an entity": ("Pascal VOC", replace("Annotations/*.xml", "<annotation>", f"{BOMB}<annotation>&a9;"), "not XML"),
-    "an encoding": ("CVAT", replace("*.xml", "utf-8", "gb2312"), ".xml is not XML"),
+    "an encoding": ("CVAT", replace("*.xml", "utf-8", "gb2312"), ".xml' is not XML"),
     "a number in VOC": ("Pascal VOC", replace("Annotations/*.xml", "<xmin>", "<xmin>x"), "xmin of"),
     "no box": ("Pascal VOC", replace("Annotations/*.xml", r"<xmin>\d+</xmin>", ""), "xmin of"),
     "no class": ("Pascal VOC", replace("Annotations/*.xml", r"<object><name>\w+", "<object><name>"), "has no class"),
     "a listed file": ("Pascal VOC", replace("ImageSets/Main/val.txt", "^", "absent\n"), "no absent.xml"),
-    "JSON": ("LabelMe", replace("val/*.json", "imagePath", "path"), ".json is not as LabelMe writes it"),
+    "JSON": ("LabelMe", replace("val/*.json", "imagePath", "path"), ".json' is not a valid LabelMe file"),
     "a number in LabelMe": ("LabelMe", replace("val/*.json", r'points": \[', 'points": [["a", 1],'), "'a' is not"),
     "a label": ("CVAT", replace("*.xml", 'label="circle"', 'label="disc"'), "'disc'"),
     "a video": ("CVAT", replace("*.xml", "<image ", "<track/><image "), "CVAT for images"),

@@ -1,4 +1,4 @@
-"""Things of a COCO file and stuff of label images, for a model that learns both."""
+"""Test panoptic datasets: things of a COCO file and stuff of label images."""
 
 import shutil
 
@@ -15,7 +15,7 @@ from tests.projects_vil.panoptic import TRAIN, VAL, panoptic_config
 
 @pytest.fixture
 def folder(panoptic_root, tmp_path, monkeypatch):
-    """A copy of the dataset that tests change."""
+    """Return a copy of the dataset that tests may change."""
     shutil.copytree(panoptic_root, tmp_path / "data")
     monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path / "data"))
     register_datasets(panoptic_config())
@@ -32,7 +32,7 @@ def test_stuff_is_what_no_thing_covers(folder):
         labels, things = mapped["sem_seg"], mapped["instances"].gt_masks.tensor.any(0)
         assert labels.dtype == torch.int64 and labels.shape == mapped["image"].shape[1:] == things.shape
         assert set(labels.unique().tolist()) == {0, 1}
-        # Outlines as polygons are an eighth of a pixel inside.
+        # The polygons lie an eighth of a pixel inside the objects.
         assert ((labels == 0) != things).float().mean() < 0.03
 
 
@@ -59,14 +59,14 @@ def test_labels_that_are_missing_or_of_no_class(folder):
 def test_classes_of_stuff_are_counted(folder):
     key = "MODEL.SEM_SEG_HEAD.NUM_CLASSES"
     text = message(check_datasets, panoptic_config(key, "54"), [VAL])
-    assert VAL in text and text.endswith(f"add {key} 2")
+    assert VAL in text and text.endswith(f"Set {key} 2.")
 
 
 @pytest.mark.parametrize(
     "name, detector, named",
     [
         ("shapes_val", "panoptic", "shapes_val"),
-        # detectron2's own files are not here.
+        # The files of detectron2's datasets do not exist on this machine.
         ("coco_2017_train_panoptic", "panoptic", "coco_2017_train_panoptic_separated"),
         ("coco_2017_val_panoptic_separated", "mask_rcnn", "coco_2017_val_panoptic_separated"),
     ],

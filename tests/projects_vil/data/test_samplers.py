@@ -1,4 +1,4 @@
-"""Batches depend only on the seed and the iteration."""
+"""Test that batches depend only on the seed and the iteration."""
 
 import random
 import signal
@@ -61,7 +61,7 @@ def test_seeding_leaves_the_generators_outside_as_they_were():
 
 @pytest.mark.parametrize("of", ["training", "evaluation"])
 def test_signals_wait_while_loading_processes_start(of, shapes, monkeypatch):
-    """A signal before a worker ignores it would end the worker, and so the run."""
+    """A signal that arrives before a worker ignores it would stop the worker, and so the run."""
     masks = []
     start = BaseProcess.start
 

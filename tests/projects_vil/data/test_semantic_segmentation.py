@@ -1,4 +1,4 @@
-"""Semantic segmentation: labels as published, augmented as their images, and errors that name the file."""
+"""Test semantic segmentation data: published labels, the same augmentation as the image, and error messages."""
 
 import shutil
 
@@ -13,7 +13,7 @@ from projects_vil.data import IGNORED_LABEL, Mapper, label_reader, load_dataset,
 from projects_vil.data.catalog import ADE20K_SEM_SEG_CATEGORIES, read_classes
 from projects_vil.data.detection_utils import read_labels
 from projects_vil.data.shapes import SHAPES_SEM_SEG_CLASSES
-from tests.projects_vil.data.own import mapped
+from tests.projects_vil.data.custom_dataset import mapped
 from tests.projects_vil.helpers import message, small_config
 
 NAME = "sem_seg_test"
@@ -26,7 +26,7 @@ def mapper(*overrides: str, is_train: bool = True) -> Mapper:
 
 @pytest.fixture
 def copy(shapes_sem_seg, tmp_path):
-    """A small dataset in a folder of its own: images/, labels/ and classes.txt."""
+    """Return the folder of a small dataset: images/, labels/ and classes.txt."""
     shutil.copytree(shapes_sem_seg / "images/validation", tmp_path / "images")
     shutil.copytree(shapes_sem_seg / "annotations/validation", tmp_path / "labels")
     shutil.copy(shapes_sem_seg / "classes.txt", tmp_path)
@@ -72,7 +72,7 @@ def test_own_dataset(copy):
 
 
 def test_classes_of_ade20k_where_none_are_named(copy):
-    assert message(load, copy, classes=False).endswith("add MODEL.SEM_SEG_HEAD.NUM_CLASSES 150")
+    assert message(load, copy, classes=False).endswith("Set MODEL.SEM_SEG_HEAD.NUM_CLASSES 150.")
     assert MetadataCatalog.get(NAME).stuff_classes == list(ADE20K_SEM_SEG_CATEGORIES)
 
 
@@ -84,7 +84,7 @@ def test_missing_files_are_named(copy):
         shutil.rmtree(copy / name)
         assert str(copy / name) in message(load, copy)
         (copy / name).mkdir()
-    # An empty folder.
+    # The folder is empty.
     assert str(copy / "images") in message(load, copy)
 
 
@@ -147,7 +147,7 @@ def test_labels_that_cannot_be_used_are_named(copy, tmp_path):
 
 @pytest.fixture
 def record(tmp_path) -> dict:
-    """The record of an image (84, 132) whose red shows the label, in blocks of 12 pixels."""
+    """Return the record of an image (84, 132) in blocks of 12 pixels, whose red channel is the label."""
     rows, cols = np.mgrid[:84, :132] // 12
     labels = (5 * rows + cols) % 5
     image = np.zeros((84, 132, 3), np.uint8)
@@ -168,7 +168,7 @@ def test_labels_are_augmented_as_their_image(record, flip):
         assert set(labels.unique().tolist()) <= {0, 1, 2, 3, IGNORED_LABEL}
         coded = (image[0].float() / 50).round().long() - 1
         coded[coded < 0] = IGNORED_LABEL
-        # Only along the edges of blocks the image is interpolated.
+        # The image is interpolated only along the edges of the blocks.
         assert (coded == labels).float().mean() > 0.8
         firsts.add(tuple(labels[20, :30].tolist()))
     assert len(firsts) > 6
@@ -176,7 +176,7 @@ def test_labels_are_augmented_as_their_image(record, flip):
 
 
 def test_the_crop_is_taken_from_the_resized_image(record):
-    """Cropped first, as by detectron2's mapper, they would have the sizes of the resize."""
+    """If the crop came first, as in detectron2's mapper, images would have the sizes of the resize."""
     train = mapper("INPUT.CROP.SIZE", "[40, 56]", "INPUT.MIN_SIZE_TRAIN", "(30, 50)")
     shapes = {tuple(train(record)["sem_seg"].shape) for _ in range(40)}
     assert max(height for height, _ in shapes) == 40 and min(height for height, _ in shapes) < 40
@@ -198,7 +198,7 @@ def test_a_crop_of_one_class_is_sampled_again(record):
 
 
 def test_a_small_image_is_padded_to_the_crop(record):
-    """As Pad of the official segmentation/configs/_base_/datasets/ade20k.py: labels 255, and 0 after normalisation."""
+    """The padding matches ``Pad`` in the official ADE20K config: labels 255, and 0 in the normalized image."""
     sizes = ["INPUT.CROP.SIZE", "[40, 56]", "INPUT.MIN_SIZE_TRAIN", "(30, 30)", "INPUT.CROP.PAD", "True"]
     sample = mapper(*sizes)(record)
     image, labels = sample["image"], sample["sem_seg"]
@@ -219,7 +219,7 @@ def test_crops_that_cannot_be_used():
     assert "INPUT.CROP.PAD" in message(mapper, *cropping)
 
 
-def test_colours_change_and_labels_do_not(record):
+def test_colors_change_and_labels_do_not(record):
     distortion = ["INPUT.PHOTOMETRIC_DISTORTION", "True"]
     plain, distorting = mapper(*CROPPED), mapper(*CROPPED, *distortion)
     pairs = [[mapped(train, record, seed=seed) for train in (plain, distorting)] for seed in range(12)]

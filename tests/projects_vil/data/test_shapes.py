@@ -1,4 +1,4 @@
-"""The synthetic dataset: valid COCO and ADE20K files that agree with the pixels, written whole or not at all."""
+"""Test the synthetic dataset: valid COCO and ADE20K files that match the pixels, written atomically."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_annotations_stay_the_same(dataset):
-    """The figures of the demo depend on them, and so do sizes and positions of the objects."""
+    """The published figures of the demo depend on the annotations."""
     digest = hashlib.sha256((dataset / "annotations/instances_train.json").read_bytes()).hexdigest()
     assert digest == "742d45344ba72986b9aaab5580e14f5c1e9cec516a66c942f9c9beb015785678"
 
@@ -54,7 +54,7 @@ def test_annotations_agree_with_the_images(dataset, split):
             left, top = columns.min(), rows.min()
             assert annotation["bbox"] == [left, top, columns.max() + 1 - left, rows.max() + 1 - top]
             assert (annotation["area"], annotation["category_id"]) == (mask.sum(), class_index + 1)
-            # Circles are red, squares green, triangles blue.
+            # Circles are red, squares are green, and triangles are blue.
             color, background = pixels[mask].mean(axis=0), np.median(pixels, axis=(0, 1)).max()
             assert color.argmax() == 2 - class_index and color.max() > background + 30
             decoded = coco.annToMask(annotation).astype(bool)
@@ -129,6 +129,6 @@ def test_label_images_agree_with_images_and_annotations(dataset, tmp_path):
             objects = np.ones_like(pixels)
             for annotation in coco.imgToAnns[image_id]:
                 objects[coco.annToMask(annotation).astype(bool)] = annotation["category_id"] + 1
-            # Outlines are ignored, on both sides.
+            # Pixels on both sides of an outline are ignored.
             known = pixels > 0
             assert 0.8 < known.mean() < 1 and (pixels == objects)[known].mean() > 0.995

@@ -50,6 +50,19 @@ def images(height: int = 70, width: int = 101) -> torch.Tensor:
     return torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.parametrize(
+    ("variant", "rate"),
+    # LIT: detection/configs/lit and classification/code_for_lit_s_m_b/configs of the official repository. ViL: the
+    # README of the official detection repository.
+    [("lit_ti", 0.1), ("lit_s", 0.2), ("lit_m", 0.3), ("lit_b_seg", 0.5), ("vil_small_rpb", 0.1), ("ls_base", 0.3)],
+)
+def test_the_drop_path_rate_is_the_variants(variant, rate):
+    blocks = (
+        bottom_up("MODEL.TRANSFORMER.VARIANT", variant, "MODEL.TRANSFORMER.DROP_PATH", "None").net.stages[-1].blocks
+    )
+    assert blocks[-1].drop_path_rate == pytest.approx(rate)
+
+
 @pytest.mark.parametrize("detector, overrides", FPNS.values(), ids=FPNS)
 def test_levels_of_fpn(detector, overrides):
     """Levels have their strides, sizes and gradients, and boxes stay inside of images with padding."""

@@ -1,7 +1,7 @@
-"""One COCO dataset written in the other formats, by their specifications and independently of the readers.
+"""Write a COCO dataset in the other formats, based on their specifications and independent of the readers.
 
-Each writer takes a folder, the contents of COCO files by split, the folder of each split's images and whether polygons
-are written, and copies the images.
+The arguments of each writer are the output folder, the contents of the COCO files by split, the image folders by split,
+and whether to write polygons. The writers copy the images.
 """
 
 import json
@@ -20,7 +20,7 @@ def _objects(content: dict, image: dict):
 
 
 def write_yolo(root: Path, contents: dict, images: dict, *, masks: bool) -> Path:
-    """Ultralytics' layout: images/SPLIT, labels/SPLIT, lines of class, centre and size as fractions of the image."""
+    """Write Ultralytics' format: images/SPLIT, labels/SPLIT, and lines with the class and the normalized box."""
     for split, content in contents.items():
         shutil.copytree(images[split], root / "images" / split)
         (root / "labels" / split).mkdir(parents=True)
@@ -41,7 +41,7 @@ def write_yolo(root: Path, contents: dict, images: dict, *, masks: bool) -> Path
 
 
 def write_voc(root: Path, contents: dict, images: dict, *, masks: bool = False) -> Path:
-    """The layout of VOC 2007: pixels are counted from 1, and the last one belongs to the box."""
+    """Write the format of VOC 2007. Pixels are counted from 1, and a box includes the last pixel."""
     for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
         (root / folder).mkdir(parents=True)
     for split, content in contents.items():
@@ -63,7 +63,7 @@ def write_voc(root: Path, contents: dict, images: dict, *, masks: bool = False) 
 
 
 def write_labelme(root: Path, contents: dict, images: dict, *, masks: bool) -> Path:
-    """A JSON file beside each image; the parts of an object have one group."""
+    """Write a JSON file next to each image. The parts of an object have the same group."""
     for split, content in contents.items():
         shutil.copytree(images[split], root / split)
         for image in content["images"]:
@@ -87,7 +87,7 @@ def _points(polygon: list[float]) -> list[list[float]]:
 
 
 def write_cvat(root: Path, contents: dict, images: dict, *, masks: bool) -> Path:
-    """CVAT for images 1.1 of a project with subsets; the parts of an object have one group."""
+    """Write CVAT for images 1.1 with subsets. The parts of an object have the same group."""
     text = "".join(f"<label><name>{name}</name></label>" for name in _classes(contents))
     text = f"<version>1.1</version><meta><project><labels>{text}</labels></project></meta>"
     for split, content in contents.items():
@@ -111,7 +111,7 @@ def write_cvat(root: Path, contents: dict, images: dict, *, masks: bool) -> Path
 
 
 def write_coco(root: Path, contents: dict, images: dict, *, masks: bool) -> Path:
-    """The layout of COCO 2017."""
+    """Write the format of COCO 2017."""
     (root / "annotations").mkdir(parents=True)
     for split, content in contents.items():
         shutil.copytree(images[split], root / f"{split}2017")

@@ -1,4 +1,4 @@
-"""A small COCO dataset in a folder of its own, which tests corrupt."""
+"""Register, load and edit a small custom COCO dataset, which tests corrupt."""
 
 import json
 import random
