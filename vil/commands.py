@@ -48,7 +48,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add_argument("data", nargs="?", type=existing_path, metavar="DATA", help=_DATA)
     parser.add_argument("--model", metavar="NAME", help="variant (default vil_tiny), or timm:NAME for a timm model")
     parser.add_argument("--detector", choices=choices.DETECTORS, help="detector (default retinanet)")
-    schedule_help = "recipe without DATA: 1x (default), or 3x_ms (three times the iterations and multi-scale images)"
+    schedule_help = "recipe: 1x (default), or 3x_ms (multi-scale images, and three times the iterations on COCO)"
     parser.add_argument("--schedule", choices=choices.SCHEDULES, default=choices.SCHEDULES[0], help=schedule_help)
     config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
     parser.add_argument("--config", metavar="NAME", help=config_help)
@@ -92,7 +92,7 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add_argument(
         "--predictions", nargs="+", default=[], type=existing_path, metavar="PATH", help=predictions_help
     )
-    parser.add_argument("--output", metavar="DIR", help="output folder (default: MODEL, or MODEL/evaluation_DATA)")
+    parser.add_argument("--output", metavar="DIR", help="output folder (default: MODEL's, or evaluation_DATA in it)")
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
     if arguments["predictions"]:
@@ -144,7 +144,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument("--output", default="predictions", metavar="DIR", help="output folder (default: predictions)")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="images per batch (default 1)")
     parser.add_argument("--tta", action="store_true", help="test-time augmentation with several sizes and flips")
-    annotations_help = "COCO file for the images in INPUT. It selects the images, and the results have its ids"
+    annotations_help = "COCO file for INPUT: only its images are read, and the results have its ids and categories"
     parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
     format_help = "format of the results: coco (default), or parquet (part files, no drawings)"
     parser.add_argument("--format", choices=choices.PREDICTION_FORMATS, help=format_help)
@@ -220,10 +220,10 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     """
     parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL)
     _add_config_file(parser)
-    parser.add_argument("--output", metavar="DIR", help="output folder (default: MODEL/export)")
+    parser.add_argument("--output", metavar="DIR", help="output folder (default: export/ in the folder of MODEL)")
     formats, precisions, dtypes = choices.EXPORT_FORMATS, choices.PRECISIONS, choices.INPUT_DTYPES
     parser.add_argument("--format", choices=formats, default=formats[0], help=f"file format (default {formats[0]})")
-    parser.add_argument("--precision", choices=precisions, default="fp32", help="numeric precision (default fp32)")
+    parser.add_argument("--precision", choices=precisions, default="fp32", help="model precision (default fp32)")
     parser.add_argument("--input-dtype", choices=dtypes, default="uint8", help="dtype of the images (default uint8)")
     parser.add_argument("--batched", action="store_true", help="export a model with batches as input (B, 3, H, W)")
     fixed_help = "always return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"
@@ -299,7 +299,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument("data", type=existing_path, metavar="DATA", help="folder or annotation file of a dataset")
     parser.add_argument("images", type=existing_path, nargs="?", metavar="IMAGES", help="image folder of a COCO file")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all findings as JSON")
-    fix_help = "write a cleaned copy: a folder with one COCO file per split, or a file with IMAGES. OUT must not exist"
+    fix_help = "write a cleaned copy: a folder with a COCO file per split, or a file if IMAGES is given; must not exist"
     parser.add_argument("--fix", type=output_file, metavar="OUT", help=fix_help)
     parser.add_argument("--deep", action="store_true", help="decode every image instead of reading its header")
     parser.add_argument("--boxes", action="store_true", help="ignore masks, for detectors without masks")
