@@ -202,7 +202,7 @@ def test_other_tools_name_what_is_wrong(error_of, trained_run, photo, shapes, tm
         (["visualize.py", "data", *small, "INPUT.LSJ.SIZE", 256], "INPUT.LSJ.SIZE"),
         (["visualize.py", "offsets", *image], "LIT"),
         (["visualize.py", "offsets", *image, "--points", 2, "--point", 1, 2], "--point"),
-        (["visualize.py", "attention", *image, "--stage", 9, "--block", 1, "--point", 2, 3], "--stage"),
+        (["visualize.py", "attention", *image, "--stage", 9, "--block", 1, "--point", 2, 3], "Stage 9"),
         (["make_shapes_dataset.py", "made", "--num-train", 0], "--num-train"),
     ):
         assert name in error_of(*words)
