@@ -137,7 +137,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         vil predict output/photos_vil_tiny_retinanet 0
         vil predict output/photos_vil_tiny_retinanet 'shards-{000..127}.tar' --output found --format parquet
     """
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL}, or an exported file")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"exported file, {_MODEL}")
     parser.add_argument("input", nargs="?", metavar="INPUT", help=_INPUT)
     _add_config_file(parser)
     parser.add_argument("--input", dest="named_input", metavar="INPUT", help="another way to give INPUT")
@@ -350,8 +350,8 @@ def report(parser: ToolParser, words: Sequence[str]) -> None:
 def convert(parser: ToolParser, words: Sequence[str]) -> None:
     """Convert a checkpoint of an official repository to a file for MODEL.WEIGHTS, or to a classifier.
 
-    Supported are the checkpoints of vision-longformer, VisionLongformerForObjectDetection, transformer-ls and LIT
-    (classification, detection and segmentation). The format is detected from the names of the tensors.
+    The command supports checkpoints of vision-longformer, VisionLongformerForObjectDetection, transformer-ls and LIT
+    (classification, detection and segmentation). It detects the format from the names of the tensors.
 
     Example:
         vil convert model_best.pth vil_tiny.safetensors --model vil_tiny_rpb
