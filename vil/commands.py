@@ -142,13 +142,13 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     _add_config_file(parser)
     parser.add_argument("--input", dest="named_input", metavar="INPUT", help="another way to give INPUT")
     parser.add_argument("--output", default="predictions", metavar="DIR", help="output folder (default: predictions)")
-    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="images per batch (default 1)")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="maximum images per batch (default 1)")
     parser.add_argument("--tta", action="store_true", help="test-time augmentation with several sizes and flips")
     annotations_help = "COCO file for INPUT: only its images are read, and the results have its ids and categories"
     parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
     format_help = "format of the results: coco (default), or parquet (part files, no drawings)"
     parser.add_argument("--format", choices=choices.PREDICTION_FORMATS, help=format_help)
-    part_help = f"images per Parquet file (default {choices.PART_SIZE})"
+    part_help = f"images (rows) per Parquet file (default {choices.PART_SIZE})"
     parser.add_argument("--part-size", type=positive, metavar="N", help=part_help)
     parser.add_argument("--shard", type=shard, metavar="I/N", help="predict shard I of N only, from 0; needs parquet")
     parser.add_argument("--column", metavar="NAME", help="column with paths or URLs (default: path, file_name or url)")
