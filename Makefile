@@ -1,4 +1,4 @@
-# `make` alone lists the targets. PYTHON chooses the interpreter that .venv is made with.
+# `make` without a target lists the targets. PYTHON is the interpreter that creates .venv.
 PYTHON ?= python3
 DETECTOR ?= retinanet
 ARGS ?=
@@ -6,9 +6,9 @@ ARGS ?=
 RUN := .venv/bin/python
 OUT := output/demo_$(DETECTOR)
 BENCHMARK = $(RUN) tools/benchmark.py --device cuda
-# Two processes; one that is idle takes over tests of the other, since test files differ much in their time.
+# Two processes. An idle process takes over tests from the other one, because some test files take much longer.
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
-# Modules that are checked for all type errors: the public API. Others are checked for certain errors only.
+# The public API is checked for all type errors. Other modules are checked with the `basic` preset of pyrefly.
 TYPED = $(addprefix backbones/,__init__.py build.py checkpoint_files.py convert.py errors.py) \
 	$(addprefix projects_vil/,__init__.py checkpoint/__init__.py config.py data/__init__.py data/catalog.py run.py) \
 	$(addprefix projects_vil/inference/,__init__.py detector.py) tests/public_types.py $(wildcard vil/*.py)
@@ -16,7 +16,7 @@ TYPED = $(addprefix backbones/,__init__.py build.py checkpoint_files.py convert.
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
 ifneq ($(DETECTOR),retinanet)
 ifneq ($(DETECTOR),mask_rcnn)
-$(error DETECTOR=$(DETECTOR) is unknown: use retinanet or mask_rcnn)
+$(error DETECTOR=$(DETECTOR) is unknown. Use retinanet or mask_rcnn)
 endif
 endif
 endif
@@ -35,7 +35,7 @@ demo: .venv/.stamp ## train, evaluate and export a small detector; DETECTOR=mask
 		--format torchscript --output $(OUT)/export
 	@$(RUN) tools/visualize.py results --run $(OUT)
 
-test: .venv/.stamp ## run the fast tests; ARGS goes to pytest, as in ARGS="tests/tools -k arguments"
+test: .venv/.stamp ## run the fast tests; pytest gets ARGS, for example ARGS="tests/tools -k arguments"
 	@$(PYTEST) $(ARGS)
 
 test-slow: .venv/.stamp ## run the slow tests
@@ -43,10 +43,10 @@ test-slow: .venv/.stamp ## run the slow tests
 
 test-all: test test-slow ## run the fast and the slow tests
 
-test-compiled: .venv/.stamp ## run the tests of AOTInductor, whose compilation takes tens of minutes
+test-compiled: .venv/.stamp ## run the AOTInductor tests, which compile for tens of minutes
 	@$(PYTEST) -m compiled $(ARGS)
 
-gpu: .venv/.stamp ## on a machine with a GPU: run its tests, measure time and memory; results in output/gpu
+gpu: .venv/.stamp ## run the GPU tests and benchmarks; results in output/gpu
 	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 		{ echo 'error: no CUDA device is available' >&2; exit 1; }
 	@mkdir -p output/gpu
@@ -77,36 +77,36 @@ types: .venv/.stamp ## check types
 	@.venv/bin/pyrefly check
 	@.venv/bin/pyrefly check --preset default $(TYPED)
 
-docs: .venv/.stamp ## build the documentation site into site/; a broken link is an error
+docs: .venv/.stamp ## build the documentation in site/; broken links are errors
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-release-check: .venv/.stamp ## check the version, build dist/, and try the wheel
+release-check: .venv/.stamp ## check the version, build dist/ and test the wheel
 	@$(RUN) .ci/release_check.py
 
-clean: ## remove files of the demo, tests and builds; keep .venv
+clean: ## delete the output of the demo, tests and builds, but not .venv
 	rm -rf output/demo_retinanet* output/demo_mask_rcnn* output/demo_cascade* output/demo_semantic_fpn*
 	rm -rf datasets/shapes datasets/shapes_sem_seg datasets/shapes_panoptic
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
-# The environment is made once, and updated when one of the files below changes. .venv/.sound is absent while a step
-# changes it: if a step is killed or interrupted, the next run makes the environment again; if a step fails, for example
-# without a network, the next run continues with what is installed.
+# .venv is created once and updated when one of the files below changes. While a step changes .venv, the file
+# .venv/.sound does not exist. If a step is killed or interrupted, the next run therefore creates .venv again. If a step
+# fails, for example without a network, the next run continues with the installed packages.
 PYTHON_FITS := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
 PIP := $(RUN) -m pip --quiet --quiet --disable-pip-version-check
-# A variable, since a comma would end the argument of call.
+# This is a variable because a comma would end an argument of `call`.
 EXTRAS := dev,docs
 step = trap 'exit 130' INT TERM HUP; rm -f .venv/.sound; $(1); status=$$?; touch .venv/.sound; exit $$status
 
 .venv/.stamp: setup.py pyproject.toml vil/install_detectron2.py
 	@$(PYTHON) -c '$(PYTHON_FITS)' 2>/dev/null || { \
-		echo 'error: $(PYTHON) is not Python 3.10 to 3.13: choose one by make PYTHON=/path/to/python3.11 ...' >&2; \
+		echo 'error: $(PYTHON) is not Python 3.10 to 3.13. Run make PYTHON=/path/to/python3.11 ...' >&2; \
 		exit 1; }
 	@if [ ! -e .venv/.sound ] || ! $(RUN) -c '' 2>/dev/null; then \
-		echo 'Making .venv with $(PYTHON)'; \
+		echo 'Creating .venv with $(PYTHON)'; \
 		rm -rf .venv && $(PYTHON) -m venv .venv && touch .venv/.sound; fi
 	@$(call step,$(PIP) install --upgrade pip 'setuptools<81' wheel)
-	@echo 'Installing the requirements in setup.py: about 2.7 GB, mostly torch, in 2 to 5 minutes the first time'
+	@echo 'Installing the requirements: about 2.7 GB, mostly torch. The first time takes 2 to 5 minutes.'
 	@$(call step,$(PIP) install --editable '.[$(EXTRAS)]')
 	@$(call step,$(RUN) tools/install_detectron2.py)
 	@touch $@

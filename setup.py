@@ -1,4 +1,4 @@
-"""Packaging. What is installed and what it needs; tools are configured in pyproject.toml."""
+"""Package metadata and requirements. pyproject.toml has the settings of development tools."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ HERE = Path(__file__).resolve().parent
 
 
 def long_description() -> str:
-    """Return the README, where there is one."""
+    """Return the text of the README, or an empty string without one."""
     readme = HERE / "README.md"
     return readme.read_text(encoding="utf-8") if readme.is_file() else ""
 
 
 class BuildWithConfigs(build_py):
-    """Puts configs/ into the installed package; an editable install reads those of the repository."""
+    """Copy configs/ into the installed package. An editable install reads configs/ in the repository instead."""
 
     def run(self) -> None:
         super().run()
@@ -23,24 +23,24 @@ class BuildWithConfigs(build_py):
             self.copy_tree("configs", str(Path(self.build_lib, "projects_vil/configs")))
 
 
-# What TEST.COCO_API faster_coco_eval needs.
+# Requirements of TEST.COCO_API faster_coco_eval.
 EVAL = ["faster-coco-eval>=1.6"]
-# What --format onnx of tools/export_model.py needs; nncf for its int8.
+# Requirements of vil export --format onnx. nncf is for int8.
 EXPORT = ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5", "nncf>=3.4"]
-# What the examples with other libraries need, in versions that were seen working.
+# Requirements of the examples with other libraries. The lower limits are tested versions.
 EXAMPLES = ["sahi>=0.12", "supervision>=0.31", "trackers>=2.6"]
-# What --format openvino needs; nncf for its int8.
+# Requirements of vil export --format openvino. nncf is for int8.
 OPENVINO = ["openvino>=2026.4", "nncf>=3.4"]
-# What --format parquet of tools/predict.py and inputs in Parquet, CSV, tar files and URLs need; s3fs and gcsfs add S3
-# and Google's storage.
+# Requirements of vil predict for --format parquet, and for inputs in Parquet, CSV, tar files and URLs. Install s3fs or
+# gcsfs for Amazon S3 or Google Cloud Storage.
 SCALE = ["pyarrow>=15", "fsspec[http]>=2024.2"]
-# What --ray needs.
+# Requirements of vil predict --ray.
 RAY = ["ray[data]>=2.60", *SCALE]
-# What examples/serve_fastapi.py needs.
+# Requirements of examples/serve_fastapi.py.
 SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
-# What `make docs` needs.
+# Requirements of `make docs`.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
-# What `make lint`, `make types`, `make release-check` and pre-commit need.
+# Requirements of `make lint`, `make types`, `make release-check` and pre-commit.
 LINT = ["build>=1.2", "codespell>=2.4", "import-linter>=2.1", "pre-commit>=4", "pyrefly>=1.4", "ruff>=0.6", "twine>=6"]
 
 setup(
@@ -70,8 +70,8 @@ setup(
     cmdclass={"build_py": BuildWithConfigs},
     entry_points={"console_scripts": ["vil = vil.cli:main"]},
     python_requires=">=3.10,<3.14",
-    # detectron2 is not on the package index: `vil install-detectron2` brings it, with what it requires.
-    # The ranges of fvcore, iopath and omegaconf are the ones that it states.
+    # detectron2 is not on the package index. `vil install-detectron2` installs it and its requirements.
+    # The ranges of fvcore, iopath and omegaconf are copied from detectron2.
     install_requires=[
         "torch>=2.6,<3",
         "torchvision>=0.21",
@@ -81,18 +81,18 @@ setup(
         "omegaconf>=2.1,<2.4",
         "pycocotools>=2.0.7",
         "numpy>=1.23",
-        # Earlier ones turn a rotated TIFF twice.
+        # Earlier versions rotate a TIFF with an EXIF orientation twice.
         "Pillow>=11.0",
         "matplotlib>=3.6",
         "tabulate",
         "jinja2>=3.0",
         "PyYAML>=6.0",
         "safetensors>=0.4",
-        # Earlier ones have cards checked by huggingface.co, whatever hub HF_ENDPOINT names.
+        # Earlier versions validate model cards at huggingface.co even if HF_ENDPOINT is another hub.
         "huggingface_hub>=2.2",
         "tqdm>=4.60",
         "filelock>=3.20.1",
-        # The package of OpenCV that other libraries for detection require too: two overwrite each other's files.
+        # Most detection libraries require this OpenCV package. Two OpenCV packages would overwrite each other's files.
         "opencv-python>=4.5.5",
     ],
     extras_require={

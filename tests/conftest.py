@@ -1,4 +1,4 @@
-"""Fixtures that the tests share: small datasets, a short training run, exported files, and a folder for them."""
+"""Shared fixtures: small datasets, a short training run and exported files."""
 
 import logging
 import multiprocessing.util
@@ -15,26 +15,26 @@ from filelock import FileLock
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-    """Put temporary files and caches of libraries into pytest's folder, which is removed at the end."""
+    """Write temporary files and caches of libraries to pytest's folder, which is deleted at the end."""
     folder = config._tmp_path_factory.getbasetemp() / "tmp"
     folder.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(folder)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torchinductor")
     tempfile.tempdir = None
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        # As in a background job of a shell, where tests of Ctrl-C would wait for ever.
+        # A background job of a shell ignores SIGINT. The tests of Ctrl-C would never end.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish():
-    """End multiprocessing, which the forked tools need, before pytest removes its folder."""
+    """End multiprocessing before pytest deletes its folder, which has files of the forked tools."""
     multiprocessing.util._run_finalizers()
 
 
 @pytest.fixture(autouse=True)
 def loggers_and_signals_as_before():
-    """A run that a test starts here sets up loggers and handlers of signals, as it does in a process of its own."""
+    """Restore loggers and signal handlers after each test, because a run in this process changes them."""
     loggers = [logging.getLogger(name) for name in ("projects_vil", "backbones", "detectron2", "fvcore")]
     states = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -49,7 +49,7 @@ def loggers_and_signals_as_before():
 
 @pytest.fixture(scope="session")
 def short_ray_folder():
-    """Let Ray write below /tmp: the paths of its sockets have at most 107 bytes."""
+    """Make Ray write to a folder in /tmp, because the path of a socket can have at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("RAY_TMPDIR", folder)
@@ -58,9 +58,9 @@ def short_ray_folder():
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
-    """A function (name, fill) -> folder: one of the test processes fills the empty folder, and all read it."""
+    """Return a function (name, fill) -> folder. One test process fills the folder, and all processes share it."""
     base = tmp_path_factory.getbasetemp()
-    # Each process of pytest-xdist has a folder in that of the session.
+    # Each process of pytest-xdist has a subfolder in the folder of the session.
     base = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made_once"
     base.mkdir(exist_ok=True)
 
@@ -78,7 +78,7 @@ def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Pat
 
 
 def _datasets_root(name: str, **options):
-    """A fixture: a folder for ``DETECTRON2_DATASETS`` that holds a dataset of small images, all with objects."""
+    """Return a fixture: a folder for ``DETECTRON2_DATASETS`` with a dataset of small images. All have objects."""
 
     @pytest.fixture(scope="session")
     def datasets_root(made_once):
@@ -95,7 +95,7 @@ panoptic_root = _datasets_root("shapes_panoptic", task="panoptic", num_train=8, 
 
 
 def _registered(name: str, root_fixture: str, detector: str):
-    """A fixture: the dataset's folder, with ``DETECTRON2_DATASETS`` set to its root and its names registered."""
+    """Return a fixture: the folder of a registered dataset, with ``DETECTRON2_DATASETS`` set to its parent."""
 
     @pytest.fixture
     def dataset(request, monkeypatch):
@@ -116,12 +116,12 @@ shapes_sem_seg = _registered("shapes_sem_seg", "sem_seg_root", "semantic_fpn")
 
 @pytest.fixture(scope="session")
 def trained_run(datasets_root, made_once):
-    """OUTPUT_DIR of ``tools/train_net.py``: four iterations, a checkpoint after two, an evaluation."""
+    """Output directory of a run with four iterations, a checkpoint every two iterations, and an evaluation."""
     from tests.projects_vil.helpers import CONFIGS, EXACT_TRAINING, SMALL, run_tool
 
     def train(output: Path) -> None:
         overrides = [*SMALL["retinanet"], *EXACT_TRAINING, "OUTPUT_DIR", str(output)]
-        # In an interpreter of its own, as a user starts it.
+        # A new interpreter, as for a user.
         result = run_tool(
             "train_net.py", "--config-file", CONFIGS["retinanet"], *overrides, datasets_root=datasets_root, fresh=True
         )
@@ -133,7 +133,7 @@ def trained_run(datasets_root, made_once):
 
 @pytest.fixture(scope="session")
 def file_of(made_once):
-    """An exported file: detector, format, options of ``exporting.write`` -> path."""
+    """Return a function (detector, format, options of ``exporting.write``) -> path of the exported file."""
     from tests.projects_vil.export.exporting import write
 
     def find(name: str, file_format: str, **options) -> Path:

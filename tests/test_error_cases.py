@@ -1,7 +1,7 @@
-"""Wrong input, killed processes and full disks: what the commands return, and which files are as they were.
+"""The exit status, error line and files of commands with wrong input, killed processes and full disks.
 
-Each case runs a command in a folder of its own. A user's mistake ends with one ``error:`` line that names the file, key
-or value; no case may change a file that was there, or leave a temporary file or a lock.
+Each case runs a command in a separate folder. A mistake of the user ends with one ``error:`` line that has the file,
+key or value. No case changes an existing file, or leaves a temporary file or a lock.
 """
 
 import os
@@ -33,7 +33,7 @@ EVALUATE = "train_net.py --config-file run/config.yaml --eval-only MODEL.WEIGHTS
 RESUME = "train_net.py --config-file run/config.yaml --resume"
 CHECK = "check_dataset.py own/annotations.json own/images"
 FINAL, SHAPES = "run/model_final.pth", "datasets/shapes/annotations/instances_train.json"
-# Files that a run writes, and those that a finished run writes again.
+# Files that a run writes, and files that a resumed run overwrites.
 OUTPUT = ("output", "output/*")
 RESUMED = tuple(f"run/{name}" for name in ("log.txt", "config.yaml", "metrics.json", "evaluation.json", "model_*.pth"))
 RESUMED += ("run/last_checkpoint", "run/events.*", "run/inference/*")
@@ -45,12 +45,15 @@ class Case:
     """A command and its error.
 
     Attributes:
-        corrupt: changes the folder before the command runs.
-        named: is in the error line, or in the output where the exit status is 0.
-        writes: patterns of files that the command may create or change.
-        when: for ``send``: the moment that has come.
-        send: a signal that the process gets then, or a function that is called.
-        limit: bytes of a file that the command can write, in place of a full disk.
+        command: The tool and its arguments.
+        corrupt: Changes the folder before the command runs.
+        named: Text in the error line, or in the output if the exit status is 0.
+        status: The exit status.
+        writes: Patterns of files that the command may create or change.
+        when: Returns whether it is time for ``send``.
+        send: A signal for the process, or a function that is called with the process id.
+        limit: Maximum size of a file in bytes. It simulates a full disk.
+        environment: Environment variables.
     """
 
     command: str
@@ -119,7 +122,7 @@ def flip_bit(name: str) -> Callable[[Path], object]:
 
 
 def link_to_other(name: str) -> Callable[[Path], object]:
-    """Put a link to another file where a command writes."""
+    """Create a link to another file at a path that a command writes."""
 
     def change(folder: Path) -> None:
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
@@ -192,7 +195,7 @@ CASES = {
         CHECK, write("own/annotations.json", r'{"categories": [{"id": 1, "name": "\ud800"}]}'), r"\ud800"
     ),
     "fix over a file": Case(f"{CHECK} --fix small.yaml", named="small.yaml", status=2),
-    # A new OUTPUT_DIR is not left behind.
+    # A new OUTPUT_DIR is deleted.
     "images that are gone": Case(TRAIN, replace_by("datasets/shapes/train/*.jpg", None), ".jpg"),
     "images that are a line of pixels": Case(TRAIN, replace_by("datasets/shapes/train/*1.jpg", narrow_image), ".jpg"),
     "images that are pipes": Case(TRAIN, replace_by("datasets/shapes/train/*1.jpg", os.mkfifo), ".jpg"),
@@ -345,7 +348,7 @@ FAST = [
 
 
 def make_folder(folder: Path) -> None:
-    """Fill a folder with data, two configs, a run of seconds and its export."""
+    """Create datasets, a config and photos in a folder."""
     training = ["MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_1_3_1_rpb", "OUTPUT_DIR", "output", "SEED", "5"]
     training += ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "4", "SOLVER.CHECKPOINT_PERIOD", "2"]
     training += ["SOLVER.WARMUP_ITERS", "0", "INPUT.MIN_SIZE_TRAIN", "(48,)", "MODEL.DEVICE", "cpu"]
@@ -372,7 +375,7 @@ def make_folder_with_run(folder: Path) -> None:
 
 
 def contents_of(folder: Path) -> dict[str, bytes | str]:
-    """Return the bytes of every file below a folder, and what is not a file, by its path."""
+    """Return the content of each file below a folder, and ``"not a file"`` for other paths."""
     found: dict[str, bytes | str] = {}
     for path in folder.rglob("*"):
         is_plain = path.is_file() and not path.is_symlink()
@@ -402,7 +405,7 @@ def test_an_error_is_one_line_and_leaves_files_as_they_were(name, made_once, tmp
     assert process.exitcode == case.status, output
     assert "Traceback" not in output
     last = output.splitlines()[-1]
-    # What is skipped is named before the progress bar ends.
+    # The names of skipped files are printed before the last line of the progress bar.
     is_error = case.status in (1, 2) and not case.send and not (case.status == 2 and case.writes)
     assert case.named in (last if is_error else output), output
     if case.status == 1 and not case.send:

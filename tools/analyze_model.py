@@ -1,4 +1,4 @@
-"""The command ``vil analyze``."""
+"""Alias of ``vil analyze``."""
 
 from vil.cli import main
 

@@ -1,4 +1,4 @@
-"""The command ``vil benchmark``."""
+"""Alias of ``vil benchmark``."""
 
 from vil.cli import main
 

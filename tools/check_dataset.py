@@ -1,4 +1,4 @@
-"""The command ``vil check``."""
+"""Alias of ``vil check``."""
 
 from vil.cli import main
 

@@ -1,4 +1,4 @@
-"""The command ``vil convert``."""
+"""Alias of ``vil convert``."""
 
 from vil.cli import main
 

@@ -1,4 +1,4 @@
-"""The command ``vil export``."""
+"""Alias of ``vil export``."""
 
 from vil.cli import main
 

@@ -1,4 +1,4 @@
-"""Install detectron2 next to torch: the command `vil install-detectron2`, in a clone."""
+"""Alias of ``vil install-detectron2``. It runs in a clone in which the project is not installed."""
 
 from vil.install_detectron2 import main
 

@@ -1,6 +1,6 @@
-"""Train a detector of a LazyConfig, or evaluate one: as tools/train_net.py does with YAML.
+"""Train or evaluate a detector from a LazyConfig. For a YAML config, use tools/train_net.py.
 
-Overrides are key=value, in Hydra's syntax; +key=value adds a key that the config does not have.
+Overrides are key=value in Hydra's syntax. +key=value adds a key.
 
 Example:
     python tools/lazyconfig_train_net.py --config-file configs/lazy/retinanet_vil_tiny_rpb.py --num-gpus 8
@@ -17,7 +17,7 @@ from vil.arguments import ToolParser, add_training_arguments, process_keywords, 
 def main() -> None:
     parser = ToolParser(__doc__)
     add_training_arguments(parser)
-    parser.add_argument("opts", nargs="*", metavar="key=value", help="overrides, before or after other arguments")
+    parser.add_argument("opts", nargs="*", metavar="key=value", help="overrides of the config, in any position")
     args = parser.parse_intermixed_args()
 
     from projects_vil.engine import Processes, run_lazy_config

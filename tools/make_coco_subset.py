@@ -1,4 +1,4 @@
-"""Write a COCO annotation file with a few images of another, on which a detector can be checked for overfitting.
+"""Write a COCO annotation file with a few images of another file, for example to test whether a detector overfits.
 
 Example:
     python tools/make_coco_subset.py datasets/coco/annotations/instances_train2017.json eight.json --num-images 8
@@ -17,8 +17,8 @@ def main() -> None:
     from projects_vil.data import write_subset
 
     count = write_subset(args.source, args.output, num_images=args.num_images)
-    fewer = f", all that have annotations: {args.num_images} were asked for" if count < args.num_images else ""
-    print(f"wrote {args.output}: {count} images{fewer}")
+    fewer = f" (--num-images is {args.num_images}, but no other images have annotations)"
+    print(f"wrote {args.output}: {count} images{fewer * (count < args.num_images)}")
 
 
 if __name__ == "__main__":

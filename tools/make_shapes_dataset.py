@@ -1,4 +1,4 @@
-"""Write a small synthetic dataset of shapes: in COCO format, or with label images in the layout of ADE20K.
+"""Write a small synthetic dataset of shapes in COCO format, or with label images as in ADE20K.
 
 Example:
     python tools/make_shapes_dataset.py datasets/shapes --num-train 400 --num-val 100
@@ -11,15 +11,17 @@ from vil.choices import SHAPES_TASKS
 
 def main() -> None:
     parser = ToolParser(__doc__)
-    parser.add_argument("output", metavar="OUT", help="folder to write, as datasets/shapes or datasets/shapes_TASK")
+    parser.add_argument("output", metavar="OUT", help="folder to write, such as datasets/shapes")
     parser.add_argument(
         "--task", choices=SHAPES_TASKS, default=SHAPES_TASKS[0], help="task of the annotations (default detection)"
     )
     parser.add_argument("--num-train", type=int, default=400, metavar="N", help="training images (default 400)")
     parser.add_argument("--num-val", type=int, default=100, metavar="N", help="validation images (default 100)")
-    parser.add_argument("--short-side", type=int, default=128, metavar="S", help="mean pixels (default 128)")
-    parser.add_argument("--seed", type=int, default=0, metavar="K", help="same seed, same files (default 0)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a shapes dataset in OUT")
+    parser.add_argument(
+        "--short-side", type=int, default=128, metavar="S", help="mean shorter side in pixels (default 128)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="K", help="random seed (default 0)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing shapes dataset in OUT")
     options = vars(parser.parse_args())
 
     from projects_vil.data import write_shapes_dataset

@@ -1,4 +1,4 @@
-"""Print the schedule that SOLVER.EPOCHS makes of a dataset's size, without training.
+"""Print the training schedule for SOLVER.EPOCHS and the size of a dataset. Nothing is trained.
 
 Example:
     python tools/plan_schedule.py --images 50 --epochs 20,40,80 --batch 8
@@ -17,14 +17,14 @@ COLUMNS = ("epochs", "iterations", "steps", "warm-up", "evaluated every", "saved
 
 def main() -> None:
     parser = ConfigToolParser(__doc__, config_file=False, devices=())
-    config_help, images_help = "config whose schedule is scaled (default: 1x)", "default: those of DATASETS.TRAIN"
+    config_help = "config with the schedule to scale (default: 1x)"
     parser.add_argument("--config-file", default=CONFIG, type=existing_path, metavar="FILE", help=config_help)
-    parser.add_argument("--images", type=positive, metavar="N", help=f"images in an epoch ({images_help})")
-    parser.add_argument("--epochs", required=True, metavar="E[,E...]", help="numbers of epochs, as 12,24,48")
-    parser.add_argument("--batch", type=positive, metavar="B", help="images per iteration, as SOLVER.IMS_PER_BATCH")
+    parser.add_argument("--images", type=positive, metavar="N", help="training images (default: DATASETS.TRAIN)")
+    parser.add_argument("--epochs", required=True, metavar="E[,E...]", help="numbers of epochs, such as 12,24,48")
+    parser.add_argument("--batch", type=positive, metavar="B", help="images per iteration (SOLVER.IMS_PER_BATCH)")
     args = parser.parse_args()
     if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", args.epochs):
-        parser.error(f"argument --epochs: {args.epochs} is not one or several numbers of 1 or more, as 12,24")
+        parser.error(f"argument --epochs: '{args.epochs}' is not a list of whole numbers of at least 1, such as 12,24")
 
     from tabulate import tabulate
 
@@ -39,7 +39,9 @@ def main() -> None:
     try:
         num_images = args.images or len(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True))
     except ConfigError as error:
-        raise ConfigError(f"{error}; without the dataset, give the number of its images: --images N") from error
+        raise ConfigError(
+            f"{str(error).rstrip('.')}. If you do not have the dataset, give the number of images: --images N."
+        ) from error
     rows, plans = [], []
     for epochs in map(int, args.epochs.split(",")):
         overrides = [*args.opts, *batch, "SOLVER.EPOCHS", str(epochs)]
@@ -49,11 +51,11 @@ def main() -> None:
         lengths = (solver.MAX_ITER, ", ".join(map(str, steps)) or "-", solver.WARMUP_ITERS)
         rows.append((epochs, *lengths, plan.TEST.EVAL_PERIOD, solver.CHECKPOINT_PERIOD))
         plans.append((" ".join([*batch, "SOLVER.EPOCHS", str(epochs)]), lines[-1].partition(" is ")[2]))
-    print(f"{num_images} training images, {cfg.SOLVER.IMS_PER_BATCH} per iteration; all but epochs is in iterations")
+    print(f"{num_images} training images, {cfg.SOLVER.IMS_PER_BATCH} per iteration. Columns after epochs: iterations.")
     print(tabulate(rows, COLUMNS, tablefmt="plain", disable_numparse=True, stralign="right"))
-    print("\nto train this way, add one of these to tools/train_net.py:")
+    print("\nTo train with one of these schedules, add its line to the command of tools/train_net.py:")
     print("\n".join(short for short, _ in plans))
-    print("which is the same, for these images, as:")
+    print("For this number of images, these lines have the same effect:")
     print("\n".join(overrides for _, overrides in plans))
 
 

@@ -1,4 +1,4 @@
-"""The command ``vil predict``."""
+"""Alias of ``vil predict``."""
 
 from vil.cli import main
 

@@ -1,4 +1,4 @@
-"""The command ``vil report``."""
+"""Alias of ``vil report``."""
 
 from vil.cli import main
 

@@ -1,6 +1,6 @@
-"""Write a trained checkpoint without its optimizer and trainer: a third of the size, for evaluation and export.
+"""Remove the optimizer and trainer state from a checkpoint. The new file has about a third of the size.
 
-It keeps the metadata (variant, classes, input format). Training cannot be resumed from it, but can start from it.
+The metadata is kept (variant, classes, input format). The file works as MODEL.WEIGHTS, but not for --resume.
 
 Example:
     python tools/slim_checkpoint.py output/vil_tiny/model_final.pth vil_tiny_coco.safetensors
@@ -11,7 +11,7 @@ from vil.arguments import ToolParser, existing_path, output_file, run_tool
 
 def main() -> None:
     parser = ToolParser(__doc__)
-    parser.add_argument("source", type=existing_path, metavar="SOURCE", help="a checkpoint of tools/train_net.py")
+    parser.add_argument("source", type=existing_path, metavar="SOURCE", help="checkpoint of a training run")
     parser.add_argument("output", type=output_file, metavar="OUTPUT", help="file to write, .pth or .safetensors")
     args = parser.parse_args()
 

@@ -1,7 +1,7 @@
-"""Run timm's own train.py or validate.py with the models of this project registered.
+"""Run timm's train.py or validate.py with the models of this project.
 
-The scripts are in timm's repository (https://github.com/huggingface/pytorch-image-models), not in its package; take
-those of the tag that matches the installed timm.
+The scripts are in timm's repository (https://github.com/huggingface/pytorch-image-models), not in its package. Use the
+scripts from the tag of your timm version.
 
 Example:
     python tools/timm_run.py train.py --model vil_small_rpb --data-dir imagenet --epochs 300
@@ -20,8 +20,8 @@ from vil.arguments import ToolParser, existing_path, run_tool
 
 def main() -> None:
     parser = ToolParser(__doc__)
-    parser.add_argument("script", type=existing_path, metavar="SCRIPT", help="timm's train.py or validate.py")
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
+    parser.add_argument("script", type=existing_path, metavar="SCRIPT", help="path of timm's train.py or validate.py")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script")
     args = parser.parse_args()
     importlib.import_module("backbones.timm_models")
     sys.argv = [args.script, *args.arguments]
@@ -30,5 +30,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # timm's scripts log by themselves.
+    # timm's scripts set up logging.
     run_tool(main, log=False)

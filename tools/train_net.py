@@ -1,4 +1,4 @@
-"""Train or evaluate a detector, with detectron2's own arguments.
+"""Train or evaluate a detector with the arguments of detectron2's train_net.py.
 
 Example:
     python tools/train_net.py --config-file configs/retinanet/vil_tiny_rpb_1x.yaml --num-gpus 8

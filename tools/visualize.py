@@ -1,4 +1,4 @@
-"""The command ``vil visualize``."""
+"""Alias of ``vil visualize``."""
 
 from vil.cli import main
 

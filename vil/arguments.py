@@ -200,7 +200,7 @@ class ConfigToolParser(ToolParser):
             options = {"required": config_required, "type": existing_path, "metavar": "FILE"}
             self.add_argument("--config-file", **options, help="config of the model")
         if weights:
-            weights_help = "checkpoint, exported file, or name in the model zoo (config key MODEL.WEIGHTS)"
+            weights_help = "weights file, or name in the model zoo (config key MODEL.WEIGHTS)"
             self.add_argument("--weights", metavar="FILE", help=weights_help)
         if devices:
             device_help = f"{' or '.join(devices)} (config key MODEL.DEVICE)"

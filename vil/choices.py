@@ -1,4 +1,4 @@
-"""Choices that the command line and the library share. This module imports nothing, so that ``--help`` is fast."""
+"""Choices that the command line and the library share. This module has no imports, so ``--help`` is fast."""
 
 DETECTORS = ("retinanet", "mask_rcnn", "faster_rcnn")
 DEVICES = ("cpu", "cuda")

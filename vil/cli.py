@@ -15,7 +15,7 @@ from vil.commands import COMMANDS
 
 
 def main(command: str | None = None) -> None:
-    """Run a command: ``command``, or the one that the first argument names."""
+    """Run ``command``, or the command in the first argument."""
     run_tool(lambda: _main([command, *sys.argv[1:]] if command else sys.argv[1:]))
 
 
@@ -28,11 +28,11 @@ def _main(words: list[str]) -> None:
     purposes = {name: str(inspect.getdoc(run)).splitlines()[0] for name, (run, _) in COMMANDS.items()}
     width = max(map(len, purposes))
     listed = [f"    {name.ljust(width)}  {purpose}" for name, purpose in purposes.items()]
-    description = "\n".join([__doc__, "Commands, each with its own --help:", *listed])
+    description = "\n".join([__doc__, "Commands (vil COMMAND --help lists the arguments):", *listed])
     parser = ToolParser(description, prog="vil", usage="vil COMMAND ...")
     parser.add_argument("--version", action="version", version=version("vil-detectron2"))
     if words and not words[0].startswith("-"):
-        parser.error(f"unknown command {words[0]}{closest(words[0], COMMANDS)}")
+        parser.error(f"unknown command '{words[0]}'{closest(words[0], COMMANDS)}")
     parser.parse_args(words or ["--help"])
 
 

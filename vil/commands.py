@@ -1,4 +1,4 @@
-"""The commands of ``vil``. Each one parses its arguments, then imports the library and calls one function of it."""
+"""The commands of ``vil``. Each command parses its arguments, imports the library and calls one function."""
 
 import argparse
 import math
@@ -26,8 +26,8 @@ from vil.arguments import (
     write_json,
 )
 
-_DATA = "folder or file of COCO, YOLO, Pascal VOC, LabelMe or CVAT"
-_MODEL = "output directory of a run, name of the model zoo, or checkpoint next to its config.yaml"
+_DATA = "dataset folder or annotation file: COCO, YOLO, Pascal VOC, LabelMe or CVAT"
+_MODEL = "output directory of a run, checkpoint with config.yaml in its folder, or name in the model zoo"
 _INPUT = "image, folder, video, camera number, URL, list (.txt, .csv, .parquet), or tar files: shards-{000..127}.tar"
 
 
@@ -37,7 +37,8 @@ _INPUT = "image, folder, video, camera number, URL, list (.txt, .csv, .parquet),
 def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     """Train a detector on your photos, or on COCO.
 
-    Without DATA, the command trains on the datasets of the config: COCO 2017 in $DETECTRON2_DATASETS/coco.
+    Without DATA, the command trains on the datasets in the config. By default that is COCO 2017 in
+    $DETECTRON2_DATASETS/coco.
 
     Example:
         vil train photos --model vil_tiny --detector retinanet --epochs 50
@@ -45,20 +46,20 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
         vil train --config mask_rcnn/vil_small_rpb_1x --num-gpus 8
     """
     parser.add_argument("data", nargs="?", type=existing_path, metavar="DATA", help=_DATA)
-    parser.add_argument("--model", metavar="NAME", help="variant (default vil_tiny), or timm:NAME for a model of timm")
-    parser.add_argument("--detector", choices=choices.DETECTORS, help="default: retinanet")
-    schedule_help = "recipe on COCO: 1x (default), or 3x_ms (three times the iterations, several image sizes)"
+    parser.add_argument("--model", metavar="NAME", help="variant (default vil_tiny), or timm:NAME for a timm model")
+    parser.add_argument("--detector", choices=choices.DETECTORS, help="detector (default retinanet)")
+    schedule_help = "recipe: 1x (default), or 3x_ms (multi-scale images, and three times the iterations on COCO)"
     parser.add_argument("--schedule", choices=choices.SCHEDULES, default=choices.SCHEDULES[0], help=schedule_help)
     config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
     parser.add_argument("--config", metavar="NAME", help=config_help)
     parser.add_argument("--epochs", type=positive, metavar="N", help="passes over the training images (default 50)")
     batch_help = (
-        "images per iteration (default: 16, split by gradient accumulation if the memory requires it); the learning "
-        "rate is scaled to it unless --lr is given"
+        "images per iteration (default 16, with gradient accumulation if the memory is too small). Without --lr, the "
+        "learning rate is scaled with the batch size"
     )
     parser.add_argument("--batch", type=positive, metavar="N", help=batch_help)
-    parser.add_argument("--lr", type=float, metavar="RATE", help="learning rate (SOLVER.BASE_LR)")
-    parser.add_argument("--image-size", type=positive, metavar="PX", help="shorter side of the images, in pixels")
+    parser.add_argument("--lr", type=float, metavar="RATE", help="learning rate (config key SOLVER.BASE_LR)")
+    parser.add_argument("--image-size", type=positive, metavar="PX", help="shorter side of the images in pixels")
     parser.add_argument("--workers", type=int, metavar="N", help="data loader processes (default: at most 4)")
     val_help = "fraction of the images for validation if DATA has no validation images (default 0.2)"
     parser.add_argument("--val-fraction", type=float, metavar="F", help=val_help)
@@ -71,7 +72,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
 
     trained = run.train(**arguments)
     if trained.results and not any(task.get("AP") for tasks in trained.results.values() for task in tasks.values()):
-        print("AP is 0. Train for more epochs, or start from other weights (--weights).")
+        print("AP is 0. Train for more epochs, or start from pretrained weights (--weights).")
     else:
         show(f"Next: vil predict {trained.folder} PHOTOS, or vil report {trained.folder}")
 
@@ -84,26 +85,26 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
         vil eval output/photos_vil_tiny_retinanet more_photos
         vil eval more_photos --predictions found/*.parquet
     """
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL}; none with --predictions")
-    data_help = f"{_DATA}; its test images, else its validation images, are used (default: the run's own)"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL}. Leave it out with --predictions")
+    data_help = f"{_DATA} (default: the dataset of the run). The test images are used, or else the validation images"
     parser.add_argument("data", nargs="?", type=existing_path, metavar="DATA", help=data_help)
-    predictions_help = "Parquet files of vil predict, or folders of them, to evaluate instead of a model"
+    predictions_help = "evaluate Parquet files from vil predict, or folders with such files, instead of a model"
     parser.add_argument(
         "--predictions", nargs="+", default=[], type=existing_path, metavar="PATH", help=predictions_help
     )
-    parser.add_argument("--output", metavar="DIR", help="folder (default: the run's, or evaluation_DATA in it)")
+    parser.add_argument("--output", metavar="DIR", help="output folder (default: MODEL's, or evaluation_DATA in it)")
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
     if arguments["predictions"]:
-        # DATA takes the place of MODEL. Behind PATH, argparse cannot distinguish it from another PATH.
+        # The first positional argument is DATA. After --predictions, argparse parses DATA as another PATH.
         paths = [path for path in (arguments["model"], arguments["data"], *arguments["predictions"]) if path]
         parts = [path for path in paths if path.endswith(".parquet") or any(Path(path).glob("*.parquet"))]
         data = [path for path in paths if path not in parts]
         if not parts or len(data) > 1:
-            parser.error(f"--predictions takes .parquet files and folders of them, and one DATA: {', '.join(data)}")
+            parser.error(f"--predictions needs .parquet files or folders of them, and one DATA: {', '.join(data)}")
         arguments |= {"model": None, "data": data[0] if data else None, "predictions": parts}
     elif arguments["model"] is None:
-        parser.error("the following arguments are required: MODEL, or --predictions")
+        parser.error("MODEL is missing. Give MODEL or --predictions")
 
     from projects_vil import run
 
@@ -111,10 +112,10 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
 
 
 def _keywords(parser: ConfigToolParser, words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments as keywords for a function of the library, including config keys."""
+    """Return the arguments, including config keys, as keyword arguments for a function of the library."""
     options = vars(parser.parse_args(words))
     keys = options.pop("opts")
-    # They are among the keys, or not a keyword of the function.
+    # These are either among the config keys, or not arguments of the function.
     for name in ("devices", "device", "weights"):
         options.pop(name, None)
     return options | dict(zip(keys[::2], keys[1::2], strict=True))
@@ -124,11 +125,11 @@ def _keywords(parser: ConfigToolParser, words: Sequence[str]) -> dict[str, Any]:
 
 
 def predict(parser: ToolParser, words: Sequence[str]) -> None:
-    """Detect objects in a photo, a folder, a video, or the picture of a camera.
+    """Detect objects in images, videos or the stream of a camera.
 
-    The output folder gets results.json (COCO format), images.json (image ids, categories, skipped files) and drawings/.
-    With --format parquet it gets part files instead, and an interrupted run resumes after the last complete part.
-    The exit status is 2 if files were skipped because they cannot be read.
+    The command writes results.json (COCO format), images.json (image ids, categories, skipped files) and drawings/ to
+    the output folder. With --format parquet, it writes part files instead, and an interrupted command resumes after the
+    last complete part. The exit status is 2 if a file was skipped because it cannot be read.
 
     Example:
         vil predict output/photos_vil_tiny_retinanet holiday.jpg
@@ -136,47 +137,39 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         vil predict output/photos_vil_tiny_retinanet 0
         vil predict output/photos_vil_tiny_retinanet 'shards-{000..127}.tar' --output found --format parquet
     """
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL}, or an exported file")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"exported file, {_MODEL}")
     parser.add_argument("input", nargs="?", metavar="INPUT", help=_INPUT)
     _add_config_file(parser)
-    parser.add_argument("--input", dest="named_input", metavar="INPUT", help="instead of INPUT as the last argument")
-    parser.add_argument("--output", default="predictions", metavar="DIR", help="folder (default: predictions)")
-    parser.add_argument(
-        "--batch", type=positive, default=1, metavar="N", help="largest number of images in a batch (default 1)"
-    )
-    parser.add_argument(
-        "--tta", action="store_true", help="use test-time augmentation: several sizes and mirror images"
-    )
-    annotations_help = "COCO file of the images in the folder; only its images are used, with its ids and categories"
+    parser.add_argument("--input", dest="named_input", metavar="INPUT", help="another way to give INPUT")
+    parser.add_argument("--output", default="predictions", metavar="DIR", help="output folder (default: predictions)")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="maximum images per batch (default 1)")
+    parser.add_argument("--tta", action="store_true", help="test-time augmentation with several sizes and flips")
+    annotations_help = "COCO file for INPUT: only its images are read, and the results have its ids and categories"
     parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
-    format_help = "coco (default) or parquet; an interrupted parquet run resumes after the last complete part"
+    format_help = "format of the results: coco (default), or parquet (part files, no drawings)"
     parser.add_argument("--format", choices=choices.PREDICTION_FORMATS, help=format_help)
-    part_help = f"rows in a Parquet file, one per image (default {choices.PART_SIZE})"
+    part_help = f"images (rows) per Parquet file (default {choices.PART_SIZE})"
     parser.add_argument("--part-size", type=positive, metavar="N", help=part_help)
-    parser.add_argument(
-        "--shard", type=shard, metavar="I/N", help="predict only shard I of N, counted from 0; for parquet"
-    )
-    parser.add_argument(
-        "--column", metavar="NAME", help="column of paths or URLs in a table (default: path, file_name or url)"
-    )
-    ray_help = "distribute the images over the Ray cluster at RAY_ADDRESS, or over this machine; writes parquet"
+    parser.add_argument("--shard", type=shard, metavar="I/N", help="predict shard I of N only, from 0; needs parquet")
+    parser.add_argument("--column", metavar="NAME", help="column with paths or URLs (default: path, file_name or url)")
+    ray_help = "use Ray: the cluster at RAY_ADDRESS, or all GPUs or CPU cores of this machine; writes parquet"
     parser.add_argument("--ray", action="store_true", help=ray_help)
-    workers_help = "smallest and largest number of detectors (default: 1, and one per GPU or per CPU core but one)"
+    workers_help = "minimum and maximum number of Ray workers (default: 1 and one per GPU, or CPU cores minus 1)"
     parser.add_argument("--ray-workers", nargs=2, type=positive, metavar=("MIN", "MAX"), help=workers_help)
-    parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
-    threshold_help = f"lowest score of detections in drawings (default {choices.SCORE_THRESHOLD})"
+    parser.add_argument("--no-drawings", action="store_true", help="do not write drawings")
+    threshold_help = f"minimum score of detections in drawings (default {choices.SCORE_THRESHOLD})"
     parser.add_argument("--score-threshold", type=float, metavar="T", help=threshold_help)
-    drawing_help = "processes that draw during the prediction (default 0: between batches)"
+    drawing_help = "processes for drawings (default 0: draw in the main process between batches)"
     parser.add_argument("--draw-workers", type=int, metavar="N", help=drawing_help)
     args = parser.parse_args(words)
     given = [args.config_file or _weights(args) if args.named_input and not args.model else args.model]
     given += [args.named_input or args.input]
     if given[1] is None and (args.config_file or _weights(args)):
-        # One argument: the input.
+        # With a single positional argument, it is INPUT.
         given = [args.config_file or _weights(args), args.model]
     model, source = given
     if not model or not source:
-        parser.error("the following arguments are required: MODEL and INPUT")
+        parser.error("MODEL or INPUT is missing. Give both")
     try:
         image_source(source)
     except argparse.ArgumentTypeError as error:
@@ -208,7 +201,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
 
 
 def _add_config_file(parser: ToolParser) -> None:
-    parser.add_argument("--config-file", type=existing_path, metavar="FILE", help="config instead of MODEL")
+    parser.add_argument("--config-file", type=existing_path, metavar="FILE", help="config to use instead of MODEL")
 
 
 def _weights(args: argparse.Namespace) -> str | None:
@@ -216,38 +209,39 @@ def _weights(args: argparse.Namespace) -> str | None:
 
 
 def export(parser: ToolParser, words: Sequence[str]) -> None:
-    """Export a detector to ONNX, TorchScript, OpenVINO and others, and compare the file with the detector.
+    """Export a detector to ONNX, TorchScript or another format, and run the parity check.
 
-    Next to the model (model.ts, model.onnx, model.xml or model.pt2) are its metadata (inputs, outputs, class names) and
-    the parity report, both in JSON. The exit status is 1 if a detection differs by more than the tolerance.
+    The command writes the model (model.ts, model.onnx, model.xml or model.pt2), its metadata (inputs, outputs, class
+    names) as JSON, and the parity report as JSON. The exit status is 1 if a detection differs by more than the
+    tolerance.
 
     Example:
         vil export output/photos_vil_tiny_retinanet --format onnx
     """
     parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL)
     _add_config_file(parser)
-    parser.add_argument("--output", metavar="DIR", help="folder (default: export in MODEL's folder)")
+    parser.add_argument("--output", metavar="DIR", help="output folder (default: export/ in the folder of MODEL)")
     formats, precisions, dtypes = choices.EXPORT_FORMATS, choices.PRECISIONS, choices.INPUT_DTYPES
     parser.add_argument("--format", choices=formats, default=formats[0], help=f"file format (default {formats[0]})")
-    parser.add_argument("--precision", choices=precisions, default="fp32", help="of the network (default fp32)")
-    parser.add_argument("--input-dtype", choices=dtypes, default="uint8", help="type of the images (default uint8)")
-    parser.add_argument("--batched", action="store_true", help="export a model for batches (B, 3, H, W)")
-    fixed_help = "return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"
+    parser.add_argument("--precision", choices=precisions, default="fp32", help="model precision (default fp32)")
+    parser.add_argument("--input-dtype", choices=dtypes, default="uint8", help="dtype of the images (default uint8)")
+    parser.add_argument("--batched", action="store_true", help="export a model with batches as input (B, 3, H, W)")
+    fixed_help = "always return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"
     parser.add_argument("--fixed-detections", action="store_true", help=fixed_help)
-    _add_image_size(parser, "size of all images (default: any size)")
-    parser.add_argument("--opset", type=positive, metavar="N", help="opset of an ONNX file, 18 or more (default 20)")
-    images_help = "images on which the file and the detector are compared (default: synthetic images)"
+    _add_image_size(parser, "fixed size of the input images (default: any size)")
+    parser.add_argument("--opset", type=positive, metavar="N", help="ONNX opset, at least 18 (default 20)")
+    images_help = "images for the parity check (default: synthetic images)"
     parser.add_argument("--parity-images", nargs="+", type=existing_path, default=[], metavar="FILE", help=images_help)
-    parser.add_argument("--evaluate", action="store_true", help="compare average precision on DATASETS.TEST too")
-    calibration_help = "largest number of images of DATASETS.TRAIN for the calibration of int8 (default 100)"
+    parser.add_argument("--evaluate", action="store_true", help="also compare AP on DATASETS.TEST")
+    calibration_help = "maximum number of images from DATASETS.TRAIN for int8 calibration (default 100)"
     parser.add_argument("--calibration-images", type=positive, default=100, metavar="N", help=calibration_help)
     parser.add_argument("--accept-drop", action="store_true", help="accept an int8 model that loses more than 1 AP")
-    triton_help = "also write a folder for a model repository of Triton Inference Server"
+    triton_help = "also write a model for the model repository of Triton Inference Server"
     parser.add_argument("--triton", metavar="REPOSITORY/NAME", help=triton_help)
     args = parser.parse_args(words)
     source = args.model or args.config_file or _weights(args)
     if not source:
-        parser.error("the following arguments are required: MODEL")
+        parser.error("MODEL is missing. Give MODEL, --config-file or --weights")
 
     from projects_vil.export import check_triton, describe_report, export_detector, write_triton_model
     from projects_vil.inference import find_model
@@ -291,11 +285,11 @@ def _add_image_size(parser: ToolParser, help_text: str, **options: Any) -> None:
 
 
 def check(parser: ToolParser, words: Sequence[str]) -> None:
-    """Check a dataset for what would stop or harm training.
+    """Check a dataset for problems that stop or harm training.
 
-    DATA is a folder or file of COCO, YOLO, Pascal VOC, LabelMe or CVAT; the format is detected. Findings are sorted by
-    severity. Each has an example, its effect on training, and what --fix writes instead. The exit status is 1 if there
-    are errors and --fix is not given.
+    DATA is a folder or annotation file of COCO, YOLO, Pascal VOC, LabelMe or CVAT. The format is detected. The findings
+    are sorted by severity. Each finding has an example, its effect on training, and the change that --fix makes. The
+    exit status is 1 if there are errors and --fix is not used.
 
     Example:
         vil check photos
@@ -307,11 +301,11 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all findings as JSON")
     fix_help = "write a cleaned copy: a folder with a COCO file per split, or a file if IMAGES is given; must not exist"
     parser.add_argument("--fix", type=output_file, metavar="OUT", help=fix_help)
-    parser.add_argument("--deep", action="store_true", help="decode every image instead of reading the headers")
-    parser.add_argument("--boxes", action="store_true", help="ignore masks, for a detector without them")
+    parser.add_argument("--deep", action="store_true", help="decode every image instead of reading its header")
+    parser.add_argument("--boxes", action="store_true", help="ignore masks, for detectors without masks")
     args = parser.parse_args(words)
     if args.fix and os.path.lexists(args.fix):
-        parser.error(f"argument --fix: {args.fix} exists. Name a new file or folder")
+        parser.error(f"argument --fix: '{args.fix}' already exists. Give a new file or folder")
 
     from projects_vil.data import check_dataset, write_fixed
 
@@ -333,16 +327,17 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
 
 
 def report(parser: ToolParser, words: Sequence[str]) -> None:
-    """Write one HTML page about a training run: curves, precision and recall, classes, confusions, images, config.
+    """Write an HTML report of a training run.
 
-    The page needs no network and no other file. It lists what is missing in the output directory.
+    The report has the training curves, precision and recall, AP per class, confusions, validation images and the
+    config. It is one file that works offline. It lists the files that are missing in the output directory.
 
     Example:
         vil report output/photos_vil_tiny_retinanet
         vil report output/mine DATASETS.COCO "[['mine', 'mine.json', 'photos']]"
     """
     parser.add_argument("run", type=existing_path, metavar="RUN", help="output directory of a training run")
-    parser.add_argument("--output", type=output_file, metavar="FILE", help="the page (default: RUN/report.html)")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="HTML file (default: RUN/report.html)")
     parser.add_argument("--num-images", type=int, default=8, metavar="N", help="validation images to draw (default 8)")
     args = parser.parse_args(words)
 
@@ -353,10 +348,10 @@ def report(parser: ToolParser, words: Sequence[str]) -> None:
 
 
 def convert(parser: ToolParser, words: Sequence[str]) -> None:
-    """Convert a checkpoint of an official project into MODEL.WEIGHTS, or into a classifier.
+    """Convert a checkpoint of an official repository to a file for MODEL.WEIGHTS, or to a classifier.
 
-    The formats of vision-longformer, VisionLongformerForObjectDetection, transformer-ls and LIT (classification,
-    detection and segmentation) are detected by the names of their tensors.
+    The command supports checkpoints of vision-longformer, VisionLongformerForObjectDetection, transformer-ls and LIT
+    (classification, detection and segmentation). It detects the format from the names of the tensors.
 
     Example:
         vil convert model_best.pth vil_tiny.safetensors --model vil_tiny_rpb
@@ -364,20 +359,19 @@ def convert(parser: ToolParser, words: Sequence[str]) -> None:
         vil convert model_best.pth vil_tiny_224.pth --model vil_tiny --classifier
         vil convert lit_ti_retinanet_1x lit_ti_coco.safetensors
     """
-    source_help = "official checkpoint: a file, or its name in the model zoo"
+    source_help = "official checkpoint: a file, or a name in the model zoo"
     parser.add_argument("source", type=weights_file, metavar="SOURCE", help=source_help)
     parser.add_argument("output", type=output_file, metavar="OUTPUT", help="file to write, .pth or .safetensors")
-    model_help = "variant, such as vil_small_rpb (not needed for a name of the model zoo)"
+    model_help = "variant, such as vil_small_rpb; not needed for a name in the model zoo"
     parser.add_argument("--model", metavar="VARIANT", help=model_help)
     size_help = (
-        "largest image in pixels; position tables are resized to it now. For a detector, give the longer side twice, "
-        "since images are landscape and portrait. Default: 1333 x 1333 for ViL's absolute positions, no resizing for "
-        "other tables"
+        "resize position tables for images of up to H x W pixels. For a detector, give the longer side twice, because "
+        "images can be landscape or portrait. Default: 1333 x 1333 for ViL's absolute positions, otherwise no resizing"
     )
     _add_image_size(parser, size_help)
-    classifier_help = "convert a whole classifier for create_classifier; H W is its image size"
+    classifier_help = "write a classifier for create_classifier. --image-size is its input size"
     parser.add_argument("--classifier", action="store_true", help=classifier_help)
-    parser.add_argument("--json", type=output_file, metavar="REPORT", help="write what became of each tensor as JSON")
+    parser.add_argument("--json", type=output_file, metavar="REPORT", help="write a report of all tensors as JSON")
     args = parser.parse_args(words)
 
     from projects_vil.checkpoint import convert_file
@@ -392,7 +386,7 @@ def convert(parser: ToolParser, words: Sequence[str]) -> None:
 
 
 def analyze(parser: ToolParser, words: Sequence[str]) -> None:
-    """Count the parameters and FLOPs of detectors, or of all variants next to the figures of the papers.
+    """Count the parameters and FLOPs of detectors, or compare variants with the figures in the papers.
 
     Example:
         vil analyze --config-file configs/retinanet/vil_tiny_rpb_1x.yaml
@@ -401,14 +395,14 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
         vil analyze --variants vil_tiny lit --json variants.json
     """
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config-file", nargs="+", type=existing_path, metavar="FILE", help="one or more configs")
-    what.add_argument("--variants", nargs="*", metavar="PREFIX", help="all variants, or variants with these prefixes")
+    what.add_argument("--config-file", nargs="+", type=existing_path, metavar="FILE", help="configs of detectors")
+    what.add_argument("--variants", nargs="*", metavar="PREFIX", help="backbones: all variants, or names with a prefix")
     _add_image_size(parser, "image size (default 800 1333)")
-    parser.add_argument("--no-flops", action="store_true", help="count parameters only, which is fast")
+    parser.add_argument("--no-flops", action="store_true", help="count parameters only (fast)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the counts as JSON")
     args = parser.parse_args(words)
     if args.variants is not None and (args.image_size or args.no_flops or args.opts):
-        parser.error("--image-size, --no-flops and overrides are for --config-file")
+        parser.error("--image-size, --no-flops and overrides need --config-file. Remove them, or remove --variants")
 
     from projects_vil import load_config
     from projects_vil.analysis import count_detector, count_variants, format_detectors, format_variants
@@ -427,13 +421,15 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
 
 
 def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
-    """Measure time and memory of models: interleaved in one process, medians and quartiles.
+    """Measure the time and memory of models, and compare them with baselines.
 
-    Models are variants, timm:MODEL or config files. A suffix changes a model: +checkpointing (activation
-    checkpointing), +shift (random-shift training), +long_short (long-short attention in all stages), +sdpa or +triton
-    (attention backend). Baselines (--against) are r50 and swin_t of detectron2, or models of timm. Ratios are to the
-    first baseline, or to the first model. Several --image-size are a sweep, with the exponents of pixels by which time
-    and memory grow. Overrides of config keys apply to the models, not to the baselines.
+    The runs of all models are interleaved in one process. The table has medians, quartiles, and the ratio to the first
+    baseline. Without a baseline, it is the ratio to the first model. Overrides of config keys apply to the models only.
+
+    Suffixes of a model: +checkpointing (activation checkpointing), +shift (random-shift training), +long_short
+    (long-short attention in all stages), +sdpa or +triton (attention backend).
+
+    If --image-size is repeated, the command also prints how time and memory grow with the number of pixels.
 
     Example:
         vil benchmark --models vil_tiny_rpb vil_small_rpb --against swin_t --image-size 800 1344
@@ -445,20 +441,20 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     """
     parts, dtypes, detectors = choices.BENCHMARK_PARTS, choices.DTYPES, choices.DETECTORS[:2]
     parser.add_argument("--what", choices=parts, default="backbone", help="what to measure (default backbone)")
-    parser.add_argument("--models", nargs="+", required=True, metavar="NAME", help="variants, timm:MODEL or configs")
-    parser.add_argument("--against", nargs="+", default=[], metavar="NAME", help="r50, swin_t, or models of timm")
-    parser.add_argument("--detector", choices=detectors, default=detectors[0], help="of variants (default retinanet)")
-    parser.add_argument("--backward", action="store_true", help="measure gradients of attention and backbones too")
-    _add_image_size(parser, "pixels; may be repeated (default 800 1344)", action="append")
-    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="images of a batch (default 1)")
-    parser.add_argument("--dtype", choices=dtypes, default="float32", help="data type, by autocast (default float32)")
-    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="timed runs of each model (default 5)")
-    parser.add_argument("--no-memory", action="store_true", help="measure time only, which is faster on a CPU")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("--plot", type=output_file, metavar="FILE", help="plot against pixels, .png or .svg")
+    parser.add_argument("--models", nargs="+", required=True, metavar="NAME", help="variants, timm:NAME or configs")
+    parser.add_argument("--against", nargs="+", default=[], metavar="NAME", help="r50, swin_t, or timm models")
+    parser.add_argument("--detector", choices=detectors, default=detectors[0], help="for variants (default retinanet)")
+    parser.add_argument("--backward", action="store_true", help="also run the backward pass of attention and backbones")
+    _add_image_size(parser, "image size in pixels; can be repeated (default 800 1344)", action="append")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="images per batch (default 1)")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="data type for autocast (default float32)")
+    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="timed runs per model (default 5)")
+    parser.add_argument("--no-memory", action="store_true", help="measure time only (faster on a CPU)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the measurements as JSON")
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="plot against pixels (.png or .svg)")
     args = parser.parse_args(words)
     if args.plot and Path(args.plot).suffix not in (".png", ".svg"):
-        parser.error(f"argument --plot: {args.plot} does not end in .png or .svg")
+        parser.error(f"argument --plot: '{args.plot}' does not end in .png or .svg")
 
     from projects_vil import analysis
     from projects_vil.config import config_path
@@ -480,7 +476,7 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
 
 
 def visualize(parser: ToolParser, words: Sequence[str]) -> None:
-    """Draw attention, training data, sampling offsets or results of a detector as PNG files.
+    """Draw the attention, training samples, sampling offsets or predictions of a detector as PNG files.
 
     Example:
         vil visualize attention --config-file output/vil_tiny/config.yaml --weights output/vil_tiny/model_final.pth \\
@@ -502,32 +498,32 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     add_image = partial(ConfigToolParser.add_argument, required=True, type=existing_path, metavar="IMAGE")
     add_folder = partial(ConfigToolParser.add_argument, required=True, type=Path, metavar="DIR")
 
-    command = add(_draw_attention, "heat map of one token's attention per head", weights=True, devices=("cpu",))
+    command = add(_draw_attention, "attention of one token, one heat map per head", weights=True, devices=("cpu",))
     add_image(command, "--input", help="image file")
-    add_folder(command, "--output", help="folder for the PNG")
+    add_folder(command, "--output", help="output folder")
     command.add_argument("--stage", required=True, type=int, metavar="S", help="stage of the backbone, from 1")
     command.add_argument("--block", required=True, type=int, metavar="B", help="block of the stage, from 1")
-    command.add_argument("--point", required=True, type=int, nargs=2, metavar=("Y", "X"), help="pixel of the image")
+    command.add_argument("--point", required=True, type=int, nargs=2, metavar=("Y", "X"), help="pixel in the image")
 
     command = add(_draw_data, "training samples after augmentation", devices=())
-    add_folder(command, "--output", help="folder for the PNGs, one per sample")
+    add_folder(command, "--output", help="output folder, one PNG per sample")
     command.add_argument("--number", type=positive, default=16, metavar="N", help="number of samples (default 16)")
-    command.add_argument("--seed", type=int, metavar="S", help="seed of the run (default: SEED of the config, or 0)")
+    command.add_argument("--seed", type=int, metavar="S", help="random seed (default: SEED in the config, or 0)")
 
     command = add(_draw_offsets, "sampling points of LIT's deformable token merging", weights=True, devices=("cpu",))
-    add_image(command, "--input", nargs="+", help="image files; one PNG for each")
-    add_folder(command, "--output", help="folder for the PNGs")
+    add_image(command, "--input", nargs="+", help="image files, one PNG per image")
+    add_folder(command, "--output", help="output folder")
     points = command.add_mutually_exclusive_group()
     points.add_argument("--points", type=positive, default=8, metavar="N", help="positions on a grid (default 8)")
-    points.add_argument("--point", type=int, nargs=2, metavar=("Y", "X"), help="only the position at this pixel")
+    points.add_argument("--point", type=int, nargs=2, metavar=("Y", "X"), help="draw only the position at this pixel")
 
     command = add(_draw_results, "predictions of a run next to the ground truth", config_file=False, devices=())
     command.add_argument("--run", required=True, type=existing_path, metavar="DIR", help="output directory of a run")
     command.add_argument("--dataset", metavar="NAME", help="dataset (default: the first of DATASETS.TEST)")
-    command.add_argument("--output", type=output_file, metavar="PNG", help="default: DIR/predictions.png")
+    command.add_argument("--output", type=output_file, metavar="PNG", help="file (default: DIR/predictions.png)")
     command.add_argument("--num-images", type=positive, default=8, metavar="N", help="images, one per row (default 8)")
     threshold = choices.SCORE_THRESHOLD
-    threshold_help = f"lowest score (default {threshold})"
+    threshold_help = f"minimum score of detections (default {threshold})"
     command.add_argument("--score-threshold", type=float, default=threshold, metavar="T", help=threshold_help)
 
     args = parser.parse_args(words)
@@ -535,7 +531,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
 
 
 def _draw_attention(args: argparse.Namespace) -> list[str]:
-    """Draw which tokens one token of an image attends to: a heat map for each head of one block."""
+    """Draw the attention of one token in one block as a heat map per head."""
     from projects_vil.visualization import draw_attention
 
     cfg = config_of(args)
@@ -558,7 +554,7 @@ def _draw_data(args: argparse.Namespace) -> list[str]:
 
 
 def _draw_offsets(args: argparse.Namespace) -> list[str]:
-    """Draw where positions of LIT's last stage sample an image, through its token merging (LIT, figure 2)."""
+    """Draw the image positions that LIT's deformable token merging samples, as in figure 2 of the paper."""
     from projects_vil.visualization import draw_offsets
 
     cfg = config_of(args)
@@ -567,7 +563,7 @@ def _draw_offsets(args: argparse.Namespace) -> list[str]:
 
 
 def _draw_results(args: argparse.Namespace) -> list[str]:
-    """Draw a run's predictions next to the ground truth, then print its metrics and files."""
+    """Draw the predictions of a run next to the ground truth, and print its metrics and files."""
     from projects_vil.config import load_config
     from projects_vil.data import load_dataset, register_datasets
     from projects_vil.visualization import draw_results, predictions_file, summarize_run
@@ -584,7 +580,7 @@ def _draw_results(args: argparse.Namespace) -> list[str]:
 
 
 def install(parser: ToolParser, words: Sequence[str]) -> None:
-    """Install detectron2, which is not on the package index, next to torch.
+    """Install detectron2, which is not on the package index.
 
     Example:
         vil install-detectron2
@@ -593,7 +589,7 @@ def install(parser: ToolParser, words: Sequence[str]) -> None:
     install_detectron2.install_or_exit(parser.parse_args(words).source)
 
 
-# Each with the options of its parser; None for a command without config keys.
+# Commands and the options of their parsers. None means that a command has no config keys.
 COMMANDS: dict[str, tuple[Callable[[Any, Sequence[str]], None], dict[str, Any] | None]] = {
     "train": (train, {"config_file": False, "weights": True}),
     "eval": (evaluate, {"config_file": False}),

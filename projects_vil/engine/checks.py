@@ -31,7 +31,7 @@ _CHOICES: dict[str, Collection[str]] = {
     "SOLVER.OPTIMIZER": OPTIMIZERS,
     "SOLVER.WARMUP_METHOD": ("linear", "constant"),
 }
-# Smallest and largest value of a number, or of each number in a list. For other keys, PyTorch or detectron2 raise an
+# Smallest and largest value of a number, or of each number in a list. For other keys, PyTorch or detectron2 raises an
 # error at the start.
 _RANGES: dict[str, tuple[float, float]] = {
     "INPUT.COPY_PASTE.PROBABILITY": (0, 1),

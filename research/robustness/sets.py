@@ -190,7 +190,7 @@ def accuracy(predictions: Tensor, correct: Sequence[Collection[int]]) -> dict[st
 
     Returns:
         num_files: N; ``num_images`` of them have a label.
-        top1, top5: percent of the labelled images whose first prediction, or one of five, is correct.
+        top1, top5: percent of the labeled images whose first prediction, or one of five, is correct.
 
     Raises:
         ConfigError: where no image has a label.

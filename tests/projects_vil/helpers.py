@@ -1,4 +1,4 @@
-"""Small detectors, and the tools as processes of their own."""
+"""Configs of small detectors, and functions that run the tools in separate processes."""
 
 import multiprocessing
 import os
@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 _DEMOS = ("retinanet", "mask_rcnn", "cascade_mask_rcnn", "semantic_fpn")
 CONFIGS = {name: ROOT / f"configs/demo/{name}_vil_shapes.yaml" for name in _DEMOS}
 
-# Seconds until a process counts as hanging, on a machine that does much else.
+# Seconds until a test treats a process as hanging. Machines may be busy.
 PATIENCE = 600
 
-# Narrow enough for a second on one core; the low thresholds give an untrained detector detections too.
+# An image takes less than a second on one core. With low thresholds, an untrained detector has detections.
 _SMALL = ["MODEL.FPN.OUT_CHANNELS", "32", "INPUT.MIN_SIZE_TRAIN", "(64,)", "INPUT.MIN_SIZE_TEST", "64"]
 _SMALL += ["DATALOADER.NUM_WORKERS", "0", "TEST.NUM_VISUALIZED_IMAGES", "0"]
 _SMALL_RCNN = [
@@ -44,7 +44,7 @@ SMALL = {
         *("TEST.NUM_VISUALIZED_IMAGES", "0"),
     ],
 }
-# A batch is the whole dataset, so that an iteration does not depend on the order that images come in.
+# A batch is the whole dataset, so an iteration does not depend on the order of the images.
 EXACT_TRAINING = [
     *("SOLVER.IMS_PER_BATCH", "16", "INPUT.RANDOM_FLIP", "none", "DATALOADER.ASPECT_RATIO_GROUPING", "False"),
     *("SOLVER.WARMUP_ITERS", "0", "SOLVER.MAX_ITER", "4", "SOLVER.CHECKPOINT_PERIOD", "2"),
@@ -58,10 +58,16 @@ def small_config(detector: str = "retinanet", *overrides: str) -> CfgNode:
 def run_tool(
     name: str, *args, datasets_root: Path | None = None, root: Path = ROOT, fresh: bool = False
 ) -> subprocess.CompletedProcess:
-    """``python tools/NAME ARGS`` in ``root``, in a process of its own.
+    """Run ``python tools/NAME ARGS`` in ``root`` in a separate process.
 
-    It is forked from one that has imported detectron2, which spares most of such a process's time. With ``fresh`` a new
-    interpreter starts: needed where what importing does, or prints, matters.
+    The process is forked from a process that has imported detectron2, which saves most of the time.
+
+    Args:
+        name: File name of the tool.
+        args: Arguments of the tool.
+        datasets_root: Value of ``DETECTRON2_DATASETS``.
+        root: Working directory.
+        fresh: Start a new interpreter instead. Use it if the effects or the output of imports matter.
     """
     command = [ROOT / "tools" / name, *args]
     if fresh:
@@ -89,7 +95,7 @@ def start_tool(
     environment: Mapping[str, str] | None = None,
     file_size: int | None = None,
 ) -> multiprocessing.process.BaseProcess:
-    """A tool at work in a forked process, in ``root``, which writes ``stdout`` and ``stderr`` into ``folder``."""
+    """Start a tool in a forked process in ``root``. It writes ``stdout`` and ``stderr`` to files in ``folder``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([forked.__name__])
     arguments = [str(argument) for argument in args]
@@ -107,10 +113,10 @@ def _environment(datasets_root: Path | None) -> dict[str, str]:
 
 
 def assert_same_detections(ours: Instances, theirs: Instances) -> None:
-    """Check that detections are equal up to float32's rounding; nearly equal scores may be in another order.
+    """Check that detections are equal up to rounding in float32. Detections with nearly equal scores may be swapped.
 
-    Rounding moves boxes by less than 1e-3 pixels, and few pixels of masks. Other steps of a detector, such as another
-    scale or a box of another level, move boxes by tenths of a pixel at least.
+    Rounding moves boxes by less than 1e-3 pixels and changes few mask pixels. A real difference, such as another scale
+    or feature level, moves boxes by at least 0.1 pixels.
     """
     assert ours.image_size == theirs.image_size and len(ours) == len(theirs) > 0
     mine, other = (
@@ -126,7 +132,7 @@ def assert_same_detections(ours: Instances, theirs: Instances) -> None:
 
 
 def message(call: Callable, *args, **kwargs) -> str:
-    """Return the message, one line, of the ConfigError that a call raises."""
+    """Return the message of the ConfigError that a call raises, and check that it has one line."""
     with pytest.raises(ConfigError) as caught:
         call(*args, **kwargs)
     assert "\n" not in str(caught.value)
@@ -134,7 +140,7 @@ def message(call: Callable, *args, **kwargs) -> str:
 
 
 def error_line(result: subprocess.CompletedProcess) -> str:
-    """Return the error line of a tool; warnings of libraries may come before it."""
+    """Return the error line of a tool. Warnings of libraries may precede it."""
     assert result.returncode != 0
     assert "Traceback" not in result.stderr
     lines = result.stderr.splitlines()
@@ -143,6 +149,6 @@ def error_line(result: subprocess.CompletedProcess) -> str:
 
 
 def last_child(pid: int) -> int:
-    """Return the child of a process that was started last."""
+    """Return the newest child process of a process."""
     children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout.split()
     return int(children[-1])

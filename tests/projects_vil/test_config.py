@@ -1,4 +1,4 @@
-"""Configuration keys, how files and overrides are read, devices, and the task of a config."""
+"""Config keys, files, overrides, devices, and the task of a config."""
 
 import json
 import socket
@@ -60,7 +60,7 @@ def test_an_unknown_config_names_the_closest(name):
 
 
 def assert_part_of(theirs: CfgNode, ours: CfgNode, prefix: str = "") -> None:
-    """Every key of ``theirs`` has the same value in ``ours``."""
+    """Check that every key of ``theirs`` has the same value in ``ours``."""
     for key, value in theirs.items():
         if isinstance(value, CfgNode):
             assert_part_of(value, ours[key], f"{prefix}{key}.")
@@ -69,7 +69,7 @@ def assert_part_of(theirs: CfgNode, ours: CfgNode, prefix: str = "") -> None:
 
 
 def test_a_config_of_the_model_zoo_keeps_its_meaning():
-    """Also those whose values detectron2 evaluates as Python, which is done here without running code."""
+    """detectron2 evaluates some values as Python code. ``load_config`` parses these values without running code."""
     paths, evaluated = sorted(ZOO.rglob("*.yaml")), 0
     for path in paths:
         theirs, ours = get_cfg(), load_config(path)
@@ -105,7 +105,7 @@ def test_a_dumped_config_loads_again_equal(tmp_path):
     overrides = ["DATASETS.COCO", "[['a', 'a.json', 'a']]", "SOLVER.LR_MULTIPLIERS", "[['*positions*', 0.5]]"]
     cfg = load_config(CONFIGS["mask_rcnn"], overrides)
     again = load_config(write(tmp_path, cfg.dump()))
-    # As JSON, because tuples inside a tuple, of which detectron2's defaults have one, come back as lists.
+    # As JSON, because a tuple inside a tuple is loaded as a list. detectron2's defaults have one.
     assert json.loads(json.dumps(again)) == json.loads(json.dumps(cfg))
     assert type(again.DATASETS.TRAIN) is type(cfg.DATASETS.TRAIN)
 

@@ -1,4 +1,4 @@
-"""Training and evaluation in one call, on a dataset that is named by its folder."""
+"""``train`` and ``evaluate`` with a dataset folder."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ TINY = "vil_tiny_1_1_3_1_rpb"
 
 @pytest.fixture
 def data(shapes, tmp_path, monkeypatch):
-    """Images with masks, and an empty working directory."""
+    """Folder of a dataset with masks. The working directory is an empty folder."""
     shutil.copytree(shapes, tmp_path / "mine")
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -45,7 +45,7 @@ def test_train_evaluate_and_predict(data, monkeypatch):
     ((other, again),) = evaluate(run.folder, data).items()
     assert own != other and results["bbox"] == again["bbox"] and results["bbox"]["AP50"] >= 0
     assert json.loads((run.folder / "evaluation_mine/evaluation.json").read_text()) == {other: again}
-    # A file may have fewer classes, in another order, than the detector was trained on.
+    # The file has fewer classes than the detector, in another order.
     content = json.loads((data / "annotations/instances_val.json").read_text())
     content["categories"] = [{"id": 1, "name": "triangle"}, {"id": 2, "name": "circle"}]
     content["annotations"] = [
@@ -57,7 +57,7 @@ def test_train_evaluate_and_predict(data, monkeypatch):
     ((_, two),) = evaluate(run.folder, data.parent / "two").items()
     classes = {name: again["bbox"]["per_class"][name] for name in ("triangle", "circle")}
     assert two["bbox"]["per_class"] == classes
-    # An interrupted run goes on as it began, and this one has ended.
+    # A resumed run keeps its settings. This run is complete, so nothing is trained.
     folder = run.folder.absolute()
     (folder.parent / "elsewhere").mkdir()
     monkeypatch.chdir(folder.parent / "elsewhere")
@@ -66,7 +66,7 @@ def test_train_evaluate_and_predict(data, monkeypatch):
     assert (found.SOLVER, found.DATASETS, found.OUTPUT_DIR) == (cfg.SOLVER, cfg.DATASETS, str(folder))
     assert not list((folder.parent / "elsewhere").iterdir())
     monkeypatch.chdir(folder.parents[1])
-    # In another folder, with the names of a dataset that is registered already.
+    # The default output directory has a run, and the dataset names are already registered.
     before = sorted(run.folder.rglob("*"))
     text = message(train, data, config=CONFIGS["retinanet"], epochs=1, batch=4, **KEYS)
     assert str(run.folder) in text and "--resume" in text and sorted(run.folder.rglob("*")) == before
@@ -74,7 +74,7 @@ def test_train_evaluate_and_predict(data, monkeypatch):
 
 @pytest.mark.slow
 def test_an_error_of_a_process_is_one_line(data):
-    """A dataset that only the script registers; the processes do not import the script."""
+    """Only the script registers the dataset, and the processes of the run do not import the script."""
     register_coco_instances("registered here", {}, str(data / "annotations/instances_train.json"), str(data / "train"))
     names = {"DATASETS.TRAIN": "('registered here',)"}
     text = message(train, config=CONFIGS["retinanet"], output="run", num_gpus=2, device="cpu", **KEYS, **names)
@@ -92,14 +92,14 @@ def test_a_model_without_a_config_of_its_own(data):
     )
     cfg = load_config(run.folder / "config.yaml")
     assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.MASK_ON, cfg.MODEL.ROI_HEADS.NUM_CLASSES) == (TINY, False, 3)
-    # The batch is given, so that it is not split.
+    # With a given batch size, gradient accumulation is not chosen automatically.
     assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS) == (1, 2, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_plain_script_runs_once(data, processes):
-    """The README's call, without ``if __name__ == "__main__"``: no process of the run imports the script again."""
+    """A script without ``if __name__ == "__main__"``. The processes of the run do not import the script."""
     keys = KEYS | {"SOLVER.MAX_ITER": "1"}
     script = f"print('begin')\nfrom projects_vil import train\ntrain({str(data)!r}, model={TINY!r}, output='run', "
     Path("script.py").write_text(f"{script}num_gpus={processes}, **{keys!r})\nprint('end')\n")
@@ -124,7 +124,7 @@ def test_a_plain_script_runs_once(data, processes):
     ],
 )
 def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, model, detector, weight_decay):
-    """A variant without a config of its own has the recipe of its family."""
+    """A variant without a config uses the recipe of its family."""
     started = []
     monkeypatch.setattr("projects_vil.run.launch_run", lambda cfg, *_, **options: started.append(cfg))
     train(data, model=model, detector=detector, epochs=1, batch=2, device="cpu")
@@ -152,7 +152,7 @@ def test_mistakes_leave_nothing(data, arguments, named):
 
 
 def write_voc(folder: Path, images: list[Path], *, left: int = 2) -> Path:
-    """Write a dataset in Pascal VOC's format, with one box in each image."""
+    """Write a dataset in Pascal VOC format with one box per image."""
     folder.mkdir()
     for path in images:
         shutil.copy(path, folder)
@@ -196,11 +196,11 @@ def test_no_file_of_the_user_is_replaced(data, trained_run):
     assert named in message(train, output=data.parent / folder, config=CONFIGS["retinanet"], **KEYS)
     assert "train.json" in message(evaluate, trained_run, voc, output=data.parent / "other")
     assert contents_of(data.parent) == before
-    # The dataset itself, although an earlier command wrote it, and a folder of its photos
+    # The output is the dataset itself, which an earlier command wrote, or its image folder.
     for source, folder in ((cleaned, data.parent / "fixed"), (data, data / "train")):
         before = contents_of(data.parent)
         assert "dataset" in message(train, source, output=folder, **options) and contents_of(data.parent) == before
-    # Weights that the run itself would remove
+    # The run would delete its own weights.
     shutil.copytree(trained_run, "run")
     before, weights = contents_of(Path("run")), Path("run/model_final.pth")
     overwrite = {"output": "run", "weights": weights, "OVERWRITE_OUTPUT_DIR": True}
@@ -226,14 +226,14 @@ def test_a_resume_continues_the_same_run_only(data):
     shutil.copy((voc / images[0].name).with_suffix(".xml"), (voc / images[6].name).with_suffix(".xml"))
     assert "has changed" in message(train, voc, resume=True, **options)
     assert contents_of(Path("run")) == before
-    # Without DATA it continues with the images of its beginning.
+    # Without DATA, the run resumes with its original images.
     resumed = train(resume=True, **(options | {"SOLVER.MAX_ITER": 2}))
     assert load_config(resumed.folder / "config.yaml").SOLVER.MAX_ITER == 2
 
 
 @pytest.mark.parametrize("module", ["run", "engine.train"])
 def test_a_run_that_waited_for_another_does_not_train_over_it(data, trained_run, monkeypatch, module):
-    """The other run finishes between the first checks of this run and its lock."""
+    """Another run finishes after the first checks of this run, but before this run has the lock."""
 
     @contextlib.contextmanager
     def wait_for_the_other(folder):
@@ -250,7 +250,7 @@ def test_a_run_that_waited_for_another_does_not_train_over_it(data, trained_run,
 
 
 def test_errors_in_the_data_of_another_format(data):
-    """The message names the dataset as it was given, not the COCO file of a folder that is gone."""
+    """The message has the path of the dataset, not the path of a COCO file that is deleted at the end."""
     folder = write_voc(data.parent / "voc", sorted((data / "train").iterdir())[:4], left=30)
     text = message(train, folder, epochs=1, batch=2)
     assert f"vil check {folder}" in text and not list((data.parent / "work").rglob("*.*"))

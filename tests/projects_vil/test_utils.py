@@ -1,4 +1,4 @@
-"""Logs, locks, signals and memory of processes."""
+"""Logs, locks, signals, memory and child processes."""
 
 import functools
 import logging
@@ -53,12 +53,12 @@ def loggers():
 
 
 def test_where_a_run_logs(loggers, tmp_path, capsys):
-    """``test_the_console_has_what_concerns_a_user`` has what of it the console leaves out."""
+    """``test_the_console_has_what_concerns_a_user`` tests which records are not shown on the console."""
     log_run(str(tmp_path), rank=1)
     log("projects_vil.engine", logging.INFO, "of the second process")
     assert capsys.readouterr() == ("", "") and "second process" in (tmp_path / "log.txt.rank1").read_text()
     log_run(str(tmp_path))
-    # As default_setup does afterwards.
+    # default_setup makes the same call later.
     detectron2_logger.setup_logger(str(tmp_path), distributed_rank=0, name="fvcore")
     texts = [f"of {name}" for name in ("projects_vil.evaluation", "fvcore.common", "detectron2.data")]
     for text in texts:
@@ -94,7 +94,7 @@ def test_known_warnings_and_records_are_left_out_by_their_text(caplog):
 
 def hold(folder, locked):
     with run_lock(folder):
-        # As a worker that loads data: it outlives a parent that is killed.
+        # This process survives when its parent is killed, like a data loader worker.
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)).start()
         locked.set()
         time.sleep(600)
@@ -141,7 +141,7 @@ def test_an_error_leaves_a_folder_as_it_was(tmp_path, is_new):
 
 @pytest.fixture
 def handlers():
-    """The stop signals end a process, even if they were ignored when the tests started (nohup, a background job)."""
+    """Set handlers for all stop signals, even if they are ignored, as under nohup or in a background job."""
     for number in STOP_SIGNALS:
         signal.signal(number, terminate)
 
@@ -195,7 +195,7 @@ def test_a_second_ctrl_c_interrupts_a_single_process_at_once(handlers, single_pr
 
 
 def allocate(number: int):
-    """Return what allocates ``number`` floats, and has allocated four times as many."""
+    """Allocate four times ``number`` floats, then return a function that allocates ``number`` floats."""
     torch.ones(4 * number)
     return functools.partial(torch.ones, number)
 
@@ -204,7 +204,7 @@ def allocate(number: int):
 @pytest.mark.skipif(memory_of() is None, reason="the system has no /proc")
 def test_the_peak_of_a_call():
     measure = functools.partial(peak_in_new_process, what="this", instead="that")
-    # 0.2 GB, and not 0.8 GB.
+    # The peak is 0.2 GB. The allocation of 0.8 GB in allocate() is not included.
     assert 1e8 < measure(functools.partial(allocate, 50_000_000)) < 6e8
     with pytest.raises(ConfigError, match="this"):
         measure(functools.partial(os._exit, 9))
@@ -217,7 +217,7 @@ def test_the_peak_of_a_call():
     [(signal.SIGINT, "interrupted\n"), (signal.SIGTERM, "ended by SIGTERM\n"), (signal.SIGKILL, "")],
 )
 def test_a_signal_ends_a_call_in_a_new_process_at_once(number, printed, tmp_path):
-    """A terminal sends Ctrl-C to both processes. One line is printed, and no process is left."""
+    """A terminal sends Ctrl-C to both processes. One line is printed, and both processes end."""
     (tmp_path / "wait.py").write_text(
         "import time\n"
         "from projects_vil.utils import call_in_new_process\n"
@@ -227,7 +227,7 @@ def test_a_signal_ends_a_call_in_a_new_process_at_once(number, printed, tmp_path
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     options = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True, "env": environment}
     process = subprocess.Popen([sys.executable, tmp_path / "wait.py"], **options)
-    # The resource tracker of multiprocessing is a child too.
+    # The resource tracker of multiprocessing is also a child process.
     spawned = "multiprocessing.spawn"
     while not (children := [child for child in children_of(process.pid) if spawned in command_of(child)]):
         assert process.poll() is None
@@ -235,7 +235,7 @@ def test_a_signal_ends_a_call_in_a_new_process_at_once(number, printed, tmp_path
     os.killpg(process.pid, number) if number == signal.SIGINT else os.kill(process.pid, number)
     assert process.communicate(timeout=PATIENCE)[1] == printed
     assert process.returncode == (128 + number if printed else -number)
-    # A killed process cannot wait for the other one.
+    # A killed process cannot wait for its child process, which ends a little later.
     while any(spawned in command_of(child) for child in children):
         assert not printed
         time.sleep(0.05)

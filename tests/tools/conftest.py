@@ -1,4 +1,4 @@
-"""The tools in the process of the tests."""
+"""Fixtures that run the tools in the process of the tests."""
 
 import runpy
 import sys
@@ -10,7 +10,7 @@ from tests.projects_vil.helpers import ROOT
 
 @pytest.fixture
 def run_here(monkeypatch, capsys):
-    """Run a tool in this process, several seconds faster; return exit status, stdout and stderr."""
+    """Return a function that runs a tool in this process and returns exit status, stdout and stderr."""
 
     def run(name: str, *args) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
@@ -26,7 +26,7 @@ def run_here(monkeypatch, capsys):
 
 @pytest.fixture
 def error_of(run_here):
-    """Run a tool that fails, and return its one line of error."""
+    """Return a function that runs a tool, checks that it fails, and returns the error line."""
 
     def run(name: str, *args) -> str:
         status, _, err = run_here(name, *args)

@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py: the converted file, its report, and exit statuses without an output file."""
+"""tools/convert_checkpoint.py: the converted file, its report, and errors."""
 
 import json
 
@@ -18,13 +18,13 @@ TOOL, VARIANT = "convert_checkpoint.py", "vil_tiny_1_1_3_1_rpb"
 
 
 def vil_classifier() -> dict[str, torch.Tensor]:
-    """Float32 weights, as the released ones are."""
+    """Return weights in float32, like the released checkpoints."""
     weights = official.official_state_dict(relative_bias=True)
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
 
 
 def assert_is_converted(path, weights, name, **options) -> None:
-    """The file loads into a classifier, and has the values of the official weights."""
+    """Check that the file loads into a classifier and has the values of the official weights."""
     model = create_classifier(name, **options)
     model.double().load_state_dict(read_checkpoint(path)["model"], strict=True)
     expected, _ = convert_state_dict(weights, name, classifier=True, model_options=options)
@@ -58,7 +58,7 @@ def test_the_report_and_the_metadata(tmp_path, run_here, error_of, source):
     saved = read_checkpoint(output)[METADATA_KEY]
     assert saved["variant"] == VARIANT and saved["source"] == report["source"] == "vision-longformer"
     assert saved["input"]["format"] == "RGB" and "vil-detectron2" in saved["versions"]
-    # The file is none of an official project.
+    # The converted file is not an official checkpoint.
     assert "a.safetensors" in error_of(TOOL, output, tmp_path / "b.pth", "--model", VARIANT)
 
 

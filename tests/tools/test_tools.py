@@ -1,4 +1,4 @@
-"""The tools as a user runs them: what they write and print, and how they end where something is wrong."""
+"""The files, output and errors of the tools."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def photo(tmp_path):
     return tmp_path / "photo.png"
 
 
-# -- all goes well ---------------------------------------------------------------------------------
+# -- successful commands ---------------------------------------------------------------------------
 
 
 def test_make_datasets(run_here, shapes, tmp_path):
@@ -43,7 +43,7 @@ def test_make_datasets(run_here, shapes, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="NumPy 1.23 has no wheels for Python 3.12 and later")
 def test_training_with_the_lowest_numpy_of_setup_py(datasets_root, tmp_path):
-    """One iteration and an evaluation with NumPy 1.23, and the Matplotlib that accepts it."""
+    """One iteration and an evaluation with NumPy 1.23 and a Matplotlib version that supports it."""
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:", "--target", site]
     if subprocess.run([*pip, "numpy==1.23.*", "matplotlib==3.6.*"], timeout=PATIENCE, check=False).returncode:
@@ -62,7 +62,7 @@ def test_training_with_the_lowest_numpy_of_setup_py(datasets_root, tmp_path):
 
 @pytest.mark.slow
 def test_export_model_takes_every_option(run_here, photo, tmp_path, monkeypatch):
-    """The exit status is 1, because no score is equal within the tolerance here."""
+    """The exit status is 1, because the tolerance for scores is negative."""
     monkeypatch.setitem(TOLERANCES, "bf16", TOLERANCES["bf16"] | {"scores": -1.0})
     torch.save({"model": untrained_detector(small_config("mask_rcnn")).state_dict()}, tmp_path / "weights.pth")
     arguments = ["--config-file", CONFIGS["mask_rcnn"], "--weights", tmp_path / "weights.pth", "--parity-images", photo]
@@ -72,11 +72,11 @@ def test_export_model_takes_every_option(run_here, photo, tmp_path, monkeypatch)
     model = ExportedModel(tmp_path / "export/model_batched_bf16_fixed_float32.ts")
     report = json.loads((tmp_path / f"export/{model.path.name}.report.json").read_text())
     assert status == 1 and report["ok"] is False and not any(row["ok"] for row in report["images"])
-    # The image stands first and second in a batch.
+    # The image is compared at the first and at the second position of a batch.
     assert report["tolerances"] == TOLERANCES["bf16"] and [row["height"] for row in report["images"]] == [64, 64]
     traced = torch.jit.load(model.path)
     assert {parameter.dtype for parameter in traced.parameters()} == {torch.bfloat16}
-    # Anchors, mean and standard deviation keep their type.
+    # Anchors, mean and standard deviation stay in float32.
     kept = {buffer.dtype for name, buffer in traced.named_buffers() if "anchor" in name or "pixel" in name}
     assert kept == {torch.float32} == {model.dtype}
     assert model.metadata["fixed_detections"] == 100
@@ -125,7 +125,7 @@ def test_benchmark(run_here, tmp_path):
 
 
 def test_visualize(run_here, shapes, trained_run, photo, tmp_path):
-    """Each command draws files and names them; random weights are reported."""
+    """Each command writes PNG files and prints their paths. Random weights cause a warning."""
     run, image = ["--config-file", trained_run / "config.yaml"], ["--input", photo, "--output", tmp_path]
     weights, lit = ["--weights", trained_run / "model_final.pth"], ["MODEL.TRANSFORMER.VARIANT", "lit_ti"]
     attention = "photo_vil_tiny_1_1_3_1_rpb_stage3_block2_20_30.png"
@@ -146,7 +146,7 @@ def test_visualize(run_here, shapes, trained_run, photo, tmp_path):
         assert ("random" in err) == (words[0] == "offsets")
 
 
-# -- what a user gets wrong ------------------------------------------------------------------------
+# -- mistakes of the user --------------------------------------------------------------------------
 
 
 _FILE = ["--config-file", CONFIG]
@@ -166,7 +166,7 @@ NEEDED = {
 
 @pytest.mark.parametrize("name, first", [(name, bool(number % 2)) for number, name in enumerate(NEEDED)])
 def test_overrides_are_taken_on_every_tool(error_of, name, first):
-    """The error of an unknown key shows that the pairs arrived, and that no argument next to them was lost."""
+    """The error about an unknown key shows that the pairs and all other arguments were parsed."""
     own, pairs = NEEDED[name], [*(["--opts"] if first else []), "SEED", 1, "SOLVER.MAXITER", "-3e-4"]
     text = error_of(*name.split(), *(pairs + own if first else own + pairs))
     assert "SOLVER.MAXITER" in text and "'SOLVER.MAX_ITER'" in text
@@ -202,7 +202,7 @@ def test_other_tools_name_what_is_wrong(error_of, trained_run, photo, shapes, tm
         (["visualize.py", "data", *small, "INPUT.LSJ.SIZE", 256], "INPUT.LSJ.SIZE"),
         (["visualize.py", "offsets", *image], "LIT"),
         (["visualize.py", "offsets", *image, "--points", 2, "--point", 1, 2], "--point"),
-        (["visualize.py", "attention", *image, "--stage", 9, "--block", 1, "--point", 2, 3], "--stage"),
+        (["visualize.py", "attention", *image, "--stage", 9, "--block", 1, "--point", 2, 3], "Stage 9"),
         (["make_shapes_dataset.py", "made", "--num-train", 0], "--num-train"),
     ):
         assert name in error_of(*words)

@@ -1,4 +1,4 @@
-"""The arguments that the tools share, and how a tool ends."""
+"""Shared arguments of the commands, and their error handling."""
 
 import argparse
 import itertools
@@ -37,7 +37,7 @@ TOOLS = sorted({path.name for path in (ROOT / "tools").glob("*.py")})
 
 # -- start-up --------------------------------------------------------------------------------------
 
-# A misspelt path where an existing one belongs, for each tool that reads one.
+# Arguments with a path that does not exist, for each tool that reads a path.
 ABSENT = {
     "analyze_model.py": "--config-file absent",
     "benchmark.py": "--models vil_tiny_rpb MODEL.WEIGHTS absent.pth",
@@ -54,7 +54,7 @@ ABSENT = {
     "train_net.py": "--config-file absent",
     "visualize.py": "results --run absent",
 }
-# Runs tools in one process, and notes the exit status, whether torch or detectron2 was imported, stdout and stderr.
+# Runs tools in one process. Prints the exit status, whether torch or detectron2 was imported, stdout and stderr.
 _RUN = """
 import contextlib, io, json, runpy, sys
 results = []
@@ -191,7 +191,7 @@ def test_a_wrong_argument_is_one_line(capsys, tokens, names):
     ],
 )
 def test_arguments_of_other_trainers_name_their_key(capsys, words, key, value):
-    """What the error says is an override that works."""
+    """The error suggests an override, and this override works."""
     tool = ConfigToolParser("Train.", config_file=False)
     add_training_arguments(tool)
     with pytest.raises(SystemExit):
@@ -238,7 +238,7 @@ def train(function, *args) -> None:
     ],
 )
 def test_what_a_user_can_change_ends_in_one_line(capsys, main, status, name):
-    # As in a shell, whatever started the tests (nohup, for one) ignores.
+    # The defaults, even if the tests were started by a program that ignores signals, such as nohup.
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         code, line = exit_status_and_line(main, capsys)
@@ -352,7 +352,7 @@ def test_log_records_go_to_stderr_while_a_tool_runs(capsys, monkeypatch):
 )
 def test_waiting_threads_spin_briefly_unless_the_environment_says_otherwise(monkeypatch, name, value, expected):
     for other in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        # Set before it is removed, so that what the tool sets is removed again.
+        # setenv before delenv: monkeypatch then also restores a variable that the tool sets.
         monkeypatch.setenv(other, "")
         monkeypatch.delenv(other)
     if name:

@@ -1,4 +1,4 @@
-"""The command ``vil``: from photos to a report, and out of a wheel."""
+"""The ``vil`` command: a complete workflow, and an installation from a wheel."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from vil import cli
 
 @pytest.fixture
 def vil(monkeypatch, capsys):
-    """Run a command in this process, several seconds faster; return exit status, stdout and stderr."""
+    """Return a function that runs a command in this process and returns exit status, stdout and stderr."""
 
     def run(*words) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["vil", *map(str, words)])
@@ -37,10 +37,10 @@ def test_from_photos_to_a_report(vil, shapes, tmp_path, monkeypatch):
     status, out, err = vil("train", "mine", "--config", CONFIGS["retinanet"], "--epochs", 2, *small)
     run = "output/mine_retinanet_vil_shapes"
     assert status == 0 and "mine is COCO" in out and "runs on the CPU" in err, err
-    # The commands that it names next
+    # The output suggests the next commands.
     assert all(f"{command} {run}" in out for command in ("vil predict", "vil report"))
     evaluation = json.loads((tmp_path / run / "evaluation.json").read_text())
-    # From another folder too, and into one whose name is a number.
+    # The command also works from another folder, and with a number as the name of the output folder.
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert vil("eval", f"../{run}", "--output", "2024")[0] == 0
@@ -85,7 +85,7 @@ def test_export(vil, trained_run, tmp_path):
 
 @pytest.mark.slow
 def test_a_wheel_has_all_that_the_command_needs(tmp_path):
-    """Installed into a folder of its own; libraries are those of the environment."""
+    """The wheel is installed in a separate folder. It uses the libraries of the environment."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     shutil.copytree(
         ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(".*", "build", "output", "datasets", "*.egg-info")

@@ -1,6 +1,6 @@
-"""tools/install_detectron2.py: run as a command, with real pip and git, and with a small wheel made here.
+"""``vil install-detectron2`` as a command, with pip, git and a small wheel.
 
-Nothing is installed into the environment that runs the tests, and no network is needed.
+The tests change nothing in the environment and need no network.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ BUNDLED = {
 
 @pytest.fixture
 def wheel(tmp_path):
-    """A wheel with the bundle's name, but not its contents."""
+    """Path of a wheel with the name of the LabGym wheel and other content."""
     info = "labgym-3.1.2.dist-info/"
     metadata = {
         info + "METADATA": "Metadata-Version: 2.1\nName: LabGym\nVersion: 3.1.2\nRequires-Python: <3.11\n",
@@ -49,7 +49,7 @@ def wheel(tmp_path):
 
 
 def run(*arguments, tmp_path, **environment):
-    """Run the tool as a command, with a folder of wheels as its index and a git host that is not there."""
+    """Run the command with a folder of wheels as the package index, and without a git host."""
     offline = {
         **{"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "wheels")},
         **{"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.file://{tmp_path}/nowhere.insteadOf"},
@@ -58,7 +58,7 @@ def run(*arguments, tmp_path, **environment):
     (tmp_path / "scratch").mkdir(exist_ok=True)
     command, env = [sys.executable, tool.__file__, *arguments], {**os.environ, **offline, **environment}
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    # torch makes its cache there whenever it is imported.
+    # Every import of torch creates a cache there.
     assert not [path for path in (tmp_path / "scratch").iterdir() if not path.name.startswith("torchinductor")]
     return result
 
@@ -77,7 +77,7 @@ def test_a_detectron2_that_imports_is_kept(tmp_path):
 
 @pytest.mark.slow
 def test_what_cannot_be_installed_is_one_line(tmp_path, wheel):
-    """Neither git nor the package index is there; then the index has a wheel of another content."""
+    """Without a git host, without a package index, and with a wheel of different content."""
     (tmp_path / "detectron2.py").write_text('raise ImportError("hidden by the test")\n')
     options = {"tmp_path": tmp_path, "PYTHONPATH": str(tmp_path)}
     result = run("--source", "git", **options)
