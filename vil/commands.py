@@ -169,7 +169,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         given = [args.config_file or _weights(args), args.model]
     model, source = given
     if not model or not source:
-        parser.error("MODEL or INPUT is missing. Give both")
+        parser.error("MODEL or INPUT is missing. Give both, or --weights and --input")
     try:
         image_source(source)
     except argparse.ArgumentTypeError as error:

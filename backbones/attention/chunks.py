@@ -68,7 +68,8 @@ def attend_chunks(
             bias = bias[..., : keys.shape[2]]
     output = attention(queries, keys, values, attn_mask=bias, scale=channels**-0.5)[..., :channels]
     # (B, rows, M, cols, w, w, D) -> (B, rows * w, cols * w, M, D)
-    output = output.unflatten(2, (chunk_size, chunk_size)).unflatten(0, (batch, -1, heads))
+    rows = (height + chunk_size - 1) // chunk_size
+    output = output.unflatten(2, (chunk_size, chunk_size)).unflatten(0, (batch, rows, heads))
     output = contiguous_for_export(output.permute(0, 1, 4, 3, 5, 2, 6)).flatten(3, 4).flatten(1, 2)
     return take_first(take_first(output, 1, height), 2, width).permute(0, 3, 1, 2, 4)
 

@@ -1,16 +1,13 @@
 """Read COCO files, check and fix them, and return the same annotations to training, evaluation and the report."""
 
-import contextlib
 import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from detectron2.data import MetadataCatalog
-from detectron2.evaluation import coco_evaluation
 from detectron2.structures import BoxMode
 from detectron2.utils.logger import log_first_n
 from pycocotools.coco import COCO
@@ -136,30 +133,24 @@ def _set_classes(name: str, dataset: dict[str, Any]) -> dict[int, int]:
     return metadata.thing_dataset_id_to_contiguous_id
 
 
-@contextlib.contextmanager
-def evaluation_dataset(name: str, *, check: str, masks: bool) -> Iterator[str]:
-    """Make detectron2's evaluator use the annotations of :func:`fixed_coco` inside the context, and yield ``name``.
+def ground_truth(name: str, *, check: str, masks: bool) -> COCO | None:
+    """Return the annotations of :func:`fixed_coco` for an evaluation, or None if the annotation file is used as it is.
 
-    Outside the context detectron2's evaluator reads the annotation file.
+    Args:
+        name: A registered dataset.
+        check: The value of ``DATASETS.CHECK``.
+        masks: Whether the detector has masks.
+
+    Raises:
+        ConfigError: If the check rejects the annotations.
     """
     if check == "off" or not is_coco(name):
-        yield name
-        return
-    dataset = fixed_coco(name, check=check, masks=masks)
-    _set_classes(name, dataset)
-
-    def read(path: str) -> COCO:
-        coco = COCO()
-        coco.dataset = dataset
-        coco.createIndex()
-        return coco
-
-    # The evaluator has no argument for annotations.
-    before, coco_evaluation.COCO = coco_evaluation.COCO, read
-    try:
-        yield name
-    finally:
-        coco_evaluation.COCO = before
+        return None
+    coco = COCO()
+    coco.dataset = fixed_coco(name, check=check, masks=masks)
+    _set_classes(name, coco.dataset)
+    coco.createIndex()
+    return coco
 
 
 def write_cleaned(file: CocoFile, output: str | Path) -> str:

@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib.util
 import json
+import logging
 import math
 import os
 import tempfile
@@ -26,12 +27,13 @@ from detectron2.evaluation import (
     coco_evaluation,
 )
 from detectron2.utils import comm
+from pycocotools.coco import COCO
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import check_choice, closest
 from projects_vil.config import is_panoptic
-from projects_vil.data import class_names, class_order, evaluation_dataset, label_reader
+from projects_vil.data import class_names, class_order, ground_truth, label_reader
 from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
 from projects_vil.evaluation.results import check_finite
@@ -151,8 +153,8 @@ def coco_evaluator(
     """
     check_coco_api(api)
     evaluator = FasterCOCOEvaluator if api == "faster_coco_eval" else MatchingCOCOEvaluator
-    with evaluation_dataset(dataset_name, check=check, masks=masks) as name:
-        return evaluator(name, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
+    truth = ground_truth(dataset_name, check=check, masks=masks)
+    return evaluator(dataset_name, truth, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
 
 
 def check_coco_api(name: str) -> None:
@@ -182,7 +184,28 @@ class FiniteVOCEvaluator(_Finite, PascalVOCDetectionEvaluator):
 
 
 class COCOEvaluator(_Finite, coco_evaluation.COCOEvaluator):
-    """detectron2's COCO evaluator. Its table of classes omits classes without objects; their AP is nan."""
+    """detectron2's COCO evaluator. Its table of classes omits classes without objects; their AP is nan.
+
+    Args:
+        dataset_name: a name in detectron2's catalog.
+        truth: the annotations; by default the annotation file of the dataset.
+        output_dir: the folder for ``coco_instances_results.json``.
+        max_dets_per_image: maximum number of detections per image and class.
+    """
+
+    def __init__(
+        self, dataset_name: str, truth: COCO | None = None, *, output_dir: str, max_dets_per_image: int = 100
+    ) -> None:
+        if truth is None:
+            super().__init__(dataset_name, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
+            return
+        # detectron2's constructor always reads the annotation file, which may have errors that ``truth`` has not.
+        self._logger = logging.getLogger(coco_evaluation.__name__)
+        self._distributed, self._output_dir, self._use_fast_impl = True, output_dir, False
+        self._max_dets_per_image, self._tasks = [1, 10, max_dets_per_image], None
+        self._cpu_device = torch.device("cpu")
+        self._metadata, self._coco_api = MetadataCatalog.get(dataset_name), truth
+        self._do_evaluation, self._kpt_oks_sigmas = "annotations" in truth.dataset, ()
 
     def _derive_coco_results(
         self, coco_eval: Any, iou_type: str, class_names: Sequence[str] | None = None

@@ -8,14 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from detectron2.data.datasets import load_coco_json
-from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Boxes, BoxMode, Instances
 from detectron2.utils.events import EventStorage
 
 from projects_vil.data import (
     CocoFile,
     build_train_loader,
-    evaluation_dataset,
     fixed_coco,
     load_dataset,
     register_datasets,
@@ -23,6 +21,7 @@ from projects_vil.data import (
     write_subset,
 )
 from projects_vil.evaluation import LOSS_TASK, build_evaluator
+from projects_vil.evaluation.evaluators import coco_evaluator
 from projects_vil.report.coco_metrics import evaluate_detections
 from tests.projects_vil.data.corruptions import corrupt, rle
 from tests.projects_vil.data.custom_dataset import NAME, config, edit, entry, load
@@ -134,8 +133,7 @@ def test_ids_may_be_text_or_large(copy, tmp_path_factory, new, check, api):
 
 def evaluator_truth(**options) -> dict:
     """Return the ground truth of detectron2's evaluator."""
-    with evaluation_dataset(NAME, **options) as name:
-        return COCOEvaluator(name, output_dir=None)._coco_api.dataset
+    return coco_evaluator(NAME, output_dir="", **options)._coco_api.dataset
 
 
 def test_fixed_annotations_are_the_same_for_all_readers(copy):

@@ -189,7 +189,7 @@ def test_pretrained_weights_of_a_tag(tmp_path, monkeypatch, caplog):
     torch.testing.assert_close(start(RESNET), {name: x for name, x in weights.items() if not name.startswith("fc.")})
     assert "the config has RGB with mean [1, 2, 3]" in caplog.text
     assert not torch.equal(start("test_resnet")["layer1.0.conv1.weight"], weights["layer1.0.conv1.weight"])
-    assert "timm:test_resnet has no tag, so its weights are random" in caplog.text
+    assert "timm:test_resnet starts from random weights" in caplog.text
     error = message(start, "test_convnext.r160_in1k")
     assert "MODEL.WEIGHTS" in error and "test_convnext.r160_in1k" in error
 

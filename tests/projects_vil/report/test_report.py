@@ -39,7 +39,7 @@ def report(trained_run, datasets_root, made_once):
             "report.py", trained_run, "--output", folder / "r.html", "--num-images", 3, datasets_root=datasets_root
         )
         assert result.returncode == 0, result.stderr
-        assert result.stdout.startswith(f"report written to {folder / 'r.html'}")
+        assert result.stdout.startswith(f"wrote {folder / 'r.html'}")
 
     return made_once("report", write) / "r.html"
 
