@@ -42,7 +42,7 @@ DETECTORS: dict[str, tuple[str, dict[str, object]]] = {
 DATA_FOLDER = "data"
 # On COCO the schedules count iterations.
 DEFAULT_EPOCHS = 50
-# Names of datasets that were made here.
+# Names of the datasets that this process has registered.
 _registered: set[str] = set()
 
 
@@ -51,18 +51,18 @@ class Run:
     """A training run.
 
     Attributes:
-        folder: its OUTPUT_DIR.
+        folder: output directory of the run.
     """
 
     folder: Path
 
     def detector(self, **options: Any) -> Detector:
-        """Return the detector of the last checkpoint; ``options`` are those of :meth:`Detector.load`."""
+        """Return the detector of the last checkpoint, loaded with the options of :meth:`Detector.load`."""
         return Detector.load(self.folder, **options)
 
     @property
     def results(self) -> dict[str, Any]:
-        """The last evaluation, dataset -> task -> metric in percent; empty where there was none."""
+        """The last evaluation, as dataset -> task -> metric in percent. It is empty without an evaluation."""
         path = self.folder / EVALUATION_FILE
         return read_json(path) if path.is_file() else {}
 
@@ -260,7 +260,7 @@ def evaluate(
 
 
 def folder_of(config: Path) -> Path:
-    """Return the folder for results of a detector: that of its run, or one in ``output`` for another config."""
+    """Return the folder for the results of a detector: its output directory, or ``output/NAME`` for another config."""
     return config.parent if config.name == CONFIG_FILE else Path("output", config.stem)
 
 
@@ -297,14 +297,14 @@ def _with_defaults(cfg: CfgNode, recipe: CfgNode, given: Mapping[str, object], *
 
 
 def _holds_data(output: Path, data: Path) -> bool:
-    """Return whether an output directory is a dataset, or a folder in it that no run wrote."""
+    """Return whether an output directory is a dataset, or a folder inside a dataset that no run has written."""
     output, data = output.resolve(), data.resolve()
     is_used = output.is_dir() and any(output.iterdir()) and not (output / "log.txt").exists()
     return output == data or (is_used and data.is_dir() and output.is_relative_to(data))
 
 
 def _check_same_model(cfg: CfgNode, begun: CfgNode, output: Path) -> None:
-    """Raise a ConfigError if a config has another model than the run that is resumed."""
+    """Raise a ConfigError if the config and the resumed run have different models."""
     model, own = (f"{part.MODEL.TRANSFORMER.VARIANT} with {detector_name(part)}" for part in (cfg, begun))
     if model != own:
         raise ConfigError(
@@ -314,7 +314,7 @@ def _check_same_model(cfg: CfgNode, begun: CfgNode, output: Path) -> None:
 
 
 def _check_same_data(data: str | Path, val: float | None, begun: CfgNode, output: Path) -> None:
-    """Raise a ConfigError if a dataset is not, or no longer, the one that the run in ``output`` began with."""
+    """Raise a ConfigError if the dataset differs from the dataset with which the run in ``output`` started."""
     entries = {name: (Path(file), root) for name, file, root in begun.DATASETS.COCO}
     names = [*begun.DATASETS.TRAIN, *begun.DATASETS.TEST]
     contents: dict[str, dict] = {}
@@ -334,9 +334,9 @@ def _check_same_data(data: str | Path, val: float | None, begun: CfgNode, output
     source = names[0]
     if source in entries:
         file, info = entries[source][0], read_json(entries[source][0]).get("info")
-        # A file that was written here names the dataset that it was made from.
+        # A converted file contains the path of its dataset.
         source = info.get(SOURCE, str(file)) if isinstance(info, dict) else str(file)
-    changed = "(or --val) has changed since the start of the run in"
+    changed = "(or --val-fraction) has changed since the start of the run in"
     differs = changed if source == os.path.abspath(data) else f"is not '{source}', the dataset of the run in"
     raise ConfigError(
         f"'{data}' {differs} '{output}'. Omit DATA to resume the run with its original images, or choose another "
@@ -374,11 +374,11 @@ def _choose_recipe(
 
 
 def _suggest_weights(variant: str) -> None:
-    """Print how a run that starts from random weights could start from others."""
+    """Print the official weights from which a run could start instead of random weights."""
     names = [name for name, entry in read_zoo().items() if entry.variant == variant]
     if names:
-        few = "for which a few hundred photos are seldom enough"
-        print(f"training starts from random weights, {few}: start with --weights {' or '.join(names[:2])}", flush=True)
+        advice = f"A few hundred photos are rarely enough for that. Use --weights {' or '.join(names[:2])}."
+        print(f"Training starts from random weights. {advice}", flush=True)
 
 
 def _register(dataset: Dataset, name: str, *, test: str = "val") -> dict[str, Any]:
@@ -396,7 +396,7 @@ def _register(dataset: Dataset, name: str, *, test: str = "val") -> dict[str, An
 
 
 def _name(data: str | Path) -> str:
-    """Return the name of a dataset: that of its folder, and of a COCO or CVAT file in it."""
+    """Return the name of a dataset, from its folder and the name of a COCO or CVAT file."""
     path = Path(data).resolve()
     if path.is_dir():
         return path.name

@@ -54,7 +54,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the trainable parameters, grouped by learning rate and weight decay.
 
-    The rules are those of detectron2's ``get_default_optimizer_params``. In addition, parameters with at most one
+    The rules are the same as in detectron2's ``get_default_optimizer_params``. In addition, parameters with at most one
     dimension, and those that a module names in ``no_weight_decay()``, have no weight decay. Groups and parameters are
     in the order of the model.
 

@@ -225,7 +225,7 @@ def convert_official(
 
 
 def is_classifier(state_dict: Mapping[str, object]) -> bool:
-    """Return whether the names are those of :class:`backbones.backbone.Classifier`."""
+    """Return whether the names belong to a :class:`backbones.backbone.Classifier`."""
     return any(name.removeprefix("module.").startswith("backbone.stages.") for name in state_dict)
 
 
@@ -330,7 +330,7 @@ def _classifier_options(
     img_size: tuple[int, int] | None,
     chunk_size: Sequence[int] | None,
 ) -> dict[str, object]:
-    """Return the classes, image size and chunk sizes of a classifier: the requested ones, or those of its tables."""
+    """Return the classes, image size and chunk sizes of a classifier: the requested ones, or the ones of its tables."""
     if (head := weights["head.weight"]).ndim != 2:
         raise ConfigError(f"'head.weight' has shape {tuple(head.shape)} instead of (classes, channels)")
     side, options = variant.classifier_img_size, {}

@@ -112,7 +112,7 @@ def largest_training_size(cfg: CfgNode) -> tuple[int, int]:
 def peak_of_step(cfg: CfgNode, num_images: int) -> float:
     """Return the peak GPU memory, in bytes, of training steps, including model and optimizer; infinite if none is left.
 
-    The steps are those of :func:`run_steps`.
+    It runs the steps of :func:`run_steps`.
     """
     # Compiling takes minutes. SyncBN would wait for other processes, of which one may run out of memory.
     values: dict[str, object] = {"MODEL.TRANSFORMER.COMPILE": False}

@@ -68,7 +68,7 @@ class _Step:
     error: str = ""
 
     def means(self, losses: list[dict[str, float]]) -> dict[str, float]:
-        """Return the losses of the batch from those of its micro-batches."""
+        """Return the losses of the batch from the losses of its micro-batches."""
         weighted: dict[str, float] = defaultdict(float)
         # A step that ended before its last backward pass lacks a weight.
         for terms, weight in zip(losses, self.weights, strict=False):
@@ -492,7 +492,7 @@ class Trainer(DefaultTrainer):
         return super().state_dict()
 
     def build_writers(self) -> list[EventWriter]:
-        """Return detectron2's writers (log, TensorBoard, ``metrics.json``) and those of the services in ``LOGGING``."""
+        """Return the writers of detectron2 (log, TensorBoard, ``metrics.json``) and of the services in ``LOGGING``."""
         printer = MetricPrinter(self.max_iter, batch_size=self.cfg.SOLVER.IMS_PER_BATCH)
         self._metrics_file = MetricsFile(Path(self.cfg.OUTPUT_DIR) / "metrics.json")
         tensorboard = TensorboardXWriter(self.cfg.OUTPUT_DIR)
