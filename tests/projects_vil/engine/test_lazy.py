@@ -139,7 +139,7 @@ def train(detector, output, *, cut_at=None):
         "train.num_visualized_images=0",
     ]
     args = arguments(detector, *options, f"train.output_dir={output}")
-    cfg = load_lazy_config(args.config_file, args.opts)
+    cfg = load_lazy_config(*args)
     seed_all(0)
     output.mkdir(exist_ok=True)
     resume(LazyTrainer(lazy_options(cfg, instantiate(cfg.model)), lazy=cfg), cut_at=cut_at)
