@@ -173,8 +173,7 @@ def convert_tensors(
     convert: Callable[[str, Tensor], Pieces],
     *,
     name: str,
-    initial_values: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[str, tuple[Tensor, str]]]
-    | None = None,
+    initial_values: InitialValues | None = None,
     wrappers: Sequence[str] = _WRAPPERS,
 ) -> tuple[dict[str, Tensor], ConversionReport]:
     """Fill the state dict of a model with the tensors of a checkpoint, so that every name on both sides is explained.

@@ -268,7 +268,13 @@ _VIL = {
     for depths in ((1, 10, 1), (2, 9, 1), (1, 9, 2), (2, 8, 2), (1, 1, 9, 1), (1, 2, 8, 1))
 }
 # The README of the official detection repository.
-for _name, _rate in (("medium_deep", 0.2), ("medium_wide", 0.2), ("base_deep", 0.3), ("base_wide", 0.3)):
+for _name, _rate in (
+    ("tiny", 0.05),
+    ("medium_deep", 0.2),
+    ("medium_wide", 0.2),
+    ("base_deep", 0.3),
+    ("base_wide", 0.3),
+):
     _VIL[f"vil_{_name}"] = dataclasses.replace(_VIL[f"vil_{_name}"], drop_path_rate=_rate)
 # Table 14 compares the mechanisms in these sizes.
 _COMPARED = [

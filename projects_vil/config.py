@@ -151,7 +151,8 @@ def add_vil_config(cfg: CfgNode) -> None:
     # bfloat16, except for GPUs with a compute capability below 8.0.
     cfg.SOLVER.AMP.DTYPE = "auto"
     # Gradient accumulation: number of micro-batches into which IMS_PER_BATCH images are split, or "auto". "auto"
-    # chooses the number by the free memory of a GPU, or by the number of pixels on the CPU.
+    # chooses the number by the free memory of a GPU, or by the number of pixels on the CPU. Only load_config accepts
+    # both types.
     cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = 1
     # Batch size for which BASE_LR and BASE_LR_END are given. They are scaled by IMS_PER_BATCH / REFERENCE_BATCH_SIZE.
     # 0 does not scale them.
@@ -210,7 +211,7 @@ def config_path(name: str) -> Path:
     if path is None:
         root = _config_root()
         known = [path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml")]
-        raise ConfigError(f"there is no config {name} in {root}{closest(name.removesuffix('.yaml'), known, most=3)}")
+        raise ConfigError(f"There is no config '{name}'{closest(name.removesuffix('.yaml'), known, most=3)}")
     return path
 
 
@@ -256,6 +257,9 @@ def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
         version = loaded.get("VERSION", cfg.VERSION)
         if version != cfg.VERSION:
             raise ConfigError(f"VERSION is {version}. It must be {cfg.VERSION}: rename the keys of old files.")
+        model = loaded.get("MODEL", {})
+        _take_text(cfg, "OUTPUT_DIR", loaded, "OUTPUT_DIR")
+        _take_text(cfg, "MODEL.WEIGHTS", model if isinstance(model, dict) else {}, "WEIGHTS")
         with _any_accumulation_steps(cfg):
             cfg.merge_from_other_cfg(CfgNode(loaded))
     except Exception as error:
@@ -303,12 +307,13 @@ def _thawed(cfg: CfgNode) -> CfgNode:
 class _Loader(yaml.SafeLoader):
     """Load YAML without repeated keys, and with the arithmetic of detectron2's model zoo."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         keys = [key.value for key, _ in node.value]
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:
             raise ConfigError(f"{self.name} has the key {twice} twice in one section. Remove one.")
-        return super().construct_mapping(node, deep)
+        return node
 
     def construct_arithmetic(self, node: yaml.SequenceNode) -> Any:
         """Return the value of ``!!python/object/apply:eval ["[x * 2 ** (1.0 / 3) for x in [32, 64]]"]``."""
@@ -349,6 +354,13 @@ def _merge_into(target: dict[str, Any], content: dict[str, Any]) -> None:
             target[key] = value
 
 
+def _take_text(cfg: CfgNode, key: str, values: dict[str, Any], name: str) -> None:
+    """Move a text from the values of a file to a config. yacs would take a name such as "2024" for a number."""
+    if isinstance(values.get(name), str):
+        section, _, last = key.rpartition(".")
+        (value_of(cfg, section) if section else cfg)[last] = values.pop(name)
+
+
 @contextlib.contextmanager
 def _any_accumulation_steps(cfg: CfgNode) -> Iterator[None]:
     """Let a merge replace a number by "auto" and "auto" by a number, which are of different types."""
@@ -367,7 +379,7 @@ def _set_photometric_distortion(cfg: CfgNode) -> None:
 def _explain(error: Exception, cfg: CfgNode) -> str:
     message = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
     if isinstance(error, (AttributeError, TypeError)):
-        return "it is not a mapping of config keys"
+        return "it must contain config keys, and _BASE_ must be a file or a list of files."
     mismatch = re.search(
         r"Type mismatch \(<class '[\w.]*?(\w+)'> vs\. <class '[\w.]*?(\w+)'>\).* vs\. (.*)\) for config key: (\S+)",
         message,
@@ -377,6 +389,7 @@ def _explain(error: Exception, cfg: CfgNode) -> str:
             "int": "a whole number (int)",
             "float": "a number (float)",
             "CfgNode": "a section with keys of its own",
+            "str": "text",
         }
         expected = words.get(mismatch[1], f"a {mismatch[1]}")
         value = (
@@ -387,15 +400,16 @@ def _explain(error: Exception, cfg: CfgNode) -> str:
             else mismatch[3]
         )
         is_broken = mismatch[1] in ("list", "tuple") and mismatch[3].startswith(("[", "("))
-        hint = "; a comma, a quote or a bracket is missing" if is_broken else ""
-        return f"{mismatch[4]} is {value}: it must be {expected}{hint}"
+        hint = " A comma, a quote or a bracket is missing." if is_broken else ""
+        return f"{mismatch[4]} is {value}. It must be {expected}.{hint}"
     unknown = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if unknown is None:
         return one_line(message)
     known = [key for key, _ in config_items(cfg)]
     if unknown[1] in known:
         return f"the key {unknown[1]} is written with dots. In a file, write each part as a section of its own."
-    return f"unknown config key {unknown[1]}{closest(unknown[1], known) or closest(unknown[1].upper(), known)}"
+    hint = closest(unknown[1], known) or closest(unknown[1].upper(), known)
+    return f"config key '{unknown[1]}' does not exist{hint}"
 
 
 def config_items(node: object, prefix: str = "", *, lists: bool = False) -> Iterator[tuple[str, Any]]:

@@ -72,7 +72,7 @@ def train(
     *,
     model: str | None = None,
     detector: str | None = None,
-    schedule: str = "1x",
+    schedule: str | None = None,
     config: str | Path | CfgNode | None = None,
     epochs: int | None = None,
     batch: int | None = None,
@@ -132,7 +132,7 @@ def train(
         "OUTPUT_DIR": output,
         "SOLVER.EPOCHS": epochs,
         "SOLVER.IMS_PER_BATCH": batch,
-        "SOLVER.BASE_LR": lr and float(lr),
+        "SOLVER.BASE_LR": None if lr is None else float(lr),
         "INPUT.MIN_SIZE_TRAIN": image_size and (image_size,),
         "INPUT.MAX_SIZE_TRAIN": image_size and round(image_size * 5 / 3),
         "INPUT.MIN_SIZE_TEST": image_size,
@@ -151,12 +151,19 @@ def train(
     recipe, name = _choose_recipe(model, detector, schedule, config)
     folder = given.pop("OUTPUT_DIR", None)
     cfg = merge_overrides(recipe, _alternating(given))
+    if image_size and cfg.INPUT.MAX_SIZE_TRAIN > cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE:
+        # Position tables must cover the longer side.
+        cfg = with_overrides(cfg, {"MODEL.TRANSFORMER.MAX_IMG_SIZE": cfg.INPUT.MAX_SIZE_TRAIN})
     if isinstance(config, CfgNode):
         output = Path(cfg.OUTPUT_DIR if folder is None else folder).expanduser()
     else:
         output = Path(folder or f"output/{_name(data) + '_' if data else ''}{name}").expanduser()
         cfg = _with_defaults(cfg, recipe, given, has_data=data is not None)
     cfg = with_overrides(cfg, {"OUTPUT_DIR": str(output)})
+    if image_size and cfg.INPUT.AUGMENTATION != "default":
+        raise ConfigError(
+            f"image_size has no effect with INPUT.AUGMENTATION {cfg.INPUT.AUGMENTATION}. Set INPUT.LSJ.SIZE instead."
+        )
     if {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} <= given.keys():
         raise ConfigError("epochs (SOLVER.EPOCHS) and SOLVER.MAX_ITER both set the length of training. Remove one.")
     if data is not None and _holds_data(output, Path(data)):
@@ -164,6 +171,8 @@ def train(
     if resume and checkpoints_of(output) and (output / CONFIG_FILE).exists() and not isinstance(config, CfgNode):
         # Resume with the data, the schedule and the classes of the run.
         begun = load_config(output / CONFIG_FILE)
+        if schedule:
+            raise ConfigError("A resumed run keeps its schedule. Remove schedule.")
         if model or detector or config:
             _check_same_model(cfg, begun, output)
         if data is not None:
@@ -184,7 +193,7 @@ def train(
                 )
             values = _register(dataset, output.name) | {number_of_classes(cfg)[0]: len(dataset.classes)}
             cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
-        if not (cfg.MODEL.WEIGHTS or resume):
+        if not (cfg.MODEL.WEIGHTS or resume or isinstance(config, CfgNode)) and processes.is_first:
             _suggest_weights(cfg.MODEL.TRANSFORMER.VARIANT)
         launch_run(cfg, processes, resume=resume, overridden=given)
     return Run(output)
@@ -349,14 +358,14 @@ def _records(content: Mapping[str, Any]) -> list[Any]:
 
 
 def _choose_recipe(
-    model: str | None, detector: str | None, schedule: str, config: str | Path | CfgNode | None
+    model: str | None, detector: str | None, schedule: str | None, config: str | Path | CfgNode | None
 ) -> tuple[CfgNode, str]:
     """Return the config of a model, detector and schedule, and a name for the output directory.
 
     A variant without a config of its own has the base recipe of its family.
     """
-    if config is not None and (model is not None or detector is not None):
-        raise ConfigError("The config already sets the model and the detector. Remove model and detector.")
+    if config is not None and (model or detector or schedule):
+        raise ConfigError("The config already sets model, detector and schedule. Remove model, detector and schedule.")
     if isinstance(config, CfgNode):
         return config, ""
     if config is not None:
@@ -365,6 +374,7 @@ def _choose_recipe(
     model, detector = model or "vil_tiny", detector or "retinanet"
     check_choice("detector", detector, DETECTORS)
     folder, values = DETECTORS[detector]
+    schedule = schedule or SCHEDULES[0]
     check_choice("schedule", schedule, SCHEDULES)
     stage_names(model)  # raises for an unknown variant
     family = next((prefix for prefix in ("lit_", "cvt_") if model.startswith(prefix)), "")

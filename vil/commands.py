@@ -49,7 +49,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add_argument("--model", metavar="NAME", help="variant (default vil_tiny), or timm:NAME for a timm model")
     parser.add_argument("--detector", choices=choices.DETECTORS, help="detector (default retinanet)")
     schedule_help = "recipe: 1x (default), or 3x_ms (multi-scale images, and three times the iterations on COCO)"
-    parser.add_argument("--schedule", choices=choices.SCHEDULES, default=choices.SCHEDULES[0], help=schedule_help)
+    parser.add_argument("--schedule", choices=choices.SCHEDULES, help=schedule_help)
     config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
     parser.add_argument("--config", metavar="NAME", help=config_help)
     parser.add_argument("--epochs", type=positive, metavar="N", help="passes over the training images (default 50)")
@@ -162,12 +162,16 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     drawing_help = "processes for drawings (default 0: draw in the main process between batches)"
     parser.add_argument("--draw-workers", type=int, metavar="N", help=drawing_help)
     args = parser.parse_args(words)
-    given = [args.config_file or _weights(args) if args.named_input and not args.model else args.model]
-    given += [args.named_input or args.input]
-    if given[1] is None and (args.config_file or _weights(args)):
-        # With a single positional argument, it is INPUT.
-        given = [args.config_file or _weights(args), args.model]
-    model, source = given
+    positional = [word for word in (args.model, args.input) if word]
+    model, source, weights = args.config_file, args.named_input, _weights(args)
+    # With weights, a single positional argument is INPUT.
+    if model is None and positional and not (weights and source is None and len(positional) == 1):
+        model = positional.pop(0)
+    if source is None and positional:
+        source = positional.pop(0)
+    model = model or weights
+    if positional:
+        parser.error(f"unexpected argument {positional[0]}. Give MODEL or --config-file, and INPUT or --input")
     if not model or not source:
         parser.error("MODEL or INPUT is missing. Give both, or --weights and --input")
     try:
@@ -242,6 +246,8 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     source = args.model or args.config_file or _weights(args)
     if not source:
         parser.error("MODEL is missing. Give MODEL, --config-file or --weights")
+    if args.model and args.config_file:
+        parser.error(f"MODEL {args.model} and --config-file are both given. Give one of them")
 
     from projects_vil.export import check_triton, describe_report, export_detector, write_triton_model
     from projects_vil.inference import find_model

@@ -184,7 +184,7 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: b
     # With REFERENCE_WORLD_SIZE, detectron2's trainer scales the batch size to the number of processes.
     batch, divisor = solver.IMS_PER_BATCH, solver.REFERENCE_WORLD_SIZE or processes
     steps = solver.GRADIENT_ACCUMULATION_STEPS
-    if steps != "auto" and not (isinstance(steps, int) and steps > 0):
+    if steps != "auto" and not (type(steps) is int and steps > 0):
         raise ConfigError(
             f"SOLVER.GRADIENT_ACCUMULATION_STEPS is {steps!r}. Set it to a whole number of at least 1, or to 'auto'."
         )

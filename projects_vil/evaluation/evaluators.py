@@ -261,6 +261,8 @@ class FasterCOCOEvaluator(COCOEvaluator):
                 # As in detectron2, the area of a mask is its number of pixels, not the area of its box.
                 own = [{key: value for key, value in one.items() if (task, key) != ("segm", "bbox")} for one in results]
                 evaluation = COCOeval_faster(truth, truth.loadRes(own), task)
+                if img_ids is not None:
+                    evaluation.params.imgIds = [image_of[image] for image in img_ids]
                 if task != "keypoints":
                     evaluation.params.maxDets = self._max_dets_per_image
                 evaluation.evaluate()

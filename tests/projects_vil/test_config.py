@@ -101,6 +101,15 @@ def test_file_base_and_overrides_are_merged_and_frozen(tmp_path):
     assert cfg.is_frozen()
 
 
+def test_numbers_as_names_and_merge_keys(tmp_path):
+    text = (
+        "OUTPUT_DIR: '2024'\nMODEL:\n  WEIGHTS: '12'\n  TRANSFORMER: &a\n    <<: {DROP_PATH: 0.2}\n    DROP_PATH: 0.3\n"
+    )
+    cfg = load_config(write(tmp_path, text))
+    assert (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS, cfg.MODEL.TRANSFORMER.DROP_PATH) == ("2024", "12", 0.3)
+    assert load_config(write(tmp_path, cfg.dump())).OUTPUT_DIR == "2024"
+
+
 def test_a_dumped_config_loads_again_equal(tmp_path):
     overrides = ["DATASETS.COCO", "[['a', 'a.json', 'a']]", "SOLVER.LR_MULTIPLIERS", "[['*positions*', 0.5]]"]
     cfg = load_config(CONFIGS["mask_rcnn"], overrides)

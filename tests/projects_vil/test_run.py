@@ -129,6 +129,9 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, mod
     monkeypatch.setattr("projects_vil.run.launch_run", lambda cfg, *_, **options: started.append(cfg))
     train(data, model=model, detector=detector, epochs=1, batch=2, device="cpu")
     assert (started[0].MODEL.TRANSFORMER.VARIANT, started[0].SOLVER.WEIGHT_DECAY) == (model, weight_decay)
+    train(data, model=model, detector=detector, schedule="3x_ms", image_size=1000, device="cpu")
+    # Position tables cover the larger images.
+    assert (started[1].INPUT.MIN_SIZE_TRAIN, started[1].MODEL.TRANSFORMER.MAX_IMG_SIZE) == ((1000,), 1667)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +142,8 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, mod
         ({"detector": "retinaned"}, "'retinanet'"),
         ({"config": "retinanet/vil_tiny_rpb1x"}, "'retinanet/vil_tiny_rpb_1x'"),
         ({"config": "retinanet/vil_tiny_rpb_1x", "model": "lit_ti"}, "config"),
+        ({"config": "retinanet/vil_tiny_rpb_1x", "schedule": "3x_ms"}, "schedule"),
+        ({"config": "modern/mask_rcnn_vil_small_rpb", "image_size": 640}, "INPUT.LSJ.SIZE"),
         ({"MODEL.RETINANET.NUM_CLASSES": 7}, "MODEL.RETINANET.NUM_CLASSES"),
         ({"weights": "absent.pth"}, "absent.pth"),
         ({"device": "cuda:9"}, "cuda:9"),
