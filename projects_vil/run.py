@@ -282,7 +282,7 @@ def _overrides_of(function: Callable, overrides: Mapping[str, object]) -> dict[s
     unknown = next((key for key in overrides if "." not in key and not key.isupper()), None)
     if unknown is not None:
         hint = closest(unknown, set(inspect.signature(function).parameters) - {"overrides"})
-        raise ConfigError(f"{function.__name__}() has no keyword {unknown!r}{hint}. Config keys are in capitals.")
+        raise ConfigError(f"{function.__name__}() has no keyword {unknown!r}{hint or '.'} Config keys are in capitals.")
     return dict(overrides)
 
 

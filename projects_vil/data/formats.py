@@ -125,7 +125,7 @@ def read_dataset(
             dataset already has a validation split.
     """
     if val is not None and not 0 <= val < 1:
-        raise ConfigError(f"val={val} is out of range. Give a fraction of the images, such as {VAL_FRACTION}.")
+        raise ConfigError(f"val_fraction is {val}. Give a fraction between 0 and 1, such as {VAL_FRACTION}.")
     source, notes = Path(source), []
     name, files, root = detect_format(source)
     parts = _find_coco(files, root) if name == "COCO" else _to_coco(source, _READERS[name](files, root), notes)

@@ -217,11 +217,14 @@ def _stop_workers(batches: object) -> None:
 
 
 def _prepare_worker(is_terminated: Any, worker: int) -> None:
-    """Install the signal handlers of a worker. After a SIGTERM, the worker exits within a minute."""
+    """Install the signal handlers of a worker. After a SIGTERM, the worker exits within ten minutes.
+
+    Until then the training process ends its iteration and saves a checkpoint, if it got the same signal.
+    """
 
     def on_terminate(number: int, frame: FrameType | None) -> None:
         is_terminated.value = True
-        signal.alarm(60)
+        signal.alarm(600)
 
     for number in STOP_SIGNALS:
         signal.signal(number, on_terminate if number == signal.SIGTERM else signal.SIG_IGN)

@@ -100,9 +100,11 @@ def export_detector(
         _check_opset(opset, file_format)
     check_choice("input_dtype", input_dtype, ("uint8", "float32"))
     if size is not None and file_format == "torchscript":
-        raise ConfigError("size has no effect: TorchScript files accept any size. Leave it out, or use another format.")
+        raise ConfigError(
+            "image_size has no effect: TorchScript files accept any size. Leave it out, or use another format."
+        )
     if size is not None and evaluate:
-        raise ConfigError("size cannot be fixed for int8 or evaluate: images of DATASETS.TEST have other sizes.")
+        raise ConfigError("image_size cannot be fixed for int8 or evaluate: images of DATASETS.TEST have other sizes.")
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
