@@ -202,7 +202,8 @@ class DenseAttention(TokenAttention):
             return attend(query, key, value, bias=bias(height, width))
         num_queries = query.shape[2] - height * width
         local = query[:, :, num_queries:].unflatten(2, (height, width))
-        if query.device.type == "cpu":
+        # On the meta device FLOPs are counted, without the alignment of a GPU.
+        if query.device.type in ("cpu", "meta"):
             by_row_offset = bias.by_row_offset(height, width)
             output = cpu_blocks.map_attention(local, key, value, by_row_offset, bias.global_key_bias)
         else:

@@ -114,7 +114,7 @@ def export_program(exportable: ExportableDetector, example: Tensor) -> torch.exp
         except torch._dynamo.exc.UserError as error:
             if exportable.size:
                 raise
-            advice = "Set a fixed size, or use format torchscript."
+            advice = "Set --image-size, or use --format torchscript."
             raise ConfigError(f"This model cannot be exported for variable image sizes. {advice}") from error
     # torch before 2.12 stores paths of this machine here.
     for node in program.graph.nodes:
