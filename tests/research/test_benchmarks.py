@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,10 @@ import torch
 from backbones import ConfigError
 from projects_vil.data import CocoFile
 from research.benchmarks import __main__ as program
+from research.benchmarks import prediction
 from research.benchmarks.annotations import NUM_OBJECTS, compare_coco_apis, write_annotations, write_images
 from research.benchmarks.prediction import format_predictions, measure_predictions
 from research.benchmarks.roofline import DeviceRates, lower_bound
-from tests.projects_vil.inference.helpers import save_run
 
 
 @pytest.fixture
@@ -54,17 +55,27 @@ def test_both_apis_have_the_same_metrics():
     assert first == pytest.approx(second, abs=1e-9, nan_ok=True) and first["AP"] > 10
 
 
-@pytest.mark.slow
-def test_modes_of_prediction(tmp_path, short_ray_folder):
-    pytest.importorskip("pyarrow")
-    save_run(tmp_path, "retinanet")
-    rows = measure_predictions(str(tmp_path), num_images=60, batch_size=4, runs=1, overrides=["SEED", "1"])
+def test_modes_of_prediction(monkeypatch):
+    """Without Ray, whose cluster takes long to start. A process is replaced by one second for each of its images."""
+    commands = []
+
+    def run(words, env):
+        commands.extend(words)
+        return float(len(list(Path(words[0][2]).iterdir()))), 1e8
+
+    monkeypatch.setattr(prediction, "_run", run)
+    monkeypatch.setattr(prediction, "find_spec", lambda name: None)
+    rows = measure_predictions("run", num_images=60, batch_size=4, runs=1, overrides=["SEED", "1"])
     names = [row["name"] for row in rows]
-    assert names[:3] == ["one image at a time", "batches of 4", "batches of 4, bfloat16"] and len(set(names)) >= 4
-    # On a busy machine, a mode can take longer to start with few images than with all of them.
-    assert any(row["images_per_second"] for row in rows) and all(row["memory"] > 1e7 for row in rows)
+    assert names == ["one image at a time", "batches of 4", "batches of 4, bfloat16", "two shards on this machine"]
+    assert all((row["images_per_second"], row["start"], row["memory"]) == (1, 0, 1e8) for row in rows)
     assert all(name in format_predictions(rows) for name in names)
-    with pytest.raises(ConfigError, match="there is no file or folder"):
+    assert len(commands) == 10 and all("--format" in words and words[-2:] == ("SEED", "1") for words in commands)
+
+
+@pytest.mark.slow
+def test_a_prediction_that_fails(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
         measure_predictions(str(tmp_path / "none"), num_images=10, batch_size=1, runs=1)
 
 
