@@ -258,8 +258,8 @@ def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
         if version != cfg.VERSION:
             raise ConfigError(f"VERSION is {version}. It must be {cfg.VERSION}: rename the keys of old files.")
         model = loaded.get("MODEL", {})
-        _take_text(cfg, "OUTPUT_DIR", loaded, "OUTPUT_DIR")
-        _take_text(cfg, "MODEL.WEIGHTS", model if isinstance(model, dict) else {}, "WEIGHTS")
+        _take_text(cfg, loaded, "OUTPUT_DIR")
+        _take_text(cfg.MODEL, model if isinstance(model, dict) else {}, "WEIGHTS")
         with _any_accumulation_steps(cfg):
             cfg.merge_from_other_cfg(CfgNode(loaded))
     except Exception as error:
@@ -354,11 +354,10 @@ def _merge_into(target: dict[str, Any], content: dict[str, Any]) -> None:
             target[key] = value
 
 
-def _take_text(cfg: CfgNode, key: str, values: dict[str, Any], name: str) -> None:
-    """Move a text from the values of a file to a config. yacs would take a name such as "2024" for a number."""
+def _take_text(node: CfgNode, values: dict[str, Any], name: str) -> None:
+    """Move a text from the values of a file to a config. yacs would parse a name such as "2024" as a number."""
     if isinstance(values.get(name), str):
-        section, _, last = key.rpartition(".")
-        (value_of(cfg, section) if section else cfg)[last] = values.pop(name)
+        node[name] = values.pop(name)
 
 
 @contextlib.contextmanager

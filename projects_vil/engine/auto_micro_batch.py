@@ -114,7 +114,7 @@ def peak_of_step(cfg: CfgNode, num_images: int) -> float:
 
     It runs the steps of :func:`run_steps`.
     """
-    # Compiling takes minutes. SyncBN would wait for other processes, of which one may run out of memory.
+    # Compiling takes minutes. SyncBN would wait for the other processes, and one of them may run out of memory.
     values: dict[str, object] = {"MODEL.TRANSFORMER.COMPILE": False}
     if cfg.MODEL.TRANSFORMER.NORM == "SyncBN":
         values["MODEL.TRANSFORMER.NORM"] = "BN"

@@ -215,7 +215,7 @@ def test_a_nonfinite_batch_is_skipped_and_a_second_one_stops_the_run(detector, r
     ],
 )
 def test_a_skipped_step_changes_nothing(precision, max_nonfinite_steps, sync_period, accumulation_steps, tmp_path):
-    """Weights, momentum, BatchNorm statistics and loss normalizer are those of a run without the batch.
+    """Weights, momentum, BatchNorm statistics and loss normalizer equal those in a run without the batch.
 
     If no more steps may be skipped, steps that follow before the synchronization change nothing either.
     """
