@@ -61,6 +61,20 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor |
     return pytorch_attention(query, key, value, attn_mask=bias)
 
 
+def global_query_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """Return the same as :func:`dense_attention`, fast for few queries and many keys.
+
+    PyTorch's kernel for biases computes all keys of a query in sequence, which took 17 ms for a query of 67,201 keys on
+    an H200. Matrix products took 0.7 ms. Without a bias, the kernel for half precision divides the keys.
+    """
+    dtype = autocast_dtype(query.device) or query.dtype
+    if query.device.type != "cuda" or (bias is None and dtype != torch.float32):
+        return dense_attention(query, key, value, bias=bias)
+    scores = torch.matmul(query * query.shape[3] ** -0.5, key.transpose(2, 3))
+    weights = (scores if bias is None else scores + bias).softmax(-1, dtype=torch.promote_types(dtype, torch.float32))
+    return torch.matmul(weights.to(dtype), value.to(dtype))
+
+
 def split_heads(tokens: Tensor, num_heads: int) -> Tensor:
     """Return a view (B, M, ..., D) of tokens (B, ..., M * D)."""
     return tokens.unflatten(-1, (num_heads, -1)).movedim(-2, 1)
@@ -209,7 +223,8 @@ class DenseAttention(TokenAttention):
         else:
             output = map_attention(local, key, value, bias.by_offset(height, width), bias.global_key_bias)
         if num_queries:
-            globals_ = attend(query[:, :, :num_queries], key, value, bias=bias.global_query_bias(height * width))
+            bias = bias.global_query_bias(height * width)
+            globals_ = global_query_attention(query[:, :, :num_queries], key, value, bias=bias)
             output = torch.cat([globals_, output], dim=2)
         return output
 

@@ -21,7 +21,7 @@ from backbones.attention.chunks import (
     pad_keys_values,
     windows,
 )
-from backbones.attention.dense import dense_attention, merge_heads, pytorch_attention, split_globals, split_heads
+from backbones.attention.dense import global_query_attention, merge_heads, pytorch_attention, split_globals, split_heads
 from backbones.attention.triton_check import suggest_triton, triton_is_right
 from backbones.attention.triton_chunks import SEGMENT_MODE, triton_long_short_attention
 from backbones.errors import check_choice
@@ -358,5 +358,5 @@ class LongShortAttention(DualNormAttention):
             return self.proj(merged)
         gathered = contiguous_for_export(output).flatten(2, 3)
         key, value = (torch.cat([x, gathered], dim=2) for x in _pair(global_keys_values, 3))
-        update = merge_heads(dense_attention(global_query, key, value))
+        update = merge_heads(global_query_attention(global_query, key, value))
         return self.proj(torch.cat([update, merged], dim=1))

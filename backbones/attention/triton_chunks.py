@@ -242,12 +242,14 @@ class Launch:
         tokens: Block size along the tokens of a window, or along the tokens that attend to a global token.
         channels: D rounded up to a power of two. The channels beyond D are masked.
         num_warps: Number of warps.
+        num_stages: Stages of the software pipeline that loads blocks.
     """
 
     positions: int
     tokens: int
     channels: int
     num_warps: int
+    num_stages: int = 2
 
 
 def launch_parameters(chunk_size: int, channels: int, dtype: torch.dtype) -> Launch:
@@ -388,7 +390,7 @@ class _KernelLauncher:
             }
         kernel = getattr(kernels, name)
         values = {argument: values[argument] for argument in kernel.arg_names}
-        compiled = {"num_warps": launch.num_warps, "num_stages": 2, "enable_fp_fusion": True}
+        compiled = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
         with torch.cuda.device_of(self.inputs.query):
             kernel[grid](**values, **compiled)
 
