@@ -30,6 +30,8 @@ from pathlib import Path
 import timm
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+from torch.profiler import ProfilerActivity
 
 from backbones import create_backbone
 from backbones.attention import dense, triton_chunks
@@ -53,7 +55,6 @@ CHECKED = {
 }
 TIMED = ("vil_tiny_rpb", "vil_small_rpb", "ls_small", "cvt_ls_13", "lit_s")
 DTYPES = ("float32", "float16", "bfloat16")
-_PROFILED = (("vil_small_rpb", "triton"), ("vil_small_rpb", "sdpa"), ("ls_small", "triton"), ("lit_s", "triton"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Setup:
         batch: Images per batch.
         rounds: Timed rounds.
         processes: Processes that compile kernels at the same time.
+        checked: Variants to compare with float64. A key of ``CHECKED`` may follow the name with options.
+        timed: Variants to time.
     """
 
     device: str = "cuda"
@@ -75,6 +78,8 @@ class Setup:
     batch: int = 2
     rounds: int = 15
     processes: int = 12
+    checked: tuple[str, ...] = tuple(CHECKED)
+    timed: tuple[str, ...] = TIMED
 
     @property
     def is_gpu(self) -> bool:
@@ -162,8 +167,9 @@ def compare(setup: Setup, steps: dict[str, Callable[[], object]]) -> dict[str, d
 
     Returns:
         For each step: ``first_ms``, the first call with compilation; ``ms``, the median; ``launch_ms``, the median
-        time until the host has launched all kernels; and ``memory_gb``, the peak above the memory before the call. A
-        step that fails has an ``error`` instead.
+        time until the host has launched all kernels; ``kernel_ms``, the sum of the kernels' times; ``kernels``, their
+        number; and ``memory_gb``, the peak above the memory before the call. A step that fails has an ``error``
+        instead.
     """
     found: dict[str, dict] = {}
     for name, step in steps.items():
@@ -176,6 +182,9 @@ def compare(setup: Setup, steps: dict[str, Callable[[], object]]) -> dict[str, d
                 torch.cuda.reset_peak_memory_stats()
                 step()
                 found[name]["memory_gb"] = (torch.cuda.max_memory_allocated() - before) / 1e9
+                kernels = kernel_times(setup, step)
+                found[name]["kernel_ms"] = sum(us for _, us, _ in kernels) / 1e3
+                found[name]["kernels"] = sum(number for *_, number in kernels)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
     times: dict[str, list] = {name: [] for name, result in found.items() if "error" not in result}
@@ -191,6 +200,22 @@ def compare(setup: Setup, steps: dict[str, Callable[[], object]]) -> dict[str, d
     for name in times:
         found[name] |= {"ms": statistics.median(times[name]), "launch_ms": statistics.median(launches[name])}
     return found
+
+
+def kernel_times(setup: Setup, step: Callable[[], object]) -> list[tuple[str, float, int]]:
+    """Return names, microseconds and calls of the kernels in a step, the longest first."""
+    step()
+    synchronize(setup)
+    activity = ProfilerActivity.CUDA if setup.is_gpu else ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        step()
+        synchronize(setup)
+    rows = [
+        (event.key, event.self_device_time_total if setup.is_gpu else event.self_cpu_time_total, event.count)
+        for event in profiler.key_averages()
+    ]
+    # Calls of the CUDA runtime take no time on the device.
+    return sorted((row for row in rows if row[1]), key=lambda row: -row[1])
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -230,7 +255,7 @@ def versions(setup: Setup) -> dict:
 
 def correctness(setup: Setup) -> dict:
     """Compare features and gradients of whole backbones with float64 on the same device, compiling in processes."""
-    cases = [(name, backend, dtype) for name in CHECKED for backend in ("triton", "sdpa") for dtype in DTYPES]
+    cases = [(name, backend, dtype) for name in setup.checked for backend in ("triton", "sdpa") for dtype in DTYPES]
     check = functools.partial(_errors, setup)
     results, context = {}, multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(setup.processes, mp_context=context) as pool:
@@ -256,12 +281,12 @@ def _errors(setup: Setup, case: tuple[str, str, str]) -> dict:
     try:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         images = torch.randn(1, 3, *setup.checked_size, generator=torch.Generator().manual_seed(1)).to(setup.device)
-        model = build(name, backend, **CHECKED[name]).to(setup.device)
+        model = build(name, backend, **CHECKED.get(name, {})).to(setup.device)
         with autocast(setup, dtype):
             features = features_of(model, images)
             _loss(features).backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        exact = build(name, "sdpa", **CHECKED[name]).to(setup.device).double()
+        exact = build(name, "sdpa", **CHECKED.get(name, {})).to(setup.device).double()
         exact.load_state_dict({key: x.double() for key, x in model.state_dict().items()})
         exact_features = features_of(exact, images.double())
         _loss(exact_features).backward()
@@ -295,7 +320,7 @@ def _loss(features: list[Tensor]) -> Tensor:
 def attention(setup: Setup) -> dict:
     """Time the attention of each stage by kernel: Triton, and PyTorch's attention with and without cuDNN."""
     results, (height, width) = {}, setup.size
-    for name in ("vil_small_rpb", "ls_small", "cvt_ls_13", "lit_s"):
+    for name in setup.timed:
         model = build(name, "sdpa").to(setup.device)
         for index, (stage, stride) in enumerate(zip(model.stages, model.strides, strict=True), start=1):
             module = stage.blocks[0].attention
@@ -337,8 +362,6 @@ def _attend(setup: Setup, module: nn.Module, arguments: tuple, kernel: str, back
 @contextlib.contextmanager
 def _pytorch_kernels(kernel: str) -> Iterator[None]:
     """Change which kernels PyTorch's attention may choose."""
-    from torch.nn.attention import SDPBackend
-
     allowed = dense._KERNELS
     choices = {
         "pytorch with cudnn": [SDPBackend.CUDNN_ATTENTION, *allowed],
@@ -380,7 +403,7 @@ def backbones(setup: Setup) -> dict:
     results = {}
     images = torch.randn(setup.batch, 3, *setup.size, device=setup.device)
     models = {name: function(setup.size).train().to(setup.device) for name, function in BASELINES.items()}
-    models |= {f"{name} {b}": build(name, b).to(setup.device) for name in TIMED for b in ("triton", "sdpa")}
+    models |= {f"{name} {b}": build(name, b).to(setup.device) for name in setup.timed for b in ("triton", "sdpa")}
     for dtype, backward in (("bfloat16", False), ("bfloat16", True), ("float32", True)):
         steps = {name: functools.partial(_run, setup, model, images, dtype, backward) for name, model in models.items()}
         label = f"{dtype} {'forward and backward' if backward else 'forward'}"
@@ -400,31 +423,16 @@ def profile(setup: Setup) -> dict:
     """Return the kernels of a training step with the most time on the device."""
     results = {}
     images = torch.randn(setup.batch, 3, *setup.size, device=setup.device)
-    for name, backend in _PROFILED:
-        model = build(name, backend).to(setup.device)
-        rows = _kernel_times(setup, functools.partial(_run, setup, model, images, "bfloat16", True))
+    ours = itertools.product(setup.timed, ("triton", "sdpa"))
+    for name, backend in (*((name, "") for name in BASELINES), *ours):
+        model = BASELINES[name](setup.size) if name in BASELINES else build(name, backend)
+        model.train().to(setup.device)
+        rows = kernel_times(setup, functools.partial(_run, setup, model, images, "bfloat16", True))
         results[f"{name} {backend}"] = rows
         print(f"{name} {backend}: {sum(us for _, us, _ in rows) / 1e3:.1f} ms in {sum(n for *_, n in rows)} kernels")
         for kernel, us, number in rows[:14]:
             print(f"    {us / 1e3:8.2f} ms {number:5} {kernel[:110]}", flush=True)
     return results
-
-
-def _kernel_times(setup: Setup, step: Callable[[], object]) -> list[tuple[str, float, int]]:
-    """Return names, microseconds and calls of the kernels in a step, the longest first."""
-    from torch.profiler import ProfilerActivity
-
-    step(), step()
-    synchronize(setup)
-    activity = ProfilerActivity.CUDA if setup.is_gpu else ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity]) as profiler:
-        step()
-        synchronize(setup)
-    rows = [
-        (event.key, event.self_device_time_total if setup.is_gpu else event.self_cpu_time_total, event.count)
-        for event in profiler.key_averages()
-    ]
-    return sorted(rows, key=lambda row: -row[1])
 
 
 def sweep(setup: Setup) -> dict:
@@ -451,9 +459,8 @@ def sweep(setup: Setup) -> dict:
             if launch is not None and not compiled[(name.split()[0], 1, launch)]:
                 continue
             triton_chunks.launch_parameters = original if launch is None else functools.partial(_always, launch)
-            times = _kernel_times(setup, functools.partial(_attend, setup, module, arguments, "triton", True))
-            own = {kernel: us for kernel, us, _ in times if kernel.endswith("_kernel") and "grad" in kernel + "grad"}
-            own = {k: us for k, us in own.items() if k in KERNEL_NAMES}
+            times = kernel_times(setup, functools.partial(_attend, setup, module, arguments, "triton", True))
+            own = {kernel: us for kernel, us, _ in times if kernel in KERNEL_NAMES}
             rows.append({"launch": dataclasses.astuple(launch) if launch else None, **own})
         triton_chunks.launch_parameters = original
         results[name] = rows
@@ -501,12 +508,15 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("output/gpu"))
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="variants to check and to time")
     parser.add_argument("--small", action="store_true", help="use small images and few rounds")
     args = parser.parse_args()
     setup = Setup(device=args.device)
     if args.small:
         small = {"size": (64, 96), "checked_size": (64, 96), "batch": 1, "rounds": 1, "processes": 2}
         setup = dataclasses.replace(setup, **small)
+    if args.models:
+        setup = dataclasses.replace(setup, checked=tuple(args.models), timed=tuple(args.models))
     args.output.mkdir(parents=True, exist_ok=True)
     start, failed = time.perf_counter(), False
     for name in args.steps:
