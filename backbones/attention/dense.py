@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import cpu_blocks, reference
 from backbones.attention.chunks import split_blocks
+from backbones.attention.triton_check import suggest_triton, triton_is_right
+from backbones.attention.triton_dense import DENSE_MODE, triton_map_attention
 from backbones.errors import check_choice
 from backbones.layers.position import GridRelativeBias
 from backbones.layers.tracing import (
@@ -172,9 +174,11 @@ class DenseAttention(TokenAttention):
             relative bias. The global tokens have a table of their own.
         bias_resize_mode: ``"linear"`` (bilinear) or ``"cubic"``.
         bias_resizing: ``"per_feature_map"``, or ``"once"`` for a table that is large enough for every feature map.
-        common: See :class:`TokenAttention`.
+        common: See :class:`TokenAttention`. ``"auto"`` and ``"sdpa"`` are PyTorch's attention. ``"triton"`` is for CUDA
+            and a relative bias. Without a bias it is PyTorch's attention.
     """
 
+    backends = BACKENDS | dict.fromkeys(("auto", "triton"), dense_attention)
     sized = ("num_groups",)
 
     def __init__(
@@ -188,7 +192,9 @@ class DenseAttention(TokenAttention):
     ) -> None:
         super().__init__(dim, **common)
         self.relative_bias, self.num_groups = None, 1
-        if bias_size is not None:
+        if bias_size is None:
+            self.backend = "reference" if self.backend == "reference" else "sdpa"
+        else:
             scores = (bias_size[0] * bias_size[1]) ** 2
             self.num_groups = min(-(-scores // _TRACED_SCORES), _TRACED_GROUPS)
             self.relative_bias = GridRelativeBias(
@@ -211,26 +217,41 @@ class DenseAttention(TokenAttention):
 
     def _on_map(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
         """Return the attention with the relative bias, in a run that is not traced."""
-        attend, bias = BACKENDS[self.backend], self.relative_bias
-        if self.backend != "sdpa" or torch.compiler.is_compiling() or not query.numel():
-            return attend(query, key, value, bias=bias(height, width))
+        attend, bias = self.backends[self.backend], self.relative_bias
+        if self.backend == "auto" and query.device.type == "cuda":
+            suggest_triton()
         num_queries = query.shape[2] - height * width
         local = query[:, :, num_queries:].unflatten(2, (height, width))
-        # On the meta device FLOPs are counted, without the alignment of a GPU.
-        if query.device.type in ("cpu", "meta"):
-            by_row_offset = bias.by_row_offset(height, width)
-            output = cpu_blocks.map_attention(local, key, value, by_row_offset, bias.global_key_bias)
-        else:
-            output = map_attention(local, key, value, bias.by_offset(height, width), bias.global_key_bias)
+        output = self._by_triton(local, key, value) if self.backend == "triton" else None
+        if output is None:
+            if self.backend == "reference" or torch.compiler.is_compiling() or not query.numel():
+                return attend(query, key, value, bias=bias(height, width))
+            # On the meta device FLOPs are counted, without the alignment of a GPU.
+            if query.device.type in ("cpu", "meta"):
+                by_row_offset = bias.by_row_offset(height, width)
+                output = cpu_blocks.map_attention(local, key, value, by_row_offset, bias.global_key_bias)
+            else:
+                output = map_attention(local, key, value, bias.by_offset(height, width), bias.global_key_bias)
         if num_queries:
             bias = bias.global_query_bias(height * width)
             globals_ = global_query_attention(query[:, :, :num_queries], key, value, bias=bias)
             output = torch.cat([globals_, output], dim=2)
         return output
 
+    def _by_triton(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        """Return the output of the local tokens (B, M, H * W, D), or None if the kernel may not be used."""
+        tensors = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "local_bias": self.relative_bias.by_offset(*query.shape[2:4]),
+            "global_bias": self.relative_bias.global_key_bias,
+        }
+        return triton_map_attention(**tensors) if triton_is_right(tensors, mode=DENSE_MODE) else None
+
     def _traced(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
         """Return the attention in a traced run, for feature maps of any size."""
-        attend, num_global = BACKENDS[self.backend], self.num_global_tokens
+        attend, num_global = self.backends[self.backend], self.num_global_tokens
         key, value, key_rows = traced_keys(key, value, height, width, num_global)
         if self.relative_bias is None:
             return attend(contiguous_for_export(query), key, value)

@@ -75,6 +75,13 @@ def unmet_requirement(device: torch.device, channels: int = 0, dtype: torch.dtyp
     return "does not support float64 on a GPU" if is_cuda and dtype == torch.float64 else None
 
 
+def check_requirement(query: Tensor) -> None:
+    """Raise a :class:`ConfigError` if the kernels cannot run for these queries (..., D)."""
+    requirement = unmet_requirement(query.device, query.shape[-1], query.dtype)
+    if requirement is not None:
+        raise ConfigError(f"Triton attention {requirement}. Use attention_backend 'sdpa'.")
+
+
 def triton_chunk_attention(
     *, chunk_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
 ) -> Tensor:
@@ -160,9 +167,7 @@ _INPUTS = (
 def _attend(*arguments: Tensor | int | str | list[int] | None) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exps that the backward pass needs."""
     query = arguments[0]
-    requirement = unmet_requirement(query.device, query.shape[4], query.dtype)
-    if requirement is not None:
-        raise ConfigError(f"Triton attention {requirement}. Use attention_backend 'sdpa'.")
+    check_requirement(query)
     return _KernelLauncher(*arguments).forward()
 
 
@@ -257,7 +262,7 @@ def launch_parameters(chunk_size: int, channels: int, dtype: torch.dtype) -> Lau
 
     The compiler's reports were used to choose them. They are not tuned on a GPU.
     """
-    padded = _power_of_two(channels)
+    padded = power_of_two(channels)
     # Larger blocks do not fit in the registers. float32 needs the most, because tensor cores do not multiply it, and
     # masked channels need registers too.
     is_single, is_wide = dtype == torch.float32, padded > 64
@@ -266,14 +271,14 @@ def launch_parameters(chunk_size: int, channels: int, dtype: torch.dtype) -> Lau
     else:
         positions, tokens = 32 if is_wide else 64, 64 if channels == padded <= 32 else 32
     return Launch(
-        positions=min(_power_of_two(chunk_size**2), positions),
+        positions=min(power_of_two(chunk_size**2), positions),
         tokens=tokens,
         channels=padded,
         num_warps=8 if is_single and is_wide else 4,
     )
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """Return the smallest power of two that is at least ``number`` and 16."""
     return max(16, 1 << (number - 1).bit_length())
 

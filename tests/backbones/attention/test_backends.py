@@ -192,7 +192,11 @@ def test_empty_global_tokens_do_not_change_the_check(asked):
     assert [key[3] for key, _ in asked] == [0]
 
 
-ATTENTIONS = [SlidingChunkAttention, functools.partial(LongShortAttention, rank=2)]
+ATTENTIONS = [
+    functools.partial(SlidingChunkAttention, chunk_size=3),
+    functools.partial(LongShortAttention, chunk_size=3, rank=2),
+    functools.partial(DenseAttention, bias_size=(5, 9)),
+]
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -200,7 +204,7 @@ ATTENTIONS = [SlidingChunkAttention, functools.partial(LongShortAttention, rank=
 def test_auto_and_traced_runs_use_no_triton_kernel(asked, monkeypatch, backend, attention):
     """Not even where Triton's interpreter would run it, which takes minutes."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    module = attention(8, num_heads=2, chunk_size=3, backend=backend).double().eval()
+    module = attention(8, num_heads=2, backend=backend).double().eval()
     inputs = torch.randn(1, 7, 10, 8).double(), torch.randn(1, 1, 8).double()
     outputs = [attend(module, *inputs)] if backend == "auto" else []
     outputs.append(torch.jit.trace(OnMap(module), inputs, check_trace=False)(*inputs))
@@ -217,7 +221,7 @@ def test_auto_is_pytorchs_attention_and_suggests_triton_once(monkeypatch, caplog
     suggest_triton.cache_clear()
     monkeypatch.setattr(triton_chunks, "_is_installed", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    module = attention(8, num_heads=2, chunk_size=3, backend="auto")
+    module = attention(8, num_heads=2, backend="auto")
     for _ in range(2):
         with FakeGPU() as gpu:
             attend(module, torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8))
@@ -257,17 +261,16 @@ def test_other_choices_of_the_caller_for_pytorchs_attention_stay():
 
 
 def test_backends_of_the_stages():
-    """Sliding chunks and long-short attention have kernels of their own; full attention has PyTorch's."""
+    """Full attention without a bias, which has no kernel of its own, has PyTorch's."""
     attention = ["sliding_chunk", "long_short", "sliding_chunk", "dense"]
-    for asked, *expected in (
-        ("auto", "auto", "auto", "auto", "sdpa"),
-        ("triton", "triton", "triton", "triton", "sdpa"),
-        ("reference",) * 5,
-    ):
-        model = create_backbone("vil_tiny", attention=attention, attention_backend=asked)
-        assert [stage.blocks[0].attention.backend for stage in model.stages] == expected
+    for asked, others in (("auto", "sdpa"), ("triton", "sdpa"), ("reference", "reference")):
+        for name, last in (("vil_tiny", others), ("vil_tiny_rpb", asked)):
+            model = create_backbone(name, attention=attention, attention_backend=asked)
+            assert [stage.blocks[0].attention.backend for stage in model.stages] == [asked] * 3 + [last]
         model = create_backbone("cvt_ls_13", attention_backend=asked)
         assert {block.attention.backend for stage in model.stages for block in stage.blocks} == {asked}
+        model = create_backbone("lit_s", attention_backend=asked)
+        assert [stage.blocks[0].attention.backend for stage in model.stages[2:]] == [asked] * 2
     with pytest.raises(ConfigError, match="triton"):
         create_backbone("lit_ti", attention_backend="triton")
 
