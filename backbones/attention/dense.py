@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import cpu_blocks, reference
 from backbones.attention.chunks import split_blocks
-from backbones.attention.triton_check import suggest_triton, triton_is_right
+from backbones.attention.triton_check import resolve_backend
 from backbones.attention.triton_dense import DENSE_MODE, triton_map_attention
 from backbones.errors import check_choice
 from backbones.layers.position import GridRelativeBias
@@ -217,37 +217,25 @@ class DenseAttention(TokenAttention):
 
     def _on_map(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
         """Return the attention with the relative bias, in a run that is not traced."""
-        attend, bias = self.backends[self.backend], self.relative_bias
-        if self.backend == "auto" and query.device.type == "cuda":
-            suggest_triton()
-        num_queries = query.shape[2] - height * width
+        bias, num_queries = self.relative_bias, query.shape[2] - height * width
         local = query[:, :, num_queries:].unflatten(2, (height, width))
-        output = self._by_triton(local, key, value) if self.backend == "triton" else None
-        if output is None:
-            if self.backend == "reference" or torch.compiler.is_compiling() or not query.numel():
-                return attend(query, key, value, bias=bias(height, width))
-            # On the meta device FLOPs are counted, without the alignment of a GPU.
-            if query.device.type in ("cpu", "meta"):
-                by_row_offset = bias.by_row_offset(height, width)
-                output = cpu_blocks.map_attention(local, key, value, by_row_offset, bias.global_key_bias)
-            else:
-                output = map_attention(local, key, value, bias.by_offset(height, width), bias.global_key_bias)
+        tensors = {"query": local, "key": key, "value": value}
+        parameters = {"local_bias": bias.table, "global_bias": bias.global_key_bias}
+        backend = resolve_backend(self.backend, tensors | parameters, mode=DENSE_MODE)
+        if backend == "reference" or (backend == "sdpa" and torch.compiler.is_compiling()) or not query.numel():
+            return self.backends[backend](query, key, value, bias=bias(height, width))
+        # On the meta device FLOPs are counted, without the alignment of a GPU.
+        if backend == "sdpa" and query.device.type in ("cpu", "meta"):
+            by_row_offset = bias.by_row_offset(height, width)
+            output = cpu_blocks.map_attention(local, key, value, by_row_offset, bias.global_key_bias)
+        else:
+            attend = triton_map_attention if backend == "triton" else map_attention
+            output = attend(local, key, value, bias.by_offset(height, width), bias.global_key_bias)
         if num_queries:
             bias = bias.global_query_bias(height * width)
             globals_ = global_query_attention(query[:, :, :num_queries], key, value, bias=bias)
             output = torch.cat([globals_, output], dim=2)
         return output
-
-    def _by_triton(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-        """Return the output of the local tokens (B, M, H * W, D), or None if the kernel may not be used."""
-        tensors = {
-            "query": query,
-            "key": key,
-            "value": value,
-            "local_bias": self.relative_bias.by_offset(*query.shape[2:4]),
-            "global_bias": self.relative_bias.global_key_bias,
-        }
-        return triton_map_attention(**tensors) if triton_is_right(tensors, mode=DENSE_MODE) else None
 
     def _traced(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
         """Return the attention in a traced run, for feature maps of any size."""

@@ -22,7 +22,7 @@ from backbones.attention.chunks import (
     windows,
 )
 from backbones.attention.dense import global_query_attention, merge_heads, pytorch_attention, split_globals, split_heads
-from backbones.attention.triton_check import suggest_triton, triton_is_right
+from backbones.attention.triton_check import resolve_backend
 from backbones.attention.triton_chunks import SEGMENT_MODE, triton_long_short_attention
 from backbones.errors import check_choice
 from backbones.layers.block import AutocastLayerNorm
@@ -292,14 +292,7 @@ class DualNormAttention(DualNorm):
             "projected_value": projected_value,
             "local_bias": None if self.relative_bias is None else self.relative_bias(),
         }
-        backend = self.backend
-        if backend == "auto" and query.device.type == "cuda":
-            suggest_triton()
-        if backend == "triton" and (
-            # A Triton kernel cannot be traced or exported.
-            is_tracing() or not triton_is_right(tensors, chunk_size=self.chunk_size, mode=SEGMENT_MODE)
-        ):
-            backend = "sdpa"
+        backend = resolve_backend(self.backend, tensors, mode=SEGMENT_MODE, chunk_size=self.chunk_size)
         return BACKENDS[backend](chunk_size=self.chunk_size, **tensors)
 
 

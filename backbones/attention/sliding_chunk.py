@@ -30,7 +30,7 @@ from backbones.attention.dense import (
     split_globals,
     split_heads,
 )
-from backbones.attention.triton_check import suggest_triton, triton_is_right
+from backbones.attention.triton_check import resolve_backend
 from backbones.attention.triton_chunks import triton_chunk_attention
 from backbones.errors import ConfigError, check_choice
 from backbones.layers.position import WindowRelativeBias, global_query_bias, position_parameter
@@ -367,14 +367,9 @@ class SlidingChunkAttention(TokenAttention):
             "local_bias": None if self.relative_bias is None else self.relative_bias(),
             "global_bias": self.local_to_global,
         }
-        shift, backend = self.shift if self.training else None, self.backend
+        shift = self.shift if self.training else None
         options = {"chunk_size": self.chunk_size, "mode": self.mode, "shift": shift}
-        if backend == "auto" and query.device.type == "cuda":
-            suggest_triton()
-        # A Triton kernel cannot be traced or exported.
-        if backend == "triton" and (is_tracing() or not triton_is_right(tensors, **options)):
-            backend = "sdpa"
-        output = BACKENDS[backend](**tensors, **options)
+        output = BACKENDS[resolve_backend(self.backend, tensors, **options)](**tensors, **options)
         output = merge_heads(output).flatten(1, 2)
         if not self.update_globals:
             return self.proj(output)

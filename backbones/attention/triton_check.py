@@ -1,7 +1,8 @@
-"""Check the Triton kernels against the reference before their first use, and suggest to try them."""
+"""Choose between PyTorch's attention and the Triton kernels, which are checked before their first use."""
 
 import concurrent.futures
 import functools
+import importlib.metadata
 import logging
 import math
 from collections.abc import Callable
@@ -18,13 +19,63 @@ from backbones.attention.triton_chunks import (
 )
 from backbones.attention.triton_dense import DENSE_MODE, triton_map_attention
 from backbones.errors import ConfigError
-from backbones.layers.tracing import in_autocast_dtype
+from backbones.layers.tracing import in_autocast_dtype, is_tracing
 
 logger = logging.getLogger(__name__)
 # Relative to the largest value
 _TOLERANCES = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 # The lowest compute capability that the Triton kernels are compiled for in the tests.
 _LEAST_CAPABILITY = (8, 0)
+# Compute capabilities and dtypes for which `make gpu` has shown that the kernels are right and faster, and the oldest
+# version of Triton in these runs. docs/performance.md has the times.
+MEASURED = {(9, 0): (torch.float16, torch.bfloat16)}
+_LEAST_TRITON = (3, 6)
+
+
+def resolve_backend(
+    backend: str,
+    tensors: dict[str, Tensor | None],
+    *,
+    mode: str,
+    chunk_size: int = 0,
+    shift: tuple[int, int] | None = None,
+) -> str:
+    """Return the backend for these tensors: ``"sdpa"``, ``"triton"`` or ``"reference"``.
+
+    ``"auto"`` is ``"triton"`` for the GPUs and dtypes in ``MEASURED``, and otherwise ``"sdpa"``. Traced and exported
+    runs cannot contain a Triton kernel, and a kernel is not used if it is wrong: see :func:`choose_kernel`.
+
+    Args:
+        backend: The backend that the user has chosen.
+        tensors: The tensor arguments of the attention function.
+        mode: See :func:`choose_kernel`.
+        chunk_size: See there.
+        shift: See there.
+    """
+    if backend == "auto":
+        backend = "triton" if _is_measured(tensors["query"]) else "sdpa"
+    if backend != "triton":
+        return backend
+    is_usable = not is_tracing() and triton_is_right(tensors, mode=mode, chunk_size=chunk_size, shift=shift)
+    return "triton" if is_usable else "sdpa"
+
+
+def _is_measured(query: Tensor) -> bool:
+    if query.device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    if in_autocast_dtype(query)[0].dtype in _measured_dtypes(query.device):
+        return unmet_requirement(query.device, query.shape[4]) is None
+    suggest_triton()
+    return False
+
+
+@functools.cache
+def _measured_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    # An AMD GPU reports a compute capability too.
+    if torch.version.hip or unmet_requirement(device) is not None:
+        return ()
+    version = tuple(int(number) for number in importlib.metadata.version("triton").split(".")[:2])
+    return MEASURED.get(torch.cuda.get_device_capability(device), ()) if version >= _LEAST_TRITON else ()
 
 
 @functools.cache
