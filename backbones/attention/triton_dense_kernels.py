@@ -25,7 +25,7 @@ import triton.language as tl
 from backbones.attention.triton_kernels import LOG2_E, LOWEST, _add_products, _attend, _load, _products, _store
 
 # One compiled kernel is used for all feature maps.
-SIZES = ("batches", "height", "width", "rows")
+SIZES = ("batches", "height", "width", "rows", "shares")
 
 
 @triton.jit

@@ -21,8 +21,9 @@ CASES = {
     "cvt_ls_13, checkpointing": ({"name": "cvt_ls_13", "activation_checkpointing": True}, 2.0, 0.33),
     "vil_tiny_rpb, triton": ({"name": "vil_tiny_rpb", **TRITON}, 0.9, 0.31),
     "vil_small_rpb, triton": ({"name": "vil_small_rpb", **TRITON}, 0.9, 0.62),
-    "ls_small, triton": ({"name": "ls_small", **TRITON}, 1.0, 0.78),
+    "ls_small, triton": ({"name": "ls_small", **TRITON}, 0.86, 0.66),
     "ls_small, long-short everywhere, triton": ({"name": "ls_small", "attention": "long_short", **TRITON}, 1.1, 0.71),
+    "lit_s, triton": ({"name": "lit_s", **TRITON}, 0.6, 0.53),
     "cvt_ls_13, triton": ({"name": "cvt_ls_13", **TRITON}, 1.22, 0.84),
 }
 

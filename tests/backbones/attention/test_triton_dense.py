@@ -236,6 +236,8 @@ SPILLED = {
     ("query_grad_kernel", 80, torch.bfloat16, 32): 8,
     ("pair_grad_kernel", 80, torch.bfloat16, 32): 72,
     ("pair_grad_kernel", 120, torch.bfloat16, 32): 64,
+    ("query_grad_kernel", 80, torch.float32, 96): 176,
+    ("key_grad_kernel", 80, torch.float32, 96): 16,
 }
 
 
