@@ -36,7 +36,7 @@ def get_variant(name: str, options: Mapping[str, object] | None = None) -> Varia
     for option in given:
         if option not in variant.options:
             raise ConfigError(f"{name} has no option {option}. Its options are {', '.join(variant.options)}.")
-    return variant.with_options(**given)
+    return variant.with_options(**given) if given else variant
 
 
 def list_variants(prefix: str = "") -> list[str]:

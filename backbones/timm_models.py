@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from backbones.attention.dense import join_tokens
 from backbones.attention.efficient import PerformerAttention, redraw_features
 from backbones.attention.sliding_chunk import sample_shifts
-from backbones.backbone import Backbone, Classifier, init_linear
+from backbones.backbone import Backbone, Classifier, init_linear, names_without_weight_decay
 from backbones.build import OPTIONS, create_backbone, create_classifier, get_variant, height_and_width, list_variants
 from backbones.errors import ConfigError, check_choice, check_whole
-from backbones.layers.parameters import names_without_weight_decay
 from backbones.layers.position import fit_table
 from backbones.layers.token_merging import DeformableTokenMerging
 
@@ -257,9 +256,7 @@ class TimmFeatures(nn.Module):
             return dict(zip(map(str, self.feature_info.out_indices), features, strict=True))
         return list(features)
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay. See :meth:`.Backbone.no_weight_decay`."""
-        return names_without_weight_decay(self)
+    no_weight_decay = names_without_weight_decay
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Set whether the backward pass recomputes the activations of each block."""

@@ -164,15 +164,11 @@ class ViL(Backbone):
         if self.variant.relative_bias:
             return None
         spec, resizing = self.variant.stages[index], self.variant.position_interpolation or "once"
-        size = self._map_size(index, resizing)
+        size = self._table_size(index, resizing)
         return AbsolutePositions(size, spec.dim, num_global_tokens=spec.global_tokens, resizing=resizing)
 
     def _num_global_tokens(self, index: int) -> int:
         return self.variant.stages[index].global_tokens
-
-    def _map_size(self, index: int, resizing: str) -> tuple[int, int]:
-        """Return height and width of tables in tokens. 1333 pixels are 42 tokens at stride 32 and 336 at stride 4."""
-        return self._table_size(index, resizing, unit=self.strides[-1])
 
     def _make_attention(self, index: int, number: int) -> nn.Module:
         variant, spec = self.variant, self.variant.stages[index]
@@ -185,7 +181,7 @@ class ViL(Backbone):
         }
         if spec.attention == "dense":
             resizing = variant.position_interpolation or "per_feature_map"
-            bias_size = self._map_size(index, resizing) if variant.relative_bias else None
+            bias_size = self._table_size(index, resizing) if variant.relative_bias else None
             return DenseAttention(spec.dim, bias_size=bias_size, bias_resizing=resizing, **common)
         if spec.attention == "sliding_chunk":
             return SlidingChunkAttention(
@@ -201,7 +197,7 @@ class ViL(Backbone):
             common |= {"backend": self.settings.attention_backend}
             return LongShortAttention(spec.dim, relative_bias=variant.relative_bias, **sizes, **common)
         if spec.attention == "linformer":
-            map_size = self._map_size(index, "once")
+            map_size = self._table_size(index, "once")
             return LinformerAttention(spec.dim, map_size=map_size, num_features=spec.num_features, **common)
         if spec.attention == "spatial_reduction":
             return SpatialReductionAttention(spec.dim, reduction=spec.reduction, **common)

@@ -1,8 +1,10 @@
 """A strict version of detectron2's checkpointer, and detectors with the weights of a checkpoint."""
 
+import contextlib
 import copy
 import http.client
 import logging
+import os
 import warnings
 from functools import cached_property
 from pathlib import Path
@@ -39,13 +41,12 @@ from projects_vil.checkpoint.pretrained import (
 from projects_vil.checkpoint.storage import read_last_checkpoint, tag_checkpoint
 from projects_vil.checkpoint.zoo import find_weights
 from projects_vil.config import CONFIG_FILE, first_of, is_segmentor, number_of_classes, one_line, with_overrides
-from projects_vil.data import describe_classes, match_all_classes, match_classes
+from projects_vil.data import describe_classes, match_all_classes, match_classes, register_datasets
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_on_meta
+from vil.choices import EXPORT_SUFFIXES
 
 # Keys next to "model" if that has averaged weights: the weights of training, and the number of averaged steps
 UNAVERAGED, AVERAGED_STEPS = "unaveraged_model", "averaged_steps"
-# The suffixes of FORMATS in projects_vil/export/formats.py, which this package cannot import
-_EXPORT_SUFFIXES = (".ts", ".onnx", ".pt2", ".xml")
 
 
 class Checkpointer(DetectionCheckpointer):
@@ -145,9 +146,9 @@ class Checkpointer(DetectionCheckpointer):
             ConfigError: if the file is missing or unreadable, or if it does not match the model. With ``complete``,
                 also if the checkpoint was trained with another input format.
         """
-        if path:
+        if path and not os.path.exists(path):
             path = find_weights(path)
-        elif self.complete:
+        elif not path and self.complete:
             raise ConfigError("MODEL.WEIGHTS is empty. Name the checkpoint of a trained detector")
         if "://" in path:
             try:
@@ -157,7 +158,7 @@ class Checkpointer(DetectionCheckpointer):
                 raise ConfigError(f"Cannot download MODEL.WEIGHTS '{path}': {one_line(error)}") from error
         elif path:
             check_file(path, "weights file", key="MODEL.WEIGHTS")
-        if path.endswith(_EXPORT_SUFFIXES):
+        if path.endswith(EXPORT_SUFFIXES):
             raise ConfigError(
                 f"MODEL.WEIGHTS must be a checkpoint, but '{path}' is an exported model. Run it with 'vil predict', or "
                 "evaluate it with 'vil export --evaluate'"
@@ -382,6 +383,9 @@ def load_detector(
         # The checkpointer has reordered the rows.
         ids = ids and tuple(ids[names.index(name)] for name in ours)
         names = ours
+    if names is None or ids is None:
+        with contextlib.suppress(ConfigError):
+            register_datasets(cfg)
     return model.eval(), known_categories(names, ids, number=number_of_classes(cfg)[1], datasets=datasets)
 
 

@@ -28,6 +28,7 @@ SHAPES_COLORS = [(255, 80, 80), (80, 255, 80), (90, 150, 255)]
 BACKGROUND_COLOR = (90, 90, 90)
 PANOPTIC_EVALUATOR = "coco_panoptic_seg"
 # Metadata keys with files and folders, and their descriptions.
+_built_in_root: Path | None = None  # the value of datasets_root() for the registered built-in datasets
 _FILES = {"json_file": "annotation file", "image_root": "image folder", "sem_seg_root": "label folder"}
 
 
@@ -36,17 +37,14 @@ def datasets_root() -> Path:
     return Path(os.path.expanduser(os.getenv("DETECTRON2_DATASETS", "datasets")))
 
 
-def register_datasets(cfg: CfgNode) -> None:
-    """Register the built-in datasets and the datasets of ``DATASETS.COCO`` and ``DATASETS.ADE20K``.
+def register_built_in_datasets() -> None:
+    """Register the built-in datasets, which detectron2 also does at import.
 
-    The built-in datasets are the synthetic ``shapes``, ``shapes_sem_seg`` and ``shapes_panoptic``, and ``ade20k``, the
-    published ``ADEChallengeData2016``. Their names end with ``_train`` or ``_val``. If a name is registered again with
-    the same files, nothing changes.
-
-    Raises:
-        ConfigError: If an entry is invalid, if class names cannot be read, or if a name is registered for other files.
+    They are the synthetic ``shapes``, ``shapes_sem_seg`` and ``shapes_panoptic``, and ``ade20k``, the published
+    ``ADEChallengeData2016``. Their names end with ``_train`` or ``_val``.
     """
-    root = datasets_root()
+    global _built_in_root
+    _built_in_root = root = datasets_root()
     for split, folder in (("train", "training"), ("val", "validation")):
         for name, labels in (("shapes", None), ("shapes_panoptic", root / f"shapes_panoptic/stuff_{split}")):
             annotations = root / name / f"annotations/instances_{split}.json"
@@ -59,6 +57,19 @@ def register_datasets(cfg: CfgNode) -> None:
             images, labels = parent / "images" / folder, parent / "annotations" / folder
             _register_ade20k(f"{name}_{split}", images, labels, classes, is_own=True)
         MetadataCatalog.get(f"shapes_sem_seg_{split}").stuff_colors = [BACKGROUND_COLOR, *SHAPES_COLORS]
+
+
+def register_datasets(cfg: CfgNode) -> None:
+    """Register the datasets of ``DATASETS.COCO`` and ``DATASETS.ADE20K``.
+
+    If a name is registered again with the same files, nothing changes. If ``DETECTRON2_DATASETS`` has changed, the
+    built-in datasets are registered again.
+
+    Raises:
+        ConfigError: If an entry is invalid, if class names cannot be read, or if a name is registered for other files.
+    """
+    if datasets_root() != _built_in_root:
+        register_built_in_datasets()
     for entry in cfg.DATASETS.COCO:
         if not _is_list_of_strings(entry, lengths=(3,)):
             hint = " Is a comma missing?" if isinstance(entry, (list, tuple)) and len(entry) < 3 else ""
@@ -288,3 +299,6 @@ def match_all_classes(ours: Sequence[str], theirs: Sequence[str], *, differ: str
 def describe_classes(classes: Sequence[str]) -> str:
     """Return text with the number of classes and the first names."""
     return f"{len(classes)} classes, {first_of(classes, 5)}"
+
+
+register_built_in_datasets()

@@ -566,8 +566,3 @@ def format_of(path: str | Path) -> str:
             return name
     suffixes = ", ".join(entry.suffix for entry in FORMATS.values())
     raise ConfigError(f"'{path}' is not an exported model. Its suffix must be one of {suffixes}.")
-
-
-def is_exported(path: str | Path) -> bool:
-    """Return whether a file has the suffix of an exported model."""
-    return str(path).endswith(tuple(entry.suffix for entry in FORMATS.values()))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from backbones.attention import chunks
 from backbones.attention.dense import merge_heads, pytorch_attention, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
+from backbones.backbone import names_without_weight_decay
 from backbones.errors import ConfigError, check_whole, explain_unknown_keywords
-from backbones.layers.parameters import names_without_weight_decay
 from backbones.layers.tracing import at_least_float32, padding_to_multiple
 from research.sequence.encoder import EncoderLayer, check_heads
 
@@ -352,9 +352,7 @@ class CharLM(nn.Module):
         scores = F.linear(self.dropout(tokens), self.embedding.weight, self.bias)
         return at_least_float32(scores).log_softmax(dim=-1), tuple(kept)
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay: biases, including those of the attention, and norms."""
-        return names_without_weight_decay(self)
+    no_weight_decay = names_without_weight_decay
 
 
 def _sinusoids(number: int, dim: int, like: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from backbones.attention import chunks
 from backbones.attention.dense import merge_heads, pytorch_attention, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
+from backbones.backbone import names_without_weight_decay
 from backbones.errors import ConfigError, check_choice, check_whole, explain_unknown_keywords
 from backbones.layers.block import Mlp
-from backbones.layers.parameters import names_without_weight_decay
 from backbones.layers.tracing import at_least_float32, padding_to_multiple
 
 # Queries of a block, if a segment is smaller
@@ -317,9 +317,7 @@ class SequenceEncoder(nn.Module):
         output = self.norm(tokens)
         return output if mask is None else output * mask[:, :, None]
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay: biases, norms, positions and the class token."""
-        return names_without_weight_decay(self)
+    no_weight_decay = names_without_weight_decay
 
 
 def check_heads(dim: int, num_heads: int) -> None:

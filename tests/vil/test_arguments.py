@@ -105,6 +105,7 @@ def test_choices_of_the_parsers_are_those_of_the_library():
     # Some versions of detectron2 have more keys than others.
     assert default_config().keys() <= SECTIONS
     assert choices.EXPORT_FORMATS == tuple(export.FORMATS) and choices.PRECISIONS == tuple(export.PRECISIONS)
+    assert all(entry.suffix.endswith(choices.EXPORT_SUFFIXES) for entry in export.FORMATS.values())
     assert tuple(run.DETECTORS) == choices.DETECTORS
     for name in ("export_coco", "run_onnx", "run_pt2", "sliced_sahi"):
         text = (ROOT / f"examples/{name}.py").read_text()
