@@ -23,8 +23,9 @@ from vil.choices import DEVICES
 CONFIG_FILE = "config.yaml"
 # Meta-architectures that can be exported and can predict.
 DETECTORS = ("RetinaNet", "GeneralizedRCNN")
-# The folder of the configs in an installed package, and in a clone.
-_CONFIGS = (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs")
+# The folder of the configs in an installed package, or in a clone.
+_CONFIGS = Path(__file__).parent / "configs"
+_CONFIGS = _CONFIGS if _CONFIGS.is_dir() else Path(__file__).parents[1] / "configs"
 _EVAL = "tag:yaml.org,2002:python/object/apply:eval"
 _ARITHMETIC = (
     *(ast.Expression, ast.List, ast.Tuple, ast.ListComp, ast.comprehension, ast.Name, ast.Load, ast.Store),
@@ -198,31 +199,21 @@ def add_vil_config(cfg: CfgNode) -> None:
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def config_path(name: str) -> Path:
+def config_path(*names: str) -> Path:
     """Return the file of a config of this project, in an installed package or in a clone.
 
     Args:
-        name: for example ``"retinanet/lit_ti_1x"``, with or without ``.yaml``.
+        names: for example ``"retinanet/lit_ti_1x"``, with or without ``.yaml``. The first existing config is returned.
 
     Raises:
-        ConfigError: for an unknown name, with the closest names.
+        ConfigError: if no config exists, with the closest names.
     """
-    path = find_config(name)
-    if path is None:
-        root = _config_root()
-        known = [path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml")]
-        raise ConfigError(f"There is no config '{name}'{closest(name.removesuffix('.yaml'), known, most=3)}")
-    return path
-
-
-def find_config(name: str) -> Path | None:
-    """Return the file of a config, or None if there is no config with this name."""
-    path = _config_root() / f"{name.removesuffix('.yaml')}.yaml"
-    return path if path.is_file() and path.resolve().is_relative_to(_config_root().resolve()) else None
-
-
-def _config_root() -> Path:
-    return next((folder for folder in _CONFIGS if folder.is_dir()), _CONFIGS[0])
+    for name in names:
+        path = _CONFIGS / f"{name.removesuffix('.yaml')}.yaml"
+        if path.is_file() and path.resolve().is_relative_to(_CONFIGS.resolve()):
+            return path
+    known = [path.relative_to(_CONFIGS).with_suffix("").as_posix() for path in _CONFIGS.rglob("*.yaml")]
+    raise ConfigError(f"There is no config '{name}'{closest(name.removesuffix('.yaml'), known, most=3)}")
 
 
 def default_config() -> CfgNode:
@@ -257,9 +248,10 @@ def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
         version = loaded.get("VERSION", cfg.VERSION)
         if version != cfg.VERSION:
             raise ConfigError(f"VERSION is {version}. It must be {cfg.VERSION}: rename the keys of old files.")
-        model = loaded.get("MODEL", {})
-        _take_text(cfg, loaded, "OUTPUT_DIR")
-        _take_text(cfg.MODEL, model if isinstance(model, dict) else {}, "WEIGHTS")
+        for node, values, name in ((cfg, loaded, "OUTPUT_DIR"), (cfg.MODEL, loaded.get("MODEL"), "WEIGHTS")):
+            # yacs would parse a name such as "2024" as a number.
+            if isinstance(values, dict) and isinstance(values.get(name), str):
+                node[name] = values.pop(name)
         with _any_accumulation_steps(cfg):
             cfg.merge_from_other_cfg(CfgNode(loaded))
     except Exception as error:
@@ -274,7 +266,8 @@ def merge_overrides(cfg: CfgNode, overrides: Sequence[Any]) -> CfgNode:
     Raises:
         ConfigError: for an unknown key or a value of the wrong type.
     """
-    cfg = _thawed(cfg)
+    cfg = cfg.clone()
+    cfg.defrost()
     _set_photometric_distortion(cfg)
     try:
         with _any_accumulation_steps(cfg):
@@ -290,7 +283,8 @@ def merge_overrides(cfg: CfgNode, overrides: Sequence[Any]) -> CfgNode:
 
 def with_overrides(cfg: CfgNode, values: Mapping[str, object]) -> CfgNode:
     """Return a frozen copy of a config with exactly these values. Strings are not parsed, and types are not checked."""
-    cfg = _thawed(cfg)
+    cfg = cfg.clone()
+    cfg.defrost()
     for key, value in values.items():
         section, _, name = key.rpartition(".")
         (value_of(cfg, section) if section else cfg)[name] = value
@@ -298,21 +292,15 @@ def with_overrides(cfg: CfgNode, values: Mapping[str, object]) -> CfgNode:
     return cfg
 
 
-def _thawed(cfg: CfgNode) -> CfgNode:
-    cfg = cfg.clone()
-    cfg.defrost()
-    return cfg
-
-
 class _Loader(yaml.SafeLoader):
     """Load YAML without repeated keys, and with the arithmetic of detectron2's model zoo."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        keys = [key.value for key, _ in node.value]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"{self.name} has the key {twice} twice in one section. Remove one.")
+        node, keys = super().compose_mapping_node(anchor), set()
+        for key, _ in node.value:
+            if key.value in keys:
+                raise ConfigError(f"{self.name} has the key {key.value} twice in one section. Remove one.")
+            keys.add(key.value)
         return node
 
     def construct_arithmetic(self, node: yaml.SequenceNode) -> Any:
@@ -352,12 +340,6 @@ def _merge_into(target: dict[str, Any], content: dict[str, Any]) -> None:
             _merge_into(target[key], value)
         else:
             target[key] = value
-
-
-def _take_text(node: CfgNode, values: dict[str, Any], name: str) -> None:
-    """Move a text from the values of a file to a config. yacs would parse a name such as "2024" as a number."""
-    if isinstance(values.get(name), str):
-        node[name] = values.pop(name)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import inspect
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from projects_vil.config import (
     CONFIG_FILE,
     config_path,
     detector_name,
-    find_config,
     load_config,
     merge_overrides,
     number_of_classes,
@@ -150,7 +150,7 @@ def train(
     processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
     recipe, name = _choose_recipe(model, detector, schedule, config)
     folder = given.pop("OUTPUT_DIR", None)
-    cfg = merge_overrides(recipe, _alternating(given))
+    cfg = merge_overrides(recipe, [*chain.from_iterable(given.items())])
     if image_size and cfg.INPUT.MAX_SIZE_TRAIN > cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE:
         # Position tables must cover the longer side.
         cfg = with_overrides(cfg, {"MODEL.TRANSFORMER.MAX_IMG_SIZE": cfg.INPUT.MAX_SIZE_TRAIN})
@@ -177,7 +177,7 @@ def train(
             _check_same_model(cfg, begun, output)
         if data is not None:
             _check_same_data(data, val_fraction, begun, output)
-        data, cfg = None, merge_overrides(begun, _alternating(given))
+        data, cfg = None, merge_overrides(begun, [*chain.from_iterable(given.items())])
         cfg = with_overrides(cfg, {"OUTPUT_DIR": str(output)})
     # Before any file is written.
     check_output_dir(cfg, resume=resume)
@@ -248,7 +248,8 @@ def evaluate(
     folder = output or given.pop("OUTPUT_DIR", None) or root / (f"evaluation_{_name(data)}" if data else "")
     folder = Path(folder).expanduser()
     begun = cfg
-    cfg = with_overrides(merge_overrides(cfg, _alternating(given)), {"OUTPUT_DIR": str(folder)})
+    cfg = merge_overrides(cfg, [*chain.from_iterable(given.items())])
+    cfg = with_overrides(cfg, {"OUTPUT_DIR": str(folder)})
     with cleanup_on_failure(folder):
         if data is not None:
             dataset = read_dataset(data, folder / DATA_FOLDER, val=0)
@@ -284,10 +285,6 @@ def _overrides_of(function: Callable, overrides: Mapping[str, object]) -> dict[s
         hint = closest(unknown, set(inspect.signature(function).parameters) - {"overrides"})
         raise ConfigError(f"{function.__name__}() has no keyword {unknown!r}{hint or '.'} Config keys are in capitals.")
     return dict(overrides)
-
-
-def _alternating(values: Mapping[str, object]) -> list[object]:
-    return [item for pair in values.items() for item in pair]
 
 
 def _with_defaults(cfg: CfgNode, recipe: CfgNode, given: Mapping[str, object], *, has_data: bool) -> CfgNode:
@@ -378,8 +375,7 @@ def _choose_recipe(
     check_choice("schedule", schedule, SCHEDULES)
     stage_names(model)  # raises for an unknown variant
     family = next((prefix for prefix in ("lit_", "cvt_") if model.startswith(prefix)), "")
-    path = find_config(f"{folder}/{model}_{schedule}") or config_path(f"base/{family}{folder}_{schedule}")
-    cfg = load_config(path)
+    cfg = load_config(config_path(f"{folder}/{model}_{schedule}", f"base/{family}{folder}_{schedule}"))
     return with_overrides(cfg, values | {"MODEL.TRANSFORMER.VARIANT": model}), f"{model}_{detector}".replace(":", "_")
 
 

@@ -87,7 +87,7 @@ def parameter_groups(
                 f"The pattern {pattern!r} in {_LR_MULTIPLIERS} matches no trainable parameter (set [] for no "
                 f"patterns){closest(pattern, names)}"
             )
-    layer_factors = layer_decay_factors(model, layer_decay)
+    layer_factors = {} if layer_decay == 1 else layer_decay_factors(model, layer_decay)
     no_decay: set[nn.Parameter] = set()
     for module in model.modules():
         if hasattr(module, "no_weight_decay"):
@@ -133,8 +133,6 @@ def layer_decay_factors(model: nn.Module, decay: float) -> dict[str, float]:
     """
     if not 0 < decay <= 1:
         raise ConfigError(f"{_LAYER_DECAY} is {decay!r}. It must be above 0 and at most 1.0 (no decay).")
-    if decay == 1:
-        return {}
     factors = {
         f"{prefix}.{name}".lstrip("."): decay ** (module.num_layers + 1 - module.layer_id(name))
         for prefix, module in model.named_modules()

@@ -13,7 +13,7 @@ from detectron2.utils import comm
 from backbones import ConfigError
 from backbones.errors import check_choice, closest
 from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
-from projects_vil.data.augmentation import CopyPaste, uses_copy_paste
+from projects_vil.data.augmentation import CopyPaste
 from projects_vil.data.catalog import add_stuff, check_files, match_classes, read_categories
 from projects_vil.data.coco import CHECK_MODES, fixed_coco, fixed_key, is_coco, load_coco, state_of_files
 from projects_vil.data.coco_checks import missing_files
@@ -53,9 +53,16 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
         check_files(name)
     if (records := SHARED.get(_key(cfg, names, train))) is not None:
         return records
-    files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
+    files, records = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names), []
     try:
-        records = [record for name in names for record in _read(cfg, name, train=train)]
+        for name in names:
+            if cfg.DATASETS.CHECK == "off" or not is_coco(name):
+                own = DatasetCatalog.get(name)
+            else:
+                own = load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
+            order = class_order(cfg, name)
+            own = in_order(own, order) if train and order is not None else own
+            records += add_stuff(name, own) if is_panoptic(cfg) else own
         if train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS and records and "annotations" in records[0]:
             records = filter_images_with_only_crowd_annotations(records)
     except ConfigError:
@@ -74,16 +81,6 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
     if train and not is_segmentor(cfg):
         print_instances_class_histogram(records, model_classes(cfg)[1] or class_names(cfg, names[0]))
     return records
-
-
-def _read(cfg: CfgNode, name: str, *, train: bool) -> list[dict[str, Any]]:
-    if cfg.DATASETS.CHECK == "off" or not is_coco(name):
-        records = DatasetCatalog.get(name)
-    else:
-        records = load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
-    class_order(cfg, name)
-    records = in_model_classes(cfg, name, records) if train else records
-    return add_stuff(name, records) if is_panoptic(cfg) else records
 
 
 def read_datasets(cfg: CfgNode, *, train: bool = True) -> int:
@@ -142,18 +139,6 @@ def _key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:
     return "records", tuple(names), train, *keys, *map(state_of_files, names)
 
 
-def check_datasets(cfg: CfgNode, names: Sequence[str]) -> None:
-    """Check the datasets of a run without parsing their annotations.
-
-    Raises:
-        ConfigError: If a name is unknown, if a file or folder is missing, and under the conditions of
-            :func:`class_order`.
-    """
-    for name in names:
-        check_files(name)
-        class_order(cfg, name)
-
-
 def build_train_loader(cfg: CfgNode) -> TrainLoader:
     """Build a loader of ``DATASETS.TRAIN`` that samples and groups images like detectron2's training loader.
 
@@ -166,7 +151,7 @@ def build_train_loader(cfg: CfgNode) -> TrainLoader:
     records = serialized(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True))
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, TRAIN_SAMPLERS)
     mapper = Mapper(cfg, is_train=True)
-    if uses_copy_paste(cfg):
+    if cfg.INPUT.AUGMENTATION == "lsj_copy_paste":
         mapper = CopyPaste(mapper, records, probability=cfg.INPUT.COPY_PASTE.PROBABILITY)
     return make_train_loader(
         records,
@@ -294,12 +279,8 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
     return [matched[index] for index in range(len(classes))]
 
 
-def in_model_classes(cfg: CfgNode, name: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records of a dataset with the class indices of the model."""
-    order = class_order(cfg, name)
-    if order is None:
-        return list(records)
-
+def in_order(records: Iterable[dict[str, Any]], order: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the records of a dataset with the class indices of the model, which are the result of class_order."""
     return [
         record | {"annotations": [a | {"category_id": order[a["category_id"]]} for a in record.get("annotations", ())]}
         for record in records

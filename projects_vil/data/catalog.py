@@ -71,22 +71,24 @@ def register_datasets(cfg: CfgNode) -> None:
     if datasets_root() != _built_in_root:
         register_built_in_datasets()
     for entry in cfg.DATASETS.COCO:
-        if not _is_list_of_strings(entry, lengths=(3,)):
-            hint = " Is a comma missing?" if isinstance(entry, (list, tuple)) and len(entry) < 3 else ""
-            raise ConfigError(f"DATASETS.COCO has {entry!r}. Use [name, annotation file, image folder].{hint}")
-        _register_coco(entry[0], Path(entry[1]), Path(entry[2]))
+        match entry:
+            case [str(name), str(annotations), str(images)] if all(entry):
+                _register_coco(name, Path(annotations), Path(images))
+            case _:
+                hint = " Is a comma missing?" if isinstance(entry, (list, tuple)) and len(entry) < 3 else ""
+                raise ConfigError(f"DATASETS.COCO has {entry!r}. Use [name, annotation file, image folder].{hint}")
     for entry in cfg.DATASETS.ADE20K:
-        if not _is_list_of_strings(entry, lengths=(3, 4)):
-            raise ConfigError(
-                f"DATASETS.ADE20K has {entry!r}. Use [name, image folder, label folder], or add the path of a file "
-                "with one class name per line."
-            )
-        classes = read_classes(entry[3]) if len(entry) == 4 else ADE20K_SEM_SEG_CATEGORIES
-        _register_ade20k(entry[0], Path(entry[1]), Path(entry[2]), classes)
-
-
-def _is_list_of_strings(entry: object, *, lengths: tuple[int, ...]) -> bool:
-    return isinstance(entry, (list, tuple)) and len(entry) in lengths and all(p and isinstance(p, str) for p in entry)
+        match entry:
+            case [str(name), str(images), str(labels)] if all(entry):
+                classes: Sequence[str] = ADE20K_SEM_SEG_CATEGORIES
+            case [str(name), str(images), str(labels), str(file)] if all(entry):
+                classes = read_classes(file)
+            case _:
+                raise ConfigError(
+                    f"DATASETS.ADE20K has {entry!r}. Use [name, image folder, label folder], or add the path of a file "
+                    "with one class name per line."
+                )
+        _register_ade20k(name, Path(images), Path(labels), classes)
 
 
 def _register_coco(
@@ -132,7 +134,7 @@ def _register(name: str, load: Callable[[], list[dict[str, Any]]], metadata: dic
     """Register ``name`` unless it has the same metadata already. A built-in name may be registered again."""
     if name in DatasetCatalog.list():
         known = MetadataCatalog.get(name)
-        if all(known.get(key) == value for key, value in metadata.items()):
+        if metadata.items() <= known.as_dict().items():
             return
         if not is_own:
             files = known.get("json_file") or known.get("sem_seg_root")
@@ -244,21 +246,19 @@ def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
         # Opening a pipe may block forever.
         return None
     try:
-        entries = _read_category_list(path)
+        entries = None
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            starts = [match.end() - 1 for match in re.finditer(rb'"categories"\s*:\s*\[', content)]
+            if len(starts) == 1:
+                with contextlib.suppress(ValueError):
+                    beginning = content[starts[0] : starts[0] + 2**20].decode(errors="ignore")
+                    entries = json.JSONDecoder().raw_decode(beginning)[0]
+        if entries is None:
+            entries = read_json(path)["categories"]
         categories = {int(entry["id"]): str(entry["name"]) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
     return sorted(categories.items()) if len(categories) == len(entries) else None
-
-
-def _read_category_list(path: Path) -> list[dict[str, Any]]:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        starts = [match.end() - 1 for match in re.finditer(rb'"categories"\s*:\s*\[', content)]
-        if len(starts) == 1:
-            with contextlib.suppress(ValueError):
-                beginning = content[starts[0] : starts[0] + 2**20].decode(errors="ignore")
-                return json.JSONDecoder().raw_decode(beginning)[0]
-    return read_json(path)["categories"]
 
 
 def match_classes(ours: Sequence[str], theirs: Sequence[str]) -> dict[int, int]:

@@ -14,7 +14,6 @@ import resource
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from types import FrameType
 from typing import Any, Literal
 
@@ -111,21 +110,16 @@ class BatchStream(Sampler[list[Item]]):
     first_iteration: int = 0
 
     def __iter__(self) -> Iterator[list[Item]]:
-        for batch in islice(self._batches(), self.first_iteration, None):
-            yield [(index, derived_seed("image", self.seed, position)) for index, position in batch]
-
-    def _batches(self) -> Iterator[list[tuple[int, int]]]:
-        """Yield batches of (index, position). The position counts the images of all ranks.
-
-        The position of an image does not depend on the number of ranks.
-        """
-        rank, world_size = comm.get_rank(), comm.get_world_size()
+        rank, world_size, iteration = comm.get_rank(), comm.get_world_size(), 0
         waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for number, index in enumerate(self.make_sampler(self.seed)):
             batch = waiting[self.groups[index]]
+            # The position counts the images of all ranks, so that it does not depend on the number of ranks.
             batch.append((index, number * world_size + rank))
             if len(batch) == self.batch_size:
-                yield batch[:]
+                if iteration >= self.first_iteration:
+                    yield [(index, derived_seed("image", self.seed, position)) for index, position in batch]
+                iteration += 1
                 batch.clear()
 
 

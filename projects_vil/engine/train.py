@@ -74,8 +74,11 @@ def _train(cfg: CfgNode, resume: bool, overridden: Collection[str]) -> None:
         num_images = read_datasets(cfg)
         cfg, lines = schedule_by_epochs(cfg, num_images, overridden)
         cfg, scaling = scale_learning_rate(cfg)
-        cfg, micro_batches = choose_micro_batches(cfg, resume=resume)
-        for line in (*lines, *scaling, *micro_batches):
+        lines += scaling
+        if cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS == "auto":
+            cfg, line = choose_micro_batches(cfg, resume=resume)
+            lines.append(line)
+        for line in lines:
             logging.getLogger(__name__).info(line)
         run_training(cfg, Trainer, resume=resume)
 
