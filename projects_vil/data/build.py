@@ -19,8 +19,8 @@ from projects_vil.data.coco import CHECK_MODES, fixed_coco, fixed_key, is_coco, 
 from projects_vil.data.coco_checks import missing_files
 from projects_vil.data.dataset_mapper import Mapper
 from projects_vil.data.detection_utils import IGNORED_LABEL
-from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededRecords, TrainLoader
-from projects_vil.data.shared_records import SHARED, read_and_share, serialized
+from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededRecords, TrainLoader, serialized
+from projects_vil.data.shared_records import SHARED, read_and_share
 from projects_vil.utils import paused_garbage_collection
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
@@ -116,21 +116,28 @@ def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
     Returns:
         The number of images.
     """
+    if comm.get_world_size() == 1:
+        return _read_records(cfg, names, train=train)
 
-    def read(share: Callable[[tuple, Sequence[Any]], None]) -> tuple[int, dict[str, dict[str, Any]]]:
-        options = {"check": cfg.DATASETS.CHECK, "masks": cfg.MODEL.MASK_ON}
-        if not train and cfg.DATASETS.CHECK != "off":
-            for name in filter(is_coco, names):
-                share(fixed_key(name, **options), [fixed_coco(name, **options)])
-        records = load_dataset(cfg, names, train=train)
-        share(_key(cfg, names, train), records)
-        classes = {name: {key: MetadataCatalog.get(name).get(key) for key in _CLASS_KEYS} for name in names}
-        return len(records), classes
+    def read() -> tuple[int, dict[str, dict[str, Any]]]:
+        number = _read_records(cfg, names, train=train)
+        return number, {name: {key: MetadataCatalog.get(name).get(key) for key in _CLASS_KEYS} for name in names}
 
     number, classes = read_and_share(read)
     for name, known in classes.items():
         MetadataCatalog.get(name).set(**{key: value for key, value in known.items() if value is not None})
     return number
+
+
+def _read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
+    """Add records, and for an evaluation the annotations of COCO files, to ``SHARED``. Return the number of images."""
+    options = {"check": cfg.DATASETS.CHECK, "masks": cfg.MODEL.MASK_ON}
+    if not train and cfg.DATASETS.CHECK != "off":
+        for name in filter(is_coco, names):
+            SHARED[fixed_key(name, **options)] = serialized([fixed_coco(name, **options)])
+    records = serialized(load_dataset(cfg, names, train=train))
+    SHARED[_key(cfg, names, train)] = records
+    return len(records)
 
 
 def _key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:

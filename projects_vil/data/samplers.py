@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from detectron2.data import MapDataset
+from detectron2.data import DatasetFromList, MapDataset
 from detectron2.data.build import trivial_batch_collator
 from detectron2.data.samplers import InferenceSampler
 from detectron2.utils import comm
@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from backbones import ConfigError
 from projects_vil.config import one_line
-from projects_vil.data.shared_records import serialized
 from projects_vil.utils import STOP_SIGNALS
 
 # An image of a batch: the index of its record, and the seed of its augmentation.
@@ -66,6 +65,11 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
+
+
+def serialized(records: Sequence[Any]) -> DatasetFromList:
+    """Return records in the serialized form that a process shares with its worker processes."""
+    return records if isinstance(records, DatasetFromList) else DatasetFromList(records, copy=False)
 
 
 class SeededRecords(Dataset):
