@@ -248,9 +248,9 @@ class Backbone(nn.Module, abc.ABC):
                 self.output_norms[names[index]] = norm
         self.apply(init_linear)
         self.set_activation_checkpointing(settings.activation_checkpointing)
-        backend = settings.attention_backend
-        has_it = any(getattr(module, "backend", None) == backend for module in self.modules())
-        if backend == "triton" and not has_it:
+        if settings.attention_backend == "triton" and not any(
+            getattr(module, "backend", None) == "triton" for module in self.modules()
+        ):
             raise ConfigError(
                 "attention_backend='triton' needs sliding-chunk or long-short attention, and this variant has neither. "
                 "Use 'auto'."

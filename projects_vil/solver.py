@@ -73,7 +73,6 @@ def parameter_groups(
     Raises:
         ConfigError: if a pattern matches no trainable parameter, or the layer decay is invalid.
     """
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for entry in lr_multipliers:
         match entry:
             case [str(pattern), int() | float() as factor] if 0 <= factor < math.inf:
@@ -82,6 +81,7 @@ def parameter_groups(
                 raise ConfigError(
                     f"{_LR_MULTIPLIERS} has {entry!r}. It must be a list of pairs, such as [['*.stages.0.*', 0.1]]."
                 )
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not fnmatch.filter(names, pattern):
             raise ConfigError(
                 f"The pattern {pattern!r} in {_LR_MULTIPLIERS} matches no trainable parameter (set [] for no "
@@ -245,9 +245,10 @@ def main_group(optimizer: torch.optim.Optimizer) -> int:
 
     This is the first group with the optimizer's own learning rate, ``SOLVER.BASE_LR``; 0 if there is none.
     """
-    base_lr = optimizer.defaults["lr"]
-    initial = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
-    return initial.index(base_lr) if base_lr in initial else 0
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("initial_lr", group["lr"]) == optimizer.defaults["lr"]:
+            return index
+    return 0
 
 
 # -- schedules that depend on the data and the batch -----------------------------------------------

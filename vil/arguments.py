@@ -225,6 +225,8 @@ class ConfigToolParser(ToolParser):
         except argparse.ArgumentTypeError as error:
             self.error(f"MODEL.WEIGHTS: {error}")
         parsed.opts = overrides
+        if hasattr(parsed, "weights"):
+            parsed.weights = given.get("MODEL.WEIGHTS")
         return parsed, unknown
 
     def _hint(self, flag: str, words: Sequence[str]) -> str:

@@ -139,7 +139,6 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     """
     parser.add_argument("model", nargs="?", metavar="MODEL", help=f"exported file, {_MODEL}")
     parser.add_argument("input", nargs="?", metavar="INPUT", help=_INPUT)
-    _add_config_file(parser)
     parser.add_argument("--input", dest="named_input", metavar="INPUT", help="another way to give INPUT")
     parser.add_argument("--output", default="predictions", metavar="DIR", help="output folder (default: predictions)")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="maximum images per batch (default 1)")
@@ -163,7 +162,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument("--draw-workers", type=int, metavar="N", help=drawing_help)
     args = parser.parse_args(words)
     positional = [word for word in (args.model, args.input) if word]
-    model, source, weights = args.config_file, args.named_input, _weights(args)
+    model, source, weights = args.config_file, args.named_input, args.weights
     # With weights, a single positional argument is INPUT.
     if model is None and positional and not (weights and source is None and len(positional) == 1):
         model = positional.pop(0)
@@ -204,14 +203,6 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         sys.exit(2)
 
 
-def _add_config_file(parser: ToolParser) -> None:
-    parser.add_argument("--config-file", type=existing_path, metavar="FILE", help="config to use instead of MODEL")
-
-
-def _weights(args: argparse.Namespace) -> str | None:
-    return dict(zip(args.opts[::2], args.opts[1::2], strict=True)).get("MODEL.WEIGHTS")
-
-
 def export(parser: ToolParser, words: Sequence[str]) -> None:
     """Export a detector to ONNX, TorchScript or another format, and run the parity check.
 
@@ -223,7 +214,6 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
         vil export output/photos_vil_tiny_retinanet --format onnx
     """
     parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL)
-    _add_config_file(parser)
     parser.add_argument("--output", metavar="DIR", help="output folder (default: export/ in the folder of MODEL)")
     formats, precisions, dtypes = choices.EXPORT_FORMATS, choices.PRECISIONS, choices.INPUT_DTYPES
     parser.add_argument("--format", choices=formats, default=formats[0], help=f"file format (default {formats[0]})")
@@ -243,7 +233,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     triton_help = "also write a model for the model repository of Triton Inference Server"
     parser.add_argument("--triton", metavar="REPOSITORY/NAME", help=triton_help)
     args = parser.parse_args(words)
-    source = args.model or args.config_file or _weights(args)
+    source = args.model or args.config_file or args.weights
     if not source:
         parser.error("MODEL is missing. Give MODEL, --config-file or --weights")
     if args.model and args.config_file:
@@ -256,7 +246,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     if args.triton:
         options = {"file_format": args.format, "batched": args.batched, "fixed_detections": args.fixed_detections}
         check_triton(args.triton, **options)
-    path, weights = find_model(Path(source), _weights(args))
+    path, weights = find_model(Path(source), args.weights)
     args.opts += [] if weights is None else ["MODEL.WEIGHTS", str(weights)]
     cfg = config_of(args, path)
     path, report = export_detector(
@@ -599,8 +589,8 @@ def install(parser: ToolParser, words: Sequence[str]) -> None:
 COMMANDS: dict[str, tuple[Callable[[Any, Sequence[str]], None], dict[str, Any] | None]] = {
     "train": (train, {"config_file": False, "weights": True}),
     "eval": (evaluate, {"config_file": False}),
-    "predict": (predict, {"config_file": False, "weights": True}),
-    "export": (export, {"config_file": False, "weights": True, "devices": ("cpu",)}),
+    "predict": (predict, {"config_required": False, "weights": True}),
+    "export": (export, {"config_required": False, "weights": True, "devices": ("cpu",)}),
     "check": (check, None),
     "report": (report, {"config_file": False, "devices": ()}),
     "convert": (convert, None),

@@ -72,8 +72,8 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
     if not records:
         raise ConfigError(f"'{files}' has no images{' with annotations' if train else ''}. Use another dataset.")
     _check_task(cfg, files, records)
-    missing = list(missing_files(record["file_name"] for record in records))
-    if missing:
+    is_checked = cfg.DATASETS.CHECK != "off" and all(map(is_coco, names))
+    if not is_checked and (missing := list(missing_files(record["file_name"] for record in records))):
         raise ConfigError(
             f"{len(missing)} of the {len(records)} images of '{files}' are missing, such as '{missing[0]}'. "
             "Add the files, or correct the image folder."
@@ -242,8 +242,11 @@ def model_classes(cfg: CfgNode) -> tuple[str | None, list[str] | None]:
     model's number of classes. Both values are None if there is no such dataset.
     """
     names, (_, number) = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST), number_of_classes(cfg)
-    known = ((name, class_names(cfg, name)) for name in names if name in MetadataCatalog.list())
-    return next(((name, classes) for name, classes in known if classes and len(classes) == number), (None, None))
+    for name in names:
+        classes = class_names(cfg, name) if name in MetadataCatalog.list() else None
+        if classes and len(classes) == number:
+            return name, classes
+    return None, None
 
 
 def class_order(cfg: CfgNode, name: str) -> list[int] | None:

@@ -272,16 +272,17 @@ def _file_format(path: Path) -> str | None:
     if not signatures or not path.is_file():
         return None
 
-    def find(content: bytes) -> str | None:
-        # UTF-16 has a zero byte next to each ASCII letter.
-        content = content.replace(b"\0", b"")
-        return next((name for name, pattern in signatures if re.search(pattern, content)), None)
-
     with path.open("rb") as file:
-        content = file.read(_NUM_SIGNATURE_BYTES)
+        ends = file.read(_NUM_SIGNATURE_BYTES)
         file.seek(max(path.stat().st_size - _NUM_SIGNATURE_BYTES, 0))
-        content += b"\n" + file.read()
-    return find(content) or find(path.read_bytes())
+        ends += b"\n" + file.read()
+    for is_whole in (False, True):
+        # UTF-16 has a zero byte next to each ASCII letter.
+        content = (path.read_bytes() if is_whole else ends).replace(b"\0", b"")
+        for name, pattern in signatures:
+            if re.search(pattern, content):
+                return name
+    return None
 
 
 class _ImageIndex:

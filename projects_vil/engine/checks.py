@@ -147,13 +147,13 @@ def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
         check_replaceable(folder / CONFIG_FILE, advice=_OTHER_FOLDER)
         for name in ("metrics.json", EVALUATION_FILE):
             check_replaceable(folder / name, advice=_OTHER_FOLDER)
-    removed = [path.resolve() for path in (*saved, folder / BEST_CHECKPOINT)]
-    if cfg.OVERWRITE_OUTPUT_DIR and not resume and Path(cfg.MODEL.WEIGHTS).resolve() in removed:
-        raise ConfigError(
-            f"OVERWRITE_OUTPUT_DIR True would delete MODEL.WEIGHTS '{cfg.MODEL.WEIGHTS}' before it is loaded. Choose "
-            "another OUTPUT_DIR."
-        )
-    if saved and not resume and not cfg.OVERWRITE_OUTPUT_DIR:
+    if cfg.OVERWRITE_OUTPUT_DIR and not resume:
+        if Path(cfg.MODEL.WEIGHTS).resolve() in [path.resolve() for path in (*saved, folder / BEST_CHECKPOINT)]:
+            raise ConfigError(
+                f"OVERWRITE_OUTPUT_DIR True would delete MODEL.WEIGHTS '{cfg.MODEL.WEIGHTS}' before it is loaded. "
+                "Choose another OUTPUT_DIR."
+            )
+    elif saved and not resume:
         raise ConfigError(
             f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' has checkpoints of another run, such as '{saved[0].name}'. Continue that "
             "run with --resume, choose another OUTPUT_DIR, or set OVERWRITE_OUTPUT_DIR True."
@@ -211,8 +211,8 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: b
             f"SOLVER.IMS_PER_BATCH is {batch}. It must be a multiple of {divisor} (processes) x {steps} "
             "(SOLVER.GRADIENT_ACCUMULATION_STEPS)."
         )
-    size, limit = cfg.INPUT.LSJ.SIZE, max_input_side(model)
-    if cfg.INPUT.AUGMENTATION != "default" and limit is not None and size > limit:
+    size = cfg.INPUT.LSJ.SIZE
+    if cfg.INPUT.AUGMENTATION != "default" and size > (limit := max_input_side(model) or math.inf):
         raise ConfigError(
             f"INPUT.LSJ.SIZE is {size}, but the position tables are made for images of at most {limit} pixels. Lower "
             "INPUT.LSJ.SIZE, or raise MODEL.TRANSFORMER.MAX_IMG_SIZE."
@@ -226,7 +226,8 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: b
         RandomShift(model, transformer.RANDOM_SHIFT_FRACTION)
     if cfg.TEST.BEST_METRIC and cfg.DATASETS.TEST:
         check_metric(cfg)
-    check_services(cfg)
+    if any(cfg.LOGGING.values()):
+        check_services(cfg)
 
 
 def check_values(cfg: CfgNode) -> None:

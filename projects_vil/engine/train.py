@@ -129,13 +129,15 @@ def save_config(cfg: CfgNode, write: Callable[[CfgNode, Path], object], *, eval_
         ConfigError: If the file exists and was not written by a run.
     """
     path = Path(cfg.OUTPUT_DIR) / CONFIG_FILE
-    has_run = any(any(path.parent.glob(pattern)) for pattern in ("*.pth", "metrics.json", ".run.lock"))
-    if comm.is_main_process() and not (eval_only and has_run):
-        if eval_only:
-            check_replaceable(path, advice="Choose another OUTPUT_DIR.")
-        with atomic_write(path) as partial:
-            write(cfg, partial)
-            partial.write_text(f"# {GENERATOR}\n{partial.read_text()}")
+    if not comm.is_main_process():
+        return
+    if eval_only:
+        if any(any(path.parent.glob(pattern)) for pattern in ("*.pth", "metrics.json", ".run.lock")):
+            return
+        check_replaceable(path, advice="Choose another OUTPUT_DIR.")
+    with atomic_write(path) as partial:
+        write(cfg, partial)
+        partial.write_text(f"# {GENERATOR}\n{partial.read_text()}")
 
 
 def run_training(

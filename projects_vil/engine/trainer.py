@@ -361,12 +361,11 @@ class TrainStep(SimpleTrainer):
 def supports_deferred_sync(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the host may synchronize with the device less than once per iteration.
 
-    This needs a fused optimizer on a GPU, and an iteration that no process leaves alone: detectron2 raises an error
-    for non-finite proposals in one process while the others wait for its gradients.
+    This needs a model on a GPU, a fused optimizer, and an iteration that no process leaves alone: detectron2 raises an
+    error for non-finite proposals in one process while the others wait for its gradients.
     """
-    is_cuda = next(model.parameters()).device.type == "cuda"
     can_raise = comm.get_world_size() > 1 and hasattr(model, "proposal_generator")
-    return is_cuda and not can_raise and getattr(optimizer, "_step_supports_amp_scaling", False)
+    return not can_raise and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 class Trainer(DefaultTrainer):
@@ -421,7 +420,7 @@ class Trainer(DefaultTrainer):
             accumulation_steps=options.GRADIENT_ACCUMULATION_STEPS,
             precision=amp_dtype(options.AMP.DTYPE, on_gpu=on_gpu) if options.AMP.ENABLED else None,
             max_nonfinite_steps=options.MAX_NONFINITE_STEPS,
-            sync_period=log_period if supports_deferred_sync(model, optimizer) else 1,
+            sync_period=log_period if on_gpu and supports_deferred_sync(model, optimizer) else 1,
         )
         if cfg.MODEL.EMA.ENABLED:
             self.averaged = hooks.ExponentialAverage(model, decay=cfg.MODEL.EMA.DECAY)
@@ -496,7 +495,8 @@ class Trainer(DefaultTrainer):
         printer = MetricPrinter(self.max_iter, batch_size=self.cfg.SOLVER.IMS_PER_BATCH)
         self._metrics_file = MetricsFile(Path(self.cfg.OUTPUT_DIR) / "metrics.json")
         tensorboard = TensorboardXWriter(self.cfg.OUTPUT_DIR)
-        return [printer, tensorboard, self._metrics_file, *build_service_writers(self.cfg)]
+        services = build_service_writers(self.cfg) if any(self.cfg.LOGGING.values()) else []
+        return [printer, tensorboard, self._metrics_file, *services]
 
     def resume_or_load(self, resume: bool = True) -> None:
         """Resume from the last checkpoint in ``OUTPUT_DIR``, or load ``MODEL.WEIGHTS``.
