@@ -361,11 +361,12 @@ class TrainStep(SimpleTrainer):
 def supports_deferred_sync(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the host may synchronize with the device less than once per iteration.
 
-    This needs a model on a GPU, a fused optimizer, and an iteration that no process leaves alone: detectron2 raises an
-    error for non-finite proposals in one process while the others wait for its gradients.
+    This needs a fused optimizer on a GPU, and an iteration that no process leaves alone: detectron2 raises an error
+    for non-finite proposals in one process while the others wait for its gradients.
     """
+    is_cuda = next(model.parameters()).device.type == "cuda"
     can_raise = comm.get_world_size() > 1 and hasattr(model, "proposal_generator")
-    return not can_raise and getattr(optimizer, "_step_supports_amp_scaling", False)
+    return is_cuda and not can_raise and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 class Trainer(DefaultTrainer):
@@ -420,7 +421,7 @@ class Trainer(DefaultTrainer):
             accumulation_steps=options.GRADIENT_ACCUMULATION_STEPS,
             precision=amp_dtype(options.AMP.DTYPE, on_gpu=on_gpu) if options.AMP.ENABLED else None,
             max_nonfinite_steps=options.MAX_NONFINITE_STEPS,
-            sync_period=log_period if on_gpu and supports_deferred_sync(model, optimizer) else 1,
+            sync_period=log_period if supports_deferred_sync(model, optimizer) else 1,
         )
         if cfg.MODEL.EMA.ENABLED:
             self.averaged = hooks.ExponentialAverage(model, decay=cfg.MODEL.EMA.DECAY)
