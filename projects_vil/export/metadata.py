@@ -14,7 +14,7 @@ from backbones import ConfigError
 from backbones.errors import check_file
 from projects_vil.checkpoint import Categories, versions
 from projects_vil.config import detector_name
-from projects_vil.export.formats import FORMATS, OPSET, format_of
+from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
 from projects_vil.utils import parse_json, read_json
@@ -39,12 +39,6 @@ def metadata_path(path: str | Path) -> Path:
 def digest_of(path: str | Path) -> str:
     """Return the SHA-256 of a file."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def digests_of(path: Path) -> dict:
-    """Return the metadata entries with the SHA-256 of an exported file and of the files that belong to it."""
-    own, *others = FORMATS[format_of(path)].files(path)
-    return {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
 
 
 def with_digest(metadata: dict) -> dict:
@@ -109,7 +103,11 @@ def select_metadata(path: Path, metadata: dict | None, embedded: str | None) -> 
 
 def _validate(metadata: object, file: Path) -> dict:
     tables = metadata if isinstance(metadata, dict) else {}
-    wrong = [name for name, keys in _REQUIRED.items() if not _has_keys(tables.get(name), keys)]
+    wrong = []
+    for name, keys in _REQUIRED.items():
+        table = tables.get(name)
+        if not (isinstance(table, dict) and table.keys() >= set(keys)):
+            wrong.append(name)
     wrong += [name for name in ("precision", "detector") if not isinstance(tables.get(name), str)]
     if not wrong:
         names, ids = tables.get("classes"), tables.get("category_ids")
@@ -121,10 +119,6 @@ def _validate(metadata: object, file: Path) -> dict:
         advice = "Export the model again, or delete the file if the model contains its metadata."
         raise ConfigError(f"'{file}' is not the metadata of an exported model: see {wrong[0]}. {advice}")
     return tables
-
-
-def _has_keys(table: object, keys: Sequence[str]) -> bool:
-    return isinstance(table, dict) and all(key in table for key in keys)
 
 
 def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None:
