@@ -195,7 +195,7 @@ def make_train_loader(
         groups = [0 if record.get("width", 0) > record.get("height", 0) else 1 for record in records]
     make_sampler = make_sampler or (lambda seed: TrainingSampler(len(records), seed=seed))
     batches = BatchStream(make_sampler, batch_size=total_batch_size // comm.get_world_size(), groups=groups)
-    return TrainLoader(SeededRecords(records, mapper), batches, num_workers=num_workers)
+    return TrainLoader(SeededRecords(records, mapper), batch_sampler=batches, num_workers=num_workers)
 
 
 def _sampler(cfg: CfgNode, records: DatasetFromList) -> Callable[[int], torch.utils.data.Sampler[int]]:

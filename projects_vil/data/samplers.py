@@ -145,7 +145,9 @@ class _Loader(DataLoader):
         with _explaining_limits():
             self._is_terminated = multiprocessing.RawValue("b", False) if options["num_workers"] else None
         prepare = functools.partial(_prepare_worker, self._is_terminated)
-        super().__init__(dataset, collate_fn=trivial_batch_collator, worker_init_fn=prepare, **options)
+        options |= {"collate_fn": trivial_batch_collator, "worker_init_fn": prepare}
+        # Without its own generator, the iterator would draw numbers from the global generator, which training seeds.
+        super().__init__(dataset, generator=torch.Generator(), **options)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         # Signals are blocked until the workers ignore them.
@@ -179,14 +181,10 @@ class TrainLoader(_Loader):
     """A loader of infinite batches of mapped records that can start at any iteration.
 
     Args:
-        dataset: The dataset that maps the records.
-        batches: The batch sampler.
+        dataset: The :class:`SeededRecords` that maps the records.
+        batch_sampler: A :class:`BatchStream`.
         num_workers: The number of worker processes. It does not change the batches.
     """
-
-    def __init__(self, dataset: SeededRecords, batches: BatchStream, *, num_workers: int) -> None:
-        # Without its own generator, the iterator would draw numbers from the global generator, which training seeds.
-        super().__init__(dataset, num_workers=num_workers, batch_sampler=batches, generator=torch.Generator())
 
     def start(self, *, seed: int, iteration: int) -> None:
         """Set the seed and the first iteration, counted from 0, of the next iterator."""
