@@ -290,7 +290,7 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
 
 
 def in_order(records: Iterable[dict[str, Any]], order: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the records of a dataset with the class indices of the model, which are the result of class_order."""
+    """Return records with the class indices of the model; ``order`` is the result of :func:`class_order`."""
     return [
         record | {"annotations": [a | {"category_id": order[a["category_id"]]} for a in record.get("annotations", ())]}
         for record in records
