@@ -38,7 +38,7 @@ def datasets_root() -> Path:
 
 
 def register_built_in_datasets() -> None:
-    """Register the built-in datasets, which detectron2 also does at import.
+    """Register the built-in datasets. This happens at import, as for detectron2's own datasets.
 
     They are the synthetic ``shapes``, ``shapes_sem_seg`` and ``shapes_panoptic``, and ``ade20k``, the published
     ``ADEChallengeData2016``. Their names end with ``_train`` or ``_val``.
@@ -46,16 +46,20 @@ def register_built_in_datasets() -> None:
     global _built_in_root
     _built_in_root = root = datasets_root()
     for split, folder in (("train", "training"), ("val", "validation")):
+        for name in ("shapes", "shapes_panoptic", "shapes_sem_seg", "ade20k"):
+            if f"{name}_{split}" in DatasetCatalog.list():
+                DatasetCatalog.remove(f"{name}_{split}")
+                MetadataCatalog.remove(f"{name}_{split}")
         for name, labels in (("shapes", None), ("shapes_panoptic", root / f"shapes_panoptic/stuff_{split}")):
             annotations = root / name / f"annotations/instances_{split}.json"
-            _register_coco(f"{name}_{split}", annotations, root / name / split, labels=labels, is_own=True)
+            _register_coco(f"{name}_{split}", annotations, root / name / split, labels=labels)
             MetadataCatalog.get(f"{name}_{split}").thing_colors = SHAPES_COLORS
         for name, parent, classes in (
             ("shapes_sem_seg", root / "shapes_sem_seg", SHAPES_SEM_SEG_CLASSES),
             ("ade20k", root / "ADEChallengeData2016", ADE20K_SEM_SEG_CATEGORIES),
         ):
             images, labels = parent / "images" / folder, parent / "annotations" / folder
-            _register_ade20k(f"{name}_{split}", images, labels, classes, is_own=True)
+            _register_ade20k(f"{name}_{split}", images, labels, classes)
         MetadataCatalog.get(f"shapes_sem_seg_{split}").stuff_colors = [BACKGROUND_COLOR, *SHAPES_COLORS]
 
 
@@ -91,9 +95,7 @@ def register_datasets(cfg: CfgNode) -> None:
         _register_ade20k(name, Path(images), Path(labels), classes)
 
 
-def _register_coco(
-    name: str, annotations: Path, images: Path, *, labels: Path | None = None, is_own: bool = False
-) -> None:
+def _register_coco(name: str, annotations: Path, images: Path, *, labels: Path | None = None) -> None:
     """Register a COCO file, with or without label images of stuff (``register_coco_panoptic_separated``).
 
     Args:
@@ -101,7 +103,6 @@ def _register_coco(
         annotations: The COCO file.
         images: The image folder.
         labels: A folder with a PNG file for each image, with the same stem. 0 is any thing, 1 is stuff, 255 is ignored.
-        is_own: Whether this is a built-in dataset, whose files may change with the environment.
     """
     metadata = {"json_file": str(annotations), "image_root": str(images), "evaluator_type": "coco"}
     if labels is not None:
@@ -112,17 +113,17 @@ def _register_coco(
         records = load_coco_json(str(annotations), str(images), name)
         return records if labels is None else add_stuff(name, records)
 
-    _register(name, load, metadata, is_own=is_own)
+    _register(name, load, metadata)
 
 
-def _register_ade20k(name: str, images: Path, labels: Path, classes: Sequence[str], *, is_own: bool = False) -> None:
+def _register_ade20k(name: str, images: Path, labels: Path, classes: Sequence[str]) -> None:
     """Register an image folder and a folder of label images. 0 is ignored, and the first class is 1.
 
     A label image is a PNG file with the stem of its image.
     """
     metadata = {"evaluator_type": "sem_seg", "image_root": str(images), "sem_seg_root": str(labels), "first_label": 1}
     metadata |= _stuff(classes, first=1)
-    _register(name, lambda: load_ade20k(name, images, labels), metadata, is_own=is_own)
+    _register(name, lambda: load_ade20k(name, images, labels), metadata)
 
 
 def _stuff(classes: Sequence[str], *, first: int) -> dict[str, Any]:
@@ -130,17 +131,14 @@ def _stuff(classes: Sequence[str], *, first: int) -> dict[str, Any]:
     return {"stuff_classes": list(classes), "stuff_dataset_id_to_contiguous_id": ids, "ignore_label": IGNORED_LABEL}
 
 
-def _register(name: str, load: Callable[[], list[dict[str, Any]]], metadata: dict[str, Any], *, is_own: bool) -> None:
-    """Register ``name`` unless it has the same metadata already. A built-in name may be registered again."""
+def _register(name: str, load: Callable[[], list[dict[str, Any]]], metadata: dict[str, Any]) -> None:
+    """Register ``name`` unless it has the same metadata already."""
     if name in DatasetCatalog.list():
         known = MetadataCatalog.get(name)
         if metadata.items() <= known.as_dict().items():
             return
-        if not is_own:
-            files = known.get("json_file") or known.get("sem_seg_root")
-            raise ConfigError(f"The dataset name {name!r} is already registered for '{files}'. Use another name.")
-        DatasetCatalog.remove(name)
-        MetadataCatalog.remove(name)
+        files = known.get("json_file") or known.get("sem_seg_root")
+        raise ConfigError(f"The dataset name {name!r} is already registered for '{files}'. Use another name.")
     DatasetCatalog.register(name, load)
     MetadataCatalog.get(name).set(**metadata)
 
