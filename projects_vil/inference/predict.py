@@ -136,7 +136,8 @@ def predict(
     check_whole("batch_size", batch_size)
     check_whole("part_size", part_size or PART_SIZE)
     check_whole("draw_workers", draw_workers or 0, least=0)
-    check_threshold(score_threshold or 0)
+    if score_threshold is not None:
+        check_threshold(score_threshold)
     source, output = os.fspath(source), Path(output)
     if ray:
         from projects_vil.inference.on_ray import predict_on_ray

@@ -67,7 +67,8 @@ class TransformerBackbone(Backbone):
             raise ConfigError(
                 f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}, but {name} has {len(self.net.stages)} stages. Lower it."
             )
-        self.net.freeze_stages(freeze_at)
+        if freeze_at:
+            self.net.freeze_stages(freeze_at)
 
     @property
     def variant_options(self) -> dict[str, object]:
