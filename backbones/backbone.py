@@ -184,21 +184,6 @@ def _no_batch_statistics(module: nn.Module) -> Iterator[None]:
             norm.num_batches_tracked.copy_(count)
 
 
-def names_without_weight_decay(model: nn.Module) -> set[str]:
-    """Return the names of the parameters without weight decay.
-
-    These are parameters with at most one axis, such as biases and norms, and parameters that their module lists in
-    ``no_weight_decay_names``: position tables, global tokens and bias tables.
-    """
-    names = set()
-    for prefix, module in model.named_modules():
-        listed = getattr(module, "no_weight_decay_names", ())
-        for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
-            if parameter.ndim <= 1 or name.rpartition(".")[2] in listed:
-                names.add(name)
-    return names
-
-
 class Backbone(nn.Module, abc.ABC):
     """Base class of multi-scale backbones, which return a feature map for each requested stage.
 
@@ -338,7 +323,20 @@ class Backbone(nn.Module, abc.ABC):
         """
         return self.forward_tokens(images)[0]
 
-    no_weight_decay = names_without_weight_decay
+    # Classifiers and sequence models use this method too.
+    def no_weight_decay(self: nn.Module) -> set[str]:
+        """Return the names of the parameters without weight decay.
+
+        These are parameters with at most one axis, such as biases and norms, and parameters that their module lists in
+        ``no_weight_decay_names``: position tables, global tokens and bias tables.
+        """
+        names = set()
+        for prefix, module in self.named_modules():
+            listed = getattr(module, "no_weight_decay_names", ())
+            for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
+                if parameter.ndim <= 1 or name.rpartition(".")[2] in listed:
+                    names.add(name)
+        return names
 
     @property
     def num_layers(self) -> int:
@@ -447,7 +445,7 @@ class Classifier(nn.Module):
         """Return the logits (B, num_classes) of images (B, 3, H, W)."""
         return self.head(self.pooled(self.forward_features(images)))
 
-    no_weight_decay = names_without_weight_decay
+    no_weight_decay = Backbone.no_weight_decay
 
 
 def init_linear(module: nn.Module) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from backbones.attention.dense import join_tokens
 from backbones.attention.efficient import PerformerAttention, redraw_features
 from backbones.attention.sliding_chunk import sample_shifts
-from backbones.backbone import Backbone, Classifier, init_linear, names_without_weight_decay
+from backbones.backbone import Backbone, Classifier, init_linear
 from backbones.build import OPTIONS, create_backbone, create_classifier, get_variant, height_and_width, list_variants
 from backbones.errors import ConfigError, check_choice, check_whole
 from backbones.layers.position import fit_table
@@ -256,7 +256,7 @@ class TimmFeatures(nn.Module):
             return dict(zip(map(str, self.feature_info.out_indices), features, strict=True))
         return list(features)
 
-    no_weight_decay = names_without_weight_decay
+    no_weight_decay = Backbone.no_weight_decay
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Set whether the backward pass recomputes the activations of each block."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from backbones.attention import chunks
 from backbones.attention.dense import merge_heads, pytorch_attention, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
-from backbones.backbone import names_without_weight_decay
+from backbones.backbone import Backbone
 from backbones.errors import ConfigError, check_whole, explain_unknown_keywords
 from backbones.layers.tracing import at_least_float32, padding_to_multiple
 from research.sequence.encoder import EncoderLayer, check_heads
@@ -352,7 +352,7 @@ class CharLM(nn.Module):
         scores = F.linear(self.dropout(tokens), self.embedding.weight, self.bias)
         return at_least_float32(scores).log_softmax(dim=-1), tuple(kept)
 
-    no_weight_decay = names_without_weight_decay
+    no_weight_decay = Backbone.no_weight_decay
 
 
 def _sinusoids(number: int, dim: int, like: Tensor) -> Tensor:

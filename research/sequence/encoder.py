@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from backbones.attention import chunks
 from backbones.attention.dense import merge_heads, pytorch_attention, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
-from backbones.backbone import names_without_weight_decay
+from backbones.backbone import Backbone
 from backbones.errors import ConfigError, check_choice, check_whole, explain_unknown_keywords
 from backbones.layers.block import Mlp
 from backbones.layers.tracing import at_least_float32, padding_to_multiple
@@ -317,7 +317,7 @@ class SequenceEncoder(nn.Module):
         output = self.norm(tokens)
         return output if mask is None else output * mask[:, :, None]
 
-    no_weight_decay = names_without_weight_decay
+    no_weight_decay = Backbone.no_weight_decay
 
 
 def check_heads(dim: int, num_heads: int) -> None:
