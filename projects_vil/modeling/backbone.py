@@ -320,9 +320,11 @@ def autocast_detector(dtype: torch.dtype, detector: nn.Module) -> Iterator[None]
 
     float32 changes nothing.
     """
-    names = _AUTOCAST_PARTS if dtype != torch.float32 else ""
+    if dtype == torch.float32:
+        yield
+        return
     with contextlib.ExitStack() as handles:
-        for part in [part for name, part in detector.named_modules() if name and re.fullmatch(names, name)]:
+        for part in [part for name, part in detector.named_modules() if re.fullmatch(_AUTOCAST_PARTS, name)]:
             autocast = torch.autocast(detector.device.type, dtype)
             before = part.register_forward_pre_hook(functools.partial(_enter_autocast, autocast))
             # Called after an error too, so that autocast does not stay on.
