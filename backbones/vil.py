@@ -139,7 +139,8 @@ class ViLVariant(Variant):
                 check_choice("attention", mechanism, _SWITCHABLE)
         for option in options.keys() & _USED_BY:
             if not mechanisms & set(_USED_BY[option]):
-                raise ConfigError(f"{option} has no effect, because no stage has {_USED_BY[option][0]} attention.")
+                needed = _USED_BY[option][0]
+                raise ConfigError(f"{option} has no effect, because no stage has {needed} attention. Leave it out.")
         return variant
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ Each case runs a command in a separate folder. A mistake of the user ends with o
 key or value. No case changes an existing file, or leaves a temporary file or a lock.
 """
 
+import ast
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ import shutil
 import signal
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -345,6 +346,28 @@ CASES = {
 FAST = [
     name for name, case in CASES.items() if not (case.needs_run or case.send or case.limit or OUTPUT[1] in case.writes)
 ]
+
+
+# A message may begin with an argument of the library.
+_ARGUMENT = r"[a-z]+(_[a-z]+)+\b|[a-z]+[=.]|(annotations|column|epochs|opset|precision|timm|torch|torchrun|triton)\b"
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each ``raise ConfigError(...)`` in a file. Values become ``X``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        call = node.exc if isinstance(node, ast.Raise) else None
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "ConfigError":
+            parts = getattr(call.args[0], "values", [call.args[0]])
+            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "X" for part in parts)
+
+
+def test_an_error_message_is_made_of_sentences():
+    for path in (
+        path for package in ("backbones", "projects_vil", "vil", "tools") for path in ROOT.glob(f"{package}/**/*.py")
+    ):
+        for line, text in messages(path):
+            begins = not text[0].islower() or re.match(_ARGUMENT, text)
+            assert begins and text.endswith((".", "?", "X")), f"{path.relative_to(ROOT)}:{line}: {text}"
 
 
 def make_folder(folder: Path) -> None:

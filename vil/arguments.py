@@ -63,7 +63,7 @@ def existing_path(text: str) -> str:
     if "://" not in text and not Path(text).exists():
         path = Path(text)
         siblings = path.parent.glob(f"*{path.suffix}") if path.suffix in _CONFIGS else ()
-        near = closest(path.name, [sibling.name for sibling in siblings])
+        near = closest(path.name, [sibling.name for sibling in siblings]) or ". Check the path"
         raise argparse.ArgumentTypeError(f"'{text}' does not exist{near}")
     return text
 
@@ -87,7 +87,7 @@ def output_file(text: str) -> str:
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"'{text}' is a folder. Give a file name")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"cannot write '{text}': the folder '{path.parent}' does not exist. Create it")
+        raise argparse.ArgumentTypeError(f"cannot write '{text}': folder '{path.parent}' does not exist. Create it")
     try:
         check_replaceable(text)
     except ConfigError as error:
@@ -100,14 +100,14 @@ def output_file(text: str) -> str:
 def positive(text: str) -> int:
     """Return a whole number of at least 1. This is an argparse type."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1. Correct it")
     return int(text)
 
 
 def shard(text: str) -> tuple[int, int]:
     """Return I and N of a shard ``I/N``. This is an argparse type."""
     if not re.fullmatch(r"\d+/\d+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N, such as 0/16")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shard. Write I/N, such as 0/16")
     number, total = text.split("/")
     return int(number), int(total)
 
@@ -166,7 +166,8 @@ class ToolParser(argparse.ArgumentParser):
         return closest(flag, {*SECTIONS, *self._option_string_actions})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {printable(message)} (--help lists all arguments)\n")
+        end = "" if message.endswith((".", "?")) else "."
+        self.exit(2, f"error: {printable(message[:1].upper() + message[1:])}{end} Add --help to list all arguments.\n")
 
 
 class ConfigToolParser(ToolParser):

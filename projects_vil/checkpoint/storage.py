@@ -64,7 +64,7 @@ def read_last_checkpoint(folder: str | Path) -> tuple[Path, dict[str, Any]] | No
         try:
             contents = read_checkpoint(path)
         except ConfigError as error:
-            _logger.warning("skipped: %s", error)
+            _logger.warning("skipped a checkpoint: %s", error)
             continue
         trainer = contents.get("trainer")
         if isinstance(trainer, dict) and type(trainer.get("iteration")) is int:
@@ -73,10 +73,10 @@ def read_last_checkpoint(folder: str | Path) -> tuple[Path, dict[str, Any]] | No
     if candidates:
         raise ConfigError(
             f"Cannot resume from any of the {len(candidates)} checkpoints in '{folder}'. Remove them to start again, "
-            "or choose another OUTPUT_DIR"
+            "or choose another OUTPUT_DIR."
         )
     if tag.is_file():
-        raise ConfigError(f"'{tag}' names a missing file. Remove '{tag}' to start again")
+        raise ConfigError(f"The checkpoint in '{tag}' does not exist. Restore it, or remove '{tag}' to start again.")
     return None
 
 
@@ -124,11 +124,11 @@ def slim_checkpoint(source: str | Path, output: str | Path) -> list[str]:
     source, output = Path(source), Path(output)
     check_writable(output)
     if source.exists() and output.exists() and source.samefile(output):
-        raise ConfigError(f"The output '{output}' is the source. Choose another file")
+        raise ConfigError(f"The output '{output}' is the source. Choose another file.")
     contents = read_checkpoint(source)
     model = contents.get("model")
     if not isinstance(model, dict) or not all(isinstance(value, Tensor) for value in model.values()):
-        raise ConfigError(f"'{source}' is not a detectron2 checkpoint: it has no state dict of tensors under 'model'")
+        raise ConfigError(f"'{source}' has no state dict of tensors under 'model'. Use a checkpoint of detectron2.")
     kept = {key: value for key, value in contents.items() if key in ("model", METADATA_KEY)}
     write_checkpoint(output, kept)
     before, after = (path.stat().st_size / 1e6 for path in (source, output))

@@ -223,7 +223,9 @@ def _write_coco(
         results_file.write("]")
         if skipped and not num_images:
             # The files of an earlier prediction are kept.
-            raise ConfigError(f"None of {len(skipped)} files can be read, for example '{skipped[0].name}'.")
+            raise ConfigError(
+                f"None of {len(skipped)} files can be read, such as '{skipped[0].name}'. Check the input."
+            )
         categories = zip(detector.categories.ids, detector.names, strict=True)
         skipped.sort(key=lambda item: item.index)
         tail = {
@@ -313,7 +315,9 @@ def _annotated_images(detector: Detector, folder: Path, annotations: Path) -> tu
     for record in load_dataset(cfg, [name], train=False):
         path = Path(record["file_name"])
         if not path.is_relative_to(folder) or ".." in path.relative_to(folder).parts:
-            raise ConfigError(f"Image '{path}' in '{annotations}' is outside the folder '{folder}'.")
+            raise ConfigError(
+                f"Image '{path}' in '{annotations}' is outside of '{folder}'. Give the folder of all images."
+            )
         size = record["height"], record["width"]
         images.append(ImageSource(path, path.relative_to(folder).as_posix(), record["image_id"], size))
     return images, categories_as_annotated(detector.categories, dataset_categories([name], len(detector.names)))

@@ -131,7 +131,7 @@ def write_image(path: Path, image: np.ndarray) -> None:
         with atomic_write(path, sync=False) as partial:
             partial.write_bytes(_with_comment(cv2.imencode(suffix, image[..., ::-1])[1].tobytes()))
     except OSError as error:
-        raise ConfigError(f"Cannot write '{path}': {error.strerror}.") from error
+        raise ConfigError(f"Cannot write '{path}': {error.strerror}. Choose another folder.") from error
 
 
 def _with_comment(content: bytes) -> bytes:

@@ -196,7 +196,7 @@ def test_arguments_of_other_trainers_name_their_key(capsys, words, key, value):
     add_training_arguments(tool)
     with pytest.raises(SystemExit):
         tool.parse_args([*FILE, *words.split()])
-    override = shlex.split(capsys.readouterr().err.partition(". Write ")[2].partition(" (--help")[0])
+    override = shlex.split(capsys.readouterr().err.partition(". Write ")[2].partition(". Add --help")[0])
     if value is None:
         assert override == [key, "VALUE"]
     else:

@@ -54,7 +54,7 @@ TABLE = """
 """
 FAULTS = {
     "absent": "404",
-    "page": "not a PyTorch checkpoint.*<html>",
+    "page": "not a checkpoint.*<html>",
     "empty": "empty",
     "without_end": "is truncated.*PK",
     "broken_off": "incomplete.*out of",
@@ -216,7 +216,8 @@ def test_a_broken_file_has_no_digest_until_it_is_replaced(tmp_path, server, end)
     path = tmp_path / "cache" / "vil_detectron2" / "tiny_classifier.pth"
     path.parent.mkdir(parents=True)
     path.write_bytes(server.files["classifier"][:end])
-    assert f"Delete {path} to download it again." in message(find_weights, "tiny_classifier")
+    error = message(find_weights, "tiny_classifier")
+    assert f"'{path}' is" in error and error.endswith("The next command downloads it if you delete it.")
     assert cached(tmp_path) == ["tiny_classifier.pth"]
     path.unlink()
     assert Path(find_weights("tiny_classifier")).read_bytes() == server.files["classifier"]

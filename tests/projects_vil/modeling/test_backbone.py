@@ -95,8 +95,8 @@ def test_levels_of_fpn(detector, overrides):
     "key, value, named",
     [
         ("MODEL.TRANSFORMER.VARIANT", "vil_smal_rpb", "vil_small_rpb"),
-        ("MODEL.TRANSFORMER.VARIANT", "cvt_ls_13", "MODEL.FPN.IN_FEATURES has stage4"),
-        ("MODEL.TRANSFORMER.OUT_FEATURES", "['stage2']", "MODEL.FPN.IN_FEATURES has stage1"),
+        ("MODEL.TRANSFORMER.VARIANT", "cvt_ls_13", "MODEL.FPN.IN_FEATURES has 'stage4'"),
+        ("MODEL.TRANSFORMER.OUT_FEATURES", "['stage2']", "MODEL.FPN.IN_FEATURES has 'stage1'"),
         ("MODEL.TRANSFORMER.ATTENTION_MODE", "cyclik", "cyclic"),
         ("MODEL.TRANSFORMER.GLOBAL_TOKENS", "[1, 2]", "global_tokens"),
         ("MODEL.TRANSFORMER.TOKEN_MERGING", "uniform", "token_merging"),

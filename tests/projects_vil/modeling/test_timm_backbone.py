@@ -75,13 +75,17 @@ def test_swin_equals_that_of_detectron2():
         ("maxvit_nano_rw_256", [], "fixed image size"),
         ("resnet19", [], "'resnet18'"),
         ("resnet18.in30k", [], "in30k"),
-        (SWIN, ["MODEL.TRANSFORMER.TOKEN_MERGING", "uniform"], "no option token_merging"),
+        (SWIN, ["MODEL.TRANSFORMER.TOKEN_MERGING", "uniform"], "no option 'token_merging'"),
         (SWIN, ["MODEL.TRANSFORMER.NORM", "FrozenBN"], "no BatchNorm"),
         (SWIN, ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"], "attention_backend"),
         ("densenet121", ["MODEL.TRANSFORMER.DROP_PATH", "0.1"], "MODEL.TRANSFORMER.DROP_PATH to 0.0"),
         ("vgg11", ["MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "True"], "no activation checkpointing"),
         (CONVNEXT, ["MODEL.BACKBONE.FREEZE_AT", "5"], "MODEL.BACKBONE.FREEZE_AT is 5"),
-        (CONVNEXT, ["MODEL.FPN.IN_FEATURES", "['res2']"], "has res2"),
+        (
+            CONVNEXT,
+            ["MODEL.FPN.IN_FEATURES", "['res2']"],
+            "has 'res2', which timm:test_convnext does not return. Use stage1, ",
+        ),
     ],
 )
 def test_unsupported_models_and_options(name, overrides, named):
