@@ -197,8 +197,8 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 def _with_versions(tensors: Mapping[str, Tensor], versions: Mapping[str, int]) -> OrderedDict[str, Tensor]:
     state_dict = OrderedDict(tensors)
-    # torch reads this attribute, which OrderedDict does not declare.
-    state_dict._metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())  # type: ignore[attr-defined]
+    metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())
+    state_dict._metadata = metadata  # type: ignore[attr-defined]  # read by torch, but not declared by OrderedDict
     return state_dict
 
 

@@ -5,6 +5,7 @@ errors in the arguments appear at once.
 """
 
 import argparse
+import difflib
 import errno
 import json
 import logging
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
 
 # Arguments that set a config key.
 SHORT_FORMS = {"weights": "MODEL.WEIGHTS", "device": "MODEL.DEVICE"}
+# Arguments that set a config key, in errors of the library. "vil train" has all of them.
+_FLAGS = SHORT_FORMS | {
+    "epochs": "SOLVER.EPOCHS",
+    "batch": "SOLVER.IMS_PER_BATCH",
+    "lr": "SOLVER.BASE_LR",
+    "image-size": "INPUT.MIN_SIZE_TRAIN",
+    "workers": "DATALOADER.NUM_WORKERS",
+    "output": "OUTPUT_DIR",
+}
 # Common arguments of other training programs, and the config key with the same effect.
 _KEYS_OF_OTHERS = {
     **dict.fromkeys(("--batch", "--batch-size"), "SOLVER.IMS_PER_BATCH {}"),
@@ -45,6 +55,8 @@ SECTIONS = frozenset(
         *("MODEL", "OUTPUT_DIR", "OVERWRITE_OUTPUT_DIR", "SEED", "SOLVER", "TEST", "VERSION", "VIS_PERIOD"),
     )
 )
+# A misspelt key such as SOLVR.BASE_LR is accepted as a key, so that the error suggests the closest one.
+_LIKE_A_KEY = re.compile(r"([A-Z][A-Z0-9_]+)(\.[A-Z][A-Z0-9_]*)+")
 # Start of the last line of a traceback from another process, which arrives as text.
 _REMOTE = f"{ConfigError.__module__}.{ConfigError.__qualname__}: "
 # Seconds that a process under torchrun waits, so that only the first process on each machine prints a common error.
@@ -132,8 +144,7 @@ class ToolParser(argparse.ArgumentParser):
             description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
         )
 
-    # argparse declares overloads for other namespace classes.
-    def parse_args(  # type: ignore[override]
+    def parse_args(  # type: ignore[override]  # argparse declares overloads for other namespace classes
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
         # A shell does not expand ~ in quotes or in --output=~/x.
@@ -207,7 +218,7 @@ class ConfigToolParser(ToolParser):
             device_help = f"{' or '.join(devices)} (config key MODEL.DEVICE)"
             self.add_argument("--device", metavar="DEVICE", help=device_help)
 
-    def parse_known_args(  # type: ignore[override]  # as for parse_args
+    def parse_known_args(  # type: ignore[override]  # argparse declares overloads for other namespace classes
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         words, overrides = self._split(sys.argv[1:] if args is None else args)
@@ -244,7 +255,7 @@ class ConfigToolParser(ToolParser):
             is_value = action is not None and action.nargs is None
             if word == "--opts":
                 continue
-            if is_value or word.partition("=")[0].partition(".")[0] not in SECTIONS or Path(word).is_file():
+            if is_value or not _is_key(word) or Path(word).is_file():
                 arguments.append(word)
                 continue
             value = next(left, None)
@@ -255,6 +266,13 @@ class ConfigToolParser(ToolParser):
                 self.error(f"the override {word} has no value. Write {word} VALUE")
             overrides += [word, value]
         return arguments, overrides
+
+
+def _is_key(word: str) -> bool:
+    """Return whether a word, such as ``SEED``, ``SOLVER.BASE_LR`` or ``SOLVR.BASE_LR=1``, is meant as a config key."""
+    section = word.partition("=")[0].partition(".")[0]
+    like = _LIKE_A_KEY.fullmatch(word.partition("=")[0])
+    return section in SECTIONS or bool(like and difflib.get_close_matches(section, SECTIONS, cutoff=0.75))
 
 
 def add_training_arguments(parser: ToolParser) -> None:
@@ -421,15 +439,25 @@ def _explain(error: Exception) -> tuple[str, int] | None:
 
 
 def _with_flag(message: str) -> str:
-    """Replace the name of an argument at the start of a message by its flag, if the user gave the flag."""
+    """Name the flags that the user gave instead of arguments of the library, and next to the first config key."""
     given = {word.partition("=")[0] for word in sys.argv}
 
     def as_flag(name: re.Match) -> str:
         flag = f"--{name[0].replace('_', '-')}"
         return flag if flag in given else name[0]
 
-    # The start of a path does not match.
-    return re.sub(r"^\w+(?=[=:\s])", as_flag, message)
+    # The first word, or words with an underscore. Parts of paths do not match.
+    message = re.sub(r"^\w+(?=[=:\s])|(?<![\w'/.-])[a-z]+(_[a-z]+)+(?=[=:,;\s]|\.$|\.\s)", as_flag, message)
+    for name, key in _FLAGS.items():
+        if f"--{name}" in given and f"--{name}" not in message:
+            # "KEY is ..." becomes "--flag (KEY) is ...", and "(KEY)" becomes "(--flag, KEY)".
+            message = re.sub(
+                rf"(\(?)\b{re.escape(key)}\b",
+                lambda found, text=f"--{name}", key=key: f"({text}, {key}" if found[1] else f"{text} ({key})",
+                message,
+                count=1,
+            )
+    return message
 
 
 @contextmanager

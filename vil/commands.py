@@ -71,8 +71,11 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     from projects_vil import run
 
     trained = run.train(**arguments)
-    if trained.results and not any(task.get("AP") for tasks in trained.results.values() for task in tasks.values()):
-        print("AP is 0. Train for more epochs, or start from pretrained weights (--weights).")
+    precisions = [task["AP"] for tasks in trained.results.values() for task in tasks.values() if "AP" in task]
+    if precisions and not any(precisions):
+        advice = "Train for more epochs, or start from pretrained weights (--weights)."
+        undefined = "AP is undefined. Check that the validation images have ground truth."
+        print(f"AP is 0. {advice}" if 0 in precisions else f"{undefined} {advice}")
     else:
         show(f"Next: vil predict {trained.folder} PHOTOS, or vil report {trained.folder}")
 
@@ -92,7 +95,11 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add_argument(
         "--predictions", nargs="+", default=[], type=existing_path, metavar="PATH", help=predictions_help
     )
-    parser.add_argument("--output", metavar="DIR", help="output folder (default: MODEL's, or evaluation_DATA in it)")
+    output_help = (
+        "output folder (default: the folder of MODEL, or a folder in it such as evaluation_DATA with DATA, or "
+        "evaluation_overrides with KEY VALUE)"
+    )
+    parser.add_argument("--output", metavar="DIR", help=output_help)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
     if arguments["predictions"]:
@@ -141,7 +148,10 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument("input", nargs="?", metavar="INPUT", help=_INPUT)
     _add_config_file(parser)
     parser.add_argument("--input", dest="named_input", metavar="INPUT", help="another way to give INPUT")
-    parser.add_argument("--output", default="predictions", metavar="DIR", help="output folder (default: predictions)")
+    output_help = (
+        "output folder (default: predictions). Earlier results in it are replaced, drawings of other images kept"
+    )
+    parser.add_argument("--output", default="predictions", metavar="DIR", help=output_help)
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="maximum images per batch (default 1)")
     parser.add_argument("--tta", action="store_true", help="test-time augmentation with several sizes and flips")
     annotations_help = "COCO file for INPUT: only its images are read, and the results have its ids and categories"
@@ -491,7 +501,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
             INPUT.AUGMENTATION lsj_copy_paste INPUT.LSJ.SIZE 128
         vil visualize offsets --config-file output/lit_s/config.yaml --weights output/lit_s/model_final.pth \\
             --input photo.jpg --output drawings --points 8
-        vil visualize results --run output/demo_retinanet --num-images 8
+        vil visualize results output/demo_retinanet --num-images 8
     """
     commands = parser.add_subparsers(required=True, metavar="WHAT", parser_class=ConfigToolParser)
 
@@ -524,9 +534,9 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     points.add_argument("--point", type=int, nargs=2, metavar=("Y", "X"), help="draw only the position at this pixel")
 
     command = add(_draw_results, "predictions of a run next to the ground truth", config_file=False, devices=())
-    command.add_argument("--run", required=True, type=existing_path, metavar="DIR", help="output directory of a run")
+    command.add_argument("run", type=existing_path, metavar="RUN", help="output directory of a training run")
     command.add_argument("--dataset", metavar="NAME", help="dataset (default: the first of DATASETS.TEST)")
-    command.add_argument("--output", type=output_file, metavar="PNG", help="file (default: DIR/predictions.png)")
+    command.add_argument("--output", type=output_file, metavar="PNG", help="file (default: RUN/predictions.png)")
     command.add_argument("--num-images", type=positive, default=8, metavar="N", help="images, one per row (default 8)")
     threshold = choices.SCORE_THRESHOLD
     threshold_help = f"minimum score of detections (default {threshold})"

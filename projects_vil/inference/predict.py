@@ -23,8 +23,8 @@ from tqdm import tqdm
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable, check_whole, printable
-from projects_vil.checkpoint import Categories, dataset_categories
-from projects_vil.config import default_config
+from projects_vil.checkpoint import Categories, dataset_categories, weights_of
+from projects_vil.config import CONFIG_FILE, default_config
 from projects_vil.data import describe_classes, load_dataset, match_all_classes, register_datasets
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detections, Detector, check_threshold
@@ -138,6 +138,8 @@ def predict(
     check_whole("draw_workers", draw_workers or 0, least=0)
     check_threshold(score_threshold or 0)
     source, output = os.fspath(source), Path(output)
+    if (output / CONFIG_FILE).is_file() and weights_of(output) is not None:
+        raise ConfigError(f"'{output}' is the output directory of a training run. Choose another output directory.")
     if ray:
         from projects_vil.inference.on_ray import predict_on_ray
 
@@ -253,7 +255,7 @@ def report_skipped(item: Skipped) -> None:
 def progress_bar(unit: str, *, total: int = 0) -> tqdm:
     """Return a progress bar, which prints a line every 30 seconds if stderr is not a terminal."""
     interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
-    return tqdm(total=total or None, unit=unit, dynamic_ncols=True, mininterval=interval)
+    return tqdm(total=total or None, unit=f" {unit}s", dynamic_ncols=True, mininterval=interval)
 
 
 def count(number: int, unit: str) -> str:
