@@ -49,9 +49,12 @@ def golden_ids(reference: dict) -> torch.Tensor:
 
 
 def assert_close_to_golden(output: torch.Tensor, expected: dict, *, correction: int = 0) -> None:
-    """Shape, and each listed value within 2e-4 of the largest one, as ``tests/golden/README.md`` has it.
+    """Check the shape, and that each listed value is within 2e-4 of the largest one (``tests/golden/README.md``).
 
-    ``correction`` is that of the standard deviation, 1 for models on sequences.
+    Args:
+        output: The output of a model.
+        expected: The entry of a golden file.
+        correction: Argument of ``torch.std``: 1 for models on sequences.
     """
     assert list(output.shape) == expected["shape"]
     values = output.reshape(-1)[torch.tensor(expected["index"])].double()

@@ -2,7 +2,7 @@
 
 "Detection README" is README.md of github.com/microsoft/VisionLongformerForObjectDetection, whose tables, with relative
 bias and with absolute positions, have a column ``drop_path`` and end in "We use weight decay 0.05 for all experiments".
-LIT's files are those of github.com/ziplab/LIT.
+LIT's files are in github.com/ziplab/LIT.
 """
 
 import functools

@@ -362,9 +362,8 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_an_error_message_is_made_of_sentences():
-    for path in (
-        path for package in ("backbones", "projects_vil", "vil", "tools") for path in ROOT.glob(f"{package}/**/*.py")
-    ):
+    packages = ("backbones", "projects_vil", "vil", "tools", "research", "examples")
+    for path in (path for package in packages for path in ROOT.glob(f"{package}/**/*.py")):
         for line, text in messages(path):
             begins = not text[0].islower() or re.match(_ARGUMENT, text)
             assert begins and text.endswith((".", "?", "X")), f"{path.relative_to(ROOT)}:{line}: {text}"

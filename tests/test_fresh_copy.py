@@ -1,4 +1,4 @@
-"""In a copy of the tracked files alone, all tests are collected, and those of reference data are skipped."""
+"""A copy of the tracked files collects all tests, and skips the tests that need reference data."""
 
 import os
 import re

@@ -7,7 +7,7 @@ from backbones.backbone import Backbone, BackboneSettings, Classifier, Variant
 from backbones.cvt import CvT, CvTStage, CvTVariant
 from backbones.lit import LIT, LITVariant
 from backbones.vil import ViL
-from tests.backbones.helpers import FAMILIES, randomise, small_variant
+from tests.backbones.helpers import FAMILIES, randomize, small_variant
 from tests.backbones.official_lit import TI, S
 
 CVT = CvTVariant((CvTStage(1, 4, 1, 5, 4), CvTStage(2, 8, 2, 3, 3), CvTStage(1, 12, 3, 2, 2)))
@@ -30,7 +30,7 @@ _CLASSES = {"vil": ViL, "lit": LIT, "cvt": CvT}
 def small_model(name: str, **options) -> Backbone:
     """A model of ``VARIANTS`` in eval mode, with random float64 weights and statistics."""
     options = {"max_img_size": (160, 160)} | options
-    return _randomised(_CLASSES[name[:3]](VARIANTS[name], BackboneSettings(**options)))
+    return _randomized(_CLASSES[name[:3]](VARIANTS[name], BackboneSettings(**options)))
 
 
 def small_classifier(name: str) -> Classifier:
@@ -38,17 +38,17 @@ def small_classifier(name: str) -> Classifier:
     variant = VARIANTS[name]
     settings = BackboneSettings(out_features=(f"stage{len(variant.stages)}",), keep_global_tokens=True)
     backbone = _CLASSES[name[:3]](variant, settings)
-    return _randomised(Classifier(backbone, num_classes=5, pool=variant.pool, norm_eps=variant.norm_eps))
+    return _randomized(Classifier(backbone, num_classes=5, pool=variant.pool, norm_eps=variant.norm_eps))
 
 
 def small_lit(variant: str | LITVariant = "relative", **options) -> LIT:
     """As :func:`small_model`, also for a variant that has no name."""
-    return _randomised(LIT(LITS[variant] if isinstance(variant, str) else variant, BackboneSettings(**options)))
+    return _randomized(LIT(LITS[variant] if isinstance(variant, str) else variant, BackboneSettings(**options)))
 
 
-def _randomised(model: nn.Module) -> nn.Module:
+def _randomized(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(9)
-    for name, buffer in randomise(model).named_buffers():
+    for name, buffer in randomize(model).named_buffers():
         values = torch.randn(buffer.shape, generator=generator, dtype=torch.float64)
         if name.endswith(("running_var", "norm.weight")):
             buffer.copy_(1 + 0.3 * values.abs())

@@ -130,7 +130,7 @@ def trace(function: Callable, example: tuple[Tensor, ...]) -> torch.jit.ScriptFu
     return traced
 
 
-def randomise(model: nn.Module, *, seed: int = 0) -> nn.Module:
+def randomize(model: nn.Module, *, seed: int = 0) -> nn.Module:
     """Fill every parameter with values that no other has, so that none is hidden by being 0 or 1.
 
     Random features are sampled again too.
@@ -171,7 +171,7 @@ def small_variant(
 def small_vil(family: str = "relative", *, max_img_size: tuple[int, int] = (160, 160), **options) -> ViL:
     """A small ViL in eval mode with random float64 weights; ``options`` are :class:`.BackboneSettings`."""
     model = ViL(small_variant(**FAMILIES[family]), BackboneSettings(max_img_size=max_img_size, **options))
-    return randomise(model).double().eval()
+    return randomize(model).double().eval()
 
 
 def random_images(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -9,7 +9,7 @@ from backbones import ConfigError, create_backbone, create_classifier
 from backbones.build import VARIANTS
 from backbones.convert import convert_state_dict, detect_format
 from backbones.layers.position import resize_table
-from tests import wrapping
+from tests import layouts
 from tests.backbones import official_lit
 from tests.backbones.helpers import assert_all_close, random_images
 from tests.backbones.official import TINY, OfficialStage, official_state_dict
@@ -122,7 +122,7 @@ def test_window_bias_is_resized_to_another_window():
 
 @pytest.mark.parametrize("chunk_size", [5, 8])
 def test_segment_bias_is_never_resized(chunk_size):
-    """Offsets share its rows; that of w = 5 has 121 rows, as if it were a square."""
+    """Offsets share rows of the table. For w = 5 it has 121 rows, which look like a square table."""
     model = create_backbone("ls_tiny", chunk_size=chunk_size, out_features=("stage1",))
     table = model.stages[0].blocks[0].attention.relative_bias.table.detach()
     with pytest.raises(ConfigError, match="relative_position_bias_table"):
@@ -266,21 +266,24 @@ def test_mismatched_weights_raise(weights, change, name, options, hint):
 
 LONG_SHORT = {"layer1.1.attn.to_dynamic_projection.weight": torch.ones(8, 48)}
 VIL_DETECTION = "VisionLongformerForObjectDetection"
-MMDETECTION, MMSEGMENTATION = wrapping.mmdetection_heads(), wrapping.mmdetection_heads(segmentor=True)
+MMDETECTION, MMSEGMENTATION = (
+    layouts.mmdetection_heads(),
+    layouts.mmdetection_heads(segmentor=True),
+)
 
 
 @pytest.mark.parametrize(
     "project, weights, wrap, heads",
     [
-        ("vision-longformer", vil, wrapping.vision_longformer, None),
+        ("vision-longformer", vil, layouts.vision_longformer, None),
         ("vision-longformer", vil, dict, None),
-        ("transformer-ls", lambda: vil() | LONG_SHORT, wrapping.vision_longformer, None),
-        ("LIT", lambda: lit("lit_absolute", classifier=True), wrapping.lit_classifier, None),
-        ("LIT", lambda: lit(classifier=True), wrapping.lit_classifier, None),
-        (VIL_DETECTION, vil, wrapping.detectron2_detector, HEADS),
-        (VIL_DETECTION, vil, wrapping.detectron2_detector, {}),
-        ("LIT mmdetection", lambda: lit("lit_absolute"), wrapping.mmdetection, MMDETECTION),
-        ("LIT mmsegmentation", lit, wrapping.mmdetection, MMSEGMENTATION),
+        ("transformer-ls", lambda: vil() | LONG_SHORT, layouts.vision_longformer, None),
+        ("LIT", lambda: lit("lit_absolute", classifier=True), layouts.lit_classifier, None),
+        ("LIT", lambda: lit(classifier=True), layouts.lit_classifier, None),
+        (VIL_DETECTION, vil, layouts.detectron2_detector, HEADS),
+        (VIL_DETECTION, vil, layouts.detectron2_detector, {}),
+        ("LIT mmdetection", lambda: lit("lit_absolute"), layouts.mmdetection, MMDETECTION),
+        ("LIT mmsegmentation", lit, layouts.mmdetection, MMSEGMENTATION),
     ],
 )
 def test_formats_of_official_checkpoints(project, weights, wrap, heads):
@@ -291,7 +294,7 @@ def test_formats_of_official_checkpoints(project, weights, wrap, heads):
 
 
 def test_unusual_contents():
-    contents = wrapping.vision_longformer(vil())
+    contents = layouts.vision_longformer(vil())
     contents["net"]["module.calls"] = 3
     assert_all_close(detect_format(contents).backbone, vil(), tolerance=0)
     weights = {name: tensor for name, tensor in vil().items() if name not in HEAD_AND_NORM}

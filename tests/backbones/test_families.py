@@ -22,16 +22,16 @@ from tests.backbones.helpers import (
     assert_all_close,
     map_gradients,
     random_images,
-    randomise,
+    randomize,
     small_variant,
     small_vil,
     trace,
 )
 
 models = pytest.mark.parametrize("name", VARIANTS)
-# TorchScript's optimiser is tried with one trace of each family.
-OPTIMISED = ("vil_relative", "lit_relative", "cvt")
-varied = pytest.mark.parametrize("name", [*OPTIMISED, "vil_cyclic", "vil_partial", "vil_long_short", "lit_absolute"])
+# TorchScript's optimizer is tried with one trace of each family.
+OPTIMIZED = ("vil_relative", "lit_relative", "cvt")
+varied = pytest.mark.parametrize("name", [*OPTIMIZED, "vil_cyclic", "vil_partial", "vil_long_short", "lit_absolute"])
 one_of_each = pytest.mark.parametrize("name", ["vil_absolute", "lit_relative", "cvt"])
 SIZES = [(37, 50), (32, 32), (64, 64), (64, 33), (61, 130), (5, 130), (5, 9)]
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -231,8 +231,8 @@ def test_frozen_stages_keep_weights_and_statistics(name, number):
 @models
 def test_trace_is_correct_for_other_sizes(name):
     model = small_model(name)
-    # Fusing a traced graph takes as long as all else, so only one model of each family is optimised.
-    with torch.jit.optimized_execution(name in OPTIMISED):
+    # Fusing a traced graph takes as long as all else, so only one model of each family is optimized.
+    with torch.jit.optimized_execution(name in OPTIMIZED):
         traced = trace(model, (random_images(1, 3, 96, 64),))
         for batch, height, width in ((1, 37, 50), (2, 20, 90), (1, 8, 5), (2, 130, 70)):
             images = random_images(batch, 3, height, width)
@@ -250,7 +250,7 @@ def vil(sizes: tuple[tuple[int, int], ...] = ((32, 2),), **options) -> Backbone:
     variant = small_variant(**options)
     stages = zip(variant.stages, sizes, strict=False)
     stages = tuple(dataclasses.replace(stage, patch_size=patch, depth=depth) for stage, (patch, depth) in stages)
-    return randomise(ViL(dataclasses.replace(variant, stages=stages), BackboneSettings(**LARGEST))).double().eval()
+    return randomize(ViL(dataclasses.replace(variant, stages=stages), BackboneSettings(**LARGEST))).double().eval()
 
 
 def lit(family: str, *out_features: str, **options) -> Backbone:

@@ -28,7 +28,7 @@ from backbones import ConfigError, create_backbone, create_classifier, list_vari
 from backbones.attention.efficient import PerformerAttention
 from backbones.attention.sliding_chunk import SHIFTS, SlidingChunkAttention
 from backbones.layers.position import fit_table
-from tests.backbones.helpers import random_images, randomise
+from tests.backbones.helpers import random_images, randomize
 from tests.selection import slow_except
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ families = pytest.mark.parametrize("name", slow_except(FAMILIES, [SMALL, RELATIV
 
 def classifier(name: str, *, img_size: int | tuple[int, int] = SIZE, num_classes: int = 4, **options) -> nn.Module:
     """A new float64 model with the same random weights as any other of these arguments."""
-    return randomise(timm.create_model(name, img_size=img_size, num_classes=num_classes, **options)).double().eval()
+    return randomize(timm.create_model(name, img_size=img_size, num_classes=num_classes, **options)).double().eval()
 
 
 def meta_model(name: str, **options) -> nn.Module:
@@ -55,7 +55,7 @@ def images(*size: int) -> Tensor:
 
 
 def assert_shapes(features: list[Tensor], info, size: tuple[int, int]) -> None:
-    """The number of feature maps, their channels and strides are those of ``feature_info``."""
+    """Check that the number of feature maps, their channels and their strides match ``feature_info``."""
     wanted = [(c, *(-(-side // r) for side in size)) for c, r in zip(info.channels(), info.reduction(), strict=True)]
     assert [tuple(m.shape[1:]) for m in features] == wanted and all(m.isfinite().all() for m in features)
 
@@ -82,7 +82,7 @@ def test_names_and_configs():
 
 @families
 def test_logits_are_those_of_create_classifier(name):
-    expected = randomise(create_classifier(name, num_classes=4, img_size=SIZE)).double().eval()
+    expected = randomize(create_classifier(name, num_classes=4, img_size=SIZE)).double().eval()
     model = timm.create_model(name, num_classes=4, img_size=SIZE).double().eval()
     model.load_state_dict(expected.state_dict())
     assert model.no_weight_decay() == expected.no_weight_decay()
@@ -203,7 +203,7 @@ def test_features(name, tmp_path):
     some = timm.create_model(name, feature_cls="dict", out_indices=(-1, 0), features_only=True).double().eval()
     assert_shapes(list(some(images()).values()), some.feature_info, SIZE)
     assert list(some(images())) == ["0", str(last)]
-    expected = randomise(create_backbone(name)).double().eval()
+    expected = randomize(create_backbone(name)).double().eval()
     model = timm.create_model(name, features_only=True).double().eval()
     model.backbone.load_state_dict(expected.state_dict())
     features = model(images(45, 70))
@@ -390,7 +390,7 @@ def test_tool_runs_a_timm_script_with_the_models(tmp_path):
 
 
 def shape_images(root: Path) -> Path:
-    """An image folder of bright circles, squares and triangles of any colour on dark backgrounds, 64 to 96 pixels."""
+    """An image folder of bright circles, squares and triangles of any color on dark backgrounds, 64 to 96 pixels."""
     rng = np.random.default_rng(0)
     for split, number in (("train", 60), ("val", 40)):
         for name in ("circle", "square", "triangle"):

@@ -25,8 +25,8 @@ from research.robustness.sets import (
     corruption_error,
     top_classes,
 )
-from tests import wrapping
-from tests.backbones.helpers import randomise
+from tests import layouts
+from tests.backbones.helpers import randomize
 from tests.backbones.official import official_state_dict
 from tests.projects_vil.helpers import error_line, message, run_tool
 from tests.tolerances import FLOAT32
@@ -198,7 +198,7 @@ def test_folders_with_another_layout_raise(weights, tmp_path):
 @pytest.fixture(scope="module")
 def classifier():
     """A classifier of 7 classes at 64 pixels."""
-    return randomise(create_classifier(VARIANT, num_classes=7, img_size=64)).eval()
+    return randomize(create_classifier(VARIANT, num_classes=7, img_size=64)).eval()
 
 
 @torch.inference_mode()
@@ -240,7 +240,7 @@ def test_a_run_of_timm(tmp_path, classifier, arguments, size):
 
 def test_tables_larger_than_the_images_stay_as_trained(tmp_path):
     name, options = VARIANT.removesuffix("_rpb"), {"img_size": 96, "position_interpolation": "per_feature_map"}
-    trained = randomise(timm.create_model(name, num_classes=7, **options)).eval()
+    trained = randomize(timm.create_model(name, num_classes=7, **options)).eval()
     path = timm_checkpoint(tmp_path / "run.pth.tar", trained.state_dict(), model=name, model_kwargs=options)
     loaded = load_classifier(path)
     assert (loaded.img_size, loaded.table_img_size) == ((64, 64), (96, 96))
@@ -254,7 +254,7 @@ def test_plain_and_official_state_dicts(tmp_path, classifier):
     plain = load_classifier(tmp_path / "plain.pth", VARIANT).model
     torch.testing.assert_close(logits_of(plain), logits_of(classifier), **FLOAT32)
     weights = official_state_dict(relative_bias=True, num_classes=7)
-    torch.save(wrapping.vision_longformer(weights), tmp_path / "official.pth")
+    torch.save(layouts.vision_longformer(weights), tmp_path / "official.pth")
     loaded = load_classifier(tmp_path / "official.pth", VARIANT, img_size=64)
     expected, _ = convert_state_dict(weights, VARIANT, classifier=True, model_options={"num_classes": 7})
     for name, tensor in loaded.model.state_dict().items():

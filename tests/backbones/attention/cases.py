@@ -46,7 +46,7 @@ def case(
     shift: tuple[int, int] | None = None,
     **sizes: int,
 ) -> tuple[Callable, Callable, dict[str, Tensor]]:
-    """A kernel, its reference and float64 arguments of both; ``shift`` replaces that of the kernel."""
+    """Return a kernel, its reference and float64 arguments for both. ``shift`` replaces the shift of the kernel."""
     sizes = {"batch": 2, "heads": 2, "channels": 4} | sizes
     batch, heads, channels = sizes.values()
     if kernel == "dense":

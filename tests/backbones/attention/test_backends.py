@@ -17,7 +17,7 @@ from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chu
 from backbones.attention.triton_check import choose_kernel, suggest_triton, triton_is_right
 from backbones.attention.triton_chunks import SEGMENT_MODE, triton_chunk_attention
 from tests.backbones.attention.cases import FakeGPU, OnMap, attend
-from tests.backbones.helpers import attention_inputs, randomise
+from tests.backbones.helpers import attention_inputs, randomize
 from tests.gpu import DEVICE, on_gpu
 
 BIASES = ("local_bias", "global_bias")
@@ -170,7 +170,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize("training", [False, True])
 def test_triton_backend_describes_its_inputs_to_the_check(asked, monkeypatch, training):
     """With the types that autocast chooses, and the shift of training."""
-    module = randomise(SlidingChunkAttention(8, num_heads=2, chunk_size=3, relative_bias=True, backend="triton"))
+    module = randomize(SlidingChunkAttention(8, num_heads=2, chunk_size=3, relative_bias=True, backend="triton"))
     module.train(training).shift = (1, 0)
     with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16):
         attend(module, torch.randn(2, 7, 10, 8), torch.randn(2, 1, 8))

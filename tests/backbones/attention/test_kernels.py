@@ -18,7 +18,7 @@ from tests.backbones.helpers import (
     assert_padding_is_hidden_in_half_precision,
     outputs_and_gradients,
     random_images,
-    randomise,
+    randomize,
     trace,
 )
 
@@ -74,7 +74,7 @@ def test_result_is_the_same_as_on_a_gpu(monkeypatch, kernel, num_global):
 def test_attention_of_a_map_as_on_a_gpu(monkeypatch, num_global, block_scores):
     """Some heads, and some rows, in a call, whose bias is a view of the table by offset."""
     monkeypatch.setattr(dense, "_CALL_SCORES", block_scores)
-    bias = randomise(GridRelativeBias((5, 7), 2, num_global_tokens=num_global)).double()
+    bias = randomize(GridRelativeBias((5, 7), 2, num_global_tokens=num_global)).double()
     tokens = num_global + 35
     inputs = [random_images(2, 2, *sizes, 4, seed=seed) for seed, sizes in enumerate([(5, 7), (tokens,), (tokens,)])]
     inputs = [x.requires_grad_() for x in inputs]

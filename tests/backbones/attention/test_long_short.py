@@ -10,7 +10,7 @@ from backbones.attention import long_short
 from backbones.attention.long_short import LongShortAttention, dynamic_projection
 from backbones.layers.position import SegmentRelativeBias
 from tests.backbones.attention.cases import attend, case, side_of
-from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images, randomise
+from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images, randomize
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 4])
@@ -72,15 +72,15 @@ def test_bias_index_is_the_official_formula(chunk_size):
 def test_module_equals_its_steps_by_hand(num_global):
     """Each token of each image by itself: DualLN, the projection, one softmax, and the global tokens' own update."""
     module = LongShortAttention(8, num_heads=2, chunk_size=3, rank=5, num_global_tokens=num_global, relative_bias=True)
-    randomise(module).double()
+    randomize(module).double()
     (dim, heads, rank), (height, width) = (8, 2, 5), (7, 10)
     tokens = random_images(2, height, width, dim)
     global_tokens = random_images(2, num_global, dim, seed=2) if num_global else None
     update, global_update = attend(module, tokens, global_tokens)
 
     def normed(x: Tensor, norm: torch.nn.LayerNorm) -> Tensor:
-        centerd = x - x.mean(-1, keepdim=True)
-        return centerd / (centerd.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
+        centered = x - x.mean(-1, keepdim=True)
+        return centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
 
     for image in range(2):
         local = tokens[image].reshape(-1, dim)

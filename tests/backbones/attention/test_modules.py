@@ -18,7 +18,7 @@ from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.errors import ConfigError
 from tests.backbones.attention.cases import attend
-from tests.backbones.helpers import assert_all_close, random_images, randomise
+from tests.backbones.helpers import assert_all_close, random_images, randomize
 
 _CHUNKS = functools.partial(SlidingChunkAttention, chunk_size=3, relative_bias=True)
 _SEGMENTS = functools.partial(LongShortAttention, rank=2, relative_bias=True)
@@ -44,7 +44,7 @@ num_globals = pytest.mark.parametrize("num_global", [0, 1, 2])
 
 
 def build(name: str, num_global: int, **options) -> nn.Module:
-    return randomise(ALL[name](8, num_heads=2, num_global_tokens=num_global, **options)).double()
+    return randomize(ALL[name](8, num_heads=2, num_global_tokens=num_global, **options)).double()
 
 
 def inputs_for(num_global: int, height: int = 5, width: int = 7) -> tuple[Tensor, Tensor | None]:

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from backbones.attention.sliding_chunk import SHIFTS, SlidingChunkAttention, sample_shifts
 from tests.backbones.attention.cases import attend
-from tests.backbones.helpers import random_images, randomise, small_vil
+from tests.backbones.helpers import random_images, randomize, small_vil
 
 
 def attention_module(num_global: int, *, shared: bool = True) -> SlidingChunkAttention:
     options = {"num_global_tokens": num_global, "relative_bias": True, "shared_projections": shared}
-    return randomise(SlidingChunkAttention(8, num_heads=2, chunk_size=3, **options)).double()
+    return randomize(SlidingChunkAttention(8, num_heads=2, chunk_size=3, **options)).double()
 
 
 @pytest.mark.parametrize("num_global, shared", [(1, True), (2, True), (2, False)])

@@ -33,7 +33,7 @@ from tests.backbones.helpers import (
     attention_inputs,
     outputs_and_gradients,
     random_images,
-    randomise,
+    randomize,
 )
 from tests.gpu import DEVICE, on_gpu
 from tests.selection import slow_except
@@ -256,7 +256,7 @@ def test_module_with_activation_checkpointing(attention):
     results = []
     for backend in ("triton", "reference"):
         module = attention(8, num_heads=2, chunk_size=3, relative_bias=True, backend=backend)
-        module = randomise(module).double()
+        module = randomize(module).double()
         inputs = [random_images(1, *shape).requires_grad_() for shape in ((2, 5, 8), (1, 8))]
         outputs = checkpoint(attend, module, *inputs, use_reentrant=False)
         sum(x.square().sum() for x in outputs).backward()
@@ -324,7 +324,7 @@ def test_imports_without_triton():
 # -- compiled --------------------------------------------------------------------------------------
 
 
-# Bytes of stack that a thread may take; none elsewhere. The latter is that of float32.
+# Bytes of stack that a thread may take, in float32. All other kernels must take none.
 SPILLED = {("key_grad_kernel", 80, 32, "long_short"): 8, ("query_grad_kernel", 80, 96, "zero_pad"): 144}
 
 

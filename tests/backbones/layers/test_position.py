@@ -11,7 +11,7 @@ from backbones.layers.position import (
     GridRelativeBias,
     resize_table,
 )
-from tests.backbones.helpers import random_images, randomise
+from tests.backbones.helpers import random_images, randomize
 from tests.tolerances import FLOAT32
 
 
@@ -40,7 +40,7 @@ def test_resizing_a_grid_is_bilinear(old, new):
 
 
 def test_absolute_positions_concatenate_row_and_column():
-    positions = randomise(AbsolutePositions((5, 9), 8, num_global_tokens=2))
+    positions = randomize(AbsolutePositions((5, 9), 8, num_global_tokens=2))
     output = positions(4, 7)
     assert output.shape == (4, 7, 8)
     for row in range(4):
@@ -54,7 +54,7 @@ def test_absolute_positions_concatenate_row_and_column():
 def test_grid_bias_is_looked_up_by_offset(num_global, global_queries):
     height, width = 3, 5
     grid = GridRelativeBias((height, width), 2, num_global_tokens=num_global, global_queries=global_queries)
-    output = randomise(grid)(height, width)
+    output = randomize(grid)(height, width)
     first = num_global if global_queries else 0
     assert output.shape == (2, first + height * width, num_global + height * width)
     for query in range(height * width):

@@ -16,7 +16,7 @@ from backbones.layers.token_merging import (
     sampled_positions,
     with_deformable_merging,
 )
-from tests.backbones.helpers import assert_all_close, random_images, randomise
+from tests.backbones.helpers import assert_all_close, random_images, randomize
 
 SIZES = [(6, 8), (5, 8), (6, 7), (3, 5), (1, 1), (2, 9)]
 sizes = pytest.mark.parametrize("height, width", SIZES)
@@ -24,7 +24,7 @@ sizes = pytest.mark.parametrize("height, width", SIZES)
 
 def small_merging(in_channels: int = 3, dim: int = 4, **options) -> DeformableTokenMerging:
     """In eval mode, with random float64 weights and statistics."""
-    module = randomise(DeformableTokenMerging(in_channels, dim, **options)).double().eval()
+    module = randomize(DeformableTokenMerging(in_channels, dim, **options)).double().eval()
     with torch.no_grad():
         module.offset.weight.mul_(2)
         module.norm.weight.copy_(1 + 0.3 * random_images(dim, seed=3))
@@ -111,7 +111,7 @@ def test_swin_with_deformable_merging():
     torch.manual_seed(0)
     swin = small_swin()
     before = {name: tensor.clone() for name, tensor in swin.state_dict().items()}
-    model = randomise(with_deformable_merging(swin)).double().train()
+    model = randomize(with_deformable_merging(swin)).double().train()
     assert not any(isinstance(module, PatchMerging) for module in model.modules())
     assert sum(isinstance(module, DeformableTokenMerging) for module in model.modules()) == 3
     features = model.forward_features(random_images(2, 3, 64, 64))

@@ -30,7 +30,7 @@ def detector(name: str = "retinanet", *overrides: str, seed: int = 0) -> nn.Modu
 
 @functools.cache
 def trained(name: str = "retinanet") -> State:
-    """Weights that differ from those of every other detector here."""
+    """Return weights that differ from every other detector in this file."""
     return detector(name, seed=7).state_dict()
 
 

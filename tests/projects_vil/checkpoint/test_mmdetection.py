@@ -1,4 +1,4 @@
-"""LIT's official detectors, which are mmdetection's: their detections, by its formulas, are those of our models.
+"""LIT's official detectors: mmdetection's formulas and our models give the same detections.
 
 The formulas are restated from mmdetection 2.11 in LIT's repository (detection/mmdet: necks/fpn.py, dense_heads,
 roi_heads, core/anchor, core/bbox/coder). R: anchors or regions, K: classes.
@@ -17,7 +17,7 @@ from backbones.build import VARIANTS
 from backbones.convert import detect_format
 from projects_vil import Checkpointer, load_config
 from projects_vil.checkpoint import check_weights, convert_file, convert_official
-from tests import wrapping
+from tests import layouts
 from tests.backbones import official_lit
 from tests.projects_vil.checkpoint.test_checkpointer import LOG, log_of, save
 from tests.projects_vil.helpers import ROOT, assert_same_detections
@@ -185,7 +185,7 @@ def small_variant(monkeypatch):
 
 def contents(heads: dict[str, Tensor]) -> dict:
     weights = official_lit.official_state_dict(official_lit.TI, classifier=False)
-    return wrapping.mmdetection({k: t.float() if t.is_floating_point() else t for k, t in weights.items()}, heads)
+    return layouts.mmdetection({k: t.float() if t.is_floating_point() else t for k, t in weights.items()}, heads)
 
 
 def config_of(name: str, *overrides: str):

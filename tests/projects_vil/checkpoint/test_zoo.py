@@ -29,7 +29,7 @@ from projects_vil.checkpoint import (
     zoo_tables,
 )
 from projects_vil.config import config_path
-from tests import wrapping
+from tests import layouts
 from tests.backbones import official_lit
 from tests.backbones.official import OfficialStage, official_shapes, official_state_dict
 from tests.golden import golden
@@ -109,14 +109,14 @@ def detector_file(tmp_path_factory) -> bytes:
     model = build_model(load_config(config_path("retinanet/vil_tiny_rpb_1x"), NARROW))
     heads = {name: t for name, t in model.state_dict().items() if not name.startswith(BACKBONE_PREFIX)}
     weights = float32(official_state_dict(relative_bias=True))
-    return saved(tmp_path_factory.mktemp("served"), wrapping.detectron2_detector(weights, heads))
+    return saved(tmp_path_factory.mktemp("served"), layouts.detectron2_detector(weights, heads))
 
 
 @pytest.fixture
 def server(tmp_path, monkeypatch, detector_file):
     """A server, its table as VIL_ZOO, and an empty cache."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    classifier = wrapping.vision_longformer(float32(official_state_dict(relative_bias=True)))
+    classifier = layouts.vision_longformer(float32(official_state_dict(relative_bias=True)))
     server.files = {"detector": detector_file, "classifier": saved(tmp_path, classifier)}
     server.files |= {"page": b"<html>Public access is not permitted</html>", "empty": b""}
     server.requests, server.released = [], threading.Event()
@@ -264,7 +264,7 @@ PUBLISHED = {
     "lit_s_mask_rcnn_1x": {"box_ap": 42.9, "mask_ap": 39.6},
     "lit_b_in1k": {"top1": 83.4},
     "lit_s_semantic_fpn": {"miou": 41.7},
-    # README of microsoft/VisionLongformerForObjectDetection; that of vision-longformer has 45.0 and 41.2 here.
+    # README of microsoft/VisionLongformerForObjectDetection. The README of vision-longformer has 45.0 and 41.2.
     "vil_small_rpb_mask_rcnn_1x": {"box_ap": 44.9, "mask_ap": 41.1},
     # READMEs of microsoft/vision-longformer and NVIDIA/transformer-ls.
     "vil_medium_deep_rpb_in22k_in1k_384": {"top1": 85.73},
@@ -290,7 +290,7 @@ SIZES = {
     "medium_deep": ((1, 4, 3, 96), (4, 2, 3, 192), (16, 2, 6, 384), (1, 2, 12, 768)),
     "base_deep": ((1, 4, 3, 96), (8, 2, 3, 192), (24, 2, 6, 384), (1, 2, 12, 768)),
 }
-# Fields of the four stages that are not those of ViL.
+# Fields of the four stages that differ from ViL.
 PARTIAL = {"full": (False, False, True, True)}
 MECHANISMS = {
     "vil": {},
@@ -328,7 +328,7 @@ def test_the_model_of_a_detectors_config_takes_all_official_weights(name):
         backbone = build_model(load_config(zoo_config(name), ["MODEL.DEVICE", "meta"])).backbone.bottom_up
     # Without memory for the zeros
     weights = {key: torch.zeros(()).expand(shape) for key, shape in official_backbone(entry.variant).items()}
-    wrap = wrapping.mmdetection if entry.variant.startswith("lit") else wrapping.detectron2_detector
+    wrap = layouts.mmdetection if entry.variant.startswith("lit") else layouts.detectron2_detector
     official = detect_format(wrap(weights))
     converted = convert_official(official, entry.variant, model_options=backbone.options)
     assert not converted.report.resized and not converted.report.initialized

@@ -253,7 +253,7 @@ def refuse() -> None:
 
 @pytest.mark.slow
 def test_an_error_of_a_process_keeps_its_traceback(tmp_path):
-    """Also one whose text is like that of a lost connection."""
+    """Also if the text of the error looks like a lost connection."""
     with pytest.raises(ProcessRaisedException, match="(?s)in refuse.*RuntimeError: Connection refused"):
         launch(refuse, (), Processes(num_gpus=2), output_dir=str(tmp_path / "run"), device="cpu")
 

@@ -15,7 +15,7 @@ from tests.backbones.helpers import (
     outputs_and_gradients,
     random_ids,
     random_images,
-    randomise,
+    randomize,
 )
 
 SMALL_ENCODER = {"vocab_size": 11, "dim": 8, "num_heads": 2, "hidden_dim": 12, "depth": 2, "max_length": 24}
@@ -26,7 +26,7 @@ SMALL_CHAR_LM |= {"segment_length": 4, "rank": 2, "window_size": 5}
 
 def small(create: Callable = create_sequence_encoder, *, dtype: torch.dtype = torch.float64, **changes) -> nn.Module:
     sizes = SMALL_CHAR_LM if create is create_char_lm else SMALL_ENCODER
-    return randomise(create(**sizes | changes).to(dtype)).eval()
+    return randomize(create(**sizes | changes).to(dtype)).eval()
 
 
 def mask_of(length: int, *real: int) -> Tensor:
