@@ -156,7 +156,7 @@ def loaded(config: str) -> CfgNode:
 
 
 @pytest.mark.parametrize("key", VALUES)
-def test_values_are_those_of_their_sources(key):
+def test_values_match_their_sources(key):
     used = set()
     for config in CONFIGS:
         pattern, value, source = next(row for row in VALUES[key] if fnmatchcase(config, row[0]))

@@ -20,7 +20,7 @@ from research.robustness.sets import (
     ALEXNET_ERRORS,
     ROBUSTNESS_SETS,
     SEVERITIES,
-    LabelledImages,
+    LabeledImages,
     accuracy,
     correct_classes,
     corruption_error,
@@ -114,7 +114,7 @@ def evaluate_robustness(
     return {"variant": classifier.variant, "source": classifier.source, "data_config": config, "sets": results}
 
 
-def _list_folders(data: Path, name: str, missing: list[str]) -> list[tuple[str, LabelledImages]]:
+def _list_folders(data: Path, name: str, missing: list[str]) -> list[tuple[str, LabeledImages]]:
     """Return the folders of images of a set, with their corruption; add the missing ones of ImageNet-C to a list."""
     image_set = ROBUSTNESS_SETS[name]
     if missing:
@@ -122,12 +122,12 @@ def _list_folders(data: Path, name: str, missing: list[str]) -> list[tuple[str, 
         return []
     folders = []
     if name != "c":
-        folders.append(("", LabelledImages(data, name)))
+        folders.append(("", LabeledImages(data, name)))
         correct_classes(data, name, folders[0][1].samples)
     else:
         for corruption, level in itertools.product(ALEXNET_ERRORS, map(str, SEVERITIES)):
             if (data / image_set.folder / corruption / level).is_dir():
-                folders.append((corruption, LabelledImages(data, name, corruption, level)))
+                folders.append((corruption, LabeledImages(data, name, corruption, level)))
             else:
                 missing.append(f"{image_set.folder}/{corruption}/{level}")
     for _, images in folders:
@@ -137,7 +137,7 @@ def _list_folders(data: Path, name: str, missing: list[str]) -> list[tuple[str, 
 
 
 @torch.inference_mode()
-def _predict(model: torch.nn.Module, images: LabelledImages, batch_size: int, num_workers: int, device: str) -> Tensor:
+def _predict(model: torch.nn.Module, images: LabeledImages, batch_size: int, num_workers: int, device: str) -> Tensor:
     """Return the five most probable classes of each image, (N, 5)."""
     loader = DataLoader(images, batch_size=batch_size, num_workers=num_workers, pin_memory=device != "cpu")
     found = []

@@ -105,7 +105,7 @@ ROBUSTNESS_SETS = {
 }
 
 
-class LabelledImages(ImageFolder):
+class LabeledImages(ImageFolder):
     """The images of a set, or of a folder ``inside`` it, such as a corruption and a severity of ImageNet-C.
 
     Raises:

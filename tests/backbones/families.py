@@ -1,4 +1,4 @@
-"""Small models of all families, one name each, for what holds for all of them."""
+"""Small named models of all families, for tests that apply to all of them."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from tests.backbones.helpers import FAMILIES, randomize, small_variant
 from tests.backbones.official_lit import TI, S
 
 CVT = CvTVariant((CvTStage(1, 4, 1, 5, 4), CvTStage(2, 8, 2, 3, 3), CvTStage(1, 12, 3, 2, 2)))
-# Absolute positions as LIT-Ti, relative bias as LIT-S, -M and -B
+# Absolute positions as in LIT-Ti, relative bias as in LIT-S, -M and -B
 LITS = {
     "absolute": TI,
     "relative": S,
@@ -28,13 +28,13 @@ _CLASSES = {"vil": ViL, "lit": LIT, "cvt": CvT}
 
 
 def small_model(name: str, **options) -> Backbone:
-    """A model of ``VARIANTS`` in eval mode, with random float64 weights and statistics."""
+    """Return a model of ``VARIANTS`` in eval mode, with random float64 weights and statistics."""
     options = {"max_img_size": (160, 160)} | options
     return _randomized(_CLASSES[name[:3]](VARIANTS[name], BackboneSettings(**options)))
 
 
 def small_classifier(name: str) -> Classifier:
-    """As :func:`small_model`, with a head for 5 classes."""
+    """Return a :func:`small_model` with a head for 5 classes."""
     variant = VARIANTS[name]
     settings = BackboneSettings(out_features=(f"stage{len(variant.stages)}",), keep_global_tokens=True)
     backbone = _CLASSES[name[:3]](variant, settings)
@@ -42,7 +42,7 @@ def small_classifier(name: str) -> Classifier:
 
 
 def small_lit(variant: str | LITVariant = "relative", **options) -> LIT:
-    """As :func:`small_model`, also for a variant that has no name."""
+    """Return a :func:`small_model`, also of a variant without a name."""
     return _randomized(LIT(LITS[variant] if isinstance(variant, str) else variant, BackboneSettings(**options)))
 
 

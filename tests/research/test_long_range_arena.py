@@ -179,7 +179,7 @@ def test_the_best_weights_are_kept_and_a_seed_gives_the_same_run(tiny, tmp_path)
 
 
 @pytest.mark.parametrize(("schedule", "warmup"), [("linear", 5), ("fixed", 2)])
-def test_the_learning_rate_is_that_of_run_tasks(tiny, schedule, warmup, monkeypatch):
+def test_the_learning_rate_follows_run_tasks(tiny, schedule, warmup, monkeypatch):
     rates, step = [], torch.optim.AdamW.step
 
     def record(self, *args, **kwargs):

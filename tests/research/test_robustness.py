@@ -19,7 +19,7 @@ from research.robustness.evaluate import evaluate_robustness, format_results
 from research.robustness.published import paper_figures
 from research.robustness.sets import (
     ALEXNET_ERRORS,
-    LabelledImages,
+    LabeledImages,
     accuracy,
     correct_classes,
     corruption_error,
@@ -138,14 +138,14 @@ def test_known_predictions_on_all_sets(data, weights):
     assert lines[-1] == "| ImageNet-C mCE | 75 (75 of 3750000 files) | 100.00 | 100.00 | 0.00 | - |"
 
 
-def test_predictions_are_those_of_the_model_image_by_image(data, weights):
+def test_predictions_equal_the_model_image_by_image(data, weights):
     """With timm's own preparation."""
     model = load_classifier(weights / "random.pth", VARIANT, img_size=64).model
     results = evaluate(weights / "random.pth", data, "val", "a")
     options = {"interpolation": "bicubic", "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
     transform = create_transform(input_size=(3, 64, 64), crop_pct=0.875, **options)
     for name in ("val", "a"):
-        images, rows = LabelledImages(data, name), []
+        images, rows = LabeledImages(data, name), []
         for path, _ in images.samples:
             with Image.open(path) as image, torch.inference_mode():
                 rows.append(top_classes(model(transform(image.convert("RGB"))[None]), images.subset))

@@ -99,7 +99,7 @@ def test_training_has_detectron2s_arguments():
     assert theirs.pop("opts")[0] == [] and ours.pop("dist_timeout") and ours == theirs
 
 
-def test_choices_of_the_parsers_are_those_of_the_library():
+def test_parsers_and_library_have_the_same_choices():
     from projects_vil import export, run
 
     # Some versions of detectron2 have more keys than others.

@@ -16,7 +16,7 @@ def attention_module(num_global: int, *, shared: bool = True) -> SlidingChunkAtt
 
 @pytest.mark.parametrize("num_global, shared", [(1, True), (2, True), (2, False)])
 def test_module_equals_explicit_products_per_head(num_global, shared):
-    """On a map of one chunk; global tokens see everything on any map."""
+    """On a feature map of one chunk. Global tokens attend to all tokens of any feature map."""
     module, positions = (
         attention_module(num_global, shared=shared),
         [(row, col) for row in range(2) for col in range(3)],

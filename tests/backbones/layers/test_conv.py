@@ -11,7 +11,7 @@ from tests.backbones.helpers import random_images, randomize
 @pytest.mark.parametrize("kernel_size, stride, padding", [(7, 4, 2), (3, 2, 1), (4, 4, 0), (2, 2, 0)])
 @pytest.mark.parametrize("height, width", [(1, 9), (16, 24), (17, 31), (18, 5)])
 def test_embedding_of_any_size(kernel_size, stride, padding, height, width):
-    """A strided convolution and a LayerNorm, of an image with zeros below and on the right up to whole patches."""
+    """The embedding is a strided convolution and a LayerNorm. The image is padded with zeros below and on the right."""
     embed = randomize(PatchEmbed(3, 6, patch_size=stride, kernel_size=kernel_size, norm_eps=1e-5)).double()
     images = random_images(2, 3, height, width)
     padded = torch.zeros(2, 3, -(-height // stride) * stride, -(-width // stride) * stride, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Positions: which entry of a table goes where, and how tables are resized."""
+"""Positions: the table entry of each position, and resized tables."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from tests.tolerances import FLOAT32
 
 
 def interpolate(table: np.ndarray, size: int) -> np.ndarray:
-    """Linear along the first axis: the center of position i is at i + 1/2, and the ends are clamped."""
+    """Interpolate linearly along the first axis. The center of position i is at i + 1/2, and the ends are clamped."""
     old = len(table)
     position = (np.arange(size) + 0.5) * old / size - 0.5
     columns = [np.interp(position, np.arange(old), column) for column in table.reshape(old, -1).T]
@@ -78,7 +78,7 @@ def test_grid_positions_of_the_largest_map_are_cropped():
 
 
 def test_relative_bias_of_a_smaller_map_is_a_crop():
-    """A smaller map has the bias that the same pairs of tokens have in the largest one."""
+    """The bias of a pair of tokens is the same in a smaller feature map as in the largest one."""
     bias = GridRelativeBias((5, 7), 2, resizing="once").double()
     whole = bias(5, 7).unflatten(1, (5, 7)).unflatten(3, (5, 7))
     torch.testing.assert_close(bias(3, 4).unflatten(1, (3, 4)).unflatten(3, (3, 4)), whole[:, :3, :4, :3, :4])

@@ -1,4 +1,4 @@
-"""Token merging: torchvision's deformable convolution, types under autocast, norms, uniform merging, Figure 2."""
+"""Token merging: torchvision's deformable convolution, dtypes under autocast, norms, uniform merging, Figure 2."""
 
 import math
 
@@ -23,7 +23,7 @@ sizes = pytest.mark.parametrize("height, width", SIZES)
 
 
 def small_merging(in_channels: int = 3, dim: int = 4, **options) -> DeformableTokenMerging:
-    """In eval mode, with random float64 weights and statistics."""
+    """Return a merging module in eval mode, with random float64 weights and statistics."""
     module = randomize(DeformableTokenMerging(in_channels, dim, **options)).double().eval()
     with torch.no_grad():
         module.offset.weight.mul_(2)
@@ -35,7 +35,7 @@ def small_merging(in_channels: int = 3, dim: int = 4, **options) -> DeformableTo
 
 
 def finish(module: DeformableTokenMerging, merged: Tensor) -> Tensor:
-    """Equation 8 in eval mode, and channels last."""
+    """Return the output of equation 8 in eval mode, channels last."""
     norm = module.norm
     scale = (norm.weight / (norm.running_var + norm.eps).sqrt())[:, None, None]
     merged = (merged - norm.running_mean[:, None, None]) * scale + norm.bias[:, None, None]
@@ -48,7 +48,7 @@ def padded(features: Tensor) -> Tensor:
 
 @sizes
 def test_equals_the_operator_of_torchvision_with_its_gradients(height, width):
-    """The CPU samples, which is faster; a GPU has torchvision's operator."""
+    """The CPU uses grid sampling, which is faster. A GPU uses torchvision's operator."""
     module, features = small_merging(), random_images(2, 3, height, width).requires_grad_()
     leaves = {"features": features} | {n: p for n, p in module.named_parameters()}
 

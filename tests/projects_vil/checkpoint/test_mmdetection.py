@@ -201,7 +201,7 @@ def loaded(name: str, path: str) -> nn.Module:
 
 @pytest.mark.parametrize("name", FORMULAS)
 @torch.no_grad()
-def test_detections_are_those_of_mmdetection(tmp_path, name):
+def test_detections_equal_mmdetection(tmp_path, name):
     heads = Heads(name == "retinanet")
     path = save(tmp_path, contents(heads))
     image = 255 * torch.rand(3, *SIZE, generator=torch.Generator().manual_seed(1))
@@ -234,7 +234,7 @@ def test_a_model_with_a_relu_before_p7_is_another(tmp_path):
     assert any("P7_RELU" in line for line in log.output)
 
 
-def test_classes_are_those_of_coco():
+def test_classes_match_coco():
     """Also their order: LIT's CocoDataset.CLASSES (detection/mmdet/datasets/coco.py) are by category id."""
     heads = Heads(retinanet=True)
     for branch, number in (("cls", 80), ("reg", 4)):

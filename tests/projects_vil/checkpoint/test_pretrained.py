@@ -134,7 +134,7 @@ def test_an_official_vil_detector_has_all_weights_of_the_model(tmp_path, name, s
         ("retinanet", "vil_tiny_1_10_1_rpb", ["MODEL.FPN.IN_FEATURES", "['stage1', 'stage2', 'stage3']"]),
     ],
 )
-def test_names_of_fpn_and_heads_are_those_of_the_configs(name, variant, overrides):
+def test_names_of_fpn_and_heads_match_the_configs(name, variant, overrides):
     keys = ["MODEL.TRANSFORMER.VARIANT", variant, "MODEL.DEVICE", "meta", *overrides]
     with torch.device("meta"):
         names = build_model(load_config(ROOT / f"configs/{name}/vil_tiny_rpb_1x.yaml", keys)).state_dict()

@@ -43,7 +43,7 @@ from tests.projects_vil.inference.helpers import (
 @pytest.mark.parametrize(
     "name, channels", [("retinanet", "RGB"), pytest.param("mask_rcnn", "BGR", marks=pytest.mark.slow)]
 )
-def test_results_equal_those_of_an_evaluation(shapes, tmp_path, name, channels):
+def test_results_equal_an_evaluation(shapes, tmp_path, name, channels):
     annotations = shapes / "annotations/instances_val.json"
     Trainer.test(*save_run(tmp_path, name, "INPUT.FORMAT", channels, "TEST.DETECTIONS_PER_IMAGE", "10"))
     options = {"annotations": annotations, "batch_size": 3}

@@ -162,7 +162,7 @@ def test_a_compiled_backbone_has_the_same_weights_and_features(monkeypatch):
     torch.testing.assert_close(features[1], features[0])
 
 
-def test_two_extra_levels_equal_those_of_detectron2():
+def test_two_extra_levels_equal_detectron2():
     ours = LastLevelConvs(12, 8, "stage4", (6, 7)).double()
     theirs = LastLevelP6P7(12, 8, "stage4").double()
     theirs.load_state_dict(ours.state_dict())

@@ -45,7 +45,7 @@ def test_levels_and_gradients_for_images_of_any_size(name, detector, levels):
     assert [name for name, p in model.backbone.named_parameters() if p.grad is None] == []
 
 
-def test_swin_equals_that_of_detectron2():
+def test_swin_equals_detectron2():
     """Windows are shifted in the last stage too, where the feature map of a classifier is a single window."""
     ours, theirs = TimmBackbone(f"timm:{SWIN}", out_features=STAGES), SwinTransformer(drop_path_rate=0.0)
     ours, theirs = ours.double().eval(), theirs.double().eval()
