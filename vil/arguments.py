@@ -205,17 +205,21 @@ class ConfigToolParser(ToolParser):
         devices: Sequence[str] = DEVICES,
         **options: Any,
     ) -> None:
-        epilog = "KEY VALUE pairs override config keys. They can be in any position. --opts before them is optional."
+        epilog = (
+            "KEY VALUE pairs, such as SOLVER.BASE_LR 5e-5, override config keys. They can be in any position. --opts "
+            "before\nthem is optional."
+        )
         super().__init__(description, epilog=epilog, **options)
         self.set_defaults(devices=tuple(devices))
         if config_file:
             options = {"required": config_required, "type": existing_path, "metavar": "FILE"}
             self.add_argument("--config-file", **options, help="config of the model")
         if weights:
-            weights_help = "weights file, or name in the model zoo (config key MODEL.WEIGHTS)"
+            weights_help = "checkpoint, or name in the model zoo (config key MODEL.WEIGHTS)"
             self.add_argument("--weights", metavar="FILE", help=weights_help)
         if devices:
-            device_help = f"{' or '.join(devices)} (config key MODEL.DEVICE)"
+            default = "; default: the device of the config, or cpu without a GPU" if "cuda" in devices else ""
+            device_help = f"{' or '.join(devices)} (config key MODEL.DEVICE{default})"
             self.add_argument("--device", metavar="DEVICE", help=device_help)
 
     def parse_known_args(  # type: ignore[override]  # argparse declares overloads for other namespace classes
@@ -291,10 +295,10 @@ def add_resume_argument(parser: ToolParser) -> None:
 
 def add_process_arguments(parser: ToolParser) -> None:
     """Add the arguments of detectron2's parser that describe the processes of a run."""
-    processes = "number of GPUs to use on this machine; with device cpu, the number of processes (default 1)"
+    processes = "number of GPUs to use on this machine; with --device cpu, number of processes (default 1)"
     parser.add_argument("--num-gpus", type=int, default=1, metavar="N", help=processes)
     parser.add_argument("--num-machines", type=int, default=1, metavar="N", help="number of machines (default 1)")
-    parser.add_argument("--machine-rank", type=int, default=0, metavar="R", help="rank of this machine, from 0")
+    parser.add_argument("--machine-rank", type=int, default=0, metavar="R", help="number of this machine, from 0")
     # As in detectron2, the default port depends on the user.
     user = os.getuid() if sys.platform != "win32" else 1
     url = f"tcp://127.0.0.1:{2**15 + 2**14 + hash(user) % 2**14}"
