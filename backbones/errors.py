@@ -20,7 +20,7 @@ class ConfigError(ValueError):
 
 
 def find_os_error(error: BaseException) -> OSError | None:
-    """Return ``error`` if it is an OSError, or the OSError during whose handling it was raised, or None."""
+    """Return ``error`` if it is an OSError, or else the OSError that led to it, or None."""
     return next((one for one in (error, error.__context__) if isinstance(one, OSError)), None)
 
 

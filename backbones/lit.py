@@ -206,7 +206,7 @@ GLOBAL_TOKEN = "only a classifier has a global token"
 
 
 def convert_tensor(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor | str]:
-    """Return what an official tensor becomes; see :func:`backbones.vil.convert_tensor`."""
+    """Return our tensors for an official tensor; see :func:`backbones.vil.convert_tensor`."""
     if name.endswith("attn.relative_position_index"):
         return {"": "not a weight: the model computes it"}
     if key.endswith("num_batches_tracked") and not hasattr(modules.get(key.rpartition(".")[0]), "num_batches_tracked"):

@@ -343,7 +343,7 @@ _UNUSED = "never used: the global tokens are dropped after the stage"
 
 
 def convert_tensor(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor | str]:
-    """Return what an official tensor becomes.
+    """Return our tensors for an official tensor, or reasons to drop it.
 
     Args:
         name: its official name.

@@ -514,7 +514,7 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
         _logger.info("the model runs on %s: %s", cfg.MODEL.DEVICE, torch.cuda.get_device_name(cfg.MODEL.DEVICE))
     elif "cuda" in devices:
         _logger.info(
-            "the model runs on the CPU%s", "; MODEL.DEVICE cuda takes the GPU" if has_gpu and not requested else ""
+            "the model runs on the CPU%s", "; MODEL.DEVICE cuda would use the GPU" if has_gpu and not requested else ""
         )
     return cfg
 

@@ -28,7 +28,7 @@ _LSJ = "detectron2 configs/new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ.py: these f
 # The tables "with relative positional bias" and "with absolute positional embedding".
 _RPB = "Detection README, relative bias"
 _ABSOLUTE = "Detection README, absolute positions, and relative bias of vil_small in RetinaNet"
-# By key: a pattern of configs, the value, and the source. The first pattern that fits a config counts.
+# By key: a pattern of configs, the value, and the source. The first matching pattern applies.
 VALUES = {
     "MODEL.TRANSFORMER.DROP_PATH": (
         ("demo/*", 0.0, _OURS),

@@ -112,7 +112,7 @@ def output_file(text: str) -> str:
 def positive(text: str) -> int:
     """Return a whole number of at least 1. This is an argparse type."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1. Correct it")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
     return int(text)
 
 

@@ -331,7 +331,7 @@ def _classifier_options(
     img_size: tuple[int, int] | None,
     chunk_size: Sequence[int] | None,
 ) -> dict[str, object]:
-    """Return the classes, image size and chunk sizes of a classifier: the requested ones, or the ones of its tables."""
+    """Return the classes, image size and chunk sizes of a classifier, as requested or as its tables have them."""
     if (head := weights["head.weight"]).ndim != 2:
         raise ConfigError(
             f"'head.weight' has shape {tuple(head.shape)} instead of (classes, channels). Use another file."

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the one to resume from, old ones to remove, and a copy without training state."""
+"""Checkpoints of a run: find the checkpoint to resume from, remove old ones, and copy without training state."""
 
 import logging
 import os
@@ -34,7 +34,9 @@ def last_checkpoints(folder: str | Path) -> list[Path]:
         files.sort(key=lambda path: path.name != name)
         return files if files[:1] == [tag.parent / name] else [tag.parent / name, *files]
     if len(files) > 1:
-        _logger.warning("%s names no checkpoint in its folder (%r). Using the newest complete one", tag, name[:80])
+        _logger.warning(
+            "%s does not name a checkpoint in its folder (%r). The newest complete one is used.", tag, name[:80]
+        )
         files.sort(key=_iteration, reverse=True)
     return files
 
@@ -69,7 +71,7 @@ def read_last_checkpoint(folder: str | Path) -> tuple[Path, dict[str, Any]] | No
         trainer = contents.get("trainer")
         if isinstance(trainer, dict) and type(trainer.get("iteration")) is int:
             return path, contents
-        _logger.warning("skipped: %s has no training state to resume from", path)
+        _logger.warning("skipped a checkpoint: '%s' has no training state to resume from.", path)
     if candidates:
         raise ConfigError(
             f"Cannot resume from any of the {len(candidates)} checkpoints in '{folder}'. Remove them to start again, "

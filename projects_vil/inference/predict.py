@@ -97,7 +97,8 @@ def predict(
         model: a detector, or a name or path for :meth:`Detector.load`. With ``ray=True`` a name or path.
         source: see :func:`~projects_vil.inference.image_listing.find_images`. For COCO results also a video file, the
             number of a camera, or the URL of a stream that OpenCV can open.
-        output: the output directory. If it is inside the input folder, it is skipped.
+        output: the output directory, which must not be the output directory of a training run. Earlier results in it
+            are replaced, and drawings of other images are kept. If it is inside the input folder, it is not read.
         file_format: ``"coco"`` or ``"parquet"``. By default ``"coco"``, or ``"parquet"`` with Ray.
         batch_size: maximum number of images in a batch.
         column: the column of a table of paths or URLs. By default the first of ``COLUMNS``.

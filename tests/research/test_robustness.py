@@ -1,4 +1,4 @@
-"""Classifiers on ImageNet's other sets: known predictions, the published arithmetic, and the files of a classifier."""
+"""Classifiers on ImageNet's other sets: known predictions, the published formulas, and checkpoints."""
 
 import argparse
 import importlib.resources
@@ -35,7 +35,7 @@ TOOL = "../research/robustness/__main__.py"
 VARIANT = "vil_tiny_1_1_3_1_rpb"
 # Images of the classes 0, 1, 6, 11 and 13. ImageNet-A has the last three, ImageNet-R the last four.
 TENCH, GOLDFISH, STINGRAY, GOLDFINCH, JUNCO = "n01440764", "n01443537", "n01498041", "n01531178", "n01534433"
-# The predictions of the classifier ``known``, the best first; neither ImageNet-A nor -R has class 0.
+# Predictions of the classifier ``known``, best first. Neither ImageNet-A nor -R has class 0.
 ORDER = [0, 6, 1, 11, 2, 13]
 # Folder of images -> the folders of its classes.
 FOLDERS = {
@@ -63,7 +63,7 @@ def write_images(root, classes):
 
 
 def write_val(data):
-    """Write images 1 and 3 of one class, 2 of another, so that their order by folder is another."""
+    """Write images 1 and 3 of one class and image 2 of another, so that sorting by folder changes their order."""
     for wordnet_id, number in ((TENCH, 2), (STINGRAY, 1), (STINGRAY, 3)):
         write_images(data / "new", [wordnet_id])
         path = data / "val" / wordnet_id / f"ILSVRC2012_val_{number:08d}.JPEG"
@@ -72,13 +72,13 @@ def write_val(data):
 
 
 def write_real(data, labels):
-    """Write the labels of some images by number; the others have none."""
+    """Write the labels of some images by number. The others have none."""
     (data / "real.json").write_text(json.dumps([labels.get(number, []) for number in range(1, 50_001)]))
 
 
 @pytest.fixture(scope="module")
 def data(made_once):
-    """All twelve sets, as the published ones unpack."""
+    """Return a folder with all twelve sets in the published layout."""
 
     def write(data):
         write_val(data)
@@ -94,7 +94,7 @@ def data(made_once):
 
 @pytest.fixture(scope="module")
 def weights(made_once):
-    """Files of one classifier at 64 pixels: random, and with a head that always predicts ``ORDER``."""
+    """Return checkpoints of a classifier at 64 pixels: random, and with a head that always predicts ``ORDER``."""
 
     def write(folder):
         torch.manual_seed(0)
@@ -139,7 +139,7 @@ def test_known_predictions_on_all_sets(data, weights):
 
 
 def test_predictions_equal_the_model_image_by_image(data, weights):
-    """With timm's own preparation."""
+    """The images are prepared by timm."""
     model = load_classifier(weights / "random.pth", VARIANT, img_size=64).model
     results = evaluate(weights / "random.pth", data, "val", "a")
     options = {"interpolation": "bicubic", "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -154,7 +154,7 @@ def test_predictions_equal_the_model_image_by_image(data, weights):
 
 
 def test_imagenet_real_is_scored_as_by_timm(tmp_path):
-    """On the published labels, which timm ships, and random logits; in half of them a correct class is raised."""
+    """Use the published labels, which timm contains, and random logits. In half of them, a correct class is raised."""
     labels = importlib.resources.files("timm.data") / "_info/imagenet_real_labels.json"
     (tmp_path / "real.json").write_bytes(labels.read_bytes())
     names = [f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(1, 50_001)]
@@ -197,7 +197,7 @@ def test_folders_with_another_layout_raise(weights, tmp_path):
 
 @pytest.fixture(scope="module")
 def classifier():
-    """A classifier of 7 classes at 64 pixels."""
+    """Return a classifier with 7 classes at 64 pixels."""
     return randomize(create_classifier(VARIANT, num_classes=7, img_size=64)).eval()
 
 
@@ -207,7 +207,7 @@ def logits_of(model):
 
 
 def timm_checkpoint(path, state_dict, **arguments):
-    """Write the parts of a checkpoint of timm's train.py that concern the classifier."""
+    """Write the relevant parts of a checkpoint of timm's train.py."""
     args = argparse.Namespace(**{"model": VARIANT, "img_size": 64, "input_size": None, "model_kwargs": {}} | arguments)
     averaged = {name: tensor * 0.5 for name, tensor in state_dict.items()}
     torch.save({"epoch": 3, "state_dict": state_dict, "args": args, "state_dict_ema": averaged}, path)
@@ -218,7 +218,7 @@ def timm_checkpoint(path, state_dict, **arguments):
     ("arguments", "size"),
     [
         ({"input_size": [3, 96, 64]}, (96, 64)),
-        # DeiT's arguments, which LIT-Ti's official files have too.
+        # DeiT's arguments, as in LIT-Ti's official files.
         ({"input_size": 96}, (96, 96)),
         ({"model_kwargs": {"img_size": 96}}, (64, 64)),
         ({"img_size": None}, (224, 224)),

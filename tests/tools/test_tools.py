@@ -19,7 +19,7 @@ CONFIG = CONFIGS["retinanet"]
 
 @pytest.fixture
 def photo(tmp_path):
-    """A file of 50 x 75 pixels."""
+    """Return an image file of 50 x 75 pixels."""
     cv2.imwrite(str(tmp_path / "photo.png"), example_image(50, 75).permute(1, 2, 0).numpy())
     return tmp_path / "photo.png"
 

@@ -27,20 +27,20 @@ DIMS = [stage.dim for stage in official_lit.TI.stages]
 KEYS = ["MODEL.TRANSFORMER.VARIANT", "lit_small", "MODEL.DEVICE", "cpu", "MODEL.FPN.OUT_CHANNELS", str(WIDTH)]
 KEYS += ["MODEL.RETINANET.NUM_CLASSES", str(CLASSES), "MODEL.ROI_HEADS.NUM_CLASSES", str(CLASSES)]
 KEYS += ["MODEL.ROI_BOX_HEAD.FC_DIM", str(FC_DIM), "MODEL.ROI_MASK_HEAD.CONV_DIM", str(WIDTH)]
-# mmdetection takes the best anchors of a level, and detectron2 the best pairs of an anchor and a class: here all.
+# mmdetection keeps the best anchors of a level, and detectron2 the best pairs of anchor and class. Here, both keep all.
 KEYS += ["MODEL.RETINANET.SCORE_THRESH_TEST", "0.6", "MODEL.RETINANET.TOPK_CANDIDATES_TEST", "100000"]
 KEYS += ["TEST.DETECTIONS_PER_IMAGE", "1000"]
 
 
 class Heads(dict[str, Tensor]):
-    """Random FPN and heads under mmdetection's names; ``heads(name, x)`` applies a layer."""
+    """Return random FPN and heads with mmdetection's names. ``heads(name, x)`` applies a layer."""
 
     def __init__(self, retinanet: bool) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(3)
 
         def add(name: str, out: int, *inputs: int) -> None:
-            # Small deltas: no box is empty when it is clipped, of which detectron2 drops more than mmdetection.
+            # With small deltas, no clipped box is empty. detectron2 drops more empty boxes than mmdetection.
             scale = {"_reg": 2e-4, "_cls": 0.1}.get(name[-4:], 2) / torch.Size(inputs).numel()
             self[f"{name}.weight"] = torch.randn(out, *inputs, generator=generator) * scale**0.5
             self[f"{name}.bias"] = 0.1 * torch.randn(out, generator=generator)
@@ -235,7 +235,7 @@ def test_a_model_with_a_relu_before_p7_is_another(tmp_path):
 
 
 def test_classes_match_coco():
-    """Also their order: LIT's CocoDataset.CLASSES (detection/mmdet/datasets/coco.py) are by category id."""
+    """The order is the same. LIT's CocoDataset.CLASSES (detection/mmdet/datasets/coco.py) follow the category ids."""
     heads = Heads(retinanet=True)
     for branch, number in (("cls", 80), ("reg", 4)):
         heads[f"bbox_head.retina_{branch}.weight"] = torch.ones(9 * number, WIDTH, 3, 3)

@@ -64,7 +64,7 @@ def backbone_with(state_dict: dict, variant: str = NAME, **options) -> nn.Module
 
 
 def detector_from(path: str, *overrides: str, name: str = "retinanet") -> nn.Module:
-    """A detector with a file as MODEL.WEIGHTS, after the check that precedes training."""
+    """Return a detector with a file as MODEL.WEIGHTS, after the check that precedes training."""
     cfg = small_config(name, *overrides)
     check_weights(cfg, path)
     model = detector(name, *overrides).eval()

@@ -65,7 +65,7 @@ FAULTS = {
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Sends a file of the server, or does what a name in FAULTS says."""
+    """Send a file of the server, or simulate a fault in FAULTS."""
 
     protocol_version = "HTTP/1.1"
 
@@ -114,7 +114,7 @@ def detector_file(tmp_path_factory) -> bytes:
 
 @pytest.fixture
 def server(tmp_path, monkeypatch, detector_file):
-    """A server, its table as VIL_ZOO, and an empty cache."""
+    """Return a server. VIL_ZOO is its table, and the cache is empty."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     classifier = layouts.vision_longformer(float32(official_state_dict(relative_bias=True)))
     server.files = {"detector": detector_file, "classifier": saved(tmp_path, classifier)}
@@ -142,7 +142,7 @@ def cached(folder: Path) -> list[str]:
 
 
 def test_a_detector_by_name(tmp_path, server):
-    """Also by several processes at once, as torchrun's, for which threads stand here."""
+    """Several processes of torchrun may download at once. The test uses threads instead."""
     with ThreadPoolExecutor(2) as pool:
         paths = set(pool.map(find_weights, ["tiny_detector"] * 2))
     detector = Detector.load("tiny_detector", device="cpu", overrides=NARROW)
@@ -255,7 +255,7 @@ def test_another_table_of_another_form(tmp_path, monkeypatch, text):
 
 # -- the table -------------------------------------------------------------------------------------
 
-# The numbers of files in the READMEs that the table names, without those that it says to leave out.
+# Numbers of files in the READMEs, without the files that the table leaves out.
 FILES = {"ziplab/LIT": 10, "microsoft/vision-longformer": 29, "VisionLongformerForObjectDetection": 25}
 FILES |= {"NVIDIA/transformer-ls": 3}
 PUBLISHED = {
@@ -307,7 +307,7 @@ DETECTORS = [name for name, entry in read_zoo().items() if entry.config]
 
 
 def official_backbone(variant: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the official detector's backbone, for images of up to 1333 pixels, which are 42 x 42 of 32."""
+    """Return the shapes of the official detector's backbone for images of up to 1333 pixels: 42 x 42 at stride 32."""
     if variant.startswith("lit"):
         return {name: entry["shape"] for name, entry in golden(f"{variant}_det")["state_dict"].items()}
     mechanism, size = re.fullmatch(r"(\w+?)_(tiny|small|medium_deep|base_deep)(?:_rpb)?", variant).groups()
