@@ -27,15 +27,6 @@ if TYPE_CHECKING:
 
 # Arguments that set a config key.
 SHORT_FORMS = {"weights": "MODEL.WEIGHTS", "device": "MODEL.DEVICE"}
-# Arguments that set a config key, in errors of the library. "vil train" has all of them.
-_FLAGS = SHORT_FORMS | {
-    "epochs": "SOLVER.EPOCHS",
-    "batch": "SOLVER.IMS_PER_BATCH",
-    "lr": "SOLVER.BASE_LR",
-    "image-size": "INPUT.MIN_SIZE_TRAIN",
-    "workers": "DATALOADER.NUM_WORKERS",
-    "output": "OUTPUT_DIR",
-}
 # Common arguments of other training programs, and the config key with the same effect.
 _KEYS_OF_OTHERS = {
     **dict.fromkeys(("--batch", "--batch-size"), "SOLVER.IMS_PER_BATCH {}"),
@@ -48,6 +39,9 @@ _KEYS_OF_OTHERS = {
     "--weights": "MODEL.WEIGHTS {}",
     "--workers": "DATALOADER.NUM_WORKERS {}",
 }
+# Flags that set a config key. An error about the key names the flag.
+_FLAGS = {"--device": "MODEL.DEVICE", "--image-size": "INPUT.MIN_SIZE_TRAIN"}
+_FLAGS |= {flag: override.partition(" ")[0] for flag, override in _KEYS_OF_OTHERS.items()}
 # First parts of all config keys.
 SECTIONS = frozenset(
     (
@@ -55,7 +49,7 @@ SECTIONS = frozenset(
         *("MODEL", "OUTPUT_DIR", "OVERWRITE_OUTPUT_DIR", "SEED", "SOLVER", "TEST", "VERSION", "VIS_PERIOD"),
     )
 )
-# A misspelt key such as SOLVR.BASE_LR is accepted as a key, so that the error suggests the closest one.
+# A misspelled key such as SOLVR.BASE_LR is accepted as a key, so that the error suggests the closest one.
 _LIKE_A_KEY = re.compile(r"([A-Z][A-Z0-9_]+)(\.[A-Z][A-Z0-9_]*)+")
 # Start of the last line of a traceback from another process, which arrives as text.
 _REMOTE = f"{ConfigError.__module__}.{ConfigError.__qualname__}: "
@@ -452,15 +446,12 @@ def _with_flag(message: str) -> str:
 
     # The first word, or words with an underscore. Parts of paths do not match.
     message = re.sub(r"^\w+(?=[=:\s])|(?<![\w'/.-])[a-z]+(_[a-z]+)+(?=[=:,;\s]|\.$|\.\s)", as_flag, message)
-    for name, key in _FLAGS.items():
-        if f"--{name}" in given and f"--{name}" not in message:
-            # "KEY is ..." becomes "--flag (KEY) is ...", and "(KEY)" becomes "(--flag, KEY)".
-            message = re.sub(
-                rf"(\(?)\b{re.escape(key)}\b",
-                lambda found, text=f"--{name}", key=key: f"({text}, {key}" if found[1] else f"{text} ({key})",
-                message,
-                count=1,
-            )
+    for flag, key in _FLAGS.items():
+        if flag in given and flag not in message:
+            if f"({key})" in message:
+                message = message.replace(f"({key})", f"({flag}, {key})")
+            else:
+                message = re.sub(rf"\b{re.escape(key)}\b", f"{flag} ({key})", message, count=1)
     return message
 
 

@@ -140,7 +140,7 @@ def test_pairs_next_to_lists_and_files(tmp_path, monkeypatch):
     assert parser().parse_args(FILE).opts == []
 
 
-def test_a_misspelt_key_is_passed_on_to_the_library():
+def test_a_misspelled_key_is_passed_on_to_the_library():
     args = parser().parse_args([*FILE, "SOLVR.BASE_LR", "1", "--flag"])
     assert args.opts == ["SOLVR.BASE_LR", "1"] and args.flag
     with pytest.raises(
