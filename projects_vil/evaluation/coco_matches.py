@@ -103,6 +103,6 @@ def summarize(
                         tables[name][iou, :, index, area, limit] = 0
                         tables[name][iou, reached, index, area, limit] = values[at[reached]]
     results = {"params": parameters, "counts": shape, **tables}
-    evaluation.eval = results  # type: ignore[typeddict-item]  # mypy cannot see the keys of tables
+    evaluation.eval = results  # type: ignore[typeddict-item]  # the stub lists the keys, which tables has
     evaluation.summarize()
     return evaluation
