@@ -139,7 +139,8 @@ class ViLVariant(Variant):
                 check_choice("attention", mechanism, _SWITCHABLE)
         for option in options.keys() & _USED_BY:
             if not mechanisms & set(_USED_BY[option]):
-                raise ConfigError(f"{option} has no effect, because no stage has {_USED_BY[option][0]} attention.")
+                needed = _USED_BY[option][0]
+                raise ConfigError(f"{option} has no effect, because no stage has {needed} attention. Leave it out.")
         return variant
 
     def __post_init__(self) -> None:
@@ -338,7 +339,7 @@ _UNUSED = "never used: the global tokens are dropped after the stage"
 
 
 def convert_tensor(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor | str]:
-    """Return what an official tensor becomes.
+    """Return our tensors for an official tensor, or reasons to drop it.
 
     Args:
         name: its official name.

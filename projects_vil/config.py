@@ -213,7 +213,8 @@ def config_path(*names: str) -> Path:
         if path.is_file() and path.resolve().is_relative_to(_CONFIGS.resolve()):
             return path
     known = [path.relative_to(_CONFIGS).with_suffix("").as_posix() for path in _CONFIGS.rglob("*.yaml")]
-    raise ConfigError(f"There is no config '{name}'{closest(name.removesuffix('.yaml'), known, most=3)}")
+    hint = closest(name.removesuffix(".yaml"), known, most=3) or ". Choose a file in configs/."
+    raise ConfigError(f"There is no config '{name}'{hint}")
 
 
 def default_config() -> CfgNode:
@@ -247,7 +248,7 @@ def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
         loaded = load_yaml_with_base(Path(path))
         version = loaded.get("VERSION", cfg.VERSION)
         if version != cfg.VERSION:
-            raise ConfigError(f"VERSION is {version}. It must be {cfg.VERSION}: rename the keys of old files.")
+            raise ConfigError(f"VERSION is {version}. It must be {cfg.VERSION}. Rename the keys of old files.")
         for node, values, name in ((cfg, loaded, "OUTPUT_DIR"), (cfg.MODEL, loaded.get("MODEL"), "WEIGHTS")):
             # yacs would parse a name such as "2024" as a number.
             if isinstance(values, dict) and isinstance(values.get(name), str):
@@ -256,7 +257,7 @@ def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
             cfg.merge_from_other_cfg(CfgNode(loaded))
     except Exception as error:
         reason = _explain(error, cfg)
-        raise ConfigError(reason if reason.startswith(str(path)) else f"{path}: {reason}") from error
+        raise ConfigError(reason if reason.startswith(f"'{path}'") else f"'{path}': {reason}") from error
     return merge_overrides(cfg, overrides)
 
 
@@ -269,12 +270,15 @@ def merge_overrides(cfg: CfgNode, overrides: Sequence[Any]) -> CfgNode:
     cfg = cfg.clone()
     cfg.defrost()
     _set_photometric_distortion(cfg)
+    known = {key for key, _ in config_items(cfg)}
+    for key in overrides[::2]:
+        if key not in known:
+            raise ConfigError(_explain_unknown_key(str(key), known))
     try:
         with _any_accumulation_steps(cfg):
             cfg.merge_from_list(list(overrides))
     except Exception as error:
-        words = one_line(" ".join(map(str, overrides)))
-        raise ConfigError(f"{_explain(error, cfg)} (in the overrides {words})") from error
+        raise ConfigError(_explain(error, cfg)) from error
     _set_photometric_distortion(cfg)
     cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = map(os.path.expanduser, (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS))
     cfg.freeze()
@@ -299,7 +303,7 @@ class _Loader(yaml.SafeLoader):
         node, keys = super().compose_mapping_node(anchor), set()
         for key, _ in node.value:
             if key.value in keys:
-                raise ConfigError(f"{self.name} has the key {key.value} twice in one section. Remove one.")
+                raise ConfigError(f"'{self.name}' has the key {key.value} twice in one section. Remove one.")
             keys.add(key.value)
         return node
 
@@ -321,14 +325,16 @@ def load_yaml_with_base(path: Path) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
         content = yaml.load(file, _Loader)
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} {'is empty' if content is None else 'has no config keys'}")
+        raise ConfigError(
+            f"'{path}' {'is empty' if content is None else 'has no config keys'}. Write config keys in it."
+        )
     merged: dict[str, Any] = {}
     bases = content.pop("_BASE_", [])
     if not bases:
         return content
     for base in [bases] if isinstance(bases, str) else bases:
         if "://" in base:
-            raise ConfigError(f"_BASE_ is {base}. Configs are not downloaded: name a file.")
+            raise ConfigError(f"_BASE_ is '{base}'. Configs are not downloaded. Give a local file.")
         base = path.parent / os.path.expanduser(base)
         check_file(base, "file", key="_BASE_")
         _merge_into(merged, load_yaml_with_base(base))
@@ -361,8 +367,10 @@ def _set_photometric_distortion(cfg: CfgNode) -> None:
 
 def _explain(error: Exception, cfg: CfgNode) -> str:
     message = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
+    if isinstance(error, ConfigError):
+        return message
     if isinstance(error, (AttributeError, TypeError)):
-        return "it must contain config keys, and _BASE_ must be a file or a list of files."
+        return "The content is not a config. Write config keys, and set _BASE_ to a file or a list of files."
     mismatch = re.search(
         r"Type mismatch \(<class '[\w.]*?(\w+)'> vs\. <class '[\w.]*?(\w+)'>\).* vs\. (.*)\) for config key: (\S+)",
         message,
@@ -387,12 +395,16 @@ def _explain(error: Exception, cfg: CfgNode) -> str:
         return f"{mismatch[4]} is {value}. It must be {expected}.{hint}"
     unknown = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if unknown is None:
-        return one_line(message)
+        return f"{one_line(message).rstrip('.')}. Correct it."
     known = [key for key, _ in config_items(cfg)]
     if unknown[1] in known:
-        return f"the key {unknown[1]} is written with dots. In a file, write each part as a section of its own."
-    hint = closest(unknown[1], known) or closest(unknown[1].upper(), known)
-    return f"config key '{unknown[1]}' does not exist{hint}"
+        return f"The key {unknown[1]} is written with dots. In a file, write each part as a section of its own."
+    return _explain_unknown_key(unknown[1], known)
+
+
+def _explain_unknown_key(key: str, known: Collection[str]) -> str:
+    hint = closest(key, known) or closest(key.upper(), known) or ". Check its spelling."
+    return f"Config key '{key}' does not exist{hint}"
 
 
 def config_items(node: object, prefix: str = "", *, lists: bool = False) -> Iterator[tuple[str, Any]]:
@@ -455,10 +467,12 @@ def check_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES) -> bool:
         raise ConfigError(f"MODEL.DEVICE is {name}. Use {' or '.join(devices)}.")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if match[1] == "cuda" and int(match[2] or 0) >= available:
-        raise ConfigError(f"MODEL.DEVICE is {name}, but {available} CUDA devices are available. Use MODEL.DEVICE cpu.")
+        raise ConfigError(f"MODEL.DEVICE is {name}, but the number of CUDA devices is {available}. Use cpu.")
     missing = unmet_requirement(torch.device(name)) if backend == "triton" else None
     if missing is not None:
-        raise ConfigError(f"MODEL.TRANSFORMER.ATTENTION_BACKEND {backend} {missing} (MODEL.DEVICE). Use auto.")
+        raise ConfigError(
+            f"MODEL.TRANSFORMER.ATTENTION_BACKEND {backend} {missing} (MODEL.DEVICE is {name}). Use auto."
+        )
     return match[1] == "cuda"
 
 
@@ -484,7 +498,7 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
         _logger.info("the model runs on %s: %s", cfg.MODEL.DEVICE, torch.cuda.get_device_name(cfg.MODEL.DEVICE))
     elif "cuda" in devices:
         _logger.info(
-            "the model runs on the CPU%s", "; MODEL.DEVICE cuda takes the GPU" if has_gpu and not requested else ""
+            "the model runs on the CPU%s", "; MODEL.DEVICE cuda would use the GPU" if has_gpu and not requested else ""
         )
     return cfg
 

@@ -42,6 +42,8 @@ DETECTORS: dict[str, tuple[str, dict[str, object]]] = {
 DATA_FOLDER = "data"
 # On COCO the schedules count iterations.
 DEFAULT_EPOCHS = 50
+# Config keys that do not change the results of an evaluation.
+_SAME_RESULTS = {"DATALOADER.NUM_WORKERS", "MODEL.DEVICE", "OUTPUT_DIR"}
 # Names of the datasets that this process has registered.
 _registered: set[str] = set()
 
@@ -111,7 +113,8 @@ def train(
         weights: a checkpoint, or a name of the model zoo; random weights by default.
         output: output directory (default ``output/DATA_MODEL_DETECTOR``).
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one.
-        resume: continue the interrupted run in ``output`` with its schedule and images.
+        resume: continue the interrupted run in ``output`` with its schedule and images. If there is none, ``data`` or
+            ``config`` starts a new run, so that a job has the same command for each start.
         num_gpus: processes on this machine, as for detectron2's ``launch``. New processes do not import your script. If
             it registers datasets or models, start it with ``torchrun`` instead.
         num_machines: as for detectron2's ``launch``.
@@ -179,6 +182,12 @@ def train(
             _check_same_data(data, val_fraction, begun, output)
         data, cfg = None, merge_overrides(begun, [*chain.from_iterable(given.items())])
         cfg = with_overrides(cfg, {"OUTPUT_DIR": str(output)})
+    elif resume and data is None and config is None and "DATASETS.TRAIN" not in given:
+        # Without a run and without data, the default config would train on COCO.
+        raise ConfigError(
+            f"'{output}' has no run to resume: it needs a checkpoint and {CONFIG_FILE}. Correct --output, or add DATA "
+            "to start a new run."
+        )
     # Before any file is written.
     check_output_dir(cfg, resume=resume)
     with cleanup_on_failure(output):
@@ -221,8 +230,8 @@ def evaluate(
         data: evaluated on its test images, else its validation images, else all images; None for ``DATASETS.TEST`` of
             the config.
         predictions: Parquet files of ``vil predict``, or folders of them, to evaluate instead of a model.
-        output: folder for the results. The default is the output directory of the run, with ``data`` a folder
-            ``evaluation_DATA`` in it.
+        output: folder for the results. The default is the output directory of the run; with ``data`` or ``overrides``
+            it is a folder in it, such as ``evaluation_DATA`` or ``evaluation_overrides``.
         resume: evaluate the last checkpoint in the output directory of a resolved config.
         num_gpus: as for detectron2's ``launch``.
         num_machines: as for detectron2's ``launch``.
@@ -236,6 +245,7 @@ def evaluate(
     """
     given = _overrides_of(evaluate, overrides)
     processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
+    path = None
     if isinstance(model, CfgNode):
         cfg, root = model, Path(model.OUTPUT_DIR)
     elif predictions:
@@ -245,8 +255,13 @@ def evaluate(
         cfg, root = load_config(path), folder_of(path)
         if weights is not None:
             cfg = with_overrides(cfg, {"MODEL.WEIGHTS": str(weights)})
-    folder = output or given.pop("OUTPUT_DIR", None) or root / (f"evaluation_{_name(data)}" if data else "")
-    folder = Path(folder).expanduser()
+    name = f"evaluation_{_name(data)}" if data else ""
+    if path is not None and path.name == CONFIG_FILE and given.keys() - _SAME_RESULTS:
+        # evaluation.json of the run keeps the results without overrides.
+        name = f"{name or 'evaluation'}_overrides"
+    folder = Path(output or given.pop("OUTPUT_DIR", None) or root / name).expanduser()
+    if name.endswith("_overrides") and folder == root / name:
+        print(f"The overrides may change the results, so they are written to '{folder}'.", flush=True)
     begun = cfg
     cfg = merge_overrides(cfg, [*chain.from_iterable(given.items())])
     cfg = with_overrides(cfg, {"OUTPUT_DIR": str(folder)})

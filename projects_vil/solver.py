@@ -84,8 +84,8 @@ def parameter_groups(
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not fnmatch.filter(names, pattern):
             raise ConfigError(
-                f"The pattern {pattern!r} in {_LR_MULTIPLIERS} matches no trainable parameter (set [] for no "
-                f"patterns){closest(pattern, names)}"
+                f"The pattern {pattern!r} in {_LR_MULTIPLIERS} matches no trainable parameter"
+                f"{closest(pattern, names) or '.'} Correct it, or set [] for no patterns."
             )
     layer_factors = {} if layer_decay == 1 else layer_decay_factors(model, layer_decay)
     no_decay: set[nn.Parameter] = set()
@@ -222,8 +222,8 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
             return build_detectron2_lr_scheduler(cfg, optimizer)
         except (ValueError, AssertionError) as error:
             raise ConfigError(
-                f"SOLVER.LR_SCHEDULER_NAME {solver.LR_SCHEDULER_NAME} does not fit SOLVER.STEPS, MAX_ITER, BASE_LR, "
-                f"BASE_LR_END and WARMUP_ITERS: {one_line(error)}"
+                f"SOLVER.LR_SCHEDULER_NAME {solver.LR_SCHEDULER_NAME} failed ({one_line(error)}). Check SOLVER.STEPS, "
+                "MAX_ITER, BASE_LR, BASE_LR_END and WARMUP_ITERS."
             ) from error
     if not 0 <= solver.BASE_LR_END <= solver.BASE_LR:
         raise ConfigError(

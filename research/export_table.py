@@ -101,7 +101,7 @@ def export_table(args: argparse.Namespace) -> list[dict[str, Any]]:
         if precision in FORMATS[file_format].precisions
     ]
     if not pairs:
-        raise ConfigError(f"no format here has precision {' or '.join(args.precisions)}: name others in --formats")
+        raise ConfigError(f"No format has precision {' or '.join(args.precisions)}. Give other --formats.")
     rows = []
     for detector in args.detectors:
         for family in (family for family in args.families if family in DETECTORS[detector]):

@@ -151,19 +151,20 @@ class Checkpointer(DetectionCheckpointer):
         if path and not os.path.exists(path):
             path = find_weights(path)
         elif not path and self.complete:
-            raise ConfigError("MODEL.WEIGHTS is empty. Name the checkpoint of a trained detector")
+            raise ConfigError("MODEL.WEIGHTS is empty. Set it to the checkpoint of a trained detector.")
         if "://" in path:
             try:
                 # Keeps a copy, which detectron2 then reads
                 self.path_manager.get_local_path(path)
             except (OSError, ValueError, AssertionError, http.client.HTTPException) as error:
-                raise ConfigError(f"Cannot download MODEL.WEIGHTS '{path}': {one_line(error)}") from error
+                reason = one_line(error).rstrip(".")
+                raise ConfigError(f"Cannot download MODEL.WEIGHTS '{path}': {reason}. Check the URL.") from error
         elif path:
             check_file(path, "weights file", key="MODEL.WEIGHTS")
         if path.endswith(EXPORT_SUFFIXES):
             raise ConfigError(
                 f"MODEL.WEIGHTS must be a checkpoint, but '{path}' is an exported model. Run it with 'vil predict', or "
-                "evaluate it with 'vil export --evaluate'"
+                "evaluate it with 'vil export --evaluate'."
             )
         self._path = path
         return super().load(path, *args, **kwargs)
@@ -188,7 +189,10 @@ class Checkpointer(DetectionCheckpointer):
         if not any(name.removeprefix("module.").startswith(BACKBONE_PREFIX) for name in state_dict):
             contents = self._convert(contents, state_dict)
         if "model" not in contents:
-            raise ConfigError(f"'{self._path}' is not a checkpoint of detectron2, of a classifier or an official one")
+            raise ConfigError(
+                f"'{self._path}' is not a checkpoint of a detector or a classifier of this project, or an official "
+                "checkpoint. Use another file."
+            )
         # Loading changes both dicts. A copy keeps the versions of modules.
         return contents | {"model": copy.copy(contents["model"])}
 
@@ -201,14 +205,17 @@ class Checkpointer(DetectionCheckpointer):
         if official is None and not is_classifier(state_dict):
             return contents
         if backbone is None:
-            raise ConfigError(f"'{self._path}' has weights for a backbone that the model does not have")
+            raise ConfigError(
+                f"'{self._path}' has weights of a transformer, but the model has another backbone. Use a checkpoint of "
+                "this model."
+            )
         hint = ""
         try:
             if official is None:
                 conversion = convert_classifier(contents, backbone.variant, backbone.net)
                 self._check_metadata(CheckpointMetadata.from_contents(conversion.contents))
             else:
-                hint = ". 'vil convert' lists the config keys that it needs"
+                hint = " 'vil convert' lists the config keys of a checkpoint."
                 conversion = convert_official(official, backbone.variant, model_options=backbone.options)
                 # The weights are converted for the options of the model.
                 conversion.contents[METADATA_KEY] |= {"options": None}
@@ -240,8 +247,8 @@ class Checkpointer(DetectionCheckpointer):
         for name, value in (*state_dict.items(), *(average or {}).items()):
             if not isinstance(value, Tensor) or not value.isfinite().all():
                 raise ConfigError(
-                    f"'{name}' in '{self._path}' is not a tensor of finite values. Use an older checkpoint; to resume "
-                    "from it, remove this file"
+                    f"'{name}' in '{self._path}' is not a tensor of finite values. Use an older checkpoint. To resume "
+                    "from an older one, remove this file."
                 )
         consume_prefix_in_state_dict_if_present(state_dict, "module.")
         self._check_metadata(saved)
@@ -303,8 +310,8 @@ class Checkpointer(DetectionCheckpointer):
             self.logger.warning(f"{self._path} {reason}")
             return
         config = Path(self._path).with_name(CONFIG_FILE)
-        hint = f". The config of its run is '{config}'" if config.is_file() else ""
-        raise ConfigError(f"'{self._path}' {reason}{hint}")
+        advice = f"the config of its run, '{config}'" if config.is_file() else "the config of this checkpoint"
+        raise ConfigError(f"'{self._path}' {reason}. Use {advice}, or another checkpoint.")
 
     def _match_classes(self, state_dict: dict[str, Tensor], saved: CheckpointMetadata) -> None:
         """Reorder the rows of predictors by class name, if both sides have names."""
@@ -314,7 +321,7 @@ class Checkpointer(DetectionCheckpointer):
         differ = f"'{self._path}' was trained on {describe_classes(theirs)}, but the datasets have "
         differ += describe_classes(ours)
         if self._resuming:
-            raise ConfigError(f"{differ}. Training cannot resume from it, but can start from it (MODEL.WEIGHTS)")
+            raise ConfigError(f"{differ}. To start a new run from it, set MODEL.WEIGHTS and leave out --resume.")
         if self.complete:
             matched = dict(enumerate(match_all_classes(ours, theirs, differ=differ)))
             if any(ours[index] != theirs[other] for index, other in matched.items()):
@@ -423,7 +430,7 @@ def last_checkpoints(folder: str | Path) -> list[Path]:
         return files if files[:1] == [tag.parent / name] else [tag.parent / name, *files]
     if len(files) > 1:
         logging.getLogger(__name__).warning(
-            "%s names no checkpoint in its folder (%r). Using the newest complete one", tag, name[:80]
+            "%s does not name a checkpoint in its folder (%r). The newest complete one is used.", tag, name[:80]
         )
         files.sort(key=_iteration, reverse=True)
     return files
@@ -454,19 +461,19 @@ def read_last_checkpoint(folder: str | Path) -> tuple[Path, dict[str, Any]] | No
         try:
             contents = read_checkpoint(path)
         except ConfigError as error:
-            logging.getLogger(__name__).warning("skipped: %s", error)
+            logging.getLogger(__name__).warning("skipped a checkpoint: %s", error)
             continue
         trainer = contents.get("trainer")
         if isinstance(trainer, dict) and type(trainer.get("iteration")) is int:
             return path, contents
-        logging.getLogger(__name__).warning("skipped: %s has no training state to resume from", path)
+        logging.getLogger(__name__).warning("skipped a checkpoint: '%s' has no training state to resume from.", path)
     if candidates:
         raise ConfigError(
             f"Cannot resume from any of the {len(candidates)} checkpoints in '{folder}'. Remove them to start again, "
-            "or choose another OUTPUT_DIR"
+            "or choose another OUTPUT_DIR."
         )
     if tag.is_file():
-        raise ConfigError(f"'{tag}' names a missing file. Remove '{tag}' to start again")
+        raise ConfigError(f"The checkpoint in '{tag}' does not exist. Restore it, or remove '{tag}' to start again.")
     return None
 
 
@@ -508,11 +515,11 @@ def slim_checkpoint(source: str | Path, output: str | Path) -> list[str]:
     source, output = Path(source), Path(output)
     check_writable(output)
     if source.exists() and output.exists() and source.samefile(output):
-        raise ConfigError(f"The output '{output}' is the source. Choose another file")
+        raise ConfigError(f"The output '{output}' is the source. Choose another file.")
     contents = read_checkpoint(source)
     model = contents.get("model")
     if not isinstance(model, dict) or not all(isinstance(value, Tensor) for value in model.values()):
-        raise ConfigError(f"'{source}' is not a detectron2 checkpoint: it has no state dict of tensors under 'model'")
+        raise ConfigError(f"'{source}' has no state dict of tensors under 'model'. Use a checkpoint of detectron2.")
     kept = {key: value for key, value in contents.items() if key in ("model", METADATA_KEY)}
     write_checkpoint(output, kept)
     before, after = (path.stat().st_size / 1e6 for path in (source, output))

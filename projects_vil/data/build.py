@@ -68,7 +68,9 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
     except ConfigError:
         raise
     except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"Cannot read annotations '{files}': {type(error).__name__} {error}. Repair it.") from error
+        raise ConfigError(
+            f"Cannot read annotations '{files}' ({type(error).__name__} {error}). Repair the file."
+        ) from error
     if not records:
         raise ConfigError(f"'{files}' has no images{' with annotations' if train else ''}. Use another dataset.")
     _check_task(cfg, files, records)

@@ -284,7 +284,7 @@ def match_all_classes(ours: Sequence[str], theirs: Sequence[str], *, differ: str
     """
     matched = match_classes(ours, theirs)
     if len(ours) != len(theirs):
-        raise ConfigError(f"{differ}. Both must have the same classes.")
+        raise ConfigError(f"{differ}. Use the same classes in both.")
     if len(matched) == len(ours):
         return [matched[index] for index in range(len(ours))]
     if any(index != other for index, other in matched.items()):

@@ -140,7 +140,7 @@ def read_dataset(
         notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
         number = len(parts["val"][0]["images"])
-        raise ConfigError(f"'{source}' already has a validation split of {number} images. Remove val={val}.")
+        raise ConfigError(f"'{source}' already has a validation split of {number} images. Leave out val_fraction.")
     splits, sizes, masks = {}, {}, []
     written = {split: Path(folder) / f"{split}.json" for split, (_, path, _) in parts.items() if path is None}
     read = set(map(os.path.realpath, files))

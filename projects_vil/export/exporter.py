@@ -104,7 +104,10 @@ def export_detector(
             "image_size has no effect: TorchScript files accept any size. Leave it out, or use another format."
         )
     if size is not None and evaluate:
-        raise ConfigError("image_size cannot be fixed for int8 or evaluate: images of DATASETS.TEST have other sizes.")
+        raise ConfigError(
+            "image_size has no effect with precision int8 or evaluate, because images of DATASETS.TEST have other "
+            "sizes. Leave out one of them."
+        )
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
@@ -159,7 +162,8 @@ def export_detector(
             digests = {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
             metadata_path(new).write_text(json.dumps(metadata | digests, indent=2) + "\n")
         except OSError as error:
-            raise ConfigError(f"Cannot write '{path}': {error.strerror or error}.") from error
+            reason = error.strerror or error
+            raise ConfigError(f"Cannot write '{path}': {reason}. Check the folder and the free space.") from error
         report = check_export(cfg, reference, ExportedModel(new), compared, evaluate=evaluate, accept_drop=accept_drop)
         report_path(new).write_text(json.dumps(report, indent=2) + "\n")
         with deferred_signals():

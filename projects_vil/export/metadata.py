@@ -130,7 +130,7 @@ def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None
     if min(size) < sides[0] or max(size) > sides[1]:
         raise ConfigError(
             f"{what}: the image has {size[0]} x {size[1]} pixels, but the model accepts sides from {sides[0]} to "
-            f"{sides[1]}."
+            f"{sides[1]}. Resize it."
         )
 
 
@@ -148,7 +148,7 @@ def check_input(accepted: dict, shape: Sequence[int], *, what: str) -> None:
     smallest, largest = accepted.get("batch") or (1, shape[0])
     if accepted["batched"] and not smallest <= shape[0] <= largest:
         raise ConfigError(
-            f"{what}: the batch has {shape[0]} images, but the model accepts from {smallest} to {largest}."
+            f"{what}: the batch has {shape[0]} images, but the model accepts {smallest} to {largest}. Change its size."
         )
 
 

@@ -307,7 +307,7 @@ class Detector(HubMixin):
 
         def select(item: Loaded | Skipped, detections: Detections | None) -> Detections:
             if isinstance(item, Skipped):
-                raise ConfigError(f"Cannot use {item.name}: {item.reason}.")
+                raise ConfigError(f"Cannot use {item.name}: {item.reason}. Use another image.")
             assert detections is not None
             if score_threshold is None:
                 return detections

@@ -28,7 +28,7 @@ try:
     import ray.data
     from pyarrow import compute, parquet
 except ImportError as missing:
-    raise ConfigError("Ray Data is not installed. Run: pip install 'vil-detectron2[ray]'") from missing
+    raise ConfigError("Ray Data is not installed. Run \"pip install 'vil-detectron2[ray]'\".") from missing
 
 
 def predict_on_ray(
@@ -73,7 +73,7 @@ def predict_on_ray(
     paths = list_paths(source, exclude=output, column=column)
     first = next(paths, None)
     if first is None:
-        raise ConfigError(f"Input '{source}' has no images.")
+        raise ConfigError(f"Input '{source}' has no images. Check the path.")
     given = list(options.pop("overrides", ()))
     device = options.get("device") or dict(zip(given[::2], given[1::2], strict=False)).get("MODEL.DEVICE", "cuda")
     can_use_gpu = str(device) != "cpu" and not str(options.get("weights") or model).endswith(EXPORT_SUFFIXES)

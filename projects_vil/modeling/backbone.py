@@ -115,12 +115,12 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
             raise ConfigError("MODEL.FPN.IN_FEATURES is empty. List the stages that feed FPN.")
         for key, names, available in (
             ("MODEL.TRANSFORMER.OUT_FEATURES", node.OUT_FEATURES, stages),
-            ("MODEL.FPN.IN_FEATURES", in_features, [name for name in out_features if name in stages]),
+            ("MODEL.FPN.IN_FEATURES", in_features, list(node.OUT_FEATURES) or stages),
         ):
             unknown = [name for name in names if name not in available]
             if unknown:
                 available = ", ".join(available)
-                raise ConfigError(f"{key} has {unknown[0]}, but {node.VARIANT} returns only {available}.")
+                raise ConfigError(f"{key} has {unknown[0]!r}, which {node.VARIANT} does not return. Use {available}.")
         key = "MODEL.TRANSFORMER"
         backbone = (TimmBackbone if is_timm else TransformerBackbone)(
             node.VARIANT,
@@ -283,7 +283,7 @@ def build_on_meta(cfg: CfgNode) -> nn.Module:
             # The source line of detectron2's assertion names the key; the message may be empty.
             code = traceback.extract_tb(error.__traceback__)[-1].line
             what = " ".join([what, code.rstrip("\\( ,")]).strip()
-        raise ConfigError(f"The model cannot be built from this config: {what} ({type(error).__name__}).") from error
+        raise ConfigError(f"Cannot build the model: {what} ({type(error).__name__}). Correct the config.") from error
 
 
 def stage_channels(name: str, stage: str) -> int:

@@ -136,7 +136,7 @@ def write_image(path: Path, image: np.ndarray) -> None:
         with atomic_write(path, sync=False) as partial:
             Image.fromarray(image).save(partial, **options)
     except OSError as error:
-        raise ConfigError(f"Cannot write '{path}': {error.strerror}.") from error
+        raise ConfigError(f"Cannot write '{path}': {error.strerror}. Choose another folder.") from error
 
 
 def _corners(item: dict) -> np.ndarray:

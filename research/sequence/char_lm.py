@@ -290,7 +290,7 @@ class CharLM(nn.Module):
         check_whole("rank", rank)
         check_whole("window_size", window_size)
         if dim % 2:
-            raise ConfigError(f"dim={dim} is odd. Use an even number, for as many sines as cosines")
+            raise ConfigError(f"dim={dim} is odd. Use an even number, for as many sines as cosines.")
         if memory_length % segment_length or memory_length < window_size:
             raise ConfigError(
                 f"memory_length={memory_length} must be a multiple of segment_length={segment_length}, and at least "
@@ -340,7 +340,7 @@ class CharLM(nn.Module):
         expected = (len(ids), self.memory_length, dim)
         if len(memory) != len(self.layers) or any(tuple(x.shape) != expected for x in memory):
             raise ConfigError(
-                f"memory is from another model or batch. Expected {len(self.layers)} tensors of shape {expected}"
+                f"The memory is from another model or batch. Give {len(self.layers)} tensors of shape {expected}."
             )
         segments = self.memory_length // self.segment_length - (-ids.shape[1] // self.segment_length)
         segment_table = _sinusoids(segments * self.rank, dim, tokens)

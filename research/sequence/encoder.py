@@ -266,7 +266,7 @@ class SequenceEncoder(nn.Module):
         check_whole("rank", rank, least=0)
         check_choice("class_token", class_token, (True, False, "last_layer"))
         if not window_size and not rank:
-            raise ConfigError("window_size=0 and rank=0 leave no keys. Set at least one of them to 1 or more")
+            raise ConfigError("window_size=0 and rank=0 leave no keys. Set at least one of them to 1 or more.")
         self.dropout = nn.Dropout(dropout)
         self.embedding = nn.Embedding(vocab_size, dim)
         self.positions = nn.Parameter(torch.empty(max_length, dim))
@@ -305,7 +305,7 @@ class SequenceEncoder(nn.Module):
             ConfigError: if N is larger than ``max_length``.
         """
         if ids.shape[1] > len(self.positions):
-            raise ConfigError(f"a sequence has {ids.shape[1]} tokens, but max_length is {len(self.positions)}")
+            raise ConfigError(f"A sequence has {ids.shape[1]} tokens. Use at most max_length={len(self.positions)}.")
         tokens = self.dropout(self.embedding(ids) + self.positions[: ids.shape[1]])
         class_token = None
         for left, layer in zip(range(len(self.layers), 0, -1), self.layers, strict=True):

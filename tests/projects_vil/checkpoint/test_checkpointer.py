@@ -30,7 +30,7 @@ def detector(name: str = "retinanet", *overrides: str, seed: int = 0) -> nn.Modu
 
 @functools.cache
 def trained(name: str = "retinanet") -> State:
-    """Weights that differ from those of every other detector here."""
+    """Return weights that differ from every other detector in this file."""
     return detector(name, seed=7).state_dict()
 
 
@@ -168,7 +168,7 @@ def run_config(trained_run, *overrides: str):
 
 
 def with_metadata(trained_run, folder, name: str = "changed.pth", **metadata) -> str:
-    """Save the run's last file with other metadata; without any where nothing is given."""
+    """Save the last checkpoint of the run with other metadata, or without metadata."""
     contents = torch.load(trained_run / "model_final.pth", weights_only=True)
     contents[METADATA_KEY] |= metadata
     if not metadata:
@@ -195,7 +195,7 @@ def test_metadata_of_a_run(trained_run):
     ],
 )
 def test_metadata_that_differ(trained_run, overrides, named, is_fatal):
-    """Options and input format raise where the file must have the whole model, and else log a warning."""
+    """Other options and input formats are an error if the file must have the whole model, otherwise a warning."""
     final, cfg = str(trained_run / "model_final.pth"), run_config(trained_run, *overrides)
     with pytest.raises(ConfigError) as caught:
         check_weights(cfg, final, complete=True)

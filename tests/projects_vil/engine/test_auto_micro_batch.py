@@ -38,7 +38,7 @@ def test_the_largest_micro_batch_within_a_limit():
     ("side", "images", "steps"), [(128, 16, 1), (256, 16, 2), (512, 16, 8), (512, 3, 3), (800, 16, 16)]
 )
 def test_micro_batches_on_the_cpu_follow_from_pixels(side, images, steps):
-    """Nothing is measured."""
+    """The memory is not measured."""
     cfg = small_config("retinanet", *AUTO, str(images), "INPUT.MIN_SIZE_TRAIN", f"({side},)")
     with mock.patch.object(auto_micro_batch, "run_steps", side_effect=AssertionError):
         assert choose_micro_batches(cfg)[0].SOLVER.GRADIENT_ACCUMULATION_STEPS == steps

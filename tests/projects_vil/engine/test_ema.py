@@ -19,7 +19,7 @@ EMA += ["SOLVER.CHECKPOINT_PERIOD", "1", "SOLVER.MAX_ITER", "4", "TEST.EVAL_PERI
 
 @pytest.fixture(scope="module")
 def run(made_once, datasets_root):
-    """Four iterations with a checkpoint after each."""
+    """Train four iterations with a checkpoint after each."""
 
     def fill(folder):
         with pytest.MonkeyPatch.context() as patch:

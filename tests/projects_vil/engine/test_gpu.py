@@ -57,7 +57,7 @@ def test_every_family_and_option_trains(shapes, tmp_path, detector, family, opti
 
 
 @on_gpu
-def test_detections_on_a_gpu_equal_those_on_the_cpu(trained_run):
+def test_gpu_and_cpu_detections_are_equal(trained_run):
     """Scores differ by at most 1e-3."""
     image = {"image": torch.full((3, 96, 128), 99.0), "height": 96, "width": 128}
     image["image"][:, 20:60, 30:80] = 180.0

@@ -143,7 +143,7 @@ def test_no_file_contains_a_path_of_this_machine(written, file_format, options):
 
 
 class CreateFile:
-    """A pickle that creates a file when it is loaded."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
