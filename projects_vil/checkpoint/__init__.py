@@ -10,7 +10,6 @@ from projects_vil.checkpoint.checkpointer import (
     LAST_CHECKPOINT,
     PUBLISHED_WEIGHTS,
     Checkpointer,
-    build_detector,
     check_weights,
     checkpoints_of,
     load_detector,

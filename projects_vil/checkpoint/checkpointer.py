@@ -398,11 +398,6 @@ def load_detector(
     return model.eval(), known_categories(names, ids, number=number_of_classes(cfg)[1], datasets=datasets)
 
 
-def build_detector(cfg: CfgNode, weights: str | Path) -> nn.Module:
-    """Build the model of a config with the weights of a checkpoint, on the CPU, in eval mode."""
-    return load_detector(cfg, weights)[0]
-
-
 def _part(name: str) -> str:
     """Return the part of a detector that a parameter belongs to: ``backbone.bottom_up``, ``backbone``, or a head."""
     return "backbone.bottom_up" if name.startswith("backbone.bottom_up.") else name.partition(".")[0]

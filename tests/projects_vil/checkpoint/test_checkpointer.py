@@ -13,7 +13,7 @@ from torch import nn
 
 from backbones import ConfigError
 from projects_vil import load_config
-from projects_vil.checkpoint import METADATA_KEY, Checkpointer, build_detector, check_weights
+from projects_vil.checkpoint import METADATA_KEY, Checkpointer, check_weights, load_detector
 from projects_vil.engine import Trainer
 from tests.projects_vil.helpers import SMALL, small_config
 
@@ -224,7 +224,7 @@ def test_variants_and_options_where_all_shapes_match(trained_run, tmp_path):
 
 def test_a_resume_reads_a_file_once_also_without_metadata(trained_run, shapes, tmp_path, monkeypatch):
     path = with_metadata(trained_run, tmp_path, "model_0000003.pth")
-    assert set(build_detector(run_config(trained_run), path).state_dict()) == set(trained())
+    assert set(load_detector(run_config(trained_run), path)[0].state_dict()) == set(trained())
     (tmp_path / "last_checkpoint").write_text("model_0000003.pth")
     trainer, reads = Trainer(run_config(trained_run, "OUTPUT_DIR", str(tmp_path), "SOLVER.MAX_ITER", "5")), []
     load_file = torch.load

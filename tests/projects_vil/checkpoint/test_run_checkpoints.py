@@ -10,8 +10,8 @@ from backbones.checkpoint_files import read_checkpoint
 from projects_vil import load_config
 from projects_vil.checkpoint import (
     METADATA_KEY,
-    build_detector,
     check_weights,
+    load_detector,
     read_last_checkpoint,
     remove_old,
     remove_partial,
@@ -95,7 +95,7 @@ def test_a_slim_checkpoint_is_the_same_detector(trained_run, tmp_path, suffix):
     cfg = load_config(trained_run / "config.yaml")
     for complete in (False, True):
         check_weights(cfg, str(output), complete=complete)
-    ours, theirs = (build_detector(cfg, path).state_dict() for path in (output, source))
+    ours, theirs = (load_detector(cfg, path)[0].state_dict() for path in (output, source))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 

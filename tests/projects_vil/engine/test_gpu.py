@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from projects_vil import load_config
-from projects_vil.checkpoint import build_detector
+from projects_vil.checkpoint import load_detector
 from projects_vil.export import export_detector
 from tests.gpu import DEVICE, on_gpu, on_gpus
 from tests.projects_vil.engine.test_trainer import train_family
@@ -64,7 +64,7 @@ def test_gpu_and_cpu_detections_are_equal(trained_run):
     found = []
     for device in ("cpu", DEVICE):
         cfg = load_config(trained_run / "config.yaml", ["MODEL.DEVICE", device])
-        model = build_detector(cfg, trained_run / "model_final.pth").eval()
+        model = load_detector(cfg, trained_run / "model_final.pth")[0].eval()
         with torch.no_grad():
             found.append(model([image])[0]["instances"].to("cpu"))
     number = min(len(found[0]), len(found[1]), 5)

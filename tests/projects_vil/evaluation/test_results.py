@@ -6,7 +6,7 @@ import math
 import pytest
 from detectron2.data import MetadataCatalog
 
-from projects_vil.checkpoint import build_detector, fingerprint
+from projects_vil.checkpoint import fingerprint, load_detector
 from projects_vil.config import load_config
 from projects_vil.evaluation import explain_results, read_results, write_results
 from tests.projects_vil.helpers import message, small_config
@@ -51,7 +51,7 @@ def test_results_belong_to_a_model(tmp_path):
 def test_the_evaluation_of_a_run_belongs_to_its_last_checkpoint(trained_run):
     def model(weights: str) -> str:
         cfg = load_config(trained_run / "config.yaml")
-        return fingerprint(cfg, build_detector(cfg, trained_run / weights))
+        return fingerprint(cfg, load_detector(cfg, trained_run / weights)[0])
 
     assert "shapes_val" in read_results(trained_run, model=model("model_final.pth"))
     assert "evaluation.json" in message(read_results, trained_run, model=model("model_0000001.pth"))
