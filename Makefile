@@ -5,7 +5,6 @@ ARGS ?=
 
 RUN := .venv/bin/python
 OUT := output/demo_$(DETECTOR)
-BENCHMARK = $(RUN) tools/benchmark.py --device cuda
 # Two processes. An idle process takes over tests from the other one, because some test files take much longer.
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 # The public API is checked for all type errors. Other modules are checked with the `basic` preset of pyrefly.
@@ -21,7 +20,7 @@ endif
 endif
 endif
 
-.PHONY: help demo test test-slow test-all test-compiled gpu lint types docs release-check clean
+.PHONY: help demo test test-slow test-all test-compiled gpu test-gpu lint types docs release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,26 +45,17 @@ test-all: test test-slow ## run the fast and the slow tests
 test-compiled: .venv/.stamp ## run the AOTInductor tests, which compile for tens of minutes
 	@$(PYTEST) -m compiled $(ARGS)
 
-gpu: .venv/.stamp ## run the GPU tests and benchmarks; results in output/gpu
-	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
-		{ echo 'error: no CUDA device is available' >&2; exit 1; }
+gpu: ## check and measure the backbones on a GPU with plain torch, Triton and timm; results in output/gpu
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+		{ echo 'error: $(PYTHON) has no torch with a CUDA device. Use make gpu PYTHON=...' >&2; exit 1; }
+	@$(PYTHON) -m research.benchmarks.gpu --output output/gpu
+
+test-gpu: .venv/.stamp ## run the GPU tests and measure a training step of Mask R-CNN
+	@$(RUN) -m pytest -m gpu $(ARGS)
 	@mkdir -p output/gpu
-	@status=0; \
-	$(RUN) -m pytest -m gpu $(ARGS) || status=1; \
-	$(BENCHMARK) --what backbone --models vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
-		--json output/gpu/forward.json || status=1; \
-	$(RUN) -m research.benchmarks roofline vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
-		--device cuda --json output/gpu/roofline.json || status=1; \
-	$(BENCHMARK) --what backbone --backward --dtype bfloat16 --batch 2 --against swin_t r50 \
-		--models vil_tiny_rpb vil_small_rpb vil_small_rpb+shift vil_small_rpb+checkpointing ls_small lit_s \
-		--json output/gpu/backward.json || status=1; \
-	$(BENCHMARK) --what train-step --detector mask_rcnn --dtype bfloat16 --batch 2 --image-size 800 1333 \
-		--models vil_small_rpb+sdpa vil_small_rpb+triton vil_small_rpb+shift --against r50 swin_t \
-		--json output/gpu/mask_rcnn.json || status=1; \
-	$(BENCHMARK) --what attention --backward --dtype bfloat16 \
-		--models vil_small_rpb+sdpa vil_small_rpb+triton ls_small full_small \
-		--image-size 400 672 --image-size 800 1344 --image-size 1600 2688 --json output/gpu/attention.json --plot output/gpu/attention.png || status=1; \
-	exit $$status
+	@.venv/bin/vil benchmark --device cuda --what train-step --detector mask_rcnn --dtype bfloat16 --batch 2 \
+		--image-size 800 1333 --models vil_small_rpb+sdpa vil_small_rpb+triton ls_small lit_s --against r50 swin_t \
+		--json output/gpu/mask_rcnn.json
 
 lint: .venv/.stamp ## check style, formatting, spelling and import layers
 	@$(RUN) -m ruff check --quiet .

@@ -96,8 +96,8 @@ class BackboneSettings:
             a classifier.
         activation_checkpointing: Whether the backward pass recomputes the activations of each block.
         attention_backend: One of ``ATTENTION_BACKENDS``. ``"auto"`` and ``"sdpa"`` are PyTorch's attention.
-            ``"triton"`` is for sliding-chunk and long-short attention on CUDA. ``"reference"`` is quadratic and for
-            debugging.
+            ``"triton"`` is for sliding-chunk attention, long-short attention and full attention with a relative bias,
+            on CUDA. ``"reference"`` is quadratic and for debugging.
     """
 
     out_features: Sequence[str] | None = None
@@ -237,8 +237,8 @@ class Backbone(nn.Module, abc.ABC):
             getattr(module, "backend", None) == "triton" for module in self.modules()
         ):
             raise ConfigError(
-                "attention_backend='triton' needs sliding-chunk or long-short attention, and this variant has neither. "
-                "Use 'auto'."
+                "attention_backend='triton' needs sliding-chunk attention, long-short attention or full attention with "
+                "a relative bias, and this variant has none of them. Use 'auto'."
             )
 
     def _make_stage(self, index: int) -> Stage:

@@ -112,7 +112,7 @@ class LIT(Backbone):
             bias_size=self._map_size(index) if variant.relative_bias else None,
             bias_resize_mode="cubic",
             bias_resizing=variant.position_interpolation,
-            backend=self.common_backend,
+            backend=self.settings.attention_backend,
         )
 
     def _make_output_norm(self, index: int) -> nn.LayerNorm | None:

@@ -178,7 +178,7 @@ class ViL(Backbone):
             "num_heads": spec.heads,
             "num_global_tokens": spec.global_tokens,
             "update_globals": keep_globals or number + 1 < spec.depth,
-            "backend": self.common_backend,
+            "backend": self.settings.attention_backend,
         }
         if spec.attention == "dense":
             resizing = variant.position_interpolation or "per_feature_map"
@@ -191,12 +191,12 @@ class ViL(Backbone):
                 mode=variant.attention_mode,
                 relative_bias=variant.relative_bias,
                 shared_projections=variant.shared_projections,
-                **common | {"backend": self.settings.attention_backend},
+                **common,
             )
         if spec.attention == "long_short":
             sizes = {"chunk_size": spec.chunk_size, "rank": spec.projection_rank}
-            common |= {"backend": self.settings.attention_backend}
             return LongShortAttention(spec.dim, relative_bias=variant.relative_bias, **sizes, **common)
+        common |= {"backend": self.common_backend}
         if spec.attention == "linformer":
             map_size = self._table_size(index, "once")
             return LinformerAttention(spec.dim, map_size=map_size, num_features=spec.num_features, **common)

@@ -72,8 +72,8 @@ def add_vil_config(cfg: CfgNode) -> None:
     # Exports and evaluations of averaged weights are not compiled.
     cfg.MODEL.TRANSFORMER.COMPILE = False
     # Attention backend. "auto" and "sdpa" are PyTorch's attention; "auto" also logs a hint if "triton" may be faster.
-    # "triton" uses this project's CUDA kernels for sliding-chunk and long-short attention. "reference" has quadratic
-    # cost and is for debugging.
+    # "triton" uses this project's CUDA kernels for sliding-chunk attention, long-short attention and full attention
+    # with a relative bias. "reference" has quadratic cost and is for debugging.
     cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"
     # ViL and LS: attention of each stage, "sliding_chunk", "long_short" or "dense". If this key or one of the following
     # keys is empty, the variant sets it. A key that the family does not have is an error.

@@ -112,7 +112,8 @@ def train(
         val_fraction: fraction of the images for validation if ``data`` has no validation images (default 0.2).
         weights: a checkpoint, or a name of the model zoo; random weights by default.
         output: output directory (default ``output/DATA_MODEL_DETECTOR``).
-        device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one.
+        device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one. Training on a GPU uses mixed precision
+            unless ``SOLVER.AMP.ENABLED`` is False.
         resume: continue the interrupted run in ``output`` with its schedule and images. If there is none, ``data`` or
             ``config`` starts a new run, so that a job has the same command for each start.
         num_gpus: processes on this machine, as for detectron2's ``launch``. New processes do not import your script. If
@@ -314,6 +315,8 @@ def _with_defaults(cfg: CfgNode, recipe: CfgNode, given: Mapping[str, object], *
         defaults["SOLVER.REFERENCE_BATCH_SIZE"] = recipe.SOLVER.IMS_PER_BATCH
     if has_data and "SOLVER.MAX_ITER" not in given:
         defaults["SOLVER.EPOCHS"] = DEFAULT_EPOCHS
+    if cfg.MODEL.DEVICE.startswith("cuda"):
+        defaults["SOLVER.AMP.ENABLED"] = True
     return with_overrides(cfg, {key: value for key, value in defaults.items() if key not in given})
 
 

@@ -21,8 +21,8 @@ from backbones.attention.chunks import (
     pad_keys_values,
     windows,
 )
-from backbones.attention.dense import dense_attention, merge_heads, pytorch_attention, split_globals, split_heads
-from backbones.attention.triton_check import suggest_triton, triton_is_right
+from backbones.attention.dense import global_query_attention, merge_heads, pytorch_attention, split_globals, split_heads
+from backbones.attention.triton_check import resolve_backend
 from backbones.attention.triton_chunks import SEGMENT_MODE, triton_long_short_attention
 from backbones.errors import check_choice
 from backbones.layers.block import AutocastLayerNorm
@@ -292,14 +292,7 @@ class DualNormAttention(DualNorm):
             "projected_value": projected_value,
             "local_bias": None if self.relative_bias is None else self.relative_bias(),
         }
-        backend = self.backend
-        if backend == "auto" and query.device.type == "cuda":
-            suggest_triton()
-        if backend == "triton" and (
-            # A Triton kernel cannot be traced or exported.
-            is_tracing() or not triton_is_right(tensors, chunk_size=self.chunk_size, mode=SEGMENT_MODE)
-        ):
-            backend = "sdpa"
+        backend = resolve_backend(self.backend, tensors, mode=SEGMENT_MODE, chunk_size=self.chunk_size)
         return BACKENDS[backend](chunk_size=self.chunk_size, **tensors)
 
 
@@ -358,5 +351,5 @@ class LongShortAttention(DualNormAttention):
             return self.proj(merged)
         gathered = contiguous_for_export(output).flatten(2, 3)
         key, value = (torch.cat([x, gathered], dim=2) for x in _pair(global_keys_values, 3))
-        update = merge_heads(dense_attention(global_query, key, value))
+        update = merge_heads(global_query_attention(global_query, key, value))
         return self.proj(torch.cat([update, merged], dim=1))

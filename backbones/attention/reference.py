@@ -31,6 +31,20 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None 
     return scores.softmax(dim=-1) @ value
 
 
+def map_attention(
+    query: Tensor, key: Tensor, value: Tensor, local_bias: Tensor, global_bias: Tensor | None = None
+) -> Tensor:
+    """Return the result of :func:`.triton_dense.triton_map_attention`, from all pairs of tokens."""
+    heads, height, width = query.shape[1:4]
+    token = torch.arange(height * width, device=query.device)
+    row, col = token // width, token % width
+    bias = local_bias[:, row[:, None] - row + height - 1, col[:, None] - col + width - 1]
+    if global_bias is None:
+        global_bias = bias.new_zeros(heads, key.shape[2] - height * width)
+    bias = torch.cat([global_bias[:, None].expand(-1, height * width, -1), bias], dim=2)
+    return attention(query.flatten(2, 3), key, value, bias=bias)
+
+
 def _axis_neighborhood(size: int, chunk_size: int, mode: str) -> tuple[Tensor, Tensor]:
     """Return which keys a query attends to along one axis, and their slots: both (size, size), [query, key].
 

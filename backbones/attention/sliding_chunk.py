@@ -24,15 +24,16 @@ from backbones.attention.chunks import (
 from backbones.attention.dense import (
     TokenAttention,
     dense_attention,
+    global_query_attention,
     merge_heads,
     pytorch_attention,
     split_globals,
     split_heads,
 )
-from backbones.attention.triton_check import suggest_triton, triton_is_right
+from backbones.attention.triton_check import resolve_backend
 from backbones.attention.triton_chunks import triton_chunk_attention
 from backbones.errors import ConfigError, check_choice
-from backbones.layers.position import WindowRelativeBias, position_parameter
+from backbones.layers.position import WindowRelativeBias, global_query_bias, position_parameter
 from backbones.layers.tracing import is_tracing, padding_to_multiple, static_size
 
 
@@ -366,14 +367,9 @@ class SlidingChunkAttention(TokenAttention):
             "local_bias": None if self.relative_bias is None else self.relative_bias(),
             "global_bias": self.local_to_global,
         }
-        shift, backend = self.shift if self.training else None, self.backend
+        shift = self.shift if self.training else None
         options = {"chunk_size": self.chunk_size, "mode": self.mode, "shift": shift}
-        if backend == "auto" and query.device.type == "cuda":
-            suggest_triton()
-        # A Triton kernel cannot be traced or exported.
-        if backend == "triton" and (is_tracing() or not triton_is_right(tensors, **options)):
-            backend = "sdpa"
-        output = BACKENDS[backend](**tensors, **options)
+        output = BACKENDS[resolve_backend(self.backend, tensors, **options)](**tensors, **options)
         output = merge_heads(output).flatten(1, 2)
         if not self.update_globals:
             return self.proj(output)
@@ -383,9 +379,8 @@ class SlidingChunkAttention(TokenAttention):
             keys_values = split_heads(self.global_key_value(tokens), 2 * self.num_heads)
         bias = None
         if self.global_to_global is not None:
-            local = self.global_to_local[:, :, None].expand(-1, -1, local_tokens.shape[1])
-            bias = torch.cat([self.global_to_global, local], dim=2)
-        update = merge_heads(dense_attention(global_query, *keys_values.chunk(2, dim=1), bias=bias))
+            bias = global_query_bias(self.global_to_global, self.global_to_local, local_tokens.shape[1])
+        update = merge_heads(global_query_attention(global_query, *keys_values.chunk(2, dim=1), bias=bias))
         if shared:
             return self.proj(torch.cat([update, output], dim=1))
         return torch.cat([self.global_proj(update), self.proj(output)], dim=1)

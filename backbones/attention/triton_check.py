@@ -1,8 +1,10 @@
-"""Check the Triton kernels against the reference before their first use, and suggest to try them."""
+"""Choose between PyTorch's attention and the Triton kernels, which are checked before their first use."""
 
 import concurrent.futures
 import functools
+import importlib.metadata
 import logging
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,14 +17,65 @@ from backbones.attention.triton_chunks import (
     triton_long_short_attention,
     unmet_requirement,
 )
+from backbones.attention.triton_dense import DENSE_MODE, triton_map_attention
 from backbones.errors import ConfigError
-from backbones.layers.tracing import in_autocast_dtype
+from backbones.layers.tracing import in_autocast_dtype, is_tracing
 
 logger = logging.getLogger(__name__)
 # Relative to the largest value
 _TOLERANCES = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 # The lowest compute capability that the Triton kernels are compiled for in the tests.
 _LEAST_CAPABILITY = (8, 0)
+# Compute capabilities and dtypes for which `make gpu` has shown that the kernels are right and faster, and the oldest
+# version of Triton in these runs. docs/performance.md has the times.
+MEASURED = {(9, 0): (torch.float16, torch.bfloat16)}
+_LEAST_TRITON = (3, 6)
+
+
+def resolve_backend(
+    backend: str,
+    tensors: dict[str, Tensor | None],
+    *,
+    mode: str,
+    chunk_size: int = 0,
+    shift: tuple[int, int] | None = None,
+) -> str:
+    """Return the backend for these tensors: ``"sdpa"``, ``"triton"`` or ``"reference"``.
+
+    ``"auto"`` is ``"triton"`` for the GPUs and dtypes in ``MEASURED``, and otherwise ``"sdpa"``. Traced and exported
+    runs cannot contain a Triton kernel, and a kernel is not used if it is wrong: see :func:`choose_kernel`.
+
+    Args:
+        backend: The backend that the user has chosen.
+        tensors: The tensor arguments of the attention function.
+        mode: See :func:`choose_kernel`.
+        chunk_size: See there.
+        shift: See there.
+    """
+    if backend == "auto":
+        backend = "triton" if _is_measured(tensors["query"]) else "sdpa"
+    if backend != "triton":
+        return backend
+    is_usable = not is_tracing() and triton_is_right(tensors, mode=mode, chunk_size=chunk_size, shift=shift)
+    return "triton" if is_usable else "sdpa"
+
+
+def _is_measured(query: Tensor) -> bool:
+    if query.device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    if in_autocast_dtype(query)[0].dtype in _measured_dtypes(query.device):
+        return unmet_requirement(query.device, query.shape[4]) is None
+    suggest_triton()
+    return False
+
+
+@functools.cache
+def _measured_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    # An AMD GPU reports a compute capability too.
+    if torch.version.hip or unmet_requirement(device) is not None:
+        return ()
+    version = tuple(int(number) for number in importlib.metadata.version("triton").split(".")[:2])
+    return MEASURED.get(torch.cuda.get_device_capability(device), ()) if version >= _LEAST_TRITON else ()
 
 
 @functools.cache
@@ -36,7 +89,7 @@ def suggest_triton() -> None:
 
 
 def triton_is_right(
-    tensors: dict[str, Tensor | None], *, chunk_size: int, mode: str, shift: tuple[int, int] | None = None
+    tensors: dict[str, Tensor | None], *, mode: str, chunk_size: int = 0, shift: tuple[int, int] | None = None
 ) -> bool:
     """Return whether the Triton kernel may be used for these tensors. See :func:`choose_kernel`.
 
@@ -46,11 +99,14 @@ def triton_is_right(
     if torch.compiler.is_compiling() or not query.numel() or not _can_check(query):
         return True
     given = {name: x for name, x in tensors.items() if x is not None and x.numel()}
+    num_global = sum(given[name].shape[2] for name in ("global_key", "projected_key") if name in given)
+    if mode == DENSE_MODE:
+        num_global = tensors["key"].shape[2] - math.prod(query.shape[2:4])
     chosen = choose_kernel(
         query.device,
         in_autocast_dtype(query)[0].dtype,
         query.shape[4],
-        sum(given[name].shape[2] for name in ("global_key", "projected_key") if name in given),
+        num_global,
         tuple(name for name in ("local_bias", "global_bias") if name in given),
         torch.is_grad_enabled() and any(x.requires_grad for x in given.values()),
         chunk_size=chunk_size,
@@ -89,8 +145,8 @@ def choose_kernel(
         num_global: Number of global tokens, and of projected keys in long-short attention.
         biases: The given ones of ``"local_bias"`` and ``"global_bias"``.
         is_learned: Whether gradients are needed.
-        chunk_size: See :func:`.sliding_chunk.sliding_chunk_attention`.
-        mode: See there. The mode of long-short attention is ``SEGMENT_MODE``.
+        chunk_size: See :func:`.sliding_chunk.sliding_chunk_attention`. 0 for full attention.
+        mode: See there. The mode of long-short attention is ``SEGMENT_MODE``, and of full attention ``DENSE_MODE``.
         shift: See there.
 
     Raises:
@@ -129,12 +185,20 @@ def choose_kernel(
 def _inputs(
     dtype: torch.dtype, channels: int, num_global: int, biases: tuple[str, ...], size: int, mode: str
 ) -> dict[str, Tensor]:
-    """Return random inputs for two images of 2 x 3 chunks and one more row and column of tokens."""
-    shapes = dict.fromkeys(("query", "key", "value"), (2, 2, 2 * size + 1, 3 * size + 1, channels))
-    shared, side = ("projected", max(size // 2, 1)) if mode == SEGMENT_MODE else ("global", size)
-    if num_global:
-        shapes |= dict.fromkeys((f"{shared}_key", f"{shared}_value"), (2, 2, num_global, channels))
-    bias_shapes = {"local_bias": (2, size**2, (size + 2 * side) ** 2), "global_bias": (2, num_global)}
+    """Return random inputs for two images: 2 x 3 chunks and one more row and column of tokens, or 9 x 17 tokens."""
+    heads = (2, 2)
+    if mode == DENSE_MODE:
+        height, width = 9, 17
+        shapes = dict.fromkeys(("query", "key", "value"), (*heads, num_global + height * width, channels))
+        shapes["query"] = (*heads, height, width, channels)
+        local_bias = (2, 2 * height - 1, 2 * width - 1)
+    else:
+        shapes = dict.fromkeys(("query", "key", "value"), (*heads, 2 * size + 1, 3 * size + 1, channels))
+        shared, side = ("projected", max(size // 2, 1)) if mode == SEGMENT_MODE else ("global", size)
+        if num_global:
+            shapes |= dict.fromkeys((f"{shared}_key", f"{shared}_value"), (*heads, num_global, channels))
+        local_bias = (2, size**2, (size + 2 * side) ** 2)
+    bias_shapes = {"local_bias": local_bias, "global_bias": (2, num_global)}
     shapes |= {name: bias_shapes[name] for name in biases}
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
@@ -147,6 +211,8 @@ def _reason_against_triton(
     if options["mode"] == SEGMENT_MODE:
         by_reference, by_triton = reference.long_short_attention, triton_long_short_attention
         options = {"chunk_size": options["chunk_size"]}
+    elif options["mode"] == DENSE_MODE:
+        by_reference, by_triton, options = reference.map_attention, triton_map_attention, {}
     expected = _outputs_and_gradients(
         by_reference, {name: x.double() for name, x in inputs.items()}, is_learned, options
     )

@@ -75,6 +75,13 @@ def unmet_requirement(device: torch.device, channels: int = 0, dtype: torch.dtyp
     return "does not support float64 on a GPU" if is_cuda and dtype == torch.float64 else None
 
 
+def check_requirement(query: Tensor) -> None:
+    """Raise a :class:`ConfigError` if the kernels cannot run for these queries (..., D)."""
+    requirement = unmet_requirement(query.device, query.shape[-1], query.dtype)
+    if requirement is not None:
+        raise ConfigError(f"Triton attention {requirement}. Use attention_backend 'sdpa'.")
+
+
 def triton_chunk_attention(
     *, chunk_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
 ) -> Tensor:
@@ -160,9 +167,7 @@ _INPUTS = (
 def _attend(*arguments: Tensor | int | str | list[int] | None) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exps that the backward pass needs."""
     query = arguments[0]
-    requirement = unmet_requirement(query.device, query.shape[4], query.dtype)
-    if requirement is not None:
-        raise ConfigError(f"Triton attention {requirement}. Use attention_backend 'sdpa'.")
+    check_requirement(query)
     return _KernelLauncher(*arguments).forward()
 
 
@@ -242,12 +247,14 @@ class Launch:
         tokens: Block size along the tokens of a window, or along the tokens that attend to a global token.
         channels: D rounded up to a power of two. The channels beyond D are masked.
         num_warps: Number of warps.
+        num_stages: Stages of the software pipeline that loads blocks.
     """
 
     positions: int
     tokens: int
     channels: int
     num_warps: int
+    num_stages: int = 2
 
 
 def launch_parameters(chunk_size: int, channels: int, dtype: torch.dtype) -> Launch:
@@ -255,7 +262,7 @@ def launch_parameters(chunk_size: int, channels: int, dtype: torch.dtype) -> Lau
 
     The compiler's reports were used to choose them. They are not tuned on a GPU.
     """
-    padded = _power_of_two(channels)
+    padded = power_of_two(channels)
     # Larger blocks do not fit in the registers. float32 needs the most, because tensor cores do not multiply it, and
     # masked channels need registers too.
     is_single, is_wide = dtype == torch.float32, padded > 64
@@ -264,14 +271,14 @@ def launch_parameters(chunk_size: int, channels: int, dtype: torch.dtype) -> Lau
     else:
         positions, tokens = 32 if is_wide else 64, 64 if channels == padded <= 32 else 32
     return Launch(
-        positions=min(_power_of_two(chunk_size**2), positions),
+        positions=min(power_of_two(chunk_size**2), positions),
         tokens=tokens,
         channels=padded,
         num_warps=8 if is_single and is_wide else 4,
     )
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """Return the smallest power of two that is at least ``number`` and 16."""
     return max(16, 1 << (number - 1).bit_length())
 
@@ -388,7 +395,7 @@ class _KernelLauncher:
             }
         kernel = getattr(kernels, name)
         values = {argument: values[argument] for argument in kernel.arg_names}
-        compiled = {"num_warps": launch.num_warps, "num_stages": 2, "enable_fp_fusion": True}
+        compiled = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
         with torch.cuda.device_of(self.inputs.query):
             kernel[grid](**values, **compiled)
 

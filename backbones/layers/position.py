@@ -272,9 +272,8 @@ class GridRelativeBias(nn.Module):
         return self.local_to_global if self.num_global_tokens else None
 
     def global_query_bias(self, tokens: int) -> Tensor:
-        """Return the bias (M, G, G + tokens) of the global queries."""
-        to_local = self.global_to_local[:, :, None].expand(-1, -1, tokens)
-        return torch.cat([self.global_to_global, to_local], dim=2)
+        """Return the bias (M, G, G + tokens) of the global queries, up to a constant of each query."""
+        return global_query_bias(self.global_to_global, self.global_to_local, tokens)
 
     def forward(self, height: int, width: int) -> Tensor:
         """Return the bias (M, L, G + H * W) of a feature map. L is H * W, or G + H * W with global queries."""
@@ -289,6 +288,20 @@ class GridRelativeBias(nn.Module):
         if self.global_queries:
             bias = torch.cat([self.global_query_bias(bias.shape[1]), bias], dim=1)
         return bias
+
+
+def global_query_bias(to_global: Tensor, to_local: Tensor, tokens: int) -> Tensor:
+    """Return the bias (M, G, G + tokens) of global queries, minus the bias of local keys, which softmax ignores.
+
+    The gradient of the subtracted bias is a sum over the global keys only. A sum over all tokens is inexact in half
+    precision.
+
+    Args:
+        to_global: (M, G, G), the bias by query and global key.
+        to_local: (M, G), the bias by query of all local keys.
+        tokens: Number of local keys.
+    """
+    return F.pad(to_global - to_local[:, :, None], (0, tokens))
 
 
 def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, made_for: tuple[int, int] | None = None) -> Tensor:

@@ -189,7 +189,7 @@ def test_unknown_names_and_keywords(name, options, hint):
     [
         ("vil_tiny", {"out_features": ("stage22",)}),
         ("cvt_ls_13", {"out_features": ()}),
-        ("lit_s", {"attention_backend": "triton"}),
+        ("lit_ti", {"attention_backend": "triton"}),
         ("vil_tiny", {"max_img_size": (224, 224, 3)}),
         ("vil_tiny", {"drop_path_rate": -0.1}),
         ("vil_tiny", {"chunk_size": 0}),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from backbones.attention import triton_check, triton_kernels
+from backbones.attention import triton_check, triton_dense_kernels, triton_kernels
 
 REPO = f"{Path(__file__).parents[2]}{os.sep}"
 LIBRARY = ctypes.CDLL(os.environ["MOCK_CUDA"])
@@ -24,7 +24,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 # In the thread of the caller, so that waits of backward passes have lines.
 torch.autograd.set_multithreading_enabled(False)
 # Triton would need the driver to compile them.
-for _name, _kernel in vars(triton_kernels).items():
+for _name, _kernel in [*vars(triton_kernels).items(), *vars(triton_dense_kernels).items()]:
     if _name.endswith("_kernel"):
         _kernel.run = lambda *args, **options: LIBRARY.mock_launch()
 # Kernels that compute nothing would fail their check.

@@ -31,6 +31,17 @@ def data(shapes, tmp_path, monkeypatch):
     return tmp_path / "mine"
 
 
+@pytest.mark.parametrize(
+    "device, given, expected", [("cuda", {}, True), ("cuda", {"SOLVER.AMP.ENABLED": False}, False)]
+)
+def test_mixed_precision_is_the_default_on_a_gpu(data, monkeypatch, device, given, expected):
+    configs = []
+    monkeypatch.setattr("projects_vil.run.launch_run", lambda cfg, *_, **__: configs.append(cfg))
+    train(data, model=TINY, device=device, **given)
+    train(data, model=TINY, device="cpu", output="on_cpu")
+    assert [cfg.SOLVER.AMP.ENABLED for cfg in configs] == [expected, False]
+
+
 def test_train_evaluate_and_predict(data, monkeypatch):
     run = train(data, config=CONFIGS["retinanet"], epochs=2, batch=4, **KEYS)
     assert run == Run(run.folder) and run.folder.samefile("output/mine_retinanet_vil_shapes")

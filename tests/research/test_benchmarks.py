@@ -1,6 +1,8 @@
 """The research benchmarks: valid synthetic annotations, equal results of both APIs, and hand counts of operators."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from research.benchmarks import prediction
 from research.benchmarks.annotations import NUM_OBJECTS, compare_coco_apis, write_annotations, write_images
 from research.benchmarks.prediction import format_predictions, measure_predictions
 from research.benchmarks.roofline import DeviceRates, lower_bound
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -121,3 +125,17 @@ def test_work_of_an_operator():
 def test_small_operators_are_bound_by_their_calls():
     work = lower_bound(lambda: (A + 1).mul_(2), DeviceRates(flops=1e30, bytes=1e30, call=0.5))
     assert work["limit"] == {"arithmetic": 0, "memory": 0, "overhead": 1.0} and work["operators"] == 2
+
+
+@pytest.mark.slow
+def test_gpu_script_runs_on_a_cpu(tmp_path):
+    name = "vil_tiny_1_1_3_1_rpb"
+    options = ["--device", "cpu", "--small", "--models", name, "--steps", "versions", "correctness", "profile"]
+    command = [sys.executable, "-m", "research.benchmarks.gpu", *options, "--output", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
+    assert result.returncode == 0
+    steps = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert steps["versions"]["torch"] == torch.__version__
+    errors = steps["correctness"][name]["float32"]["sdpa"]
+    assert errors["features"] < 1e-5 and errors["gradients"] < 1e-4
+    assert steps["profile"].keys() == {"swin_t", "r50", f"{name} triton", f"{name} sdpa"}

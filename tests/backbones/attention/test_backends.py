@@ -192,7 +192,29 @@ def test_empty_global_tokens_do_not_change_the_check(asked):
     assert [key[3] for key, _ in asked] == [0]
 
 
-ATTENTIONS = [SlidingChunkAttention, functools.partial(LongShortAttention, rank=2)]
+@pytest.fixture
+def on_device(monkeypatch):
+    """Return a function that sets the compute capability of the GPU and the version of Triton."""
+
+    def set_up(capability: tuple[int, int], triton: str = "3.6.0") -> None:
+        monkeypatch.setattr(triton_chunks, "_is_installed", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(triton_check.importlib.metadata, "version", lambda name: triton)
+
+    def clear() -> None:
+        suggest_triton.cache_clear()
+        triton_check._measured_dtypes.cache_clear()
+
+    clear()
+    yield set_up
+    clear()
+
+
+ATTENTIONS = [
+    functools.partial(SlidingChunkAttention, chunk_size=3),
+    functools.partial(LongShortAttention, chunk_size=3, rank=2),
+    functools.partial(DenseAttention, bias_size=(5, 9)),
+]
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -200,7 +222,7 @@ ATTENTIONS = [SlidingChunkAttention, functools.partial(LongShortAttention, rank=
 def test_auto_and_traced_runs_use_no_triton_kernel(asked, monkeypatch, backend, attention):
     """This also holds in Triton's interpreter, which would take minutes."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    module = attention(8, num_heads=2, chunk_size=3, backend=backend).double().eval()
+    module = attention(8, num_heads=2, backend=backend).double().eval()
     inputs = torch.randn(1, 7, 10, 8).double(), torch.randn(1, 1, 8).double()
     outputs = [attend(module, *inputs)] if backend == "auto" else []
     outputs.append(torch.jit.trace(OnMap(module), inputs, check_trace=False)(*inputs))
@@ -212,18 +234,43 @@ def test_auto_and_traced_runs_use_no_triton_kernel(asked, monkeypatch, backend, 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("capability, lines", [((8, 0), 1), ((7, 5), 0)])
-def test_auto_is_pytorchs_attention_and_suggests_triton_once(monkeypatch, caplog, attention, capability, lines):
+def test_auto_is_pytorchs_attention_and_suggests_triton_once(on_device, caplog, attention, capability, lines):
     caplog.set_level(logging.INFO)
-    suggest_triton.cache_clear()
-    monkeypatch.setattr(triton_chunks, "_is_installed", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    module = attention(8, num_heads=2, chunk_size=3, backend="auto")
+    on_device(capability)
+    module = attention(8, num_heads=2, backend="auto")
     for _ in range(2):
         with FakeGPU() as gpu:
             attend(module, torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8))
         assert gpu.cudnn
     assert [("MODEL.TRANSFORMER.ATTENTION_BACKEND triton" in message) for message in caplog.messages] == [True] * lines
-    suggest_triton.cache_clear()
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(
+    "capability, triton, dtype, is_measured",
+    [
+        ((9, 0), "3.6.0", torch.bfloat16, True),
+        ((9, 0), "3.10.1", torch.float16, True),
+        ((9, 0), "3.5.1", torch.bfloat16, False),
+        ((9, 0), "3.6.0", torch.float32, False),
+        ((8, 0), "3.6.0", torch.bfloat16, False),
+    ],
+)
+def test_auto_is_triton_where_it_has_been_measured(asked, on_device, attention, capability, triton, dtype, is_measured):
+    on_device(capability, triton)
+    module = attention(8, num_heads=2, backend="auto").to(dtype)
+    with FakeGPU():
+        attend(module, torch.randn(1, 7, 10, 8, dtype=dtype), torch.randn(1, 1, 8, dtype=dtype))
+    assert [key[1] for key, _ in asked] == [dtype] * is_measured
+
+
+def test_auto_is_pytorchs_attention_on_an_amd_gpu(asked, on_device, monkeypatch):
+    on_device((9, 0), "3.6.0")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with FakeGPU():
+        module = ATTENTIONS[0](8, num_heads=2, backend="auto").bfloat16()
+        attend(module, torch.randn(1, 7, 10, 8).bfloat16(), torch.randn(1, 1, 8).bfloat16())
+    assert not asked
 
 
 def test_capture_of_a_cuda_graph_without_a_check_is_refused(choose, monkeypatch):
@@ -257,17 +304,16 @@ def test_other_choices_of_the_caller_for_pytorchs_attention_stay():
 
 
 def test_backends_of_the_stages():
-    """Sliding chunks and long-short attention have their own kernels. Full attention uses PyTorch's."""
+    """Full attention without a bias, which has no kernel of its own, has PyTorch's."""
     attention = ["sliding_chunk", "long_short", "sliding_chunk", "dense"]
-    for asked, *expected in (
-        ("auto", "auto", "auto", "auto", "sdpa"),
-        ("triton", "triton", "triton", "triton", "sdpa"),
-        ("reference",) * 5,
-    ):
-        model = create_backbone("vil_tiny", attention=attention, attention_backend=asked)
-        assert [stage.blocks[0].attention.backend for stage in model.stages] == expected
+    for asked, others in (("auto", "sdpa"), ("triton", "sdpa"), ("reference", "reference")):
+        for name, last in (("vil_tiny", others), ("vil_tiny_rpb", asked)):
+            model = create_backbone(name, attention=attention, attention_backend=asked)
+            assert [stage.blocks[0].attention.backend for stage in model.stages] == [asked] * 3 + [last]
         model = create_backbone("cvt_ls_13", attention_backend=asked)
         assert {block.attention.backend for stage in model.stages for block in stage.blocks} == {asked}
+        model = create_backbone("lit_s", attention_backend=asked)
+        assert [stage.blocks[0].attention.backend for stage in model.stages[2:]] == [asked] * 2
     with pytest.raises(ConfigError, match="triton"):
         create_backbone("lit_ti", attention_backend="triton")
 

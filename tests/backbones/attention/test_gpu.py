@@ -8,7 +8,7 @@ import torch
 from backbones.attention import reference
 from backbones.attention.efficient import performer_attention, sample_features
 from backbones.attention.sliding_chunk import SHIFTS
-from tests.backbones.attention.cases import case, kernels, relative_error
+from tests.backbones.attention.cases import case, kernels
 from tests.backbones.helpers import outputs_and_gradients, random_images
 from tests.gpu import DEVICE, on_gpu
 
@@ -20,9 +20,13 @@ def assert_close_to_reference(function, by_reference, inputs, dtype):
     rounded = {name: x.to(DEVICE, dtype) for name, x in inputs.items()}
     actual = outputs_and_gradients(function, rounded)
     expected = outputs_and_gradients(by_reference, {name: x.cpu().double() for name, x in rounded.items()})
+    # The gradient of a bias is a sum over all queries that nearly cancels, so its rounding errors have the size of the
+    # largest gradient.
+    largest = max(x.abs().max().item() for x in expected.values())
     for name, x in expected.items():
         assert actual[name].dtype == dtype and actual[name].device.type == DEVICE, name
-        assert relative_error(actual[name], x) <= TOLERANCES[dtype], name
+        scale = largest if "bias" in name else x.abs().max().item()
+        assert (actual[name].cpu().double() - x).abs().max().item() <= TOLERANCES[dtype] * scale, name
 
 
 @on_gpu

@@ -8,10 +8,10 @@ import torch
 
 from backbones.attention import chunks, cpu_blocks, dense, reference
 from backbones.attention.chunks import copied_windows
-from backbones.attention.dense import dense_attention
+from backbones.attention.dense import dense_attention, global_query_attention
 from backbones.attention.sliding_chunk import SHIFTS
 from backbones.layers.position import GridRelativeBias
-from tests.backbones.attention.cases import KERNELS, case, kernels, relative_error, windows
+from tests.backbones.attention.cases import KERNELS, FakeGPU, case, kernels, relative_error, windows
 from tests.backbones.helpers import (
     LargestTensor,
     assert_all_close,
@@ -206,3 +206,20 @@ def test_non_contiguous_channels():
     bias = torch.randn(2, 6, 6, dtype=torch.float64, requires_grad=True)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias[None])
     torch.testing.assert_close(dense_attention(query, key, value, bias=bias), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("num_queries", [1, 2])
+@pytest.mark.parametrize("biased", [False, True])
+def test_global_queries_on_a_gpu_equal_the_reference(biased, num_queries, dtype):
+    """With the matrix products that a GPU runs, on strided views of one projection."""
+    tokens = random_images(2, 3, 40, 3 * 8)
+    inputs = dict(zip(("query", "key", "value"), tokens.split(8, dim=3), strict=True))
+    inputs["query"] = inputs["query"][:, :, :num_queries]
+    if biased:
+        inputs["bias"] = random_images(3, num_queries, 40)
+    expected = outputs_and_gradients(reference.attention, inputs)
+    with FakeGPU():
+        actual = outputs_and_gradients(global_query_attention, {name: x.to(dtype) for name, x in inputs.items()})
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert_all_close({name: x.double() for name, x in actual.items()}, expected, tolerance=tolerance)

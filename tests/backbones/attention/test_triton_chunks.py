@@ -4,13 +4,8 @@ The compiler may reject code that the interpreter runs. A slow test compiles eve
 """
 
 import functools
-import importlib.util
-import os
-import re
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +23,14 @@ from backbones.attention.triton_chunks import (
 )
 from backbones.errors import ConfigError
 from tests.backbones.attention.cases import attend, case
+from tests.backbones.attention.triton_cases import (
+    assert_near,
+    bytes_of_registers_in_memory,
+    compile_only,
+    interpreted,
+    on_this_gpu,
+    skip_without_compiler,
+)
 from tests.backbones.helpers import (
     assert_padding_is_hidden_in_half_precision,
     attention_inputs,
@@ -35,56 +38,10 @@ from tests.backbones.helpers import (
     random_images,
     randomize,
 )
-from tests.gpu import DEVICE, on_gpu
+from tests.gpu import DEVICE
 from tests.selection import slow_except
 
-# Relative to the largest value of each tensor. Gradients of the global bias are small compared with their summands.
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-KERNELS = Path(triton_chunks.__file__).with_name("triton_kernels.py")
 ALL = {"num_global": 1, "local_bias": True, "global_bias": True}
-
-
-@functools.cache
-def interpreted_kernels() -> ModuleType:
-    """Import an interpreted copy of the kernels, separate from the module that other tests may have imported."""
-    spec = importlib.util.spec_from_file_location("interpreted_triton_kernels", KERNELS)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    # For each call of a helper, the interpreter patches triton.language again, which takes most of the time.
-    for name, function in list(vars(module).items()):
-        if name.startswith("_") and hasattr(function, "rewrite"):
-            setattr(module, name, function.rewrite())
-    return module
-
-
-@pytest.fixture
-def interpreter(monkeypatch):
-    """Interpret the kernels, and restore triton afterwards, so that other tests can compile."""
-    # The interpreter of 3.2 has no products of float64, and fails with numpy 2.
-    pytest.importorskip("triton", minversion="3.3", reason="triton 3.3 or later is not installed")
-    import triton.language as tl
-    from triton.runtime import JITFunction
-    from triton.runtime.interpreter import InterpretedFunction
-
-    # Triton reads it when a kernel is defined, and while it runs.
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(triton_chunks, "_kernels", interpreted_kernels)
-    # The interpreter does not undo all of its patches.
-    patched = [tl, tl.core, tl.math, tl.tensor, getattr(tl.core, "tensor_descriptor_base", tl.tensor)]
-    found = [dict(vars(scope)) for scope in patched]
-    for name, function in found[0].items():
-        if isinstance(function, JITFunction):
-            setattr(tl, name, InterpretedFunction(function.fn))
-    yield
-    for scope, names in zip(patched, found, strict=True):
-        for name, value in list(vars(scope).items()):
-            if name not in names:
-                delattr(scope, name)
-            elif names[name] is not value:
-                setattr(scope, name, names[name])
-
-
-interpreted = pytest.mark.usefixtures("interpreter")
 
 
 def assert_equals_reference(inputs, *, device="cpu", **options):
@@ -92,14 +49,6 @@ def assert_equals_reference(inputs, *, device="cpu", **options):
     actual = outputs_and_gradients(triton_chunk_attention, {k: x.to(device) for k, x in inputs.items()}, **options)
     inputs = {name: x.cpu().double() for name, x in inputs.items()}
     assert_near(actual, outputs_and_gradients(reference.sliding_chunk_attention, inputs, **options))
-
-
-def assert_near(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, x in expected.items():
-        assert actual[name].shape == x.shape, name
-        difference = (actual[name].cpu().double() - x).abs().max()
-        assert difference <= TOLERANCES[actual[name].dtype] * x.abs().max(), f"{name}: {difference}"
 
 
 # Chunk size, height, width, mode, shift and others. Axes have one to four chunks, most of them incomplete.
@@ -328,18 +277,6 @@ def test_imports_without_triton():
 SPILLED = {("key_grad_kernel", 80, 32, "long_short"): 8, ("query_grad_kernel", 80, 96, "zero_pad"): 144}
 
 
-def bytes_of_registers_in_memory(cubin: bytes, folder: Path) -> int | None:
-    """Return the register spill of a thread in bytes, or None without cuobjdump."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not tool.exists():
-        return None
-    (folder / "kernel.cubin").write_bytes(cubin)
-    process = subprocess.run([tool, "-res-usage", folder / "kernel.cubin"], capture_output=True, text=True, check=True)
-    return int(re.search(r"STACK:(\d+)", process.stdout)[1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture, dtype, channels, mode, shift",
@@ -355,37 +292,10 @@ def bytes_of_registers_in_memory(cubin: bytes, folder: Path) -> int | None:
     ids=str,
 )
 def test_every_kernel_compiles(monkeypatch, tmp_path, architecture, dtype, channels, mode, shift):
-    triton = pytest.importorskip("triton", minversion="3.3", reason="triton 3.3 or later is not installed")
-    if "TRITON_INTERPRET" in os.environ:
-        pytest.skip("TRITON_INTERPRET is set: the kernels are interpreted")
-    if not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists():
-        pytest.skip("triton has no ptxas here")
-    from triton.backends.compiler import GPUTarget
-
+    skip_without_compiler()
     from backbones.attention import triton_kernels
 
-    # The number of the device is its architecture, because triton caches compiled kernels by the number.
-    driver = SimpleNamespace(
-        get_current_device=lambda: architecture,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", architecture, 32),
-    )
-    active = "_active" if hasattr(triton.runtime.driver, "_active") else "active"
-    monkeypatch.setattr(triton.runtime.driver, active, driver)
-    compiled = {}
-
-    def compile_only(run, name, warmup, **arguments):
-        # On a CPU, bfloat16 would be replaced by float32.
-        arguments = {
-            key: x.to(dtype) if torch.is_tensor(x) and x.dtype == torch.float16 else x for key, x in arguments.items()
-        }
-        compiled[name] = run(warmup=True, **arguments)
-
-    for name, kernel in vars(triton_kernels).items():
-        if name.endswith("_kernel"):
-            monkeypatch.setattr(kernel, "run", functools.partial(compile_only, kernel.run, name))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(triton_chunks, "unmet_requirement", lambda *query: None)
+    compiled = compile_only(monkeypatch, tmp_path, triton_kernels, architecture, dtype)
     if mode == "long_short":
         inputs, attention, options = (
             case(mode, 20, 27, chunk_size=7, channels=channels)[2],
@@ -403,13 +313,6 @@ def test_every_kernel_compiles(monkeypatch, tmp_path, architecture, dtype, chann
         # The shared memory of the smallest of these devices, sm_86 and sm_89.
         assert kernel.metadata.shared <= 99 * 1024, name
         assert spilled is None or spilled <= SPILLED.get((name, architecture, channels, mode), 0), name
-
-
-def on_this_gpu(test):
-    """Mark a test that neither a CPU nor the interpreter can run; see :func:`tests.gpu.on_gpu`."""
-    reason = f"the kernels are not compiled for {DEVICE}"
-    is_compiled = DEVICE == "cuda" and "TRITON_INTERPRET" not in os.environ
-    return on_gpu(pytest.mark.skipif(not is_compiled, reason=reason)(test))
 
 
 @on_this_gpu

@@ -66,8 +66,10 @@ def test_grid_bias_is_looked_up_by_offset(num_global, global_queries):
         if num_global:
             torch.testing.assert_close(row[:, :num_global], grid.local_to_global)
     if global_queries:
-        torch.testing.assert_close(output[:, :2, :2], grid.global_to_global)
-        torch.testing.assert_close(output[:, :2, 2:], grid.global_to_local[..., None].expand(-1, -1, height * width))
+        to_local = grid.global_to_local[..., None]
+        # Softmax ignores a constant of a query.
+        torch.testing.assert_close(output[:, :2, :2] + to_local, grid.global_to_global)
+        torch.testing.assert_close(output[:, :2, 2:] + to_local, to_local.expand(-1, -1, height * width))
 
 
 def test_grid_positions_of_the_largest_map_are_cropped():
