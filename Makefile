@@ -32,7 +32,7 @@ demo: .venv/.stamp ## train, evaluate and export a small detector; DETECTOR=mask
 		OVERWRITE_OUTPUT_DIR True $(ARGS)
 	@$(RUN) tools/export_model.py --config-file $(OUT)/config.yaml --weights $(OUT)/model_final.pth \
 		--format torchscript --output $(OUT)/export
-	@$(RUN) tools/visualize.py results --run $(OUT)
+	@$(RUN) tools/visualize.py results $(OUT)
 
 test: .venv/.stamp ## run the fast tests; pytest gets ARGS, for example ARGS="tests/tools -k arguments"
 	@$(PYTEST) $(ARGS)

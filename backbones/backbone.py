@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from backbones.attention.dense import join_tokens, split_globals
 from backbones.errors import ConfigError, check_choice
 from backbones.layers.block import Block, call_block
-from backbones.layers.parameters import init_trunc_normal_, names_without_weight_decay
-from backbones.layers.position import position_parameter, resize_tables
+from backbones.layers.position import init_trunc_normal_, position_parameter, resize_tables
 from backbones.layers.tracing import contiguous_for_export, static_size
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "reference")
@@ -223,6 +222,8 @@ class Backbone(nn.Module, abc.ABC):
             if name in out_features
         }
         self.num_frozen_stages = 0
+        # The backend of attention without a Triton kernel.
+        self.common_backend = "reference" if settings.attention_backend == "reference" else "sdpa"
         self.stages = nn.ModuleList()
         self.output_norms = nn.ModuleDict()
         for index in range(self.num_stages):
@@ -232,18 +233,13 @@ class Backbone(nn.Module, abc.ABC):
                 self.output_norms[names[index]] = norm
         self.apply(init_linear)
         self.set_activation_checkpointing(settings.activation_checkpointing)
-        backend = settings.attention_backend
-        has_it = any(getattr(module, "backend", None) == backend for module in self.modules())
-        if backend == "triton" and not has_it:
+        if settings.attention_backend == "triton" and not any(
+            getattr(module, "backend", None) == "triton" for module in self.modules()
+        ):
             raise ConfigError(
                 "attention_backend='triton' needs sliding-chunk attention, long-short attention or full attention with "
                 "a relative bias, and this variant has none of them. Use 'auto'."
             )
-
-    @property
-    def common_backend(self) -> str:
-        """The backend of attention without a Triton kernel."""
-        return "reference" if self.settings.attention_backend == "reference" else "sdpa"
 
     def _make_stage(self, index: int) -> Stage:
         spec, in_channels = self.variant.stages[index], self.variant.stages[index - 1].dim if index else 3
@@ -287,9 +283,13 @@ class Backbone(nn.Module, abc.ABC):
     def _num_global_tokens(self, index: int) -> int:
         return 0
 
-    def _table_size(self, index: int, resizing: str, *, unit: int) -> tuple[int, int]:
-        """Return the height and width in tokens of a stage's tables. Image sides are rounded up to ``unit`` pixels."""
-        sides = self.settings.max_img_size
+    def _table_size(self, index: int, resizing: str, *, unit: int | None = None) -> tuple[int, int]:
+        """Return the height and width in tokens of a stage's tables.
+
+        Image sides are rounded up to ``unit`` pixels, by default the largest stride. For ViL, 1333 pixels are 42 tokens
+        at stride 32 and 336 at stride 4.
+        """
+        sides, unit = self.settings.max_img_size, unit or self.strides[-1]
         if resizing == "per_feature_map":
             sides = self.settings.position_img_size or (self.variant.position_img_size,) * 2
         height, width = (-(-side // unit) * unit // self.strides[index] for side in sides)
@@ -323,9 +323,20 @@ class Backbone(nn.Module, abc.ABC):
         """
         return self.forward_tokens(images)[0]
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay: biases, norms, positions, global tokens, bias tables."""
-        return names_without_weight_decay(self)
+    # Classifiers and sequence models use this method too.
+    def no_weight_decay(self: nn.Module) -> set[str]:
+        """Return the names of the parameters without weight decay.
+
+        These are parameters with at most one axis, such as biases and norms, and parameters that their module lists in
+        ``no_weight_decay_names``: position tables, global tokens and bias tables.
+        """
+        names = set()
+        for prefix, module in self.named_modules():
+            listed = getattr(module, "no_weight_decay_names", ())
+            for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
+                if parameter.ndim <= 1 or name.rpartition(".")[2] in listed:
+                    names.add(name)
+        return names
 
     @property
     def num_layers(self) -> int:
@@ -434,9 +445,7 @@ class Classifier(nn.Module):
         """Return the logits (B, num_classes) of images (B, 3, H, W)."""
         return self.head(self.pooled(self.forward_features(images)))
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay. See :meth:`Backbone.no_weight_decay`."""
-        return names_without_weight_decay(self)
+    no_weight_decay = Backbone.no_weight_decay
 
 
 def init_linear(module: nn.Module) -> None:

@@ -31,12 +31,13 @@ def get_variant(name: str, options: Mapping[str, object] | None = None) -> Varia
     if name not in VARIANTS:
         hint = closest(str(name), VARIANTS) or f". Choose one of {', '.join(sorted(VARIANTS))}."
         raise ConfigError(f"Unknown variant {name!r}{hint}")
-    variant = VARIANTS[name]
-    given = {option: value for option, value in (options or {}).items() if value is not None}
-    for option in given:
-        if option not in variant.options:
+    variant, given = VARIANTS[name], {}
+    for option, value in (options or {}).items():
+        if value is not None and option not in variant.options:
             raise ConfigError(f"{name} has no option {option}. Its options are {', '.join(variant.options)}.")
-    return variant.with_options(**given)
+        if value is not None:
+            given[option] = value
+    return variant.with_options(**given) if given else variant
 
 
 def list_variants(prefix: str = "") -> list[str]:

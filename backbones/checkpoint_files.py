@@ -22,6 +22,8 @@ from backbones.errors import ConfigError, check_file, find_os_error
 # The key of the state dict in checkpoints of detectron2, LIT and timm; of vision-longformer; of mmdetection and timm.
 STATE_DICT_KEYS = ("model", "net", "state_dict")
 SUFFIXES = (".pth", ".safetensors")
+# What to do about a damaged file.
+_GET_AGAIN = "Download or copy it again."
 # Keys in the header of a safetensors file: the other contents as JSON, and the digest. The JSON has the versions of the
 # modules whose state dict is not of version 1.
 _METADATA, _DIGEST, _VERSIONS = "vil-detectron2", "sha256", "module_versions"
@@ -54,25 +56,28 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # about pickles that were not written by torch
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except zipfile.BadZipFile as error:
-        raise ConfigError(f"'{path}' is damaged: {error}") from error
+        raise ConfigError(f"'{path}' is damaged: {error}. {_GET_AGAIN}") from error
     except Exception as error:  # A damaged file may raise anything.
         # torch's own message recommends to load the file without weights_only.
         unsafe = re.search(r"GLOBAL (\S+)", str(error))
         if unsafe is None:
-            raise ConfigError(f"'{path}' is not a PyTorch checkpoint, or is truncated") from error
-        reason = f"it refers to {unsafe[1]}, which would run code"
-        raise ConfigError(f"'{path}' is not a checkpoint of tensors only: {reason}") from error
+            raise ConfigError(f"'{path}' is not a PyTorch checkpoint, or is truncated. {_GET_AGAIN}") from error
+        raise ConfigError(
+            f"'{path}' refers to {unsafe[1]}, which could run code. Use a checkpoint of tensors and plain values."
+        ) from error
     if isinstance(loaded, dict) and not any(key in loaded for key in STATE_DICT_KEYS):
         loaded = {"model": loaded}
     state_dict = state_dict_of(loaded) if isinstance(loaded, dict) else None
     if state_dict is None or not all(isinstance(name, str) for name in state_dict):
-        raise ConfigError(f"'{path}' has no state dict of a model")
+        raise ConfigError(f"'{path}' has no state dict of a model. Use the weights of a model.")
     for name, tensor in state_dict.items():
         if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
-            raise ConfigError(f"'{name}' in '{path}' is not a dense tensor with values")
+            raise ConfigError(f"'{name}' in '{path}' is not a dense tensor with values. Save a dense tensor.")
         # An expanded tensor stores one value for any number of elements.
         if isinstance(tensor, Tensor) and tensor.nbytes > path.stat().st_size:
-            raise ConfigError(f"'{name}' in '{path}' has {tensor.nbytes:,} bytes, more than the file")
+            raise ConfigError(
+                f"'{name}' in '{path}' has {tensor.nbytes:,} bytes, more than the file. Save a copy of it."
+            )
     return loaded
 
 
@@ -146,7 +151,8 @@ def atomic_write(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
         cause = find_os_error(error) or error
         if isinstance(cause, RuntimeError):
             raise
-        raise ConfigError(f"Cannot write '{path}': {getattr(cause, 'strerror', None) or cause}") from error
+        reason = getattr(cause, "strerror", None) or cause
+        raise ConfigError(f"Cannot write '{path}': {reason}. Check the folder and the free space.") from error
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -165,10 +171,10 @@ def check_writable(path: str | Path) -> None:
     """Raise a :class:`ConfigError` if a checkpoint cannot be written to ``path``. Call it before a long computation."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
-        raise ConfigError(f"'{path}' is not a name of a checkpoint. End it in {' or '.join(SUFFIXES)}")
+        raise ConfigError(f"The checkpoint '{path}' must end in {' or '.join(SUFFIXES)}. Choose another file name.")
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"Cannot write '{path}'. Choose a file in an existing folder with write permission")
+        raise ConfigError(f"Cannot write '{path}'. Choose a file in an existing folder with write permission.")
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
@@ -181,17 +187,18 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
         others = dict(json.loads(header))
         versions = {name: int(version) for name, version in others.pop(_VERSIONS, {}).items()}
     except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"'{path}' is not a safetensors file: {str(error).partition(chr(10))[0]}") from error
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"'{path}' is not a safetensors file: {reason}. {_GET_AGAIN}") from error
     # Files of other programs have no digest.
     if _METADATA in metadata and metadata.get(_DIGEST, "") not in ("", digest_of_tensors(tensors, header)):
-        raise ConfigError(f"'{path}' is damaged: its tensors do not match its digest")
+        raise ConfigError(f"'{path}' is damaged: its tensors do not match its digest. {_GET_AGAIN}")
     return others | {"model": _with_versions(tensors, versions)}
 
 
 def _with_versions(tensors: Mapping[str, Tensor], versions: Mapping[str, int]) -> OrderedDict[str, Tensor]:
     state_dict = OrderedDict(tensors)
-    # torch reads this attribute, which OrderedDict does not declare.
-    state_dict._metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())  # type: ignore[attr-defined]
+    metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())
+    state_dict._metadata = metadata  # type: ignore[attr-defined]  # read by torch, but not declared by OrderedDict
     return state_dict
 
 

@@ -147,7 +147,7 @@ def convert_state_dict(
     backbone, prefix = (model.get_submodule("backbone"), "backbone.") if classifier else (model, "")
     family = _FAMILIES.get(type(backbone))
     if family is None:
-        raise ConfigError(f"'{name}' has no official weights")
+        raise ConfigError(f"{name!r} has no official weights. Choose a variant of ViL, Transformer-LS or LIT.")
     modules = dict(backbone.named_modules())
 
     def convert(official_name: str, tensor: Tensor) -> Pieces:
@@ -225,12 +225,12 @@ def convert_tensors(
             elif old != new:
                 raise ConfigError(
                     f"'{official_name}' has shape {old}, but '{key}' of {name} has shape {new}. Check the variant, its "
-                    "chunk sizes, global tokens, attention and token merging"
+                    "chunk sizes, global tokens, attention and token merging."
                 )
             if key in converted and not torch.equal(converted[key], fitted[key]):
                 raise ConfigError(
                     f"'{official_name}' and another tensor have different values for '{key}'. For separate projections "
-                    "of global tokens set shared_projections=False"
+                    "of global tokens set shared_projections=False."
                 )
         tied = [key for key in fitted if key in converted]
         if tied:
@@ -263,13 +263,14 @@ def check_names(name: str, unexpected: Sequence[str], missing: Sequence[str]) ->
             parts.append(f"{description}: {', '.join(names[:5])}{more}")
     if parts:
         raise ConfigError(
-            f"the checkpoint does not match {name} ({'; '.join(parts)}). Check the variant, its sizes and its global "
-            "tokens"
+            f"The checkpoint does not match {name} ({'; '.join(parts)}). Check the variant, its sizes and its global "
+            "tokens."
         )
 
 
 def _check_weight(name: str, tensor: Tensor) -> None:
     if not tensor.is_floating_point() or not tensor.ndim:
-        raise ConfigError(f"'{name}' is not a weight: it has type {tensor.dtype} and shape {tuple(tensor.shape)}")
+        kind = f"type {tensor.dtype} and shape {tuple(tensor.shape)}"
+        raise ConfigError(f"'{name}' is not a weight: it has {kind}. Use another checkpoint.")
     if not tensor.isfinite().all():
-        raise ConfigError(f"'{name}' has non-finite values")
+        raise ConfigError(f"'{name}' has non-finite values. Use another checkpoint.")

@@ -20,7 +20,7 @@ class ConfigError(ValueError):
 
 
 def find_os_error(error: BaseException) -> OSError | None:
-    """Return ``error`` if it is an OSError, or the OSError during whose handling it was raised, or None."""
+    """Return ``error`` if it is an OSError, or else the OSError that led to it, or None."""
     return next((one for one in (error, error.__context__) if isinstance(one, OSError)), None)
 
 
@@ -56,11 +56,11 @@ def check_file(path: str | Path, description: str, *, key: str = "") -> None:
     """
     named_by = f" ({key})" if key else ""
     if Path(path).is_dir():
-        raise ConfigError(f"{path} is a folder, not a {description}{named_by}: name a file in it")
+        raise ConfigError(f"'{path}' is a folder, not a {description}{named_by}. Give a file.")
     if not Path(path).is_file():
         # To read a pipe or a device may take forever.
-        other = ", but a pipe or device" * Path(path).exists()
-        raise ConfigError(f"there is no {description} {path}{named_by}{other}")
+        problem = "is a pipe or a device" if Path(path).exists() else "does not exist"
+        raise ConfigError(f"The {description} '{path}'{named_by} {problem}. Give another file.")
 
 
 def check_replaceable(path: str | Path, *, advice: str = "Choose another file name.") -> None:

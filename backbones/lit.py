@@ -70,7 +70,7 @@ class LITVariant(Variant):
         check_choice("norm", self.norm, BATCH_NORMS)
         check_choice("position_interpolation", self.position_interpolation, RESIZING)
         if self.token_merging == "uniform" and self.norm != "BN":
-            raise ConfigError(f"norm={self.norm!r} has no effect, because only deformable merging has a norm.")
+            raise ConfigError(f"norm={self.norm!r} has no effect without deformable token merging. Leave it out.")
 
 
 class LIT(Backbone):
@@ -206,7 +206,7 @@ GLOBAL_TOKEN = "only a classifier has a global token"
 
 
 def convert_tensor(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor | str]:
-    """Return what an official tensor becomes; see :func:`backbones.vil.convert_tensor`."""
+    """Return our tensors for an official tensor; see :func:`backbones.vil.convert_tensor`."""
     if name.endswith("attn.relative_position_index"):
         return {"": "not a weight: the model computes it"}
     if key.endswith("num_batches_tracked") and not hasattr(modules.get(key.rpartition(".")[0]), "num_batches_tracked"):
@@ -221,7 +221,9 @@ def convert_tensor(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn
     number = tensor.shape[1] - num_global if tensor.ndim == 3 and len(tensor) == 1 else 0
     side = math.isqrt(max(number, 0))
     if not side or side**2 != number:
-        raise ConfigError(f"'{name}' has shape {tuple(tensor.shape)}, which is not a square table of positions")
+        raise ConfigError(
+            f"'{name}' has shape {tuple(tensor.shape)}, which is not a square table of positions. Use another file."
+        )
     pieces = {key: tensor[0, num_global:].unflatten(0, (side, side))}
     if num_global and has_global_token:
         return pieces | {"stages.3.positions.global_tokens": tensor[:, :1]}

@@ -30,7 +30,6 @@ from backbones.attention.sliding_chunk import sample_shifts
 from backbones.backbone import Backbone, Classifier, init_linear
 from backbones.build import OPTIONS, create_backbone, create_classifier, get_variant, height_and_width, list_variants
 from backbones.errors import ConfigError, check_choice, check_whole
-from backbones.layers.parameters import names_without_weight_decay
 from backbones.layers.position import fit_table
 from backbones.layers.token_merging import DeformableTokenMerging
 
@@ -257,9 +256,7 @@ class TimmFeatures(nn.Module):
             return dict(zip(map(str, self.feature_info.out_indices), features, strict=True))
         return list(features)
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay. See :meth:`.Backbone.no_weight_decay`."""
-        return names_without_weight_decay(self)
+    no_weight_decay = Backbone.no_weight_decay
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Set whether the backward pass recomputes the activations of each block."""
@@ -280,7 +277,9 @@ class RedrawHook:
     def __init__(self, model: nn.Module, epoch_length: int, first_epoch: int) -> None:
         check_whole("redraw_epoch_length", epoch_length)
         if not any(isinstance(module, PerformerAttention) for module in model.modules()):
-            raise ConfigError("redraw_epoch_length has no effect, because the model has no random features.")
+            raise ConfigError(
+                "redraw_epoch_length has no effect, because the model has no random features. Leave it out."
+            )
         self.epoch_length = epoch_length
         self.iteration = epoch_length * first_epoch
         self.since = 0
@@ -303,7 +302,9 @@ class ShiftHook:
     def __init__(self, model: nn.Module, iterations: int, first_iteration: int) -> None:
         check_whole("random_shift_iterations", iterations)
         if not sample_shifts(model, seed=None):
-            raise ConfigError("random_shift_iterations has no effect, because the model has no sliding chunks.")
+            raise ConfigError(
+                "random_shift_iterations has no effect, because the model has no sliding chunks. Leave it out."
+            )
         self.iterations = iterations
         self.iteration = first_iteration
 
@@ -351,7 +352,8 @@ def _adapt_state_dict(state_dict: dict[str, Tensor], model: nn.Module) -> dict[s
     if ours != theirs:
         wrong = sorted(dict(ours.items() ^ theirs.items()))
         raise ConfigError(
-            f"The checkpoint is of another model. {len(wrong)} names or shapes differ, such as '{wrong[0]}'."
+            f"The checkpoint is of another model: {len(wrong)} names or shapes differ, such as '{wrong[0]}'. Use a "
+            "checkpoint of this variant."
         )
     return adapted
 

@@ -139,7 +139,8 @@ class ViLVariant(Variant):
                 check_choice("attention", mechanism, _SWITCHABLE)
         for option in options.keys() & _USED_BY:
             if not mechanisms & set(_USED_BY[option]):
-                raise ConfigError(f"{option} has no effect, because no stage has {_USED_BY[option][0]} attention.")
+                needed = _USED_BY[option][0]
+                raise ConfigError(f"{option} has no effect, because no stage has {needed} attention. Leave it out.")
         return variant
 
     def __post_init__(self) -> None:
@@ -164,15 +165,11 @@ class ViL(Backbone):
         if self.variant.relative_bias:
             return None
         spec, resizing = self.variant.stages[index], self.variant.position_interpolation or "once"
-        size = self._map_size(index, resizing)
+        size = self._table_size(index, resizing)
         return AbsolutePositions(size, spec.dim, num_global_tokens=spec.global_tokens, resizing=resizing)
 
     def _num_global_tokens(self, index: int) -> int:
         return self.variant.stages[index].global_tokens
-
-    def _map_size(self, index: int, resizing: str) -> tuple[int, int]:
-        """Return height and width of tables in tokens. 1333 pixels are 42 tokens at stride 32 and 336 at stride 4."""
-        return self._table_size(index, resizing, unit=self.strides[-1])
 
     def _make_attention(self, index: int, number: int) -> nn.Module:
         variant, spec = self.variant, self.variant.stages[index]
@@ -185,7 +182,7 @@ class ViL(Backbone):
         }
         if spec.attention == "dense":
             resizing = variant.position_interpolation or "per_feature_map"
-            bias_size = self._map_size(index, resizing) if variant.relative_bias else None
+            bias_size = self._table_size(index, resizing) if variant.relative_bias else None
             return DenseAttention(spec.dim, bias_size=bias_size, bias_resizing=resizing, **common)
         if spec.attention == "sliding_chunk":
             return SlidingChunkAttention(
@@ -201,7 +198,7 @@ class ViL(Backbone):
             return LongShortAttention(spec.dim, relative_bias=variant.relative_bias, **sizes, **common)
         common |= {"backend": self.common_backend}
         if spec.attention == "linformer":
-            map_size = self._map_size(index, "once")
+            map_size = self._table_size(index, "once")
             return LinformerAttention(spec.dim, map_size=map_size, num_features=spec.num_features, **common)
         if spec.attention == "spatial_reduction":
             return SpatialReductionAttention(spec.dim, reduction=spec.reduction, **common)
@@ -342,7 +339,7 @@ _UNUSED = "never used: the global tokens are dropped after the stage"
 
 
 def convert_tensor(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor | str]:
-    """Return what an official tensor becomes.
+    """Return our tensors for an official tensor, or reasons to drop it.
 
     Args:
         name: its official name.

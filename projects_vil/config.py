@@ -23,8 +23,9 @@ from vil.choices import DEVICES
 CONFIG_FILE = "config.yaml"
 # Meta-architectures that can be exported and can predict.
 DETECTORS = ("RetinaNet", "GeneralizedRCNN")
-# The folder of the configs in an installed package, and in a clone.
-_CONFIGS = (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs")
+# The folder of the configs in an installed package, or in a clone.
+_CONFIGS = Path(__file__).parent / "configs"
+_CONFIGS = _CONFIGS if _CONFIGS.is_dir() else Path(__file__).parents[1] / "configs"
 _EVAL = "tag:yaml.org,2002:python/object/apply:eval"
 _ARITHMETIC = (
     *(ast.Expression, ast.List, ast.Tuple, ast.ListComp, ast.comprehension, ast.Name, ast.Load, ast.Store),
@@ -198,31 +199,22 @@ def add_vil_config(cfg: CfgNode) -> None:
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def config_path(name: str) -> Path:
+def config_path(*names: str) -> Path:
     """Return the file of a config of this project, in an installed package or in a clone.
 
     Args:
-        name: for example ``"retinanet/lit_ti_1x"``, with or without ``.yaml``.
+        names: for example ``"retinanet/lit_ti_1x"``, with or without ``.yaml``. The first existing config is returned.
 
     Raises:
-        ConfigError: for an unknown name, with the closest names.
+        ConfigError: if no config exists, with the closest names.
     """
-    path = find_config(name)
-    if path is None:
-        root = _config_root()
-        known = [path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml")]
-        raise ConfigError(f"There is no config '{name}'{closest(name.removesuffix('.yaml'), known, most=3)}")
-    return path
-
-
-def find_config(name: str) -> Path | None:
-    """Return the file of a config, or None if there is no config with this name."""
-    path = _config_root() / f"{name.removesuffix('.yaml')}.yaml"
-    return path if path.is_file() and path.resolve().is_relative_to(_config_root().resolve()) else None
-
-
-def _config_root() -> Path:
-    return next((folder for folder in _CONFIGS if folder.is_dir()), _CONFIGS[0])
+    for name in names:
+        path = _CONFIGS / f"{name.removesuffix('.yaml')}.yaml"
+        if path.is_file() and path.resolve().is_relative_to(_CONFIGS.resolve()):
+            return path
+    known = [path.relative_to(_CONFIGS).with_suffix("").as_posix() for path in _CONFIGS.rglob("*.yaml")]
+    hint = closest(name.removesuffix(".yaml"), known, most=3) or ". Choose a file in configs/."
+    raise ConfigError(f"There is no config '{name}'{hint}")
 
 
 def default_config() -> CfgNode:
@@ -256,15 +248,16 @@ def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
         loaded = load_yaml_with_base(Path(path))
         version = loaded.get("VERSION", cfg.VERSION)
         if version != cfg.VERSION:
-            raise ConfigError(f"VERSION is {version}. It must be {cfg.VERSION}: rename the keys of old files.")
-        model = loaded.get("MODEL", {})
-        _take_text(cfg, loaded, "OUTPUT_DIR")
-        _take_text(cfg.MODEL, model if isinstance(model, dict) else {}, "WEIGHTS")
+            raise ConfigError(f"VERSION is {version}. It must be {cfg.VERSION}. Rename the keys of old files.")
+        for node, values, name in ((cfg, loaded, "OUTPUT_DIR"), (cfg.MODEL, loaded.get("MODEL"), "WEIGHTS")):
+            # yacs would parse a name such as "2024" as a number.
+            if isinstance(values, dict) and isinstance(values.get(name), str):
+                node[name] = values.pop(name)
         with _any_accumulation_steps(cfg):
             cfg.merge_from_other_cfg(CfgNode(loaded))
     except Exception as error:
         reason = _explain(error, cfg)
-        raise ConfigError(reason if reason.startswith(str(path)) else f"{path}: {reason}") from error
+        raise ConfigError(reason if reason.startswith(f"'{path}'") else f"'{path}': {reason}") from error
     return merge_overrides(cfg, overrides)
 
 
@@ -274,14 +267,18 @@ def merge_overrides(cfg: CfgNode, overrides: Sequence[Any]) -> CfgNode:
     Raises:
         ConfigError: for an unknown key or a value of the wrong type.
     """
-    cfg = _thawed(cfg)
+    cfg = cfg.clone()
+    cfg.defrost()
     _set_photometric_distortion(cfg)
+    known = {key for key, _ in config_items(cfg)}
+    for key in overrides[::2]:
+        if key not in known:
+            raise ConfigError(_explain_unknown_key(str(key), known))
     try:
         with _any_accumulation_steps(cfg):
             cfg.merge_from_list(list(overrides))
     except Exception as error:
-        words = one_line(" ".join(map(str, overrides)))
-        raise ConfigError(f"{_explain(error, cfg)} (in the overrides {words})") from error
+        raise ConfigError(_explain(error, cfg)) from error
     _set_photometric_distortion(cfg)
     cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = map(os.path.expanduser, (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS))
     cfg.freeze()
@@ -290,7 +287,8 @@ def merge_overrides(cfg: CfgNode, overrides: Sequence[Any]) -> CfgNode:
 
 def with_overrides(cfg: CfgNode, values: Mapping[str, object]) -> CfgNode:
     """Return a frozen copy of a config with exactly these values. Strings are not parsed, and types are not checked."""
-    cfg = _thawed(cfg)
+    cfg = cfg.clone()
+    cfg.defrost()
     for key, value in values.items():
         section, _, name = key.rpartition(".")
         (value_of(cfg, section) if section else cfg)[name] = value
@@ -298,21 +296,15 @@ def with_overrides(cfg: CfgNode, values: Mapping[str, object]) -> CfgNode:
     return cfg
 
 
-def _thawed(cfg: CfgNode) -> CfgNode:
-    cfg = cfg.clone()
-    cfg.defrost()
-    return cfg
-
-
 class _Loader(yaml.SafeLoader):
     """Load YAML without repeated keys, and with the arithmetic of detectron2's model zoo."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        keys = [key.value for key, _ in node.value]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"{self.name} has the key {twice} twice in one section. Remove one.")
+        node, keys = super().compose_mapping_node(anchor), set()
+        for key, _ in node.value:
+            if key.value in keys:
+                raise ConfigError(f"'{self.name}' has the key {key.value} twice in one section. Remove one.")
+            keys.add(key.value)
         return node
 
     def construct_arithmetic(self, node: yaml.SequenceNode) -> Any:
@@ -333,12 +325,16 @@ def load_yaml_with_base(path: Path) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
         content = yaml.load(file, _Loader)
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} {'is empty' if content is None else 'has no config keys'}")
+        raise ConfigError(
+            f"'{path}' {'is empty' if content is None else 'has no config keys'}. Write config keys in it."
+        )
     merged: dict[str, Any] = {}
     bases = content.pop("_BASE_", [])
+    if not bases:
+        return content
     for base in [bases] if isinstance(bases, str) else bases:
         if "://" in base:
-            raise ConfigError(f"_BASE_ is {base}. Configs are not downloaded: name a file.")
+            raise ConfigError(f"_BASE_ is '{base}'. Configs are not downloaded. Give a local file.")
         base = path.parent / os.path.expanduser(base)
         check_file(base, "file", key="_BASE_")
         _merge_into(merged, load_yaml_with_base(base))
@@ -352,12 +348,6 @@ def _merge_into(target: dict[str, Any], content: dict[str, Any]) -> None:
             _merge_into(target[key], value)
         else:
             target[key] = value
-
-
-def _take_text(node: CfgNode, values: dict[str, Any], name: str) -> None:
-    """Move a text from the values of a file to a config. yacs would parse a name such as "2024" as a number."""
-    if isinstance(values.get(name), str):
-        node[name] = values.pop(name)
 
 
 @contextlib.contextmanager
@@ -377,8 +367,10 @@ def _set_photometric_distortion(cfg: CfgNode) -> None:
 
 def _explain(error: Exception, cfg: CfgNode) -> str:
     message = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
+    if isinstance(error, ConfigError):
+        return message
     if isinstance(error, (AttributeError, TypeError)):
-        return "it must contain config keys, and _BASE_ must be a file or a list of files."
+        return "The content is not a config. Write config keys, and set _BASE_ to a file or a list of files."
     mismatch = re.search(
         r"Type mismatch \(<class '[\w.]*?(\w+)'> vs\. <class '[\w.]*?(\w+)'>\).* vs\. (.*)\) for config key: (\S+)",
         message,
@@ -403,12 +395,16 @@ def _explain(error: Exception, cfg: CfgNode) -> str:
         return f"{mismatch[4]} is {value}. It must be {expected}.{hint}"
     unknown = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if unknown is None:
-        return one_line(message)
+        return f"{one_line(message).rstrip('.')}. Correct it."
     known = [key for key, _ in config_items(cfg)]
     if unknown[1] in known:
-        return f"the key {unknown[1]} is written with dots. In a file, write each part as a section of its own."
-    hint = closest(unknown[1], known) or closest(unknown[1].upper(), known)
-    return f"config key '{unknown[1]}' does not exist{hint}"
+        return f"The key {unknown[1]} is written with dots. In a file, write each part as a section of its own."
+    return _explain_unknown_key(unknown[1], known)
+
+
+def _explain_unknown_key(key: str, known: Collection[str]) -> str:
+    hint = closest(key, known) or closest(key.upper(), known) or ". Check its spelling."
+    return f"Config key '{key}' does not exist{hint}"
 
 
 def config_items(node: object, prefix: str = "", *, lists: bool = False) -> Iterator[tuple[str, Any]]:
@@ -471,10 +467,12 @@ def check_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES) -> bool:
         raise ConfigError(f"MODEL.DEVICE is {name}. Use {' or '.join(devices)}.")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if match[1] == "cuda" and int(match[2] or 0) >= available:
-        raise ConfigError(f"MODEL.DEVICE is {name}, but {available} CUDA devices are available. Use MODEL.DEVICE cpu.")
+        raise ConfigError(f"MODEL.DEVICE is {name}, but the number of CUDA devices is {available}. Use cpu.")
     missing = unmet_requirement(torch.device(name)) if backend == "triton" else None
     if missing is not None:
-        raise ConfigError(f"MODEL.TRANSFORMER.ATTENTION_BACKEND {backend} {missing} (MODEL.DEVICE). Use auto.")
+        raise ConfigError(
+            f"MODEL.TRANSFORMER.ATTENTION_BACKEND {backend} {missing} (MODEL.DEVICE is {name}). Use auto."
+        )
     return match[1] == "cuda"
 
 
@@ -500,7 +498,7 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
         _logger.info("the model runs on %s: %s", cfg.MODEL.DEVICE, torch.cuda.get_device_name(cfg.MODEL.DEVICE))
     elif "cuda" in devices:
         _logger.info(
-            "the model runs on the CPU%s", "; MODEL.DEVICE cuda takes the GPU" if has_gpu and not requested else ""
+            "the model runs on the CPU%s", "; MODEL.DEVICE cuda would use the GPU" if has_gpu and not requested else ""
         )
     return cfg
 

@@ -6,6 +6,7 @@ import inspect
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from projects_vil.config import (
     CONFIG_FILE,
     config_path,
     detector_name,
-    find_config,
     load_config,
     merge_overrides,
     number_of_classes,
@@ -42,6 +42,8 @@ DETECTORS: dict[str, tuple[str, dict[str, object]]] = {
 DATA_FOLDER = "data"
 # On COCO the schedules count iterations.
 DEFAULT_EPOCHS = 50
+# Config keys that do not change the results of an evaluation.
+_SAME_RESULTS = {"DATALOADER.NUM_WORKERS", "MODEL.DEVICE", "OUTPUT_DIR"}
 # Names of the datasets that this process has registered.
 _registered: set[str] = set()
 
@@ -112,7 +114,8 @@ def train(
         output: output directory (default ``output/DATA_MODEL_DETECTOR``).
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one. Training on a GPU uses mixed precision
             unless ``SOLVER.AMP.ENABLED`` is False.
-        resume: continue the interrupted run in ``output`` with its schedule and images.
+        resume: continue the interrupted run in ``output`` with its schedule and images. If there is none, ``data`` or
+            ``config`` starts a new run, so that a job has the same command for each start.
         num_gpus: processes on this machine, as for detectron2's ``launch``. New processes do not import your script. If
             it registers datasets or models, start it with ``torchrun`` instead.
         num_machines: as for detectron2's ``launch``.
@@ -151,7 +154,7 @@ def train(
     processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
     recipe, name = _choose_recipe(model, detector, schedule, config)
     folder = given.pop("OUTPUT_DIR", None)
-    cfg = merge_overrides(recipe, _alternating(given))
+    cfg = merge_overrides(recipe, [*chain.from_iterable(given.items())])
     if image_size and cfg.INPUT.MAX_SIZE_TRAIN > cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE:
         # Position tables must cover the longer side.
         cfg = with_overrides(cfg, {"MODEL.TRANSFORMER.MAX_IMG_SIZE": cfg.INPUT.MAX_SIZE_TRAIN})
@@ -178,8 +181,14 @@ def train(
             _check_same_model(cfg, begun, output)
         if data is not None:
             _check_same_data(data, val_fraction, begun, output)
-        data, cfg = None, merge_overrides(begun, _alternating(given))
+        data, cfg = None, merge_overrides(begun, [*chain.from_iterable(given.items())])
         cfg = with_overrides(cfg, {"OUTPUT_DIR": str(output)})
+    elif resume and data is None and config is None and "DATASETS.TRAIN" not in given:
+        # Without a run and without data, the default config would train on COCO.
+        raise ConfigError(
+            f"'{output}' has no run to resume: it needs a checkpoint and {CONFIG_FILE}. Correct --output, or add DATA "
+            "to start a new run."
+        )
     # Before any file is written.
     check_output_dir(cfg, resume=resume)
     with cleanup_on_failure(output):
@@ -222,8 +231,8 @@ def evaluate(
         data: evaluated on its test images, else its validation images, else all images; None for ``DATASETS.TEST`` of
             the config.
         predictions: Parquet files of ``vil predict``, or folders of them, to evaluate instead of a model.
-        output: folder for the results. The default is the output directory of the run, with ``data`` a folder
-            ``evaluation_DATA`` in it.
+        output: folder for the results. The default is the output directory of the run; with ``data`` or ``overrides``
+            it is a folder in it, such as ``evaluation_DATA`` or ``evaluation_overrides``.
         resume: evaluate the last checkpoint in the output directory of a resolved config.
         num_gpus: as for detectron2's ``launch``.
         num_machines: as for detectron2's ``launch``.
@@ -237,6 +246,7 @@ def evaluate(
     """
     given = _overrides_of(evaluate, overrides)
     processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
+    path = None
     if isinstance(model, CfgNode):
         cfg, root = model, Path(model.OUTPUT_DIR)
     elif predictions:
@@ -246,10 +256,16 @@ def evaluate(
         cfg, root = load_config(path), folder_of(path)
         if weights is not None:
             cfg = with_overrides(cfg, {"MODEL.WEIGHTS": str(weights)})
-    folder = output or given.pop("OUTPUT_DIR", None) or root / (f"evaluation_{_name(data)}" if data else "")
-    folder = Path(folder).expanduser()
+    name = f"evaluation_{_name(data)}" if data else ""
+    if path is not None and path.name == CONFIG_FILE and given.keys() - _SAME_RESULTS:
+        # evaluation.json of the run keeps the results without overrides.
+        name = f"{name or 'evaluation'}_overrides"
+    folder = Path(output or given.pop("OUTPUT_DIR", None) or root / name).expanduser()
+    if name.endswith("_overrides") and folder == root / name:
+        print(f"The overrides may change the results, so they are written to '{folder}'.", flush=True)
     begun = cfg
-    cfg = with_overrides(merge_overrides(cfg, _alternating(given)), {"OUTPUT_DIR": str(folder)})
+    cfg = merge_overrides(cfg, [*chain.from_iterable(given.items())])
+    cfg = with_overrides(cfg, {"OUTPUT_DIR": str(folder)})
     with cleanup_on_failure(folder):
         if data is not None:
             dataset = read_dataset(data, folder / DATA_FOLDER, val=0)
@@ -285,10 +301,6 @@ def _overrides_of(function: Callable, overrides: Mapping[str, object]) -> dict[s
         hint = closest(unknown, set(inspect.signature(function).parameters) - {"overrides"})
         raise ConfigError(f"{function.__name__}() has no keyword {unknown!r}{hint or '.'} Config keys are in capitals.")
     return dict(overrides)
-
-
-def _alternating(values: Mapping[str, object]) -> list[object]:
-    return [item for pair in values.items() for item in pair]
 
 
 def _with_defaults(cfg: CfgNode, recipe: CfgNode, given: Mapping[str, object], *, has_data: bool) -> CfgNode:
@@ -381,8 +393,7 @@ def _choose_recipe(
     check_choice("schedule", schedule, SCHEDULES)
     stage_names(model)  # raises for an unknown variant
     family = next((prefix for prefix in ("lit_", "cvt_") if model.startswith(prefix)), "")
-    path = find_config(f"{folder}/{model}_{schedule}") or config_path(f"base/{family}{folder}_{schedule}")
-    cfg = load_config(path)
+    cfg = load_config(config_path(f"{folder}/{model}_{schedule}", f"base/{family}{folder}_{schedule}"))
     return with_overrides(cfg, values | {"MODEL.TRANSFORMER.VARIANT": model}), f"{model}_{detector}".replace(":", "_")
 
 

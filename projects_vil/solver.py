@@ -73,7 +73,6 @@ def parameter_groups(
     Raises:
         ConfigError: if a pattern matches no trainable parameter, or the layer decay is invalid.
     """
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for entry in lr_multipliers:
         match entry:
             case [str(pattern), int() | float() as factor] if 0 <= factor < math.inf:
@@ -82,12 +81,13 @@ def parameter_groups(
                 raise ConfigError(
                     f"{_LR_MULTIPLIERS} has {entry!r}. It must be a list of pairs, such as [['*.stages.0.*', 0.1]]."
                 )
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not fnmatch.filter(names, pattern):
             raise ConfigError(
-                f"The pattern {pattern!r} in {_LR_MULTIPLIERS} matches no trainable parameter (set [] for no "
-                f"patterns){closest(pattern, names)}"
+                f"The pattern {pattern!r} in {_LR_MULTIPLIERS} matches no trainable parameter"
+                f"{closest(pattern, names) or '.'} Correct it, or set [] for no patterns."
             )
-    layer_factors = layer_decay_factors(model, layer_decay)
+    layer_factors = {} if layer_decay == 1 else layer_decay_factors(model, layer_decay)
     no_decay: set[nn.Parameter] = set()
     for module in model.modules():
         if hasattr(module, "no_weight_decay"):
@@ -133,8 +133,6 @@ def layer_decay_factors(model: nn.Module, decay: float) -> dict[str, float]:
     """
     if not 0 < decay <= 1:
         raise ConfigError(f"{_LAYER_DECAY} is {decay!r}. It must be above 0 and at most 1.0 (no decay).")
-    if decay == 1:
-        return {}
     factors = {
         f"{prefix}.{name}".lstrip("."): decay ** (module.num_layers + 1 - module.layer_id(name))
         for prefix, module in model.named_modules()
@@ -224,8 +222,8 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
             return build_detectron2_lr_scheduler(cfg, optimizer)
         except (ValueError, AssertionError) as error:
             raise ConfigError(
-                f"SOLVER.LR_SCHEDULER_NAME {solver.LR_SCHEDULER_NAME} does not fit SOLVER.STEPS, MAX_ITER, BASE_LR, "
-                f"BASE_LR_END and WARMUP_ITERS: {one_line(error)}"
+                f"SOLVER.LR_SCHEDULER_NAME {solver.LR_SCHEDULER_NAME} failed ({one_line(error)}). Check SOLVER.STEPS, "
+                "MAX_ITER, BASE_LR, BASE_LR_END and WARMUP_ITERS."
             ) from error
     if not 0 <= solver.BASE_LR_END <= solver.BASE_LR:
         raise ConfigError(
@@ -247,9 +245,10 @@ def main_group(optimizer: torch.optim.Optimizer) -> int:
 
     This is the first group with the optimizer's own learning rate, ``SOLVER.BASE_LR``; 0 if there is none.
     """
-    base_lr = optimizer.defaults["lr"]
-    initial = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
-    return initial.index(base_lr) if base_lr in initial else 0
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("initial_lr", group["lr"]) == optimizer.defaults["lr"]:
+            return index
+    return 0
 
 
 # -- schedules that depend on the data and the batch -----------------------------------------------

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from backbones import ConfigError
 from projects_vil import load_config
-from projects_vil.checkpoint import build_detector
+from projects_vil.checkpoint import load_detector
 from projects_vil.export import (
     FORMATS,
     PRECISIONS,
@@ -101,7 +101,7 @@ def export_table(args: argparse.Namespace) -> list[dict[str, Any]]:
         if precision in FORMATS[file_format].precisions
     ]
     if not pairs:
-        raise ConfigError(f"no format here has precision {' or '.join(args.precisions)}: name others in --formats")
+        raise ConfigError(f"No format has precision {' or '.join(args.precisions)}. Give other --formats.")
     rows = []
     for detector in args.detectors:
         for family in (family for family in args.families if family in DETECTORS[detector]):
@@ -141,7 +141,7 @@ def _measure(cfg: CfgNode, weights: Path, folder: Path, row: dict, args: argpars
         path, report = export_detector(cfg, weights, folder, **options, evaluate=args.evaluate and row["trained"])
     images = [example_image(64, 64, seed=5), *([example_image(800, 1333, seed=6)] if args.large else [])]
     images.append(torch.zeros(3, 96, 128, dtype=torch.uint8))
-    eager, model = functools.partial(eager_detections, build_detector(cfg, weights)), ExportedModel(path)
+    eager, model = functools.partial(eager_detections, load_detector(cfg, weights)[0]), ExportedModel(path)
     thresholds = model.metadata["thresholds"]
     rows = [compare_detections(eager(image), model(image), row["precision"], thresholds) for image in images]
     rows = report["images"] + rows
@@ -169,7 +169,7 @@ def _measure(cfg: CfgNode, weights: Path, folder: Path, row: dict, args: argpars
 
 
 def _run_eager(cfg: CfgNode, weights: Path, image: Tensor) -> Callable[[], object]:
-    return lambda: eager_detections(build_detector(cfg, weights), image)
+    return lambda: eager_detections(load_detector(cfg, weights)[0], image)
 
 
 def _run_exported(path: Path, image: Tensor) -> Callable[[], object]:

@@ -116,7 +116,7 @@ shapes_sem_seg = _registered("shapes_sem_seg", "sem_seg_root", "semantic_fpn")
 
 @pytest.fixture(scope="session")
 def trained_run(datasets_root, made_once):
-    """Output directory of a run with four iterations, a checkpoint every two iterations, and an evaluation."""
+    """Return the output directory of a run with four iterations, two numbered checkpoints, and an evaluation."""
     from tests.projects_vil.helpers import CONFIGS, EXACT_TRAINING, SMALL, run_tool
 
     def train(output: Path) -> None:

@@ -1,4 +1,4 @@
-"""The outputs of the official implementations in ``tests/golden``, and the weights that made them."""
+"""Outputs of the official implementations in ``tests/golden``, and the weights that they were computed with."""
 
 import json
 import zlib
@@ -12,12 +12,12 @@ GOLDEN = Path(__file__).with_name("golden")
 
 
 def golden(name: str) -> dict:
-    """The file of that name."""
+    """Return the content of a golden file."""
     return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
 def golden_state_dict(reference: dict) -> dict[str, torch.Tensor]:
-    """The official checkpoint: every weight is a function of its name (``tests/golden/README.md``)."""
+    """Return the official checkpoint. Every weight is a function of its name (``tests/golden/README.md``)."""
     weights = {}
     for name, entry in reference["state_dict"].items():
         if name in reference["integer_buffers_not_filled"]:
@@ -40,7 +40,7 @@ def golden_images(reference: dict) -> torch.Tensor:
 
 
 def golden_ids(reference: dict) -> torch.Tensor:
-    """The token ids (B, N) of a model on sequences: ``(7 i i + 3 i + 5 b) mod V`` at position i of sequence b."""
+    """Return the token ids (B, N) of a sequence model: ``(7 i i + 3 i + 5 b) mod V`` at position i of sequence b."""
     entry = reference["input"]
     assert entry["ids"] == f"(7 i i + 3 i + 5 b) mod {reference['config']['vocabulary']}"
     batch, length = entry["shape"]
@@ -49,9 +49,12 @@ def golden_ids(reference: dict) -> torch.Tensor:
 
 
 def assert_close_to_golden(output: torch.Tensor, expected: dict, *, correction: int = 0) -> None:
-    """Shape, and each listed value within 2e-4 of the largest one, as ``tests/golden/README.md`` has it.
+    """Check the shape, and that each listed value is within 2e-4 of the largest one (``tests/golden/README.md``).
 
-    ``correction`` is that of the standard deviation, 1 for models on sequences.
+    Args:
+        output: The output of a model.
+        expected: The entry of a golden file.
+        correction: Argument of ``torch.std``: 1 for models on sequences.
     """
     assert list(output.shape) == expected["shape"]
     values = output.reshape(-1)[torch.tensor(expected["index"])].double()
@@ -61,7 +64,7 @@ def assert_close_to_golden(output: torch.Tensor, expected: dict, *, correction: 
 
 
 def golden_values(name: str, shape: Sequence[int]) -> torch.Tensor:
-    """The float32 values of the official parameter of that name."""
+    """Return the float32 values of an official parameter."""
     seed = zlib.crc32(name.encode()) % 2**32
     z = np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
     last = name.split(".")[-1]

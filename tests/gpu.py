@@ -1,4 +1,4 @@
-"""Tests of what needs a GPU; ``GPU_TESTS_DEVICE=cpu make test ARGS="-m gpu"`` tries the tests themselves on a CPU."""
+"""Marks of GPU tests. ``GPU_TESTS_DEVICE=cpu make test ARGS="-m gpu"`` runs these tests on a CPU."""
 
 import os
 from collections.abc import Callable
@@ -10,12 +10,12 @@ DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
 
 
 def on_gpu(test: Callable) -> Callable:
-    """Mark a test, and skip it where there is no GPU."""
+    """Mark a test as a GPU test, and skip it without a GPU."""
     missing = DEVICE == "cuda" and not torch.cuda.is_available()
     return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a CUDA device")(test))
 
 
 def on_gpus(number: int) -> Callable[[Callable], Callable]:
-    """Mark a test, and skip it where there are fewer GPUs; it is of GPUs alone."""
+    """Mark a test that cannot run on a CPU, and skip it if there are fewer GPUs."""
     missing = pytest.mark.skipif(torch.cuda.device_count() < number, reason=f"needs {number} CUDA devices")
     return lambda test: pytest.mark.gpu(missing(test))

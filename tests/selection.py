@@ -1,4 +1,4 @@
-"""Which of many similar cases ``make test`` has, and which only the slow run."""
+"""Selection of the cases that ``make test`` runs. The slow run has all of them."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 
 
 def slow_except(cases: Iterable[Any], fast: Collection[Any]) -> list:
-    """Parameters of a test, all ``slow`` but those in ``fast``; a case of several is known by its first.
+    """Return parameters of a test. All cases are ``slow`` except the ones in ``fast``, named by their first value.
 
     Raises:
-        ValueError: for one of ``fast`` that is not a case.
+        ValueError: If a name in ``fast`` is not a case.
     """
     cases = [case if isinstance(case, tuple) else (case,) for case in cases]
     unknown = set(fast) - {case[0] for case in cases}

@@ -2,7 +2,7 @@
 
 "Detection README" is README.md of github.com/microsoft/VisionLongformerForObjectDetection, whose tables, with relative
 bias and with absolute positions, have a column ``drop_path`` and end in "We use weight decay 0.05 for all experiments".
-LIT's files are those of github.com/ziplab/LIT.
+LIT's files are in github.com/ziplab/LIT.
 """
 
 import functools
@@ -28,7 +28,7 @@ _LSJ = "detectron2 configs/new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ.py: these f
 # The tables "with relative positional bias" and "with absolute positional embedding".
 _RPB = "Detection README, relative bias"
 _ABSOLUTE = "Detection README, absolute positions, and relative bias of vil_small in RetinaNet"
-# By key: a pattern of configs, the value, and the source. The first pattern that fits a config counts.
+# By key: a pattern of configs, the value, and the source. The first matching pattern applies.
 VALUES = {
     "MODEL.TRANSFORMER.DROP_PATH": (
         ("demo/*", 0.0, _OURS),
@@ -156,7 +156,7 @@ def loaded(config: str) -> CfgNode:
 
 
 @pytest.mark.parametrize("key", VALUES)
-def test_values_are_those_of_their_sources(key):
+def test_values_match_their_sources(key):
     used = set()
     for config in CONFIGS:
         pattern, value, source = next(row for row in VALUES[key] if fnmatchcase(config, row[0]))

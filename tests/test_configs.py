@@ -22,7 +22,7 @@ from tests.selection import slow_except
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("configs/*/*.yaml") if path.parent.name != "base")
-# One of each family, detector and type of head; the others have the same parts.
+# One config per family, detector and type of head. The others have the same parts.
 FAST = {
     *(f"configs/retinanet/{name}_1x.yaml" for name in ("vil_tiny_rpb", "vil_tiny", "lit_ti")),
     *("configs/mask_rcnn/vil_small_rpb_1x.yaml", "configs/mask_rcnn/performer_small_1x.yaml"),
@@ -64,14 +64,14 @@ def millions(model: nn.Module) -> float:
 
 
 def test_a_config_is_named_after_the_variant_that_it_builds():
-    """With its detector in front in the folders of several detectors, and its attention and schedule behind."""
+    """A file name has the variant, after the detector in folders of several detectors, and before the schedule."""
     for path in CONFIGS:
         folder, stem = Path(path).parent.name, Path(path).stem
         if folder == "demo":
-            # Named after the family: small models of no paper, or the sizes of one for a few minutes.
+            # Named after the family: small models without a paper, or published sizes for a few minutes.
             continue
         variant = CfgNode.load_yaml_with_base(str(ROOT / path))["MODEL"]["TRANSFORMER"]["VARIANT"]
-        # Performer, which starts from the weights of partial Performer.
+        # A Performer that starts from the weights of a partial Performer.
         stem = stem.replace("performer_from_partial", "performer")
         detector = "(cascade_mask_rcnn|mask_rcnn|panoptic_fpn|point_rend)_" if folder in ("modern", "projects") else ""
         assert re.fullmatch(rf"{detector}{variant}(_all)?(_1x|_3x_ms)?", stem), path
@@ -91,11 +91,11 @@ def test_a_config_builds_its_detector_and_optimizer(path):
         assert list(features) == ["p3", "p4", "p5", "p6", "p7"]
     elif "semantic" not in path:
         assert list(features) == ["p2", "p3", "p4", "p5", "p6"] and model.roi_heads.mask_on
-    # It raises for a pattern of SOLVER.LR_MULTIPLIERS that matches nothing.
+    # It raises an error if a pattern of SOLVER.LR_MULTIPLIERS matches nothing.
     groups = build_optimizer(cfg, model).param_groups
     if cfg.SOLVER.LAYER_DECAY != 1:
         return
-    # LIT's offsets learn at a hundredth of the rate (LIT section 4.1: 1e-5 and 1e-3).
+    # LIT's offsets have a hundredth of the learning rate (LIT section 4.1: 1e-5 and 1e-3).
     slow = {id(p) for group in groups if group["lr"] < cfg.SOLVER.BASE_LR / 2 for p in group["params"]}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in slow}
     stage = "backbone.bottom_up.net.stages"
@@ -129,7 +129,7 @@ def test_rows_of_table_8(row):
     """The published parameters include a classification head that the detectors never use."""
     path = f"configs/mask_rcnn/{row}_1x.yaml"
     unused_head = (2 * 768 + 768 * 1000 + 1000) / 1e6
-    # 45.164 of partial global memory is printed 45.1.
+    # The paper prints 45.164 (partial global memory) as 45.1.
     assert millions(build_on_meta(path)[1]) + unused_head == pytest.approx(TABLE_8[row], abs=0.066)
 
 
@@ -140,7 +140,7 @@ def test_parameters_of_lit(path):
 
 
 def test_the_cascade_is_detectron2s():
-    """The differences between detectron2's Cascade and plain Mask R-CNN, and the thresholds of its defaults."""
+    """The configs differ as detectron2's Cascade and plain Mask R-CNN, with the default thresholds."""
     names = ("Misc/cascade_mask_rcnn_R_50_FPN_1x.yaml", "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml")
     theirs, plain = (get_config(name).MODEL for name in names)
     nodes = [name for name, node in theirs.items() if isinstance(node, CfgNode)]
@@ -152,7 +152,7 @@ def test_the_cascade_is_detectron2s():
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if "/modern/" in path])
 def test_the_modern_configs(path):
-    """detectron2's ``configs/new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ.py``, and ViTDet's layer decay for 12 blocks."""
+    """The values match detectron2's ``mask_rcnn_R_50_FPN_50ep_LSJ.py``, and ViTDet's layer decay for 12 blocks."""
     theirs = get_config("new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ.py")
     cfg, model = build_on_meta(path)
     resize, crop, _ = theirs.dataloader.train.mapper.augmentations
@@ -172,7 +172,7 @@ def test_the_modern_configs(path):
 
 @pytest.mark.parametrize("name", ["lit_ti", "lit_s_seg"])
 def test_semantic_fpn_is_the_official_configuration(name):
-    """LIT's segmentation/configs/_base_: datasets/ade20k.py and schedules/schedule_80k.py, value by value."""
+    """Every value matches LIT's segmentation/configs/_base_/{datasets/ade20k.py,schedules/schedule_80k.py}."""
     cfg, model = build_on_meta(f"configs/semantic_fpn/{name}.yaml")
     assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("ade20k_train",), ("ade20k_val",))
     # Resize: img_scale (2048, 512), ratio_range (0.5, 2.0); in testing img_scale (2048, 512)

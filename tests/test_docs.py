@@ -17,7 +17,7 @@ CONFIG = (ROOT / "projects_vil/config.py").read_text()
 
 @pytest.fixture(scope="module")
 def reference():
-    """The module docs/reference.py."""
+    """Return the module docs/reference.py."""
     pytest.importorskip("mkdocs")
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
     module = importlib.util.module_from_spec(spec)

@@ -4,6 +4,7 @@ Each case runs a command in a separate folder. A mistake of the user ends with o
 key or value. No case changes an existing file, or leaves a temporary file or a lock.
 """
 
+import ast
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ import shutil
 import signal
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -31,7 +32,7 @@ PREDICT, EXPORT = f"predict.py {RUN} --output out", f"export_model.py {RUN} --ou
 EXPORTED = "predict.py --config-file run/config.yaml --weights export/model.ts --input photos --output out"
 EVALUATE = "train_net.py --config-file run/config.yaml --eval-only MODEL.WEIGHTS run/model_final.pth"
 RESUME = "train_net.py --config-file run/config.yaml --resume"
-CHECK = "check_dataset.py own/annotations.json own/images"
+CHECK = "check_dataset.py mine/annotations.json mine/images"
 FINAL, SHAPES = "run/model_final.pth", "datasets/shapes/annotations/instances_train.json"
 # Files that a run writes, and files that a resumed run overwrites.
 OUTPUT = ("output", "output/*")
@@ -182,17 +183,17 @@ CASES = {
         environment={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
     ),
     # Data
-    "annotations that break off": Case(CHECK, truncate("own/annotations.json"), "own/annotations.json"),
+    "annotations that break off": Case(CHECK, truncate("mine/annotations.json"), "mine/annotations.json"),
     **{
         f"annotations that are a {what}, {tool}": Case(command, replace_by(file, make), file)
-        for tool, command, file in (("check", CHECK, "own/annotations.json"), ("training", TRAIN, SHAPES))
+        for tool, command, file in (("check", CHECK, "mine/annotations.json"), ("training", TRAIN, SHAPES))
         for what, make in (("pipe", os.mkfifo), ("device", lambda path: path.symlink_to("/dev/zero")))
     },
     "annotations with a key twice": Case(
-        CHECK, write("own/annotations.json", '{"images": [{"id": 1, "file_name": "a", "id": 2}]}'), "'id'"
+        CHECK, write("mine/annotations.json", '{"images": [{"id": 1, "file_name": "a", "id": 2}]}'), "'id'"
     ),
     "annotations with half a character": Case(
-        CHECK, write("own/annotations.json", r'{"categories": [{"id": 1, "name": "\ud800"}]}'), r"\ud800"
+        CHECK, write("mine/annotations.json", r'{"categories": [{"id": 1, "name": "\ud800"}]}'), r"\ud800"
     ),
     "fix over a file": Case(f"{CHECK} --fix small.yaml", named="small.yaml", status=2),
     # A new OUTPUT_DIR is deleted.
@@ -200,18 +201,18 @@ CASES = {
     "images that are a line of pixels": Case(TRAIN, replace_by("datasets/shapes/train/*1.jpg", narrow_image), ".jpg"),
     "images that are pipes": Case(TRAIN, replace_by("datasets/shapes/train/*1.jpg", os.mkfifo), ".jpg"),
     "images that are gone, and a folder with a file": Case(
-        f"{TRAIN} OUTPUT_DIR own", replace_by("datasets/shapes/train/*.jpg", None), ".jpg", writes=("own/log.txt",)
+        f"{TRAIN} OUTPUT_DIR mine", replace_by("datasets/shapes/train/*.jpg", None), ".jpg", writes=("mine/log.txt",)
     ),
     "images that break off": Case(
         f"{TRAIN} DATALOADER.NUM_WORKERS 1", truncate("datasets/shapes/train/*.jpg"), ".jpg", writes=OUTPUT
     ),
     "findings over their own input": Case(
-        f"{CHECK} --json own/link.json",
-        lambda folder: os.link(folder / "own/annotations.json", folder / "own/link.json"),
-        "own/link.json",
+        f"{CHECK} --json mine/link.json",
+        lambda folder: os.link(folder / "mine/annotations.json", folder / "mine/link.json"),
+        "mine/link.json",
         status=2,
     ),
-    "shapes over other files": Case("make_shapes_dataset.py own --overwrite", named="own"),
+    "shapes over other files": Case("make_shapes_dataset.py mine --overwrite", named="mine"),
     # Weights and runs
     **{
         f"weights with a flipped bit, {name}": Case(command, flip_bit(FINAL), FINAL)
@@ -221,9 +222,9 @@ CASES = {
         }.items()
     },
     "weights of more bytes than their file": Case(
-        f"{TRAIN} MODEL.WEIGHTS own/w.pth",
-        change_checkpoint("own/w.pth", lambda saved: saved["model"].update(a=torch.zeros(1).expand(2**40))),
-        "own/w.pth",
+        f"{TRAIN} MODEL.WEIGHTS mine/w.pth",
+        change_checkpoint("mine/w.pth", lambda saved: saved["model"].update(a=torch.zeros(1).expand(2**40))),
+        "mine/w.pth",
     ),
     "weights at a server that is not there": Case(
         "train_net.py --config-file run/config.yaml --eval-only MODEL.WEIGHTS http://127.0.0.1:9/w.pth",
@@ -274,8 +275,8 @@ CASES = {
     "resuming with metrics in a pipe": Case(
         f"{RESUME} SOLVER.MAX_ITER 5", replace_by("run/metrics.json", os.mkfifo), "metrics.json", writes=RESUMED
     ),
-    "report of another folder": Case("report.py own", named="own"),
-    "report with a misspelt key": Case("report.py run SOLVER.BSE_LR 0.1", named="SOLVER.BASE_LR"),
+    "report of another folder": Case("report.py mine", named="mine"),
+    "report with a misspelled key": Case("report.py run SOLVER.BSE_LR 0.1", named="SOLVER.BASE_LR"),
     # Prediction and exports
     "image that is text": Case(
         f"{PREDICT} --input photos", write("photos/b.jpg", "text"), "b.jpg", status=2, writes=("out", "out/*")
@@ -297,7 +298,7 @@ CASES = {
     "no images": Case(f"{PREDICT} --input empty", lambda folder: (folder / "empty").mkdir(), "empty"),
     "output in the input": Case(f"predict.py {RUN} --input photos --output photos", named="photos"),
     "annotations of other images": Case(
-        f"{PREDICT} --input photos --annotations own/annotations.json", named="own/annotations.json"
+        f"{PREDICT} --input photos --annotations mine/annotations.json", named="mine/annotations.json"
     ),
     "export with a flipped bit": Case(EXPORTED, flip_bit("export/model.ts"), "export/model.ts"),
     "int8 in a format without it": Case(f"{EXPORT} --precision int8", named="int8"),
@@ -347,6 +348,27 @@ FAST = [
 ]
 
 
+# A message may begin with an argument of the library.
+_ARGUMENT = r"[a-z]+(_[a-z]+)+\b|[a-z]+[=.]|(annotations|column|epochs|opset|precision|timm|torch|torchrun|triton)\b"
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each ``raise ConfigError(...)`` in a file. Values become ``X``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        call = node.exc if isinstance(node, ast.Raise) else None
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "ConfigError":
+            parts = getattr(call.args[0], "values", [call.args[0]])
+            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "X" for part in parts)
+
+
+def test_an_error_message_is_made_of_sentences():
+    packages = ("backbones", "projects_vil", "vil", "tools", "research", "examples")
+    for path in (path for package in packages for path in ROOT.glob(f"{package}/**/*.py")):
+        for line, text in messages(path):
+            begins = not text[0].islower() or re.match(_ARGUMENT, text)
+            assert begins and text.endswith((".", "?", "X")), f"{path.relative_to(ROOT)}:{line}: {text}"
+
+
 def make_folder(folder: Path) -> None:
     """Create datasets, a config and photos in a folder."""
     training = ["MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_1_3_1_rpb", "OUTPUT_DIR", "output", "SEED", "5"]
@@ -356,8 +378,8 @@ def make_folder(folder: Path) -> None:
     (folder / "configs").symlink_to(ROOT / "configs")
     shapes = folder / "datasets/shapes"
     write_shapes_dataset(shapes, num_train=16, num_val=8, short_side=64)
-    shutil.copytree(shapes / "val", folder / "own/images")
-    shutil.copy(shapes / "annotations/instances_val.json", folder / "own/annotations.json")
+    shutil.copytree(shapes / "val", folder / "mine/images")
+    shutil.copy(shapes / "annotations/instances_val.json", folder / "mine/annotations.json")
     (folder / "photos").mkdir()
     for name, path in zip("ab", sorted((shapes / "val").iterdir()), strict=False):
         shutil.copy(path, folder / f"photos/{name}.jpg")

@@ -1,4 +1,4 @@
-"""In a copy of the tracked files alone, all tests are collected, and those of reference data are skipped."""
+"""A copy of the tracked files collects all tests, and skips the tests that need reference data."""
 
 import os
 import re
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.mark.slow
 def test_tests_of_a_copy(tmp_path):
-    """As ``git archive`` makes it, with what is not committed yet. A test that cannot be collected is an error."""
+    """The copy is made like ``git archive``, with uncommitted changes. A test that cannot be collected is an error."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:

@@ -1,4 +1,4 @@
-"""Imports go down only: the contracts are in pyproject.toml, import-linter checks them."""
+"""Imports go down only. import-linter checks the contracts in pyproject.toml."""
 
 import shutil
 import subprocess

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def required(monkeypatch):
-    """A function that returns name -> requirement of the package."""
+    """Return a function that returns the requirements of the package by name."""
     from distutils.core import run_setup
 
     monkeypatch.chdir(ROOT)
@@ -25,12 +25,12 @@ def required(monkeypatch):
 
 
 def test_old_versions_that_misread_images(required):
-    """Pillow 9.1 lacks names of EXIF tags, and before 11.0 a rotated TIFF was turned twice."""
+    """Pillow 9.1 lacks names of EXIF tags, and versions before 11.0 rotate a TIFF twice."""
     assert not any(required()["Pillow"].specifier.contains(version) for version in ("9.1", "9.5", "10.4"))
 
 
 def test_the_opencv_of_the_builder_does_not_matter(required, monkeypatch):
-    """A wheel has the same requirements wherever it is built."""
+    """A wheel has the same requirements on every machine."""
     found = []
     for installed in ("opencv-python-headless", "opencv-contrib-python", ""):
         monkeypatch.setattr(subprocess, "check_output", lambda *_, installed=installed, **__: installed)

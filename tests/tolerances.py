@@ -1,7 +1,7 @@
 """Tolerances for two computations of the same values, so that a test passes on every processor.
 
-Other instructions, another batch, layout or number of threads round differently. Compare in float64 where the code runs
-in it, with the default tolerance of ``torch.testing.assert_close``. Elsewhere use ``FLOAT32``.
+Other instructions, batches, layouts or numbers of threads round differently. Compare in float64 if the code supports
+it, with the default tolerance of ``torch.testing.assert_close``. Otherwise use ``FLOAT32``.
 """
 
 # Two float32 computations differ by about 1e-6 of the largest value after one layer, and by less than 1e-4 after a

@@ -5,6 +5,7 @@ errors in the arguments appear at once.
 """
 
 import argparse
+import difflib
 import errno
 import json
 import logging
@@ -38,6 +39,9 @@ _KEYS_OF_OTHERS = {
     "--weights": "MODEL.WEIGHTS {}",
     "--workers": "DATALOADER.NUM_WORKERS {}",
 }
+# Flags that set a config key. An error about the key names the flag.
+_FLAGS = {"--device": "MODEL.DEVICE", "--image-size": "INPUT.MIN_SIZE_TRAIN"}
+_FLAGS |= {flag: override.partition(" ")[0] for flag, override in _KEYS_OF_OTHERS.items()}
 # First parts of all config keys.
 SECTIONS = frozenset(
     (
@@ -45,6 +49,8 @@ SECTIONS = frozenset(
         *("MODEL", "OUTPUT_DIR", "OVERWRITE_OUTPUT_DIR", "SEED", "SOLVER", "TEST", "VERSION", "VIS_PERIOD"),
     )
 )
+# A misspelled key such as SOLVR.BASE_LR is accepted as a key, so that the error suggests the closest one.
+_LIKE_A_KEY = re.compile(r"([A-Z][A-Z0-9_]+)(\.[A-Z][A-Z0-9_]*)+")
 # Start of the last line of a traceback from another process, which arrives as text.
 _REMOTE = f"{ConfigError.__module__}.{ConfigError.__qualname__}: "
 # Seconds that a process under torchrun waits, so that only the first process on each machine prints a common error.
@@ -63,7 +69,7 @@ def existing_path(text: str) -> str:
     if "://" not in text and not Path(text).exists():
         path = Path(text)
         siblings = path.parent.glob(f"*{path.suffix}") if path.suffix in _CONFIGS else ()
-        near = closest(path.name, [sibling.name for sibling in siblings])
+        near = closest(path.name, [sibling.name for sibling in siblings]) or ". Check the path"
         raise argparse.ArgumentTypeError(f"'{text}' does not exist{near}")
     return text
 
@@ -87,7 +93,7 @@ def output_file(text: str) -> str:
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"'{text}' is a folder. Give a file name")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"cannot write '{text}': the folder '{path.parent}' does not exist. Create it")
+        raise argparse.ArgumentTypeError(f"cannot write '{text}': folder '{path.parent}' does not exist. Create it")
     try:
         check_replaceable(text)
     except ConfigError as error:
@@ -107,7 +113,7 @@ def positive(text: str) -> int:
 def shard(text: str) -> tuple[int, int]:
     """Return I and N of a shard ``I/N``. This is an argparse type."""
     if not re.fullmatch(r"\d+/\d+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N, such as 0/16")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shard. Write I/N, such as 0/16")
     number, total = text.split("/")
     return int(number), int(total)
 
@@ -132,8 +138,7 @@ class ToolParser(argparse.ArgumentParser):
             description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
         )
 
-    # argparse declares overloads for other namespace classes.
-    def parse_args(  # type: ignore[override]
+    def parse_args(  # type: ignore[override]  # argparse declares overloads for other namespace classes
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
         # A shell does not expand ~ in quotes or in --output=~/x.
@@ -166,7 +171,8 @@ class ToolParser(argparse.ArgumentParser):
         return closest(flag, {*SECTIONS, *self._option_string_actions})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {printable(message)} (--help lists all arguments)\n")
+        end = "" if message.endswith((".", "?")) else "."
+        self.exit(2, f"error: {printable(message[:1].upper() + message[1:])}{end} Add --help to list all arguments.\n")
 
 
 class ConfigToolParser(ToolParser):
@@ -193,20 +199,24 @@ class ConfigToolParser(ToolParser):
         devices: Sequence[str] = DEVICES,
         **options: Any,
     ) -> None:
-        epilog = "KEY VALUE pairs override config keys. They can be in any position. --opts before them is optional."
+        epilog = (
+            "KEY VALUE pairs, such as SOLVER.BASE_LR 5e-5, override config keys. They can be in any position. --opts "
+            "before\nthem is optional."
+        )
         super().__init__(description, epilog=epilog, **options)
         self.set_defaults(devices=tuple(devices))
         if config_file:
             options = {"required": config_required, "type": existing_path, "metavar": "FILE"}
             self.add_argument("--config-file", **options, help="config of the model")
         if weights:
-            weights_help = "weights file, or name in the model zoo (config key MODEL.WEIGHTS)"
+            weights_help = "checkpoint, or name in the model zoo (config key MODEL.WEIGHTS)"
             self.add_argument("--weights", metavar="FILE", help=weights_help)
         if devices:
-            device_help = f"{' or '.join(devices)} (config key MODEL.DEVICE)"
+            default = "; default: the device of the config, or cpu without a GPU" if "cuda" in devices else ""
+            device_help = f"{' or '.join(devices)} (config key MODEL.DEVICE{default})"
             self.add_argument("--device", metavar="DEVICE", help=device_help)
 
-    def parse_known_args(  # type: ignore[override]  # as for parse_args
+    def parse_known_args(  # type: ignore[override]  # argparse declares overloads for other namespace classes
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         words, overrides = self._split(sys.argv[1:] if args is None else args)
@@ -225,6 +235,8 @@ class ConfigToolParser(ToolParser):
         except argparse.ArgumentTypeError as error:
             self.error(f"MODEL.WEIGHTS: {error}")
         parsed.opts = overrides
+        if hasattr(parsed, "weights"):
+            parsed.weights = given.get("MODEL.WEIGHTS")
         return parsed, unknown
 
     def _hint(self, flag: str, words: Sequence[str]) -> str:
@@ -243,7 +255,7 @@ class ConfigToolParser(ToolParser):
             is_value = action is not None and action.nargs is None
             if word == "--opts":
                 continue
-            if is_value or word.partition("=")[0].partition(".")[0] not in SECTIONS or Path(word).is_file():
+            if is_value or not _is_key(word) or Path(word).is_file():
                 arguments.append(word)
                 continue
             value = next(left, None)
@@ -254,6 +266,13 @@ class ConfigToolParser(ToolParser):
                 self.error(f"the override {word} has no value. Write {word} VALUE")
             overrides += [word, value]
         return arguments, overrides
+
+
+def _is_key(word: str) -> bool:
+    """Return whether a word, such as ``SEED``, ``SOLVER.BASE_LR`` or ``SOLVR.BASE_LR=1``, is meant as a config key."""
+    section = word.partition("=")[0].partition(".")[0]
+    like = _LIKE_A_KEY.fullmatch(word.partition("=")[0])
+    return section in SECTIONS or bool(like and difflib.get_close_matches(section, SECTIONS, cutoff=0.75))
 
 
 def add_training_arguments(parser: ToolParser) -> None:
@@ -272,10 +291,10 @@ def add_resume_argument(parser: ToolParser) -> None:
 
 def add_process_arguments(parser: ToolParser) -> None:
     """Add the arguments of detectron2's parser that describe the processes of a run."""
-    processes = "number of GPUs to use on this machine; with device cpu, the number of processes (default 1)"
+    processes = "number of GPUs to use on this machine; with --device cpu, number of processes (default 1)"
     parser.add_argument("--num-gpus", type=int, default=1, metavar="N", help=processes)
     parser.add_argument("--num-machines", type=int, default=1, metavar="N", help="number of machines (default 1)")
-    parser.add_argument("--machine-rank", type=int, default=0, metavar="R", help="rank of this machine, from 0")
+    parser.add_argument("--machine-rank", type=int, default=0, metavar="R", help="number of this machine, from 0")
     # As in detectron2, the default port depends on the user.
     user = os.getuid() if sys.platform != "win32" else 1
     url = f"tcp://127.0.0.1:{2**15 + 2**14 + hash(user) % 2**14}"
@@ -420,15 +439,22 @@ def _explain(error: Exception) -> tuple[str, int] | None:
 
 
 def _with_flag(message: str) -> str:
-    """Replace the name of an argument at the start of a message by its flag, if the user gave the flag."""
+    """Name the flags that the user gave instead of arguments of the library, and next to the first config key."""
     given = {word.partition("=")[0] for word in sys.argv}
 
     def as_flag(name: re.Match) -> str:
         flag = f"--{name[0].replace('_', '-')}"
         return flag if flag in given else name[0]
 
-    # The start of a path does not match.
-    return re.sub(r"^\w+(?=[=:\s])", as_flag, message)
+    # The first word, or words with an underscore. Parts of paths do not match.
+    message = re.sub(r"^\w+(?=[=:\s])|(?<![\w'/.-])[a-z]+(_[a-z]+)+(?=[=:,;\s]|\.$|\.\s)", as_flag, message)
+    for flag, key in _FLAGS.items():
+        if flag in given and flag not in message:
+            if f"({key})" in message:
+                message = message.replace(f"({key})", f"({flag}, {key})")
+            else:
+                message = re.sub(rf"\b{re.escape(key)}\b", f"{flag} ({key})", message, count=1)
+    return message
 
 
 @contextmanager

@@ -4,6 +4,8 @@ DETECTORS = ("retinanet", "mask_rcnn", "faster_rcnn")
 DEVICES = ("cpu", "cuda")
 SCHEDULES = ("1x", "3x_ms")
 EXPORT_FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
+# Suffixes of exported files: TorchScript, ONNX, torch.export and AOTInductor, OpenVINO.
+EXPORT_SUFFIXES = (".ts", ".onnx", ".pt2", ".xml")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 INPUT_DTYPES = ("uint8", "float32")
 PREDICTION_FORMATS = ("coco", "parquet")

@@ -37,25 +37,27 @@ _INPUT = "image, folder, video, camera number, URL, list (.txt, .csv, .parquet),
 def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     """Train a detector on your photos, or on COCO.
 
-    Without DATA, the command trains on the datasets in the config. By default that is COCO 2017 in
-    $DETECTRON2_DATASETS/coco.
+    Without DATA, the command trains on the datasets in the config. In all configs of this project that is COCO 2017,
+    which must be in $DETECTRON2_DATASETS/coco.
 
     Example:
         vil train photos --model vil_tiny --detector retinanet --epochs 50
         vil train photos/data.yaml --model lit_ti --detector mask_rcnn --batch 4 --lr 5e-5
         vil train --config mask_rcnn/vil_small_rpb_1x --num-gpus 8
+        vil train --resume --output output/photos_vil_tiny_retinanet
     """
     parser.add_argument("data", nargs="?", type=existing_path, metavar="DATA", help=_DATA)
     parser.add_argument("--model", metavar="NAME", help="variant (default vil_tiny), or timm:NAME for a timm model")
     parser.add_argument("--detector", choices=choices.DETECTORS, help="detector (default retinanet)")
-    schedule_help = "recipe: 1x (default), or 3x_ms (multi-scale images, and three times the iterations on COCO)"
+    schedule_help = "1x (default), or 3x_ms (images of several sizes, and three times the iterations on COCO)"
     parser.add_argument("--schedule", choices=choices.SCHEDULES, help=schedule_help)
     config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
     parser.add_argument("--config", metavar="NAME", help=config_help)
-    parser.add_argument("--epochs", type=positive, metavar="N", help="passes over the training images (default 50)")
+    epochs_help = "passes over the training images (default 50; without DATA, the schedule of the config)"
+    parser.add_argument("--epochs", type=positive, metavar="N", help=epochs_help)
     batch_help = (
-        "images per iteration (default 16, with gradient accumulation if the memory is too small). Without --lr, the "
-        "learning rate is scaled with the batch size"
+        "images per iteration (default 16, split by gradient accumulation if the memory is too small). Without --lr, "
+        "the learning rate is scaled in proportion"
     )
     parser.add_argument("--batch", type=positive, metavar="N", help=batch_help)
     parser.add_argument("--lr", type=float, metavar="RATE", help="learning rate (config key SOLVER.BASE_LR)")
@@ -71,8 +73,11 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     from projects_vil import run
 
     trained = run.train(**arguments)
-    if trained.results and not any(task.get("AP") for tasks in trained.results.values() for task in tasks.values()):
-        print("AP is 0. Train for more epochs, or start from pretrained weights (--weights).")
+    precisions = [task["AP"] for tasks in trained.results.values() for task in tasks.values() if "AP" in task]
+    if precisions and not any(precisions):
+        advice = "Train for more epochs, or start from pretrained weights (--weights)."
+        undefined = "AP is undefined. Check that the validation images have ground truth."
+        print(f"AP is 0. {advice}" if 0 in precisions else f"{undefined} {advice}")
     else:
         show(f"Next: vil predict {trained.folder} PHOTOS, or vil report {trained.folder}")
 
@@ -92,7 +97,11 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add_argument(
         "--predictions", nargs="+", default=[], type=existing_path, metavar="PATH", help=predictions_help
     )
-    parser.add_argument("--output", metavar="DIR", help="output folder (default: MODEL's, or evaluation_DATA in it)")
+    output_help = (
+        "output folder (default: the folder of MODEL, or a folder in it such as evaluation_DATA with DATA, or "
+        "evaluation_overrides with KEY VALUE)"
+    )
+    parser.add_argument("--output", metavar="DIR", help=output_help)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
     if arguments["predictions"]:
@@ -139,20 +148,27 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     """
     parser.add_argument("model", nargs="?", metavar="MODEL", help=f"exported file, {_MODEL}")
     parser.add_argument("input", nargs="?", metavar="INPUT", help=_INPUT)
-    _add_config_file(parser)
-    parser.add_argument("--input", dest="named_input", metavar="INPUT", help="another way to give INPUT")
-    parser.add_argument("--output", default="predictions", metavar="DIR", help="output folder (default: predictions)")
+    parser.add_argument("--input", dest="named_input", metavar="INPUT", help="the same as INPUT")
+    output_help = (
+        "output folder (default: predictions). Earlier results are replaced, drawings of other images are kept"
+    )
+    parser.add_argument("--output", default="predictions", metavar="DIR", help=output_help)
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="maximum images per batch (default 1)")
-    parser.add_argument("--tta", action="store_true", help="test-time augmentation with several sizes and flips")
-    annotations_help = "COCO file for INPUT: only its images are read, and the results have its ids and categories"
+    tta_help = "test-time augmentation: predict on several sizes and flips of each image"
+    parser.add_argument("--tta", action="store_true", help=tta_help)
+    annotations_help = (
+        "COCO file for the folder INPUT. Only its images are read, and the results have its ids and categories"
+    )
     parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
     format_help = "format of the results: coco (default), or parquet (part files, no drawings)"
     parser.add_argument("--format", choices=choices.PREDICTION_FORMATS, help=format_help)
     part_help = f"images (rows) per Parquet file (default {choices.PART_SIZE})"
     parser.add_argument("--part-size", type=positive, metavar="N", help=part_help)
-    parser.add_argument("--shard", type=shard, metavar="I/N", help="predict shard I of N only, from 0; needs parquet")
-    parser.add_argument("--column", metavar="NAME", help="column with paths or URLs (default: path, file_name or url)")
-    ray_help = "use Ray: the cluster at RAY_ADDRESS, or all GPUs or CPU cores of this machine; writes parquet"
+    shard_help = "predict only shard I of N shards, numbered from 0; needs --format parquet"
+    parser.add_argument("--shard", type=shard, metavar="I/N", help=shard_help)
+    column_help = "column of INPUT with paths or URLs (default: path, file_name or url)"
+    parser.add_argument("--column", metavar="NAME", help=column_help)
+    ray_help = "predict with Ray on the cluster at RAY_ADDRESS, or on all GPUs or CPU cores of this machine"
     parser.add_argument("--ray", action="store_true", help=ray_help)
     workers_help = "minimum and maximum number of Ray workers (default: 1 and one per GPU, or CPU cores minus 1)"
     parser.add_argument("--ray-workers", nargs=2, type=positive, metavar=("MIN", "MAX"), help=workers_help)
@@ -163,7 +179,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument("--draw-workers", type=int, metavar="N", help=drawing_help)
     args = parser.parse_args(words)
     positional = [word for word in (args.model, args.input) if word]
-    model, source, weights = args.config_file, args.named_input, _weights(args)
+    model, source, weights = args.config_file, args.named_input, args.weights
     # With weights, a single positional argument is INPUT.
     if model is None and positional and not (weights and source is None and len(positional) == 1):
         model = positional.pop(0)
@@ -204,14 +220,6 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         sys.exit(2)
 
 
-def _add_config_file(parser: ToolParser) -> None:
-    parser.add_argument("--config-file", type=existing_path, metavar="FILE", help="config to use instead of MODEL")
-
-
-def _weights(args: argparse.Namespace) -> str | None:
-    return dict(zip(args.opts[::2], args.opts[1::2], strict=True)).get("MODEL.WEIGHTS")
-
-
 def export(parser: ToolParser, words: Sequence[str]) -> None:
     """Export a detector to ONNX, TorchScript or another format, and run the parity check.
 
@@ -221,9 +229,9 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
 
     Example:
         vil export output/photos_vil_tiny_retinanet --format onnx
+        vil export lit_ti_retinanet_1x --format openvino --precision fp16 --evaluate
     """
     parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL)
-    _add_config_file(parser)
     parser.add_argument("--output", metavar="DIR", help="output folder (default: export/ in the folder of MODEL)")
     formats, precisions, dtypes = choices.EXPORT_FORMATS, choices.PRECISIONS, choices.INPUT_DTYPES
     parser.add_argument("--format", choices=formats, default=formats[0], help=f"file format (default {formats[0]})")
@@ -236,14 +244,14 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument("--opset", type=positive, metavar="N", help="ONNX opset, at least 18 (default 20)")
     images_help = "images for the parity check (default: synthetic images)"
     parser.add_argument("--parity-images", nargs="+", type=existing_path, default=[], metavar="FILE", help=images_help)
-    parser.add_argument("--evaluate", action="store_true", help="also compare AP on DATASETS.TEST")
+    parser.add_argument("--evaluate", action="store_true", help="also compare the AP on the images of DATASETS.TEST")
     calibration_help = "maximum number of images from DATASETS.TRAIN for int8 calibration (default 100)"
     parser.add_argument("--calibration-images", type=positive, default=100, metavar="N", help=calibration_help)
     parser.add_argument("--accept-drop", action="store_true", help="accept an int8 model that loses more than 1 AP")
     triton_help = "also write a model for the model repository of Triton Inference Server"
     parser.add_argument("--triton", metavar="REPOSITORY/NAME", help=triton_help)
     args = parser.parse_args(words)
-    source = args.model or args.config_file or _weights(args)
+    source = args.model or args.config_file or args.weights
     if not source:
         parser.error("MODEL is missing. Give MODEL, --config-file or --weights")
     if args.model and args.config_file:
@@ -256,7 +264,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     if args.triton:
         options = {"file_format": args.format, "batched": args.batched, "fixed_detections": args.fixed_detections}
         check_triton(args.triton, **options)
-    path, weights = find_model(Path(source), _weights(args))
+    path, weights = find_model(Path(source), args.weights)
     args.opts += [] if weights is None else ["MODEL.WEIGHTS", str(weights)]
     cfg = config_of(args, path)
     path, report = export_detector(
@@ -335,8 +343,8 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
 def report(parser: ToolParser, words: Sequence[str]) -> None:
     """Write an HTML report of a training run.
 
-    The report has the training curves, precision and recall, AP per class, confusions, validation images and the
-    config. It is one file that works offline. It lists the files that are missing in the output directory.
+    The report has training curves, precision and recall, AP per class, a confusion matrix, validation images and the
+    config. It is one file that works offline. If files are missing in the output directory, the report lists them.
 
     Example:
         vil report output/photos_vil_tiny_retinanet
@@ -354,7 +362,7 @@ def report(parser: ToolParser, words: Sequence[str]) -> None:
 
 
 def convert(parser: ToolParser, words: Sequence[str]) -> None:
-    """Convert a checkpoint of an official repository to a file for MODEL.WEIGHTS, or to a classifier.
+    """Convert an official checkpoint to weights of a detector (MODEL.WEIGHTS), or to a classifier.
 
     The command supports checkpoints of vision-longformer, VisionLongformerForObjectDetection, transformer-ls and LIT
     (classification, detection and segmentation). It detects the format from the names of the tensors.
@@ -392,7 +400,7 @@ def convert(parser: ToolParser, words: Sequence[str]) -> None:
 
 
 def analyze(parser: ToolParser, words: Sequence[str]) -> None:
-    """Count the parameters and FLOPs of detectors, or compare variants with the figures in the papers.
+    """Count the parameters and FLOPs of detectors, or compare backbones with the published figures.
 
     Example:
         vil analyze --config-file configs/retinanet/vil_tiny_rpb_1x.yaml
@@ -401,8 +409,11 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
         vil analyze --variants vil_tiny lit --json variants.json
     """
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config-file", nargs="+", type=existing_path, metavar="FILE", help="configs of detectors")
-    what.add_argument("--variants", nargs="*", metavar="PREFIX", help="backbones: all variants, or names with a prefix")
+    what.add_argument(
+        "--config-file", nargs="+", type=existing_path, metavar="FILE", help="count detectors with these configs"
+    )
+    variants_help = "count backbones: all variants, or variants whose names start with PREFIX"
+    what.add_argument("--variants", nargs="*", metavar="PREFIX", help=variants_help)
     _add_image_size(parser, "image size (default 800 1333)")
     parser.add_argument("--no-flops", action="store_true", help="count parameters only (fast)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the counts as JSON")
@@ -430,10 +441,10 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     """Measure the time and memory of models, and compare them with baselines.
 
     The runs of all models are interleaved in one process. The table has medians, quartiles, and the ratio to the first
-    baseline. Without a baseline, it is the ratio to the first model. Overrides of config keys apply to the models only.
+    baseline, or to the first model if there is no baseline. Overrides of config keys apply to the models only.
 
-    Suffixes of a model: +checkpointing (activation checkpointing), +shift (random-shift training), +long_short
-    (long-short attention in all stages), +sdpa or +triton (attention backend).
+    A model name can have suffixes: +checkpointing (activation checkpointing), +shift (random-shift training),
+    +long_short (long-short attention in all stages), +sdpa or +triton (attention backend).
 
     If --image-size is repeated, the command also prints how time and memory grow with the number of pixels.
 
@@ -447,9 +458,15 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     """
     parts, dtypes, detectors = choices.BENCHMARK_PARTS, choices.DTYPES, choices.DETECTORS[:2]
     parser.add_argument("--what", choices=parts, default="backbone", help="what to measure (default backbone)")
-    parser.add_argument("--models", nargs="+", required=True, metavar="NAME", help="variants, timm:NAME or configs")
-    parser.add_argument("--against", nargs="+", default=[], metavar="NAME", help="r50, swin_t, or timm models")
-    parser.add_argument("--detector", choices=detectors, default=detectors[0], help="for variants (default retinanet)")
+    parser.add_argument(
+        "--models", nargs="+", required=True, metavar="NAME", help="models: variants, timm:NAME or configs"
+    )
+    parser.add_argument(
+        "--against", nargs="+", default=[], metavar="NAME", help="baselines: r50, swin_t, or timm models"
+    )
+    parser.add_argument(
+        "--detector", choices=detectors, default=detectors[0], help="detector around a variant (default retinanet)"
+    )
     parser.add_argument("--backward", action="store_true", help="also run the backward pass of attention and backbones")
     _add_image_size(parser, "image size in pixels; can be repeated (default 800 1344)", action="append")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="images per batch (default 1)")
@@ -457,7 +474,9 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument("--runs", type=positive, default=5, metavar="N", help="timed runs per model (default 5)")
     parser.add_argument("--no-memory", action="store_true", help="measure time only (faster on a CPU)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the measurements as JSON")
-    parser.add_argument("--plot", type=output_file, metavar="FILE", help="plot against pixels (.png or .svg)")
+    parser.add_argument(
+        "--plot", type=output_file, metavar="FILE", help="plot time and memory by pixels (.png or .svg)"
+    )
     args = parser.parse_args(words)
     if args.plot and Path(args.plot).suffix not in (".png", ".svg"):
         parser.error(f"argument --plot: '{args.plot}' does not end in .png or .svg")
@@ -491,7 +510,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
             INPUT.AUGMENTATION lsj_copy_paste INPUT.LSJ.SIZE 128
         vil visualize offsets --config-file output/lit_s/config.yaml --weights output/lit_s/model_final.pth \\
             --input photo.jpg --output drawings --points 8
-        vil visualize results --run output/demo_retinanet --num-images 8
+        vil visualize results output/demo_retinanet --num-images 8
     """
     commands = parser.add_subparsers(required=True, metavar="WHAT", parser_class=ConfigToolParser)
 
@@ -507,9 +526,11 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     command = add(_draw_attention, "attention of one token, one heat map per head", weights=True, devices=("cpu",))
     add_image(command, "--input", help="image file")
     add_folder(command, "--output", help="output folder")
-    command.add_argument("--stage", required=True, type=int, metavar="S", help="stage of the backbone, from 1")
-    command.add_argument("--block", required=True, type=int, metavar="B", help="block of the stage, from 1")
-    command.add_argument("--point", required=True, type=int, nargs=2, metavar=("Y", "X"), help="pixel in the image")
+    command.add_argument("--stage", required=True, type=int, metavar="S", help="stage of the backbone, counted from 1")
+    command.add_argument("--block", required=True, type=int, metavar="B", help="block of the stage, counted from 1")
+    command.add_argument(
+        "--point", required=True, type=int, nargs=2, metavar=("Y", "X"), help="position in the image in pixels"
+    )
 
     command = add(_draw_data, "training samples after augmentation", devices=())
     add_folder(command, "--output", help="output folder, one PNG per sample")
@@ -520,13 +541,13 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     add_image(command, "--input", nargs="+", help="image files, one PNG per image")
     add_folder(command, "--output", help="output folder")
     points = command.add_mutually_exclusive_group()
-    points.add_argument("--points", type=positive, default=8, metavar="N", help="positions on a grid (default 8)")
+    points.add_argument("--points", type=positive, default=8, metavar="N", help="number of positions (default 8)")
     points.add_argument("--point", type=int, nargs=2, metavar=("Y", "X"), help="draw only the position at this pixel")
 
     command = add(_draw_results, "predictions of a run next to the ground truth", config_file=False, devices=())
-    command.add_argument("--run", required=True, type=existing_path, metavar="DIR", help="output directory of a run")
+    command.add_argument("run", type=existing_path, metavar="RUN", help="output directory of a training run")
     command.add_argument("--dataset", metavar="NAME", help="dataset (default: the first of DATASETS.TEST)")
-    command.add_argument("--output", type=output_file, metavar="PNG", help="file (default: DIR/predictions.png)")
+    command.add_argument("--output", type=output_file, metavar="PNG", help="file (default: RUN/predictions.png)")
     command.add_argument("--num-images", type=positive, default=8, metavar="N", help="images, one per row (default 8)")
     threshold = choices.SCORE_THRESHOLD
     threshold_help = f"minimum score of detections (default {threshold})"
@@ -599,8 +620,8 @@ def install(parser: ToolParser, words: Sequence[str]) -> None:
 COMMANDS: dict[str, tuple[Callable[[Any, Sequence[str]], None], dict[str, Any] | None]] = {
     "train": (train, {"config_file": False, "weights": True}),
     "eval": (evaluate, {"config_file": False}),
-    "predict": (predict, {"config_file": False, "weights": True}),
-    "export": (export, {"config_file": False, "weights": True, "devices": ("cpu",)}),
+    "predict": (predict, {"config_required": False, "weights": True}),
+    "export": (export, {"config_required": False, "weights": True, "devices": ("cpu",)}),
     "check": (check, None),
     "report": (report, {"config_file": False, "devices": ()}),
     "convert": (convert, None),

@@ -183,7 +183,10 @@ def install(source: str) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--source", choices=["auto", *SOURCES], default="auto", help="auto (default) tries git first, then index"
+        "--source",
+        choices=["auto", *SOURCES],
+        default="auto",
+        help="git: the official repository; index: a pure-Python copy on PyPI; auto (default): git, then index",
     )
 
 

@@ -31,8 +31,11 @@ _CPU_KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_c
 
 
 def is_needed(*tensors: Tensor | None) -> bool:
-    """Return whether attention to windows needs gradients on a CPU. Traced and compiled runs are left to PyTorch."""
-    if tensors[0].device.type != "cpu" or not torch.is_grad_enabled() or is_tracing() or torch.compiler.is_compiling():
+    """Return whether tensors of attention to windows are on a CPU and need gradients, if gradients are enabled.
+
+    Traced and compiled runs are left to PyTorch.
+    """
+    if tensors[0].device.type != "cpu" or is_tracing() or torch.compiler.is_compiling():
         return False
     given = [x for x in tensors if x is not None]
     return any(x.requires_grad for x in given) and all(x.numel() for x in given)

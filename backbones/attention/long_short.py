@@ -105,7 +105,7 @@ def long_short_attention(
     if query.device.type != "cpu" and is_plain(query) and key.numel() > _KEPT_CHANNELS:
         # The windows take as much memory as all else in a block. A backward pass makes them again.
         return checkpoint(attend, *tensors, use_reentrant=False, preserve_rng_state=False)
-    if cpu_blocks.is_needed(*tensors):
+    if torch.is_grad_enabled() and cpu_blocks.is_needed(*tensors):
         return cpu_blocks.window_attention(attend, *tensors, chunk_size=chunk_size, side=side)
     return attend(*tensors)
 

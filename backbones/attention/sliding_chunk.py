@@ -90,7 +90,7 @@ def sliding_chunk_attention(
     tensors = query, key, value, global_key, global_value, local_bias, global_bias
     options = {"chunk_size": chunk_size, "is_cyclic": mode == "cyclic", "shift": shift}
     attend = functools.partial(_attend, **options)
-    if cpu_blocks.is_needed(*tensors):
+    if torch.is_grad_enabled() and cpu_blocks.is_needed(*tensors):
         return cpu_blocks.window_attention(attend, *tensors, side=chunk_size, **options)
     return attend(*tensors)
 

@@ -5,15 +5,23 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from backbones.errors import ConfigError
-from backbones.layers.parameters import init_trunc_normal_
 from backbones.layers.tracing import at_least_float32, contiguous_for_export, is_tracing, take_first
 
 # How a table is used for a feature map of another size. "once" (ViL): it is resized to the largest feature map when a
 # checkpoint is loaded, and smaller feature maps use a part of it. "per_feature_map" (LIT): it is resized to each one.
 RESIZING = ("once", "per_feature_map")
+
+
+def init_trunc_normal_(tensor: Tensor) -> Tensor:
+    """Fill ``tensor`` from a normal distribution with a standard deviation of 0.02, truncated at 2, and return it.
+
+    All three papers use it. Tensors on the meta device are returned at once, which saves most of the build time.
+    """
+    return tensor if tensor.is_meta else trunc_normal_(tensor, std=0.02)
 
 
 def position_parameter(*shape: int) -> nn.Parameter:

@@ -96,4 +96,6 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the tensors in the dtype that autocast chooses for PyTorch's attention. float64 is kept."""
     dtype = autocast_dtype(tensors[0].device)
-    return tuple(x if x is None or dtype is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    if dtype is None:
+        return tensors
+    return tuple(x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)

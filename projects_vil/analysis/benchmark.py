@@ -114,7 +114,8 @@ class BenchmarkCase:
         shifted = model if "shift" in suffixes else None
         if shifted is not None and not (self._trains and sample_shifts(model, seed=None)):
             raise ConfigError(
-                f"'{self.name}' cannot use random shifts. They need sliding chunks, and backward or a training step."
+                f"'{self.name}' cannot use random shifts. Choose a variant with sliding chunks, and measure a backward "
+                "pass or a training step."
             )
         optimizer = build_optimizer(cfg, model) if self.part == "train-step" else None
         return self._step(module, inputs, optimizer, shifted)
@@ -199,8 +200,8 @@ def build_baseline(name: str) -> Backbone:
     if name == "swin_t":
         return SwinTransformer(drop_path_rate=0.0)
     if not timm.is_model(name):
-        hint = closest(name, [*BASELINES, *timm.list_models()])
-        raise ConfigError(f"Unknown baseline {name!r}. Use {', '.join(BASELINES)} or a timm model{hint}")
+        hint = closest(name, [*BASELINES, *timm.list_models()]) or "."
+        raise ConfigError(f"Unknown baseline {name!r}{hint} Use {', '.join(BASELINES)} or a timm model.")
     return TimmBackbone(f"timm:{name}", out_features=stage_names(f"timm:{name}"), drop_path_rate=0.0)
 
 

@@ -47,7 +47,8 @@ def count_variants(prefixes: Sequence[str] = ()) -> list[dict[str, Any]]:
     for prefix in prefixes or ("",):
         matches = list_variants(prefix)
         if not matches:
-            raise ConfigError(f"No variant starts with {prefix!r}{closest(prefix, VARIANTS)}")
+            hint = closest(prefix, VARIANTS) or ". Leave it out to count all variants."
+            raise ConfigError(f"No variant starts with {prefix!r}{hint}")
         names.update(matches)
     return [count_variant(name) for name in sorted(names)]
 

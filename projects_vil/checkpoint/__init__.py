@@ -6,18 +6,13 @@ from projects_vil.checkpoint.categories import (
     known_categories,
 )
 from projects_vil.checkpoint.checkpointer import (
-    Checkpointer,
-    build_detector,
-    check_weights,
-    load_detector,
-)
-from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, fingerprint, versions
-from projects_vil.checkpoint.pretrained import convert_file, convert_official, is_classifier, named_variant
-from projects_vil.checkpoint.storage import (
     BEST_CHECKPOINT,
     LAST_CHECKPOINT,
     PUBLISHED_WEIGHTS,
+    Checkpointer,
+    check_weights,
     checkpoints_of,
+    load_detector,
     read_last_checkpoint,
     remove_old,
     remove_partial,
@@ -25,4 +20,6 @@ from projects_vil.checkpoint.storage import (
     slim_checkpoint,
     weights_of,
 )
+from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, fingerprint, versions
+from projects_vil.checkpoint.pretrained import convert_file, convert_official, is_classifier, named_variant
 from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, read_zoo, zoo_config, zoo_tables

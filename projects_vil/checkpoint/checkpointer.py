@@ -1,8 +1,10 @@
-"""A strict version of detectron2's checkpointer, and detectors with the weights of a checkpoint."""
+"""A strict version of detectron2's checkpointer, the checkpoints of a run, and detectors with their weights."""
 
+import contextlib
 import copy
 import http.client
 import logging
+import os
 import warnings
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim.swa_utils import AveragedModel
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write, read_checkpoint, state_dict_of
+from backbones.checkpoint_files import atomic_write, check_writable, read_checkpoint, state_dict_of, write_checkpoint
 from backbones.convert import detect_format
 from backbones.errors import check_file
 from projects_vil.checkpoint.categories import (
@@ -36,16 +38,16 @@ from projects_vil.checkpoint.pretrained import (
     is_classifier,
     weights_of_timm,
 )
-from projects_vil.checkpoint.storage import read_last_checkpoint, tag_checkpoint
 from projects_vil.checkpoint.zoo import find_weights
 from projects_vil.config import CONFIG_FILE, first_of, is_segmentor, number_of_classes, one_line, with_overrides
-from projects_vil.data import describe_classes, match_all_classes, match_classes
+from projects_vil.data import describe_classes, match_all_classes, match_classes, register_datasets
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_on_meta
+from vil.choices import EXPORT_SUFFIXES
 
+LAST_CHECKPOINT, BEST_CHECKPOINT = "last_checkpoint", "model_best.pth"
+PUBLISHED_WEIGHTS = "model.safetensors"
 # Keys next to "model" if that has averaged weights: the weights of training, and the number of averaged steps
 UNAVERAGED, AVERAGED_STEPS = "unaveraged_model", "averaged_steps"
-# The suffixes of FORMATS in projects_vil/export/formats.py, which this package cannot import
-_EXPORT_SUFFIXES = (".ts", ".onnx", ".pt2", ".xml")
 
 
 class Checkpointer(DetectionCheckpointer):
@@ -117,7 +119,8 @@ class Checkpointer(DetectionCheckpointer):
         with atomic_write(path) as partial, partial.open("wb") as file:
             torch.save(contents | {METADATA_KEY: self.metadata.to_dict()} | kwargs, file)
         if tag:
-            tag_checkpoint(self.save_dir, path.name)
+            with atomic_write(Path(self.save_dir) / LAST_CHECKPOINT) as partial:
+                partial.write_text(path.name)
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
         """Resume from the last checkpoint in ``save_dir``; without one, load the weights of ``path``.
@@ -125,7 +128,7 @@ class Checkpointer(DetectionCheckpointer):
         If ``path`` is empty, a timm backbone that is named with a tag starts from the pretrained weights of this tag.
 
         Raises:
-            ConfigError: see :meth:`load` and :func:`~projects_vil.checkpoint.storage.read_last_checkpoint`.
+            ConfigError: see :meth:`load` and :func:`read_last_checkpoint`.
         """
         last = read_last_checkpoint(self.save_dir) if resume else None
         if last is not None:
@@ -145,22 +148,23 @@ class Checkpointer(DetectionCheckpointer):
             ConfigError: if the file is missing or unreadable, or if it does not match the model. With ``complete``,
                 also if the checkpoint was trained with another input format.
         """
-        if path:
+        if path and not os.path.exists(path):
             path = find_weights(path)
-        elif self.complete:
-            raise ConfigError("MODEL.WEIGHTS is empty. Name the checkpoint of a trained detector")
+        elif not path and self.complete:
+            raise ConfigError("MODEL.WEIGHTS is empty. Set it to the checkpoint of a trained detector.")
         if "://" in path:
             try:
                 # Keeps a copy, which detectron2 then reads
                 self.path_manager.get_local_path(path)
             except (OSError, ValueError, AssertionError, http.client.HTTPException) as error:
-                raise ConfigError(f"Cannot download MODEL.WEIGHTS '{path}': {one_line(error)}") from error
+                reason = one_line(error).rstrip(".")
+                raise ConfigError(f"Cannot download MODEL.WEIGHTS '{path}': {reason}. Check the URL.") from error
         elif path:
             check_file(path, "weights file", key="MODEL.WEIGHTS")
-        if path.endswith(_EXPORT_SUFFIXES):
+        if path.endswith(EXPORT_SUFFIXES):
             raise ConfigError(
                 f"MODEL.WEIGHTS must be a checkpoint, but '{path}' is an exported model. Run it with 'vil predict', or "
-                "evaluate it with 'vil export --evaluate'"
+                "evaluate it with 'vil export --evaluate'."
             )
         self._path = path
         return super().load(path, *args, **kwargs)
@@ -185,7 +189,10 @@ class Checkpointer(DetectionCheckpointer):
         if not any(name.removeprefix("module.").startswith(BACKBONE_PREFIX) for name in state_dict):
             contents = self._convert(contents, state_dict)
         if "model" not in contents:
-            raise ConfigError(f"'{self._path}' is not a checkpoint of detectron2, of a classifier or an official one")
+            raise ConfigError(
+                f"'{self._path}' is not a checkpoint of a detector or a classifier of this project, or an official "
+                "checkpoint. Use another file."
+            )
         # Loading changes both dicts. A copy keeps the versions of modules.
         return contents | {"model": copy.copy(contents["model"])}
 
@@ -198,14 +205,17 @@ class Checkpointer(DetectionCheckpointer):
         if official is None and not is_classifier(state_dict):
             return contents
         if backbone is None:
-            raise ConfigError(f"'{self._path}' has weights for a backbone that the model does not have")
+            raise ConfigError(
+                f"'{self._path}' has weights of a transformer, but the model has another backbone. Use a checkpoint of "
+                "this model."
+            )
         hint = ""
         try:
             if official is None:
                 conversion = convert_classifier(contents, backbone.variant, backbone.net)
                 self._check_metadata(CheckpointMetadata.from_contents(conversion.contents))
             else:
-                hint = ". 'vil convert' lists the config keys that it needs"
+                hint = " 'vil convert' lists the config keys of a checkpoint."
                 conversion = convert_official(official, backbone.variant, model_options=backbone.options)
                 # The weights are converted for the options of the model.
                 conversion.contents[METADATA_KEY] |= {"options": None}
@@ -237,8 +247,8 @@ class Checkpointer(DetectionCheckpointer):
         for name, value in (*state_dict.items(), *(average or {}).items()):
             if not isinstance(value, Tensor) or not value.isfinite().all():
                 raise ConfigError(
-                    f"'{name}' in '{self._path}' is not a tensor of finite values. Use an older checkpoint; to resume "
-                    "from it, remove this file"
+                    f"'{name}' in '{self._path}' is not a tensor of finite values. Use an older checkpoint. To resume "
+                    "from an older one, remove this file."
                 )
         consume_prefix_in_state_dict_if_present(state_dict, "module.")
         self._check_metadata(saved)
@@ -300,8 +310,8 @@ class Checkpointer(DetectionCheckpointer):
             self.logger.warning(f"{self._path} {reason}")
             return
         config = Path(self._path).with_name(CONFIG_FILE)
-        hint = f". The config of its run is '{config}'" if config.is_file() else ""
-        raise ConfigError(f"'{self._path}' {reason}{hint}")
+        advice = f"the config of its run, '{config}'" if config.is_file() else "the config of this checkpoint"
+        raise ConfigError(f"'{self._path}' {reason}. Use {advice}, or another checkpoint.")
 
     def _match_classes(self, state_dict: dict[str, Tensor], saved: CheckpointMetadata) -> None:
         """Reorder the rows of predictors by class name, if both sides have names."""
@@ -311,7 +321,7 @@ class Checkpointer(DetectionCheckpointer):
         differ = f"'{self._path}' was trained on {describe_classes(theirs)}, but the datasets have "
         differ += describe_classes(ours)
         if self._resuming:
-            raise ConfigError(f"{differ}. Training cannot resume from it, but can start from it (MODEL.WEIGHTS)")
+            raise ConfigError(f"{differ}. To start a new run from it, set MODEL.WEIGHTS and leave out --resume.")
         if self.complete:
             matched = dict(enumerate(match_all_classes(ours, theirs, differ=differ)))
             if any(ours[index] != theirs[other] for index, other in matched.items()):
@@ -382,14 +392,146 @@ def load_detector(
         # The checkpointer has reordered the rows.
         ids = ids and tuple(ids[names.index(name)] for name in ours)
         names = ours
+    if names is None or ids is None:
+        with contextlib.suppress(ConfigError):
+            register_datasets(cfg)
     return model.eval(), known_categories(names, ids, number=number_of_classes(cfg)[1], datasets=datasets)
-
-
-def build_detector(cfg: CfgNode, weights: str | Path) -> nn.Module:
-    """Build the model of a config with the weights of a checkpoint, on the CPU, in eval mode."""
-    return load_detector(cfg, weights)[0]
 
 
 def _part(name: str) -> str:
     """Return the part of a detector that a parameter belongs to: ``backbone.bottom_up``, ``backbone``, or a head."""
     return "backbone.bottom_up" if name.startswith("backbone.bottom_up.") else name.partition(".")[0]
+
+
+# -- the checkpoints of a run -----------------------------------------------------------------------
+
+
+def checkpoints_of(folder: str | Path) -> list[Path]:
+    """Return the checkpoints of a run, newest first, without the best checkpoint."""
+    files = [path for path in Path(folder).glob("model_*.pth") if path.is_file() and path.name != BEST_CHECKPOINT]
+    return sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+
+
+def last_checkpoints(folder: str | Path) -> list[Path]:
+    """Return the checkpoints of a run, the last one first, without the best checkpoint.
+
+    The last one is the file that ``last_checkpoint`` names. If it names none, the checkpoint with the most iterations
+    comes first, because copying a folder changes modification times.
+    """
+    files, tag = checkpoints_of(folder), Path(folder) / LAST_CHECKPOINT
+    name = tag.read_text(errors="replace").strip() if tag.is_file() else ""
+    if name and Path(name).name == name and os.path.isfile(tag.parent / name):
+        files.sort(key=lambda path: path.name != name)
+        return files if files[:1] == [tag.parent / name] else [tag.parent / name, *files]
+    if len(files) > 1:
+        logging.getLogger(__name__).warning(
+            "%s does not name a checkpoint in its folder (%r). The newest complete one is used.", tag, name[:80]
+        )
+        files.sort(key=_iteration, reverse=True)
+    return files
+
+
+def weights_of(run: str | Path) -> Path | None:
+    """Return the last checkpoint of a run, or else its best one, or the weights of a published folder, or None."""
+    for path in (*last_checkpoints(run), Path(run) / BEST_CHECKPOINT, Path(run) / PUBLISHED_WEIGHTS):
+        if path.is_file():
+            return path
+    return None
+
+
+def read_last_checkpoint(folder: str | Path) -> tuple[Path, dict[str, Any]] | None:
+    """Read the checkpoint to resume from: the last complete one. The log lists skipped checkpoints.
+
+    Args:
+        folder: output directory of a run.
+
+    Returns:
+        The path of the checkpoint and its contents; None if the folder has no checkpoint.
+
+    Raises:
+        ConfigError: if no checkpoint in the folder is complete, or if the only one is missing.
+    """
+    candidates, tag = last_checkpoints(folder), Path(folder) / LAST_CHECKPOINT
+    for path in candidates:
+        try:
+            contents = read_checkpoint(path)
+        except ConfigError as error:
+            logging.getLogger(__name__).warning("skipped a checkpoint: %s", error)
+            continue
+        trainer = contents.get("trainer")
+        if isinstance(trainer, dict) and type(trainer.get("iteration")) is int:
+            return path, contents
+        logging.getLogger(__name__).warning("skipped a checkpoint: '%s' has no training state to resume from.", path)
+    if candidates:
+        raise ConfigError(
+            f"Cannot resume from any of the {len(candidates)} checkpoints in '{folder}'. Remove them to start again, "
+            "or choose another OUTPUT_DIR."
+        )
+    if tag.is_file():
+        raise ConfigError(f"The checkpoint in '{tag}' does not exist. Restore it, or remove '{tag}' to start again.")
+    return None
+
+
+def remove_old(folder: str | Path, *, keep: int) -> None:
+    """Remove old numbered checkpoints (``model_0000999.pth``), except for the ``keep`` newest ones, at least one."""
+    numbered = [path for path in checkpoints_of(folder) if path.stem.removeprefix("model_").isdecimal()]
+    for path in numbered[max(keep, 1) :]:
+        path.unlink(missing_ok=True)
+
+
+def remove_run(folder: str | Path) -> None:
+    """Remove all checkpoints of an earlier run, so that the next run cannot resume from them."""
+    for path in (Path(folder) / LAST_CHECKPOINT, *checkpoints_of(folder), Path(folder) / BEST_CHECKPOINT):
+        path.unlink(missing_ok=True)
+
+
+def remove_partial(folder: str | Path) -> None:
+    """Remove incomplete files of processes that were killed while writing."""
+    for path in Path(folder).glob(".*.partial"):
+        path.unlink(missing_ok=True)
+
+
+def slim_checkpoint(source: str | Path, output: str | Path) -> list[str]:
+    """Copy the weights and metadata of a detector, without the state of optimizer, scheduler and trainer.
+
+    Use the copy for ``MODEL.WEIGHTS``, evaluation and export. Training cannot resume from it.
+
+    Args:
+        source: a ``.pth`` or ``.safetensors`` checkpoint of this project or of detectron2.
+        output: a ``.pth`` or ``.safetensors`` file. An existing file is replaced, unless it is the source.
+
+    Returns:
+        The sizes of both files and the keys that were left out, as lines of text.
+
+    Raises:
+        ConfigError: if the source cannot be read or is not a detector, if both files are the same, or if the output
+            cannot be written.
+    """
+    source, output = Path(source), Path(output)
+    check_writable(output)
+    if source.exists() and output.exists() and source.samefile(output):
+        raise ConfigError(f"The output '{output}' is the source. Choose another file.")
+    contents = read_checkpoint(source)
+    model = contents.get("model")
+    if not isinstance(model, dict) or not all(isinstance(value, Tensor) for value in model.values()):
+        raise ConfigError(f"'{source}' has no state dict of tensors under 'model'. Use a checkpoint of detectron2.")
+    kept = {key: value for key, value in contents.items() if key in ("model", METADATA_KEY)}
+    write_checkpoint(output, kept)
+    before, after = (path.stat().st_size / 1e6 for path in (source, output))
+    removed = ", ".join(sorted(str(key) for key in contents.keys() - kept.keys())) or "nothing"
+    lines = [f"{before:.1f} MB before, {after:.1f} MB now; left out: {removed}"]
+    if METADATA_KEY not in contents:
+        lines.append("the file has no metadata (variant, classes, input format)")
+    return lines
+
+
+def _iteration(path: Path) -> int:
+    """Return the iteration in the name of a file, or else in its contents; -1 if it cannot be read."""
+    number = path.stem.removeprefix("model_")
+    if number.isdecimal():
+        return int(number)
+    try:
+        iteration = read_checkpoint(path).get("iteration")
+    except ConfigError:
+        return -1
+    return iteration if type(iteration) is int else -1

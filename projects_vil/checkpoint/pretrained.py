@@ -142,7 +142,7 @@ def convert_file(
     """
     entry = zoo_entry(str(source)) if is_zoo_name(source) else None
     if variant is None and entry is None:
-        raise ConfigError(f"'{source}' is not a name of the model zoo, so its variant is unknown. Name it with --model")
+        raise ConfigError(f"The variant of '{source}' is unknown. Add --model, for example --model vil_small_rpb.")
     variant = variant or entry.variant
     chunk_size = None
     if classifier and entry and variant == entry.variant:
@@ -153,12 +153,12 @@ def convert_file(
     check_writable(output)
     source = find_weights(str(source))
     if Path(source).exists() and Path(output).exists() and Path(source).samefile(output):
-        raise ConfigError(f"The output '{output}' is the source. Choose another file")
+        raise ConfigError(f"The output '{output}' is the source. Choose another file.")
     official = detect_format(read_checkpoint(source))
     if official is None:
         raise ConfigError(
-            f"'{source}' is not an official checkpoint of vision-longformer, VisionLongformerForObjectDetection, "
-            "transformer-ls or LIT"
+            f"'{source}' is not an official checkpoint. Use a checkpoint of vision-longformer, "
+            "VisionLongformerForObjectDetection, transformer-ls or LIT."
         )
     try:
         converted = convert_official(official, variant, img_size=img_size, chunk_size=chunk_size, classifier=classifier)
@@ -185,7 +185,7 @@ def convert_official(
         model_options: keywords of ``create_backbone`` for an existing model; None to derive them from the checkpoint.
     """
     if classifier and not official.classifier:
-        raise ConfigError("the checkpoint has no classification head")
+        raise ConfigError("The checkpoint has no classification head. Leave out --classifier.")
     sizes, weights, options = get_variant(variant), official.backbone, {}
     if model_options is None:
         if isinstance(sizes, ViLVariant):
@@ -264,7 +264,7 @@ def convert_classifier(contents: Mapping[str, object], variant: str, net: Backbo
     trained = saved.variant or named_variant(contents)
     # The backbone of a segmentor has the weights of the variant without this suffix.
     if trained not in (None, variant, variant.removesuffix("_seg")):
-        raise ConfigError(f"the classifier is of variant '{trained}'")
+        raise ConfigError(f"The classifier is of variant '{trained}'. Use this variant, or another classifier.")
     weights, report = convert_tensors(
         net, state_dict_of(contents), convert, name=f"'{variant}'", initial_values=initial_values
     )
@@ -288,9 +288,10 @@ def weights_of_timm(
     try:
         weights = backbone.pretrained_weights(classifier)
     except ConfigError as error:
-        hint = ". Name a file in MODEL.WEIGHTS, or leave out the tag to start from random weights"
+        hint = "Set MODEL.WEIGHTS to a file, or leave out the tag to start from random weights."
+        hint = hint if classifier is None else "Use a checkpoint of this model."
         message = f"'{source}' has no weights for {backbone.variant}: {error}"
-        raise ConfigError(message + (hint if classifier is None else "")) from error
+        raise ConfigError(f"{message} {hint}") from error
     cfg = timm.get_pretrained_cfg(backbone.name)
     image = InputFormat("RGB", *(tuple(255 * value for value in values) for values in (cfg.mean, cfg.std)))
     model = {f"{BACKBONE_PREFIX}{name}": tensor for name, tensor in weights.items()}
@@ -330,9 +331,11 @@ def _classifier_options(
     img_size: tuple[int, int] | None,
     chunk_size: Sequence[int] | None,
 ) -> dict[str, object]:
-    """Return the classes, image size and chunk sizes of a classifier: the requested ones, or the ones of its tables."""
+    """Return the classes, image size and chunk sizes of a classifier, as requested or as its tables have them."""
     if (head := weights["head.weight"]).ndim != 2:
-        raise ConfigError(f"'head.weight' has shape {tuple(head.shape)} instead of (classes, channels)")
+        raise ConfigError(
+            f"'head.weight' has shape {tuple(head.shape)} instead of (classes, channels). Use another file."
+        )
     side, options = variant.classifier_img_size, {}
     if isinstance(variant, ViLVariant):
         strides = list(itertools.accumulate(variant.downsample_factors, operator.mul))
@@ -439,7 +442,7 @@ def _from_mmdetection(detector: Mapping[str, Tensor]) -> tuple[dict[str, Tensor]
         ours[name] = f"{layers.get(layer, layer)}.{leaf}"
         if layer in ("bbox_head.retina_cls", "bbox_head.retina_reg"):
             if not tensor.ndim or len(tensor) % _ANCHORS:
-                raise ConfigError(f"'{name}' has shape {tuple(tensor.shape)}, which is not for {_ANCHORS} anchors")
+                raise ConfigError(f"'{name}' has shape {tuple(tensor.shape)}. The head must have {_ANCHORS} anchors.")
             converted[name] = tensor.unflatten(0, (3, _ANCHORS // 3, -1)).transpose(0, 1).flatten(0, 2)
     return converted, ours
 

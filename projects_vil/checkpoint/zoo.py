@@ -71,7 +71,8 @@ def read_zoo() -> dict[str, ZooEntry]:
                 known = {key: row.get(key) for key in ("config", *_SIZES)}
                 zoo[name] = ZooEntry(row["variant"], url, params=row["params"], figures=figures, group=group, **known)
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"'{path}' (VIL_ZOO) is not a valid table of weights: {one_line(error)}") from error
+        reason = one_line(error).rstrip(".")
+        raise ConfigError(f"The table of weights '{path}' (VIL_ZOO) is not valid: {reason}. Fix the file.") from error
     return zoo
 
 
@@ -84,7 +85,8 @@ def zoo_entry(name: str) -> ZooEntry:
     """Return the entry of a name. An unknown name raises a :class:`ConfigError` with the closest name."""
     zoo = read_zoo()
     if name not in zoo:
-        raise ConfigError(f"'{name}' is not a file, a folder, or a name of the model zoo{closest(name, zoo)}")
+        hint = closest(name, zoo) or ". Check the path."
+        raise ConfigError(f"'{name}' is not a file, a folder, or a name in the model zoo{hint}")
     return zoo[name]
 
 
@@ -92,8 +94,8 @@ def zoo_config(name: str) -> Path:
     """Return the config of an official detector. The name of other weights raises a :class:`ConfigError`."""
     entry = zoo_entry(name)
     if entry.config is None:
-        what = f"weights of {entry.variant} ({entry.group['title']}), not a detector"
-        raise ConfigError(f"'{name}' has {what}. Use it as MODEL.WEIGHTS to start training")
+        what = f"weights of {entry.variant} ({entry.group['title']})"
+        raise ConfigError(f"'{name}' is not a detector, but {what}. Use it with --weights to start training.")
     return config_path(entry.config)
 
 
@@ -119,7 +121,7 @@ def find_weights(weights: str) -> str:
                 try:
                     read_checkpoint(path)
                 except ConfigError as error:
-                    raise ConfigError(f"{error}. Delete {path} to download it again.") from error
+                    raise ConfigError(f"{error} The next command downloads it if you delete it.") from error
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             if not digest_file.exists():
                 with atomic_write(digest_file) as partial:
@@ -130,8 +132,10 @@ def find_weights(weights: str) -> str:
                     "to download it again."
                 )
     except (OSError, http.client.HTTPException) as error:
-        reason = one_line(error) or type(error).__name__
-        raise ConfigError(f"Cannot download '{weights}' from {url}: {reason}. Or put the file at {path}") from error
+        reason = (one_line(error) or type(error).__name__).rstrip(".")
+        raise ConfigError(
+            f"Cannot download '{weights}' from {url}: {reason}. Download it yourself, and save it as '{path}'."
+        ) from error
     return str(path)
 
 
@@ -151,8 +155,7 @@ def _download(url: str, path: Path) -> None:
         except ConfigError as error:
             with file.open("rb") as opened:
                 beginning = opened.read(60)
-            reason = str(error).replace(str(file), "the downloaded file")
-            raise OSError(f"{reason} (it begins with {beginning!r})") from error
+            raise OSError(f"the file is not a checkpoint, or is truncated. It begins with {beginning!r}") from error
         os.replace(file, path)
 
 

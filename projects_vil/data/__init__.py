@@ -1,13 +1,12 @@
 """Registered datasets, dataset checks and fixes, reading of image files, and data loaders."""
 
-from projects_vil.data.augmentation import check_augmentation
+from projects_vil.data.augmentation import AUGMENTATIONS, check_augmentation
 from projects_vil.data.build import (
     build_test_loader,
     build_train_loader,
-    check_datasets,
     class_names,
     class_order,
-    in_model_classes,
+    in_order,
     load_dataset,
     make_train_loader,
     read_datasets,

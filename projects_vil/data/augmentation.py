@@ -41,11 +41,13 @@ def large_scale_jitter(cfg: CfgNode) -> list[T.Augmentation | T.Transform]:
     size = (cfg.INPUT.LSJ.SIZE, cfg.INPUT.LSJ.SIZE)
     _, *flip = build_augmentation(cfg, is_train=True)
     crop, pad = T.FixedSizeCrop(size, pad=False), T.FixedSizeCrop(size)
-    return [ResizeScale(*cfg.INPUT.LSJ.SCALE, *size), crop, *color_augmentations(cfg), pad, *flip]
+    has_colors = cfg.INPUT.PHOTOMETRIC_DISTORTION or cfg.INPUT.AUGMENTATION == "lsj_copy_paste"
+    colors = [color_augmentation(cfg)] if has_colors else []
+    return [ResizeScale(*cfg.INPUT.LSJ.SCALE, *size), crop, *colors, pad, *flip]
 
 
-def color_augmentations(cfg: CfgNode) -> list[T.Transform]:
-    """Return detectron2's SSD color augmentation if the config enables it, otherwise an empty list.
+def color_augmentation(cfg: CfgNode) -> T.Transform:
+    """Return detectron2's SSD color augmentation.
 
     Its ranges are equal to the ranges of mmsegmentation's ``PhotoMetricDistortion``. The official LIT segmentation uses
     this distortion.
@@ -53,31 +55,23 @@ def color_augmentations(cfg: CfgNode) -> list[T.Transform]:
     Raises:
         ConfigError: If ``INPUT.FORMAT`` is not ``"RGB"`` or ``"BGR"``.
     """
-    if not cfg.INPUT.PHOTOMETRIC_DISTORTION and cfg.INPUT.AUGMENTATION != "lsj_copy_paste":
-        return []
     check_choice("INPUT.FORMAT", cfg.INPUT.FORMAT, ("RGB", "BGR"))
-    return [ColorAugSSDTransform(img_format=cfg.INPUT.FORMAT)]
-
-
-def uses_copy_paste(cfg: CfgNode) -> bool:
-    """Return whether the config enables copy-paste."""
-    return cfg.INPUT.AUGMENTATION == "lsj_copy_paste" and cfg.INPUT.COPY_PASTE.PROBABILITY > 0
+    return ColorAugSSDTransform(img_format=cfg.INPUT.FORMAT)
 
 
 def check_augmentation(cfg: CfgNode) -> None:
-    """Check ``INPUT.AUGMENTATION`` against the model and the other keys.
+    """Check large-scale jitter against the model and the other keys.
 
     Raises:
-        ConfigError: If the name is unknown. If jitter is combined with ``INPUT.CROP`` or with a SemanticSegmentor. If
-            copy-paste is combined with a model without masks, with keypoints, with stuff, or with training on a subset.
+        ConfigError: If jitter is combined with ``INPUT.CROP`` or with a SemanticSegmentor. If copy-paste is combined
+            with a model without masks, with keypoints, with stuff, or with training on a subset.
     """
     name, model = cfg.INPUT.AUGMENTATION, cfg.MODEL
-    check_choice("INPUT.AUGMENTATION", name, AUGMENTATIONS)
-    if name != "default" and is_segmentor(cfg):
+    if is_segmentor(cfg):
         raise ConfigError(f"INPUT.AUGMENTATION {name!r} needs a detector. Use 'default', and INPUT.CROP for crops.")
-    if name != "default" and cfg.INPUT.CROP.ENABLED:
+    if cfg.INPUT.CROP.ENABLED:
         raise ConfigError(f"INPUT.AUGMENTATION {name!r} already crops images. Set INPUT.CROP.ENABLED False.")
-    if not uses_copy_paste(cfg):
+    if name != "lsj_copy_paste" or not cfg.INPUT.COPY_PASTE.PROBABILITY:
         return
     if model.META_ARCHITECTURE != "GeneralizedRCNN" or not model.MASK_ON or model.KEYPOINT_ON:
         reason = "requires a GeneralizedRCNN with MODEL.MASK_ON True and MODEL.KEYPOINT_ON False"

@@ -13,14 +13,14 @@ from detectron2.utils import comm
 from backbones import ConfigError
 from backbones.errors import check_choice, closest
 from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
-from projects_vil.data.augmentation import CopyPaste, uses_copy_paste
+from projects_vil.data.augmentation import CopyPaste
 from projects_vil.data.catalog import add_stuff, check_files, match_classes, read_categories
 from projects_vil.data.coco import CHECK_MODES, fixed_coco, fixed_key, is_coco, load_coco, state_of_files
 from projects_vil.data.coco_checks import missing_files
 from projects_vil.data.dataset_mapper import Mapper
 from projects_vil.data.detection_utils import IGNORED_LABEL
-from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededRecords, TrainLoader
-from projects_vil.data.shared_records import SHARED, read_and_share, serialized
+from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededRecords, TrainLoader, serialized
+from projects_vil.data.shared_records import SHARED, read_and_share
 from projects_vil.utils import paused_garbage_collection
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
@@ -53,20 +53,29 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
         check_files(name)
     if (records := SHARED.get(_key(cfg, names, train))) is not None:
         return records
-    files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
+    files, records = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names), []
     try:
-        records = [record for name in names for record in _read(cfg, name, train=train)]
+        for name in names:
+            if cfg.DATASETS.CHECK == "off" or not is_coco(name):
+                own = DatasetCatalog.get(name)
+            else:
+                own = load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
+            order = class_order(cfg, name)
+            own = in_order(own, order) if train and order is not None else own
+            records += add_stuff(name, own) if is_panoptic(cfg) else own
         if train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS and records and "annotations" in records[0]:
             records = filter_images_with_only_crowd_annotations(records)
     except ConfigError:
         raise
     except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"Cannot read annotations '{files}': {type(error).__name__} {error}. Repair it.") from error
+        raise ConfigError(
+            f"Cannot read annotations '{files}' ({type(error).__name__} {error}). Repair the file."
+        ) from error
     if not records:
         raise ConfigError(f"'{files}' has no images{' with annotations' if train else ''}. Use another dataset.")
     _check_task(cfg, files, records)
-    missing = list(missing_files(record["file_name"] for record in records))
-    if missing:
+    is_checked = cfg.DATASETS.CHECK != "off" and all(map(is_coco, names))
+    if not is_checked and (missing := list(missing_files(record["file_name"] for record in records))):
         raise ConfigError(
             f"{len(missing)} of the {len(records)} images of '{files}' are missing, such as '{missing[0]}'. "
             "Add the files, or correct the image folder."
@@ -74,16 +83,6 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
     if train and not is_segmentor(cfg):
         print_instances_class_histogram(records, model_classes(cfg)[1] or class_names(cfg, names[0]))
     return records
-
-
-def _read(cfg: CfgNode, name: str, *, train: bool) -> list[dict[str, Any]]:
-    if cfg.DATASETS.CHECK == "off" or not is_coco(name):
-        records = DatasetCatalog.get(name)
-    else:
-        records = load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
-    class_order(cfg, name)
-    records = in_model_classes(cfg, name, records) if train else records
-    return add_stuff(name, records) if is_panoptic(cfg) else records
 
 
 def read_datasets(cfg: CfgNode, *, train: bool = True) -> int:
@@ -119,16 +118,12 @@ def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
     Returns:
         The number of images.
     """
+    if comm.get_world_size() == 1:
+        return _read_records(cfg, names, train=train)
 
-    def read(share: Callable[[tuple, Sequence[Any]], None]) -> tuple[int, dict[str, dict[str, Any]]]:
-        options = {"check": cfg.DATASETS.CHECK, "masks": cfg.MODEL.MASK_ON}
-        if not train and cfg.DATASETS.CHECK != "off":
-            for name in filter(is_coco, names):
-                share(fixed_key(name, **options), [fixed_coco(name, **options)])
-        records = load_dataset(cfg, names, train=train)
-        share(_key(cfg, names, train), records)
-        classes = {name: {key: MetadataCatalog.get(name).get(key) for key in _CLASS_KEYS} for name in names}
-        return len(records), classes
+    def read() -> tuple[int, dict[str, dict[str, Any]]]:
+        number = _read_records(cfg, names, train=train)
+        return number, {name: {key: MetadataCatalog.get(name).get(key) for key in _CLASS_KEYS} for name in names}
 
     number, classes = read_and_share(read)
     for name, known in classes.items():
@@ -136,22 +131,21 @@ def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
     return number
 
 
+def _read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
+    """Add records, and for an evaluation the annotations of COCO files, to ``SHARED``. Return the number of images."""
+    options = {"check": cfg.DATASETS.CHECK, "masks": cfg.MODEL.MASK_ON}
+    if not train and cfg.DATASETS.CHECK != "off":
+        for name in filter(is_coco, names):
+            SHARED[fixed_key(name, **options)] = serialized([fixed_coco(name, **options)])
+    records = serialized(load_dataset(cfg, names, train=train))
+    SHARED[_key(cfg, names, train)] = records
+    return len(records)
+
+
 def _key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:
     """Return the cache key of records: everything that they depend on."""
     keys = cfg.DATASETS.dump(), cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, cfg.MODEL.dump()
     return "records", tuple(names), train, *keys, *map(state_of_files, names)
-
-
-def check_datasets(cfg: CfgNode, names: Sequence[str]) -> None:
-    """Check the datasets of a run without parsing their annotations.
-
-    Raises:
-        ConfigError: If a name is unknown, if a file or folder is missing, and under the conditions of
-            :func:`class_order`.
-    """
-    for name in names:
-        check_files(name)
-        class_order(cfg, name)
 
 
 def build_train_loader(cfg: CfgNode) -> TrainLoader:
@@ -166,7 +160,7 @@ def build_train_loader(cfg: CfgNode) -> TrainLoader:
     records = serialized(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True))
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, TRAIN_SAMPLERS)
     mapper = Mapper(cfg, is_train=True)
-    if uses_copy_paste(cfg):
+    if cfg.INPUT.AUGMENTATION == "lsj_copy_paste":
         mapper = CopyPaste(mapper, records, probability=cfg.INPUT.COPY_PASTE.PROBABILITY)
     return make_train_loader(
         records,
@@ -203,7 +197,7 @@ def make_train_loader(
         groups = [0 if record.get("width", 0) > record.get("height", 0) else 1 for record in records]
     make_sampler = make_sampler or (lambda seed: TrainingSampler(len(records), seed=seed))
     batches = BatchStream(make_sampler, batch_size=total_batch_size // comm.get_world_size(), groups=groups)
-    return TrainLoader(SeededRecords(records, mapper), batches, num_workers=num_workers)
+    return TrainLoader(SeededRecords(records, mapper), batch_sampler=batches, num_workers=num_workers)
 
 
 def _sampler(cfg: CfgNode, records: DatasetFromList) -> Callable[[int], torch.utils.data.Sampler[int]]:
@@ -250,8 +244,11 @@ def model_classes(cfg: CfgNode) -> tuple[str | None, list[str] | None]:
     model's number of classes. Both values are None if there is no such dataset.
     """
     names, (_, number) = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST), number_of_classes(cfg)
-    known = ((name, class_names(cfg, name)) for name in names if name in MetadataCatalog.list())
-    return next(((name, classes) for name, classes in known if classes and len(classes) == number), (None, None))
+    for name in names:
+        classes = class_names(cfg, name) if name in MetadataCatalog.list() else None
+        if classes and len(classes) == number:
+            return name, classes
+    return None, None
 
 
 def class_order(cfg: CfgNode, name: str) -> list[int] | None:
@@ -294,12 +291,8 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
     return [matched[index] for index in range(len(classes))]
 
 
-def in_model_classes(cfg: CfgNode, name: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records of a dataset with the class indices of the model."""
-    order = class_order(cfg, name)
-    if order is None:
-        return list(records)
-
+def in_order(records: Iterable[dict[str, Any]], order: Sequence[int]) -> list[dict[str, Any]]:
+    """Return records with the class indices of the model; ``order`` is the result of :func:`class_order`."""
     return [
         record | {"annotations": [a | {"category_id": order[a["category_id"]]} for a in record.get("annotations", ())]}
         for record in records

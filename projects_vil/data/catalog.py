@@ -28,6 +28,7 @@ SHAPES_COLORS = [(255, 80, 80), (80, 255, 80), (90, 150, 255)]
 BACKGROUND_COLOR = (90, 90, 90)
 PANOPTIC_EVALUATOR = "coco_panoptic_seg"
 # Metadata keys with files and folders, and their descriptions.
+_built_in_root: Path | None = None  # the value of datasets_root() for the registered built-in datasets
 _FILES = {"json_file": "annotation file", "image_root": "image folder", "sem_seg_root": "label folder"}
 
 
@@ -36,51 +37,65 @@ def datasets_root() -> Path:
     return Path(os.path.expanduser(os.getenv("DETECTRON2_DATASETS", "datasets")))
 
 
-def register_datasets(cfg: CfgNode) -> None:
-    """Register the built-in datasets and the datasets of ``DATASETS.COCO`` and ``DATASETS.ADE20K``.
+def register_built_in_datasets() -> None:
+    """Register the built-in datasets. This happens at import, as for detectron2's own datasets.
 
-    The built-in datasets are the synthetic ``shapes``, ``shapes_sem_seg`` and ``shapes_panoptic``, and ``ade20k``, the
-    published ``ADEChallengeData2016``. Their names end with ``_train`` or ``_val``. If a name is registered again with
-    the same files, nothing changes.
-
-    Raises:
-        ConfigError: If an entry is invalid, if class names cannot be read, or if a name is registered for other files.
+    They are the synthetic ``shapes``, ``shapes_sem_seg`` and ``shapes_panoptic``, and ``ade20k``, the published
+    ``ADEChallengeData2016``. Their names end with ``_train`` or ``_val``.
     """
-    root = datasets_root()
+    global _built_in_root
+    _built_in_root = root = datasets_root()
     for split, folder in (("train", "training"), ("val", "validation")):
+        for name in ("shapes", "shapes_panoptic", "shapes_sem_seg", "ade20k"):
+            if f"{name}_{split}" in DatasetCatalog.list():
+                DatasetCatalog.remove(f"{name}_{split}")
+                MetadataCatalog.remove(f"{name}_{split}")
         for name, labels in (("shapes", None), ("shapes_panoptic", root / f"shapes_panoptic/stuff_{split}")):
             annotations = root / name / f"annotations/instances_{split}.json"
-            _register_coco(f"{name}_{split}", annotations, root / name / split, labels=labels, is_own=True)
+            _register_coco(f"{name}_{split}", annotations, root / name / split, labels=labels)
             MetadataCatalog.get(f"{name}_{split}").thing_colors = SHAPES_COLORS
         for name, parent, classes in (
             ("shapes_sem_seg", root / "shapes_sem_seg", SHAPES_SEM_SEG_CLASSES),
             ("ade20k", root / "ADEChallengeData2016", ADE20K_SEM_SEG_CATEGORIES),
         ):
             images, labels = parent / "images" / folder, parent / "annotations" / folder
-            _register_ade20k(f"{name}_{split}", images, labels, classes, is_own=True)
+            _register_ade20k(f"{name}_{split}", images, labels, classes)
         MetadataCatalog.get(f"shapes_sem_seg_{split}").stuff_colors = [BACKGROUND_COLOR, *SHAPES_COLORS]
+
+
+def register_datasets(cfg: CfgNode) -> None:
+    """Register the datasets of ``DATASETS.COCO`` and ``DATASETS.ADE20K``.
+
+    If a name is registered again with the same files, nothing changes. If ``DETECTRON2_DATASETS`` has changed, the
+    built-in datasets are registered again.
+
+    Raises:
+        ConfigError: If an entry is invalid, if class names cannot be read, or if a name is registered for other files.
+    """
+    if datasets_root() != _built_in_root:
+        register_built_in_datasets()
     for entry in cfg.DATASETS.COCO:
-        if not _is_list_of_strings(entry, lengths=(3,)):
-            hint = " Is a comma missing?" if isinstance(entry, (list, tuple)) and len(entry) < 3 else ""
-            raise ConfigError(f"DATASETS.COCO has {entry!r}. Use [name, annotation file, image folder].{hint}")
-        _register_coco(entry[0], Path(entry[1]), Path(entry[2]))
+        match entry:
+            case [str(name), str(annotations), str(images)] if all(entry):
+                _register_coco(name, Path(annotations), Path(images))
+            case _:
+                hint = " Is a comma missing?" if isinstance(entry, (list, tuple)) and len(entry) < 3 else ""
+                raise ConfigError(f"DATASETS.COCO has {entry!r}. Use [name, annotation file, image folder].{hint}")
     for entry in cfg.DATASETS.ADE20K:
-        if not _is_list_of_strings(entry, lengths=(3, 4)):
-            raise ConfigError(
-                f"DATASETS.ADE20K has {entry!r}. Use [name, image folder, label folder], or add the path of a file "
-                "with one class name per line."
-            )
-        classes = read_classes(entry[3]) if len(entry) == 4 else ADE20K_SEM_SEG_CATEGORIES
-        _register_ade20k(entry[0], Path(entry[1]), Path(entry[2]), classes)
+        match entry:
+            case [str(name), str(images), str(labels)] if all(entry):
+                classes: Sequence[str] = ADE20K_SEM_SEG_CATEGORIES
+            case [str(name), str(images), str(labels), str(file)] if all(entry):
+                classes = read_classes(file)
+            case _:
+                raise ConfigError(
+                    f"DATASETS.ADE20K has {entry!r}. Use [name, image folder, label folder], or add the path of a file "
+                    "with one class name per line."
+                )
+        _register_ade20k(name, Path(images), Path(labels), classes)
 
 
-def _is_list_of_strings(entry: object, *, lengths: tuple[int, ...]) -> bool:
-    return isinstance(entry, (list, tuple)) and len(entry) in lengths and all(p and isinstance(p, str) for p in entry)
-
-
-def _register_coco(
-    name: str, annotations: Path, images: Path, *, labels: Path | None = None, is_own: bool = False
-) -> None:
+def _register_coco(name: str, annotations: Path, images: Path, *, labels: Path | None = None) -> None:
     """Register a COCO file, with or without label images of stuff (``register_coco_panoptic_separated``).
 
     Args:
@@ -88,7 +103,6 @@ def _register_coco(
         annotations: The COCO file.
         images: The image folder.
         labels: A folder with a PNG file for each image, with the same stem. 0 is any thing, 1 is stuff, 255 is ignored.
-        is_own: Whether this is a built-in dataset, whose files may change with the environment.
     """
     metadata = {"json_file": str(annotations), "image_root": str(images), "evaluator_type": "coco"}
     if labels is not None:
@@ -99,17 +113,17 @@ def _register_coco(
         records = load_coco_json(str(annotations), str(images), name)
         return records if labels is None else add_stuff(name, records)
 
-    _register(name, load, metadata, is_own=is_own)
+    _register(name, load, metadata)
 
 
-def _register_ade20k(name: str, images: Path, labels: Path, classes: Sequence[str], *, is_own: bool = False) -> None:
+def _register_ade20k(name: str, images: Path, labels: Path, classes: Sequence[str]) -> None:
     """Register an image folder and a folder of label images. 0 is ignored, and the first class is 1.
 
     A label image is a PNG file with the stem of its image.
     """
     metadata = {"evaluator_type": "sem_seg", "image_root": str(images), "sem_seg_root": str(labels), "first_label": 1}
     metadata |= _stuff(classes, first=1)
-    _register(name, lambda: load_ade20k(name, images, labels), metadata, is_own=is_own)
+    _register(name, lambda: load_ade20k(name, images, labels), metadata)
 
 
 def _stuff(classes: Sequence[str], *, first: int) -> dict[str, Any]:
@@ -117,17 +131,14 @@ def _stuff(classes: Sequence[str], *, first: int) -> dict[str, Any]:
     return {"stuff_classes": list(classes), "stuff_dataset_id_to_contiguous_id": ids, "ignore_label": IGNORED_LABEL}
 
 
-def _register(name: str, load: Callable[[], list[dict[str, Any]]], metadata: dict[str, Any], *, is_own: bool) -> None:
-    """Register ``name`` unless it has the same metadata already. A built-in name may be registered again."""
+def _register(name: str, load: Callable[[], list[dict[str, Any]]], metadata: dict[str, Any]) -> None:
+    """Register ``name`` unless it has the same metadata already."""
     if name in DatasetCatalog.list():
         known = MetadataCatalog.get(name)
-        if all(known.get(key) == value for key, value in metadata.items()):
+        if metadata.items() <= known.as_dict().items():
             return
-        if not is_own:
-            files = known.get("json_file") or known.get("sem_seg_root")
-            raise ConfigError(f"The dataset name {name!r} is already registered for '{files}'. Use another name.")
-        DatasetCatalog.remove(name)
-        MetadataCatalog.remove(name)
+        files = known.get("json_file") or known.get("sem_seg_root")
+        raise ConfigError(f"The dataset name {name!r} is already registered for '{files}'. Use another name.")
     DatasetCatalog.register(name, load)
     MetadataCatalog.get(name).set(**metadata)
 
@@ -213,8 +224,8 @@ def check_files(name: str) -> None:
         # If json_file is a folder, read_coco raises a better error later.
         if not (os.path.exists(path) if key == "json_file" else os.path.isdir(path)):
             raise ConfigError(
-                f"The {description} '{path}' of {name!r} does not exist. Correct the path, or set DETECTRON2_DATASETS "
-                f"(now '{datasets_root()}') to the folder with coco/ and other datasets."
+                f"The {description} '{path}' of {name!r} does not exist. Correct the path, set DETECTRON2_DATASETS "
+                f"(now '{datasets_root()}') to the folder with coco/, or give another dataset."
             )
         if key == "json_file" and not os.path.isdir(path):
             check_file(path, f"{description} of {name}")
@@ -233,21 +244,19 @@ def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
         # Opening a pipe may block forever.
         return None
     try:
-        entries = _read_category_list(path)
+        entries = None
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            starts = [match.end() - 1 for match in re.finditer(rb'"categories"\s*:\s*\[', content)]
+            if len(starts) == 1:
+                with contextlib.suppress(ValueError):
+                    beginning = content[starts[0] : starts[0] + 2**20].decode(errors="ignore")
+                    entries = json.JSONDecoder().raw_decode(beginning)[0]
+        if entries is None:
+            entries = read_json(path)["categories"]
         categories = {int(entry["id"]): str(entry["name"]) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
     return sorted(categories.items()) if len(categories) == len(entries) else None
-
-
-def _read_category_list(path: Path) -> list[dict[str, Any]]:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        starts = [match.end() - 1 for match in re.finditer(rb'"categories"\s*:\s*\[', content)]
-        if len(starts) == 1:
-            with contextlib.suppress(ValueError):
-                beginning = content[starts[0] : starts[0] + 2**20].decode(errors="ignore")
-                return json.JSONDecoder().raw_decode(beginning)[0]
-    return read_json(path)["categories"]
 
 
 def match_classes(ours: Sequence[str], theirs: Sequence[str]) -> dict[int, int]:
@@ -275,7 +284,7 @@ def match_all_classes(ours: Sequence[str], theirs: Sequence[str], *, differ: str
     """
     matched = match_classes(ours, theirs)
     if len(ours) != len(theirs):
-        raise ConfigError(f"{differ}. Both must have the same classes.")
+        raise ConfigError(f"{differ}. Use the same classes in both.")
     if len(matched) == len(ours):
         return [matched[index] for index in range(len(ours))]
     if any(index != other for index, other in matched.items()):
@@ -288,3 +297,6 @@ def match_all_classes(ours: Sequence[str], theirs: Sequence[str], *, differ: str
 def describe_classes(classes: Sequence[str]) -> str:
     """Return text with the number of classes and the first names."""
     return f"{len(classes)} classes, {first_of(classes, 5)}"
+
+
+register_built_in_datasets()

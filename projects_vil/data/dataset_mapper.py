@@ -25,7 +25,7 @@ from pycocotools import mask as mask_util
 from backbones import ConfigError
 from backbones.errors import check_choice
 from projects_vil.config import is_segmentor
-from projects_vil.data.augmentation import color_augmentations, large_scale_jitter
+from projects_vil.data.augmentation import color_augmentation, large_scale_jitter
 from projects_vil.data.detection_utils import (
     IGNORED_LABEL,
     UnreadableImage,
@@ -90,7 +90,9 @@ class Mapper(DatasetMapper):
             augmentations.insert(1, T.RandomCrop_CategoryAreaConstraint(crop.TYPE, crop.SIZE, area, IGNORED_LABEL))
             if crop.PAD:
                 options |= {"padded_size": tuple(crop.SIZE), "pixel_mean": list(cfg.MODEL.PIXEL_MEAN)}
-        return options | {"augmentations": augmentations + color_augmentations(cfg)}
+        if cfg.INPUT.PHOTOMETRIC_DISTORTION:
+            augmentations.append(color_augmentation(cfg))
+        return options | {"augmentations": augmentations}
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
         record = copy.deepcopy(dataset_dict)

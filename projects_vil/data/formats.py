@@ -140,7 +140,7 @@ def read_dataset(
         notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
         number = len(parts["val"][0]["images"])
-        raise ConfigError(f"'{source}' already has a validation split of {number} images. Remove val={val}.")
+        raise ConfigError(f"'{source}' already has a validation split of {number} images. Leave out val_fraction.")
     splits, sizes, masks = {}, {}, []
     written = {split: Path(folder) / f"{split}.json" for split, (_, path, _) in parts.items() if path is None}
     read = set(map(os.path.realpath, files))
@@ -272,16 +272,17 @@ def _file_format(path: Path) -> str | None:
     if not signatures or not path.is_file():
         return None
 
-    def find(content: bytes) -> str | None:
-        # UTF-16 has a zero byte next to each ASCII letter.
-        content = content.replace(b"\0", b"")
-        return next((name for name, pattern in signatures if re.search(pattern, content)), None)
-
     with path.open("rb") as file:
-        content = file.read(_NUM_SIGNATURE_BYTES)
+        ends = file.read(_NUM_SIGNATURE_BYTES)
         file.seek(max(path.stat().st_size - _NUM_SIGNATURE_BYTES, 0))
-        content += b"\n" + file.read()
-    return find(content) or find(path.read_bytes())
+        ends += b"\n" + file.read()
+    for is_whole in (False, True):
+        # UTF-16 has a zero byte next to each ASCII letter.
+        content = (path.read_bytes() if is_whole else ends).replace(b"\0", b"")
+        for name, pattern in signatures:
+            if re.search(pattern, content):
+                return name
+    return None
 
 
 class _ImageIndex:
@@ -313,23 +314,22 @@ class _ImageIndex:
             ConfigError: If several images match, or if the image already has another annotation.
         """
         named = Path(os.path.normpath(annotation.parent / name.replace("\\", "/")))
-        parts = tuple("JPEGImages" if part == "Annotations" else part for part in named.with_suffix("").parts)
-
-        def in_common(path: Path) -> tuple[int, int]:
-            own = path.with_suffix("").parts
-            pairs = (own[::-1], parts[::-1]), (own, parts)
-            return tuple(len(os.path.commonprefix(pair)) for pair in pairs)
-
         found = [named] if named.is_file() else self.by_name.get(named.name) or self.by_stem.get(annotation.stem)
-        if not found:
-            return Path(*parts).with_name(named.name)
-        best = max(map(in_common, found))
-        found = [path for path in found if in_common(path) == best]
-        if len(set(map(os.path.realpath, found))) > 1:
-            raise ConfigError(
-                f"The image {name!r} of '{annotation}' matches both '{found[0]}' and '{found[1]}'. Rename or "
-                "remove all but one."
-            )
+        if not found or len(found) > 1:
+            parts = tuple("JPEGImages" if part == "Annotations" else part for part in named.with_suffix("").parts)
+            if not found:
+                return Path(*parts).with_name(named.name)
+            in_common = defaultdict(list)
+            for path in found:
+                own = path.with_suffix("").parts
+                at_end, at_start = os.path.commonprefix([own[::-1], parts[::-1]]), os.path.commonprefix([own, parts])
+                in_common[len(at_end), len(at_start)].append(path)
+            found = in_common[max(in_common)]
+            if len(set(map(os.path.realpath, found))) > 1:
+                raise ConfigError(
+                    f"The image {name!r} of '{annotation}' matches both '{found[0]}' and '{found[1]}'. Rename or "
+                    "remove all but one."
+                )
         other, other_name = self.annotation_of.setdefault(found[0], (annotation, name))
         if (other, other_name) != (annotation, name):
             raise ConfigError(

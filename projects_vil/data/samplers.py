@@ -14,13 +14,12 @@ import resource
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from types import FrameType
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from detectron2.data import MapDataset
+from detectron2.data import DatasetFromList, MapDataset
 from detectron2.data.build import trivial_batch_collator
 from detectron2.data.samplers import InferenceSampler
 from detectron2.utils import comm
@@ -29,7 +28,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from backbones import ConfigError
 from projects_vil.config import one_line
-from projects_vil.data.shared_records import serialized
 from projects_vil.utils import STOP_SIGNALS
 
 # An image of a batch: the index of its record, and the seed of its augmentation.
@@ -67,6 +65,11 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
+
+
+def serialized(records: Sequence[Any]) -> DatasetFromList:
+    """Return records in the serialized form that a process shares with its worker processes."""
+    return records if isinstance(records, DatasetFromList) else DatasetFromList(records, copy=False)
 
 
 class SeededRecords(Dataset):
@@ -111,21 +114,16 @@ class BatchStream(Sampler[list[Item]]):
     first_iteration: int = 0
 
     def __iter__(self) -> Iterator[list[Item]]:
-        for batch in islice(self._batches(), self.first_iteration, None):
-            yield [(index, derived_seed("image", self.seed, position)) for index, position in batch]
-
-    def _batches(self) -> Iterator[list[tuple[int, int]]]:
-        """Yield batches of (index, position). The position counts the images of all ranks.
-
-        The position of an image does not depend on the number of ranks.
-        """
-        rank, world_size = comm.get_rank(), comm.get_world_size()
+        rank, world_size, iteration = comm.get_rank(), comm.get_world_size(), 0
         waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for number, index in enumerate(self.make_sampler(self.seed)):
             batch = waiting[self.groups[index]]
+            # The position counts the images of all ranks, so that it does not depend on the number of ranks.
             batch.append((index, number * world_size + rank))
             if len(batch) == self.batch_size:
-                yield batch[:]
+                if iteration >= self.first_iteration:
+                    yield [(index, derived_seed("image", self.seed, position)) for index, position in batch]
+                iteration += 1
                 batch.clear()
 
 
@@ -147,7 +145,9 @@ class _Loader(DataLoader):
         with _explaining_limits():
             self._is_terminated = multiprocessing.RawValue("b", False) if options["num_workers"] else None
         prepare = functools.partial(_prepare_worker, self._is_terminated)
-        super().__init__(dataset, collate_fn=trivial_batch_collator, worker_init_fn=prepare, **options)
+        options |= {"collate_fn": trivial_batch_collator, "worker_init_fn": prepare}
+        # Without its own generator, the iterator would draw numbers from the global generator, which training seeds.
+        super().__init__(dataset, generator=torch.Generator(), **options)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         # Signals are blocked until the workers ignore them.
@@ -181,14 +181,10 @@ class TrainLoader(_Loader):
     """A loader of infinite batches of mapped records that can start at any iteration.
 
     Args:
-        dataset: The dataset that maps the records.
-        batches: The batch sampler.
+        dataset: The :class:`SeededRecords` that maps the records.
+        batch_sampler: A :class:`BatchStream`.
         num_workers: The number of worker processes. It does not change the batches.
     """
-
-    def __init__(self, dataset: SeededRecords, batches: BatchStream, *, num_workers: int) -> None:
-        # Without its own generator, the iterator would draw numbers from the global generator, which training seeds.
-        super().__init__(dataset, num_workers=num_workers, batch_sampler=batches, generator=torch.Generator())
 
     def start(self, *, seed: int, iteration: int) -> None:
         """Set the seed and the first iteration, counted from 0, of the next iterator."""

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,24 +13,19 @@ from detectron2.utils import comm
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 
-# The objects that :func:`read_and_share` has shared, by cache key.
+# Objects that are read once per run, by cache key.
 SHARED: dict[tuple, DatasetFromList] = {}
 
 
-def serialized(records: Sequence[Any]) -> DatasetFromList:
-    """Return records in the serialized form that a process shares with its worker processes."""
-    return records if isinstance(records, DatasetFromList) else DatasetFromList(records, copy=False)
+def read_and_share(read: Callable[[], Any]) -> Any:
+    """Call ``read`` in the first process of each machine. The others get the objects that it adds to :data:`SHARED`.
 
-
-def read_and_share(read: Callable[[Callable[[tuple, Sequence[Any]], None]], Any]) -> Any:
-    """Call ``read`` in the first process of each machine, and share its objects. All processes call this function.
-
-    The objects are written to a temporary file that all processes of the machine map. They are therefore in memory once
-    per machine. detectron2's ``DatasetFromList`` shares them with worker processes only.
+    All processes call this function. The objects are written to a temporary file that all processes of the machine map.
+    They are therefore in memory once per machine. detectron2's ``DatasetFromList`` shares them with worker processes
+    only.
 
     Args:
-        read: A function with one argument ``share``. ``share(key, objects)`` adds objects to :data:`SHARED` in all
-            processes of the machine.
+        read: A function that adds objects to :data:`SHARED`.
 
     Returns:
         The return value of ``read``, in all processes.
@@ -39,24 +34,23 @@ def read_and_share(read: Callable[[Callable[[tuple, Sequence[Any]], None]], Any]
         ConfigError: In all processes, if any ``read`` raises a ``ConfigError`` or an ``OSError``, or if machines have
             different return values.
     """
-    files: dict[tuple, str] = {}
-    outcome = None
+    before, outcome = set(SHARED), None
     with tempfile.TemporaryDirectory(prefix="records_") as folder:
-
-        def share(key: tuple, objects: Sequence[Any]) -> None:
-            files[key] = os.path.join(folder, str(len(files)))
-            with atomic_write(files[key], sync=False) as partial, partial.open("wb") as file:
-                torch.save(DatasetFromList(objects, copy=False), file)
-            SHARED[key] = _mapped(files[key])
-
         if comm.get_local_rank() == 0:
             try:
-                outcome = read(share), files, ""
+                value, files = read(), {}
+                for key in SHARED.keys() - before:
+                    files[key] = os.path.join(folder, str(len(files)))
+                    with atomic_write(files[key], sync=False) as partial, partial.open("wb") as file:
+                        torch.save(SHARED[key], file)
+                outcome = value, files, ""
             except (ConfigError, OSError) as error:
                 outcome = None, {}, str(error)
         outcomes = comm.all_gather(outcome)
         content, files, _ = outcomes[comm.get_rank() - comm.get_local_rank()]
-        SHARED.update({key: _mapped(files[key]) for key in files.keys() - SHARED.keys()})
+        for key, path in files.items():
+            with torch.serialization.safe_globals([DatasetFromList, _TorchSerializedList]):
+                SHARED[key] = torch.load(path, mmap=True, weights_only=True)
         # The files are deleted after all processes have mapped them.
         comm.synchronize()
     # The error of a machine has priority over different return values.
@@ -64,8 +58,3 @@ def read_and_share(read: Callable[[Callable[[tuple, Sequence[Any]], None]], Any]
         if message or other != content:
             raise ConfigError(message or "DATASETS.TRAIN or TEST differs between machines. Copy the same files to all.")
     return content
-
-
-def _mapped(path: str) -> DatasetFromList:
-    with torch.serialization.safe_globals([DatasetFromList, _TorchSerializedList]):
-        return torch.load(path, mmap=True, weights_only=True)

@@ -28,9 +28,7 @@ _CPU_PIXELS = 800 * 1333
 _OBJECTS = 128
 
 
-def choose_micro_batches(
-    cfg: CfgNode, *, resume: bool = False, limit: float | None = None
-) -> tuple[CfgNode, list[str]]:
+def choose_micro_batches(cfg: CfgNode, *, resume: bool = False, limit: float | None = None) -> tuple[CfgNode, str]:
     """Replace ``GRADIENT_ACCUMULATION_STEPS "auto"`` by a number. All processes call this.
 
     The micro-batch size divides the number of images per process. On a GPU the probe runs training steps on random
@@ -44,19 +42,17 @@ def choose_micro_batches(
         limit: bytes that a process may use on a GPU; 80 % of the free memory by default.
 
     Returns:
-        The config with a number, and lines for the log.
+        The config with a number, and a line for the log.
 
     Raises:
         ConfigError: if a training step with one image exceeds ``limit``.
     """
     solver, saved = cfg.SOLVER, Path(cfg.OUTPUT_DIR) / CONFIG_FILE
-    if solver.GRADIENT_ACCUMULATION_STEPS != "auto":
-        return cfg, []
     images = solver.IMS_PER_BATCH // (solver.REFERENCE_WORLD_SIZE or comm.get_world_size())
     if resume and checkpoints_of(cfg.OUTPUT_DIR) and saved.exists():
         steps = load_config(saved).SOLVER.GRADIENT_ACCUMULATION_STEPS
         if steps != "auto" and images % steps == 0:
-            return with_overrides(cfg, {_KEY: steps}), [f"{_KEY} {steps}, as in the resumed run"]
+            return with_overrides(cfg, {_KEY: steps}), f"{_KEY} {steps}, as in the resumed run"
     sizes = [size for size in range(1, images + 1) if images % size == 0]
     height, width = largest_training_size(cfg)
     what = f"images of {height} x {width} pixels"
@@ -67,7 +63,7 @@ def choose_micro_batches(
         chosen = max(size for size in sizes if size == 1 or size * height * width <= _CPU_PIXELS)
         reason = "CPU memory is not measured"
     line = f"{_KEY} auto: {images // chosen} micro-batches of {chosen} {what} ({reason})"
-    return with_overrides(cfg, {_KEY: images // chosen}), [line]
+    return with_overrides(cfg, {_KEY: images // chosen}), line
 
 
 def _measure(cfg: CfgNode, sizes: list[int], limit: float, what: str) -> tuple[int, str]:

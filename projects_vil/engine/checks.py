@@ -15,21 +15,38 @@ from backbones import ConfigError
 from backbones.errors import check_choice, check_replaceable
 from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
-from projects_vil.config import CONFIG_FILE, check_device, is_panoptic, is_segmentor, value_of, with_overrides
+from projects_vil.config import (
+    CONFIG_FILE,
+    check_device,
+    is_panoptic,
+    is_point_rend,
+    is_segmentor,
+    value_of,
+    with_overrides,
+)
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.trainer import AMP_DTYPES
 from projects_vil.engine.writers import check_services
-from projects_vil.evaluation import EVALUATION_FILE, LOSS_TASK, check_coco_api, check_metric, split_metric_name
+from projects_vil.evaluation import (
+    COCO_APIS,
+    EVALUATION_FILE,
+    LOSS_TASK,
+    check_coco_api,
+    check_metric,
+    split_metric_name,
+)
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta, check_roi_heads, max_input_side
 from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
 
 _CHOICES: dict[str, Collection[str]] = {
     "DATASETS.CHECK": data.CHECK_MODES,
+    "INPUT.AUGMENTATION": data.AUGMENTATIONS,
     "INPUT.FORMAT": ("RGB", "BGR"),
     "SOLVER.AMP.DTYPE": ("auto", *AMP_DTYPES),
     "SOLVER.LR_SCHEDULER_NAME": LR_SCHEDULERS,
     "SOLVER.OPTIMIZER": OPTIMIZERS,
     "SOLVER.WARMUP_METHOD": ("linear", "constant"),
+    "TEST.COCO_API": COCO_APIS,
 }
 # Smallest and largest value of a number, or of each number in a list. For other keys, PyTorch or detectron2 raises an
 # error at the start.
@@ -91,8 +108,9 @@ def check_setup(
     on_gpu = check_device(cfg)
     if not (cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN):
         raise ConfigError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty. Set it to the name of a dataset.")
-    for names in (*([name] for name in cfg.DATASETS.TEST), () if eval_only else cfg.DATASETS.TRAIN):
-        data.check_datasets(cfg, names)
+    for name in (*cfg.DATASETS.TEST, *(() if eval_only else cfg.DATASETS.TRAIN)):
+        data.check_files(name)
+        data.class_order(cfg, name)
     if not eval_only:
         _check_training(cfg, model, processes=max(processes, 1), on_gpu=on_gpu)
         if not is_lazy:
@@ -129,13 +147,13 @@ def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
         check_replaceable(folder / CONFIG_FILE, advice=_OTHER_FOLDER)
         for name in ("metrics.json", EVALUATION_FILE):
             check_replaceable(folder / name, advice=_OTHER_FOLDER)
-    removed = [path.resolve() for path in (*saved, folder / BEST_CHECKPOINT)]
-    if cfg.OVERWRITE_OUTPUT_DIR and not resume and Path(cfg.MODEL.WEIGHTS).resolve() in removed:
-        raise ConfigError(
-            f"OVERWRITE_OUTPUT_DIR True would delete MODEL.WEIGHTS '{cfg.MODEL.WEIGHTS}' before it is loaded. Choose "
-            "another OUTPUT_DIR."
-        )
-    if saved and not resume and not cfg.OVERWRITE_OUTPUT_DIR:
+    if cfg.OVERWRITE_OUTPUT_DIR and not resume:
+        if Path(cfg.MODEL.WEIGHTS).resolve() in [path.resolve() for path in (*saved, folder / BEST_CHECKPOINT)]:
+            raise ConfigError(
+                f"OVERWRITE_OUTPUT_DIR True would delete MODEL.WEIGHTS '{cfg.MODEL.WEIGHTS}' before it is loaded. "
+                "Choose another OUTPUT_DIR."
+            )
+    elif saved and not resume:
         raise ConfigError(
             f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' has checkpoints of another run, such as '{saved[0].name}'. Continue that "
             "run with --resume, choose another OUTPUT_DIR, or set OVERWRITE_OUTPUT_DIR True."
@@ -193,8 +211,8 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: b
             f"SOLVER.IMS_PER_BATCH is {batch}. It must be a multiple of {divisor} (processes) x {steps} "
             "(SOLVER.GRADIENT_ACCUMULATION_STEPS)."
         )
-    size, limit = cfg.INPUT.LSJ.SIZE, max_input_side(model)
-    if cfg.INPUT.AUGMENTATION != "default" and limit is not None and size > limit:
+    size = cfg.INPUT.LSJ.SIZE
+    if cfg.INPUT.AUGMENTATION != "default" and size > (limit := max_input_side(model) or math.inf):
         raise ConfigError(
             f"INPUT.LSJ.SIZE is {size}, but the position tables are made for images of at most {limit} pixels. Lower "
             "INPUT.LSJ.SIZE, or raise MODEL.TRANSFORMER.MAX_IMG_SIZE."
@@ -208,7 +226,8 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: b
         RandomShift(model, transformer.RANDOM_SHIFT_FRACTION)
     if cfg.TEST.BEST_METRIC and cfg.DATASETS.TEST:
         check_metric(cfg)
-    check_services(cfg)
+    if any(cfg.LOGGING.values()):
+        check_services(cfg)
 
 
 def check_values(cfg: CfgNode) -> None:
@@ -235,10 +254,13 @@ def check_values(cfg: CfgNode) -> None:
         raise ConfigError(
             f"INPUT.LSJ.SCALE is {cfg.INPUT.LSJ.SCALE!r}. It must be the smallest and the largest factor."
         )
-    check_coco_api(cfg.TEST.COCO_API)
+    if cfg.TEST.COCO_API != COCO_APIS[0]:
+        check_coco_api(cfg.TEST.COCO_API)
     data.check_crop(cfg)
-    data.check_augmentation(cfg)
-    check_roi_heads(cfg)
+    if cfg.INPUT.AUGMENTATION != "default":
+        data.check_augmentation(cfg)
+    if is_point_rend(cfg) or cfg.MODEL.ROI_HEADS.NAME == "CascadeROIHeads":
+        check_roi_heads(cfg)
     if is_panoptic(cfg) and not cfg.MODEL.MASK_ON:
         raise ConfigError("MODEL.MASK_ON is False, but PanopticFPN needs instance masks. Set it to True.")
     if cfg.SOLVER.REFERENCE_BATCH_SIZE and cfg.SOLVER.REFERENCE_WORLD_SIZE:

@@ -185,7 +185,7 @@ def lazy_options(cfg: DictConfig, model: nn.Module) -> CfgNode:
             try:
                 options.merge_from_list([key, value])
             except ValueError as error:
-                raise ConfigError(f"train.{name} is {value!r}, which is not valid: {one_line(error)}") from error
+                raise ConfigError(f"train.{name} is {value!r}: {one_line(error).rstrip('.')}. Correct it.") from error
     options.MODEL.META_ARCHITECTURE = type(model).__name__
     options.MODEL.TRANSFORMER.VARIANT = getattr(model.backbone.bottom_up, "variant", "")
     if hasattr(model, "roi_heads"):
@@ -297,7 +297,7 @@ def _instantiate(part: DictConfig, name: str) -> Any:
     except ConfigError:
         raise
     except _INVALID as error:
-        raise ConfigError(f"Section '{name}' of the config is not valid: {_reason(error)}") from error
+        raise ConfigError(f"Section '{name}' of the config is not valid: {_reason(error)}. Correct it.") from error
 
 
 def _reason(error: Exception) -> str:

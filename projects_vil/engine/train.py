@@ -74,8 +74,11 @@ def _train(cfg: CfgNode, resume: bool, overridden: Collection[str]) -> None:
         num_images = read_datasets(cfg)
         cfg, lines = schedule_by_epochs(cfg, num_images, overridden)
         cfg, scaling = scale_learning_rate(cfg)
-        cfg, micro_batches = choose_micro_batches(cfg, resume=resume)
-        for line in (*lines, *scaling, *micro_batches):
+        lines += scaling
+        if cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS == "auto":
+            cfg, line = choose_micro_batches(cfg, resume=resume)
+            lines.append(line)
+        for line in lines:
             logging.getLogger(__name__).info(line)
         run_training(cfg, Trainer, resume=resume)
 
@@ -129,13 +132,15 @@ def save_config(cfg: CfgNode, write: Callable[[CfgNode, Path], object], *, eval_
         ConfigError: If the file exists and was not written by a run.
     """
     path = Path(cfg.OUTPUT_DIR) / CONFIG_FILE
-    has_run = any(any(path.parent.glob(pattern)) for pattern in ("*.pth", "metrics.json", ".run.lock"))
-    if comm.is_main_process() and not (eval_only and has_run):
-        if eval_only:
-            check_replaceable(path, advice="Choose another OUTPUT_DIR.")
-        with atomic_write(path) as partial:
-            write(cfg, partial)
-            partial.write_text(f"# {GENERATOR}\n{partial.read_text()}")
+    if not comm.is_main_process():
+        return
+    if eval_only:
+        if any(any(path.parent.glob(pattern)) for pattern in ("*.pth", "metrics.json", ".run.lock")):
+            return
+        check_replaceable(path, advice="Choose another OUTPUT_DIR.")
+    with atomic_write(path) as partial:
+        write(cfg, partial)
+        partial.write_text(f"# {GENERATOR}\n{partial.read_text()}")
 
 
 def run_training(

@@ -129,7 +129,8 @@ def wandb_writer(cfg: CfgNode) -> ServiceWriter:
     try:
         run = wandb.init(project=cfg.LOGGING.WANDB_PROJECT, group=group, dir=cfg.OUTPUT_DIR, config=config)
     except wandb.errors.Error as error:
-        raise ConfigError(f"LOGGING.WANDB_PROJECT: {one_line(error)} Or set WANDB_MODE=offline.") from error
+        reason = one_line(error).rstrip(".")
+        raise ConfigError(f"LOGGING.WANDB_PROJECT: {reason}. Fix this, or set WANDB_MODE=offline.") from error
     return ServiceWriter(lambda values, iteration: run.log(values, step=iteration), run.finish)
 
 
@@ -147,7 +148,8 @@ def mlflow_writer(cfg: CfgNode) -> ServiceWriter:
         run_id = client.create_run(experiment, run_name=Path(cfg.OUTPUT_DIR).resolve().name).info.run_id
         client.log_text(run_id, cfg.dump(), "config.yaml")
     except mlflow.exceptions.MlflowException as error:
-        raise ConfigError(f"LOGGING.MLFLOW_EXPERIMENT: {one_line(error)}") from error
+        reason = one_line(error).rstrip(".")
+        raise ConfigError(f"LOGGING.MLFLOW_EXPERIMENT: {reason}. Check MLFLOW_TRACKING_URI.") from error
 
     def log(values: dict[str, float], iteration: int) -> None:
         try:

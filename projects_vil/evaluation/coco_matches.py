@@ -102,7 +102,7 @@ def summarize(
                     for name, values in (("precision", precision), ("scores", rows["score"])):
                         tables[name][iou, :, index, area, limit] = 0
                         tables[name][iou, reached, index, area, limit] = values[at[reached]]
-    # The stub of pycocotools does not know that the tables have its keys.
-    evaluation.eval = {"params": parameters, "counts": shape, **tables}  # type: ignore[typeddict-item]
+    results = {"params": parameters, "counts": shape, **tables}
+    evaluation.eval = results  # type: ignore[typeddict-item]  # the stub lists the keys, which tables has
     evaluation.summarize()
     return evaluation

@@ -161,7 +161,7 @@ def check_coco_api(name: str) -> None:
     """Raise a :class:`ConfigError` unless ``TEST.COCO_API`` is one of ``COCO_APIS`` and installed."""
     check_choice("TEST.COCO_API", name, COCO_APIS)
     if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"TEST.COCO_API is {name}, which is not installed. Run: pip install faster-coco-eval")
+        raise ConfigError(f"TEST.COCO_API is {name}, which is not installed. Run 'pip install faster-coco-eval'.")
 
 
 class _Finite:
@@ -398,13 +398,15 @@ def check_metric(cfg: CfgNode) -> None:
     dataset, task, name = split_metric_name(cfg)
     if task == LOSS_TASK:
         if name != TOTAL_LOSS and not name.startswith("loss_"):
-            raise ConfigError(f"TEST.BEST_METRIC is {metric}. Use {LOSS_TASK}/{TOTAL_LOSS} or {LOSS_TASK}/loss_...")
+            raise ConfigError(
+                f"TEST.BEST_METRIC is {metric}. Use {LOSS_TASK}/{TOTAL_LOSS} or a name {LOSS_TASK}/loss_*."
+            )
         return
     metrics, per_class = metric_names(cfg, dataset, task)
     if metrics and name not in (*metrics, *per_class):
         also = f", and per class as {per_class[0]}" if per_class else ""
         near = closest(name, (*metrics, *per_class), most=3)
-        raise ConfigError(f"TEST.BEST_METRIC is {metric}. The metrics of {task} are {', '.join(metrics)}{also}{near}")
+        raise ConfigError(f"TEST.BEST_METRIC is {metric}. Use one of {', '.join(metrics)}{also}{near or '.'}")
 
 
 def split_metric_name(cfg: CfgNode) -> tuple[str, str, str]:

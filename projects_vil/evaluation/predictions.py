@@ -71,7 +71,8 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
         ids = matches[labels]
         if len(own) > 1 or any(one["id"] not in missing for one in own):
             raise ConfigError(
-                f"'{path[1:]}' in '{file}' matches several images of {name}, or an image with another row."
+                f"'{path[1:]}' in '{file}' matches several images of {name}, or an image with another row. Predict on "
+                "the folder of the dataset, so that the paths are unique."
             )
         row["masks"] = row["masks"] if has_masks else None
         for image in own:
@@ -79,7 +80,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
             evaluator.add(missing.pop(image["id"])["id"], _results(row, image, ids))
         others, errors = others + (not own), errors + bool(own and row["error"])
     if len(missing) == total:
-        raise ConfigError(f"None of {others} rows belongs to an image of {name}. Compare the file names.")
+        raise ConfigError(f"No row of the predictions ({others}) is for an image of {name}. Compare the file names.")
     text = "%d images of %s: %d without a prediction, %d with an error; %d rows of other images"
     logging.getLogger(__name__).info(text, total, name, len(missing), errors, others)
     results = evaluator.evaluate()
@@ -104,7 +105,7 @@ def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, Labels, dict[str,
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise ConfigError("Parquet files need pyarrow. Run: pip install 'vil-detectron2[scale]'") from error
+        raise ConfigError("Parquet files need pyarrow. Run \"pip install 'vil-detectron2[scale]'\".") from error
     for file in chain(*(sorted(path.glob("*.parquet")) if path.is_dir() else [path] for path in map(Path, paths))):
         try:
             table = ParquetFile(file)
@@ -113,7 +114,7 @@ def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, Labels, dict[str,
                 yield from ((file, labels, row) for row in batch.to_pylist())
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"'{file}' is damaged, or not a file of vil predict --format parquet: {error!r}"
+                f"'{file}' is damaged, or not from 'vil predict --format parquet' ({error!r}). Predict again."
             ) from error
 
 
@@ -121,7 +122,10 @@ def _results(row: dict[str, Any], image: dict[str, Any], ids: dict[int, int]) ->
     """Return a row in COCO's results format. ``ids`` maps category ids of the row to category ids of the dataset."""
     size, expected = [row["height"], row["width"]], [image["height"], image["width"]]
     if size != expected and not row["error"]:
-        raise ConfigError(f"'{row['file_name']}' has {size} pixels, but {expected} in the annotations.")
+        raise ConfigError(
+            f"'{row['file_name']}' has {size} pixels, but {expected} in the annotations. Use the predictions of this "
+            "dataset, or correct the annotations."
+        )
     boxes = np.array(row["boxes"], np.float32).reshape(-1, 4)
     boxes[:, 2:] -= boxes[:, :2]
     masks = [{"segmentation": {"size": size, "counts": one.decode()}} for one in row["masks"] or ()] or [{}] * len(

@@ -138,7 +138,7 @@ def _class_values(metrics: Mapping[str, float], metric: str) -> dict[str, float]
 
 
 def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return a line for each reason why metrics are nan (-1 in COCO's table), and for an AP of about 0.
+    """Return a line for each undefined metric (nan, or -1 in COCO's table) with its reason, and for an AP of about 0.
 
     Args:
         results: task -> metric -> value, as an evaluator returns them.
@@ -147,14 +147,20 @@ def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:
     for task, metrics in results.items():
         ap = metrics.get("AP", math.inf)
         if math.isnan(ap):
-            lines.append(f"{task}: AP is nan: there are no detections above the score threshold, or no objects")
+            lines.append(
+                f"{task}: AP is undefined, because the dataset has no ground truth, or no detection is above the score "
+                "threshold"
+            )
             continue
         undefined = {name for name, value in metrics.items() if math.isnan(value)}
-        absent = [f"AP{s} is nan: the dataset has no {size}" for s, size in _SIZES.items() if f"AP{s}" in undefined]
+        because = "is undefined, because the dataset has no ground truth of"
+        absent = [f"AP{s} {because} {size}" for s, size in _SIZES.items() if f"AP{s}" in undefined]
         for metric in ("AP", "IoU"):
             names = [name for name, value in _class_values(metrics, metric).items() if math.isnan(value)]
             if names:
-                absent.append(f"{metric} of {first_of(names, 5)} is nan: the dataset has no such objects")
+                absent.append(
+                    f"{metric} of {first_of(names, 5)} {because} {'this class' if len(names) == 1 else 'these'}"
+                )
         if ap < _LOW_AP:
             absent.append(
                 f"AP is {ap:.3f}: possible reasons are few iterations, a different class order than in the weights, or "

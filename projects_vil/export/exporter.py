@@ -20,7 +20,7 @@ from projects_vil.checkpoint import load_detector
 from projects_vil.config import with_overrides
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import FORMATS, check_format
-from projects_vil.export.metadata import check_sides, describe_model, digests_of, metadata_path, with_digest
+from projects_vil.export.metadata import check_sides, describe_model, digest_of, metadata_path, with_digest
 from projects_vil.export.parity import check_export, example_image, parity_images
 from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, quantize
 from projects_vil.export.runtime import ExportedModel
@@ -104,7 +104,10 @@ def export_detector(
             "image_size has no effect: TorchScript files accept any size. Leave it out, or use another format."
         )
     if size is not None and evaluate:
-        raise ConfigError("image_size cannot be fixed for int8 or evaluate: images of DATASETS.TEST have other sizes.")
+        raise ConfigError(
+            "image_size has no effect with precision int8 or evaluate, because images of DATASETS.TEST have other "
+            "sizes. Leave out one of them."
+        )
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
@@ -155,9 +158,12 @@ def export_detector(
                 metadata["quantization"] = {"calibration_images": len(calibration), "float_layers": FLOAT_LAYERS}
             metadata = with_digest(metadata)
             entry.embed(new, metadata)
-            metadata_path(new).write_text(json.dumps(metadata | digests_of(new), indent=2) + "\n")
+            own, *others = entry.files(new)
+            digests = {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
+            metadata_path(new).write_text(json.dumps(metadata | digests, indent=2) + "\n")
         except OSError as error:
-            raise ConfigError(f"Cannot write '{path}': {error.strerror or error}.") from error
+            reason = error.strerror or error
+            raise ConfigError(f"Cannot write '{path}': {reason}. Check the folder and the free space.") from error
         report = check_export(cfg, reference, ExportedModel(new), compared, evaluate=evaluate, accept_drop=accept_drop)
         report_path(new).write_text(json.dumps(report, indent=2) + "\n")
         with deferred_signals():

@@ -268,7 +268,7 @@ def _load_torch_export(path: Path) -> Loaded:
     embedded, names = _embedded_in_archive(reader), reader.get_all_records()
     # torch runs pickles and native code in these records. No exported detector contains them.
     if programs := [name for name in names if "_obj_" in name or name.startswith("data/aotinductor/")]:
-        raise ConfigError(f"its record {programs[0]} is a program")
+        raise ConfigError(f"It contains the program '{programs[0]}', which exported detectors never do.")
     # torch would run the pickle of sample inputs that are not only tensors.
     with warnings.catch_warnings(), patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
         warnings.simplefilter("ignore")
@@ -276,7 +276,7 @@ def _load_torch_export(path: Path) -> Loaded:
             buffer.seek(0)
             return torch.export.load(buffer).module(), embedded
         except pickle.UnpicklingError as error:  # torch's message suggests to run the pickle
-            raise ConfigError("it contains a pickle, which exported detectors never do") from error
+            raise ConfigError("It contains a pickle, which exported detectors never do.") from error
 
 
 def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
@@ -393,11 +393,13 @@ def check_onnx(path: Path) -> dict:
     other = {f"{node.domain}.{node.op_type}" for node in model.graph.node if node.domain not in ("", "ai.onnx")}
     other |= {f"{function.domain}.{function.name}" for function in model.functions}
     if other:
-        raise ConfigError(f"{path.name} has operators outside the ONNX standard: {', '.join(sorted(other))}.")
+        names = ", ".join(sorted(other))
+        raise ConfigError(f"{path.name} has operators outside the ONNX standard: {names}. Report this as a bug.")
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise ConfigError(f"{path.name} is not valid ONNX: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"{path.name} is not valid ONNX: {reason}. Report this as a bug.") from error
     available = onnxruntime.get_available_providers()
     return {
         "operators": dict(Counter(node.op_type for node in model.graph.node).most_common()),
@@ -517,7 +519,7 @@ def check_format(file_format: str) -> None:
     entry = FORMATS[file_format]
     # torch 2.8 is the first version whose torch.export supports the data-dependent sizes of detectors.
     if entry.uses_torch_export and torch.__version__ < (2, 8):
-        raise ConfigError(f"Format {file_format} needs torch 2.8 or newer, but torch {torch.__version__} is installed.")
+        raise ConfigError(f"Format {file_format} needs torch 2.8 or newer, not {torch.__version__}. Update torch.")
     if file_format == "aot_inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise ConfigError("Format aot_inductor needs a C++ compiler. Install g++, or set CXX to a compiler.")
     check_packages(f"Format {file_format}", entry.packages)
@@ -552,7 +554,8 @@ def load_model(path: Path) -> Loaded:
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         # OpenVINO puts its own source locations first.
-        raise ConfigError(f"Cannot load '{path}': {lines[-1 if path.suffix == '.xml' else 0]}") from error
+        reason = lines[-1 if path.suffix == ".xml" else 0].rstrip(".")
+        raise ConfigError(f"Cannot load '{path}': {reason}. Export the model again.") from error
 
 
 def format_of(path: str | Path) -> str:
@@ -566,8 +569,3 @@ def format_of(path: str | Path) -> str:
             return name
     suffixes = ", ".join(entry.suffix for entry in FORMATS.values())
     raise ConfigError(f"'{path}' is not an exported model. Its suffix must be one of {suffixes}.")
-
-
-def is_exported(path: str | Path) -> bool:
-    """Return whether a file has the suffix of an exported model."""
-    return str(path).endswith(tuple(entry.suffix for entry in FORMATS.values()))

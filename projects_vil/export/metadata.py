@@ -14,7 +14,7 @@ from backbones import ConfigError
 from backbones.errors import check_file
 from projects_vil.checkpoint import Categories, versions
 from projects_vil.config import detector_name
-from projects_vil.export.formats import FORMATS, OPSET, format_of
+from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
 from projects_vil.utils import parse_json, read_json
@@ -39,12 +39,6 @@ def metadata_path(path: str | Path) -> Path:
 def digest_of(path: str | Path) -> str:
     """Return the SHA-256 of a file."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def digests_of(path: Path) -> dict:
-    """Return the metadata entries with the SHA-256 of an exported file and of the files that belong to it."""
-    own, *others = FORMATS[format_of(path)].files(path)
-    return {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
 
 
 def with_digest(metadata: dict) -> dict:
@@ -109,7 +103,11 @@ def select_metadata(path: Path, metadata: dict | None, embedded: str | None) -> 
 
 def _validate(metadata: object, file: Path) -> dict:
     tables = metadata if isinstance(metadata, dict) else {}
-    wrong = [name for name, keys in _REQUIRED.items() if not _has_keys(tables.get(name), keys)]
+    wrong = []
+    for name, keys in _REQUIRED.items():
+        table = tables.get(name)
+        if not (isinstance(table, dict) and table.keys() >= set(keys)):
+            wrong.append(name)
     wrong += [name for name in ("precision", "detector") if not isinstance(tables.get(name), str)]
     if not wrong:
         names, ids = tables.get("classes"), tables.get("category_ids")
@@ -123,10 +121,6 @@ def _validate(metadata: object, file: Path) -> dict:
     return tables
 
 
-def _has_keys(table: object, keys: Sequence[str]) -> bool:
-    return isinstance(table, dict) and all(key in table for key in keys)
-
-
 def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None:
     """Raise a :class:`ConfigError` if a side of an image of ``size`` (height, width) is outside ``sides``.
 
@@ -136,7 +130,7 @@ def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None
     if min(size) < sides[0] or max(size) > sides[1]:
         raise ConfigError(
             f"{what}: the image has {size[0]} x {size[1]} pixels, but the model accepts sides from {sides[0]} to "
-            f"{sides[1]}."
+            f"{sides[1]}. Resize it."
         )
 
 
@@ -154,7 +148,7 @@ def check_input(accepted: dict, shape: Sequence[int], *, what: str) -> None:
     smallest, largest = accepted.get("batch") or (1, shape[0])
     if accepted["batched"] and not smallest <= shape[0] <= largest:
         raise ConfigError(
-            f"{what}: the batch has {shape[0]} images, but the model accepts from {smallest} to {largest}."
+            f"{what}: the batch has {shape[0]} images, but the model accepts {smallest} to {largest}. Change its size."
         )
 
 

@@ -307,6 +307,28 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else round(value, 3)
 
 
+def _advice(report: dict) -> list[str]:
+    """Return a line about what different detections mean and what to do, if an image has any."""
+    rows = [row for row in report["images"] if row["ok"] is False]
+    if not rows:
+        return []
+    number, total = (sum(row[name] for row in rows) for name in ("changed", "pairs"))
+    # Suppression in the other order replaces a box by a box with nearly the same score.
+    if not any(row["unmatched"] for row in rows) and all(
+        row["scores"] <= report["tolerances"]["scores"] and 2 * row["changed"] <= row["pairs"] for row in rows
+    ):
+        meaning = f"{number} of {total} detections have the same score but another box or mask"
+        cause = "Non-maximum suppression may have kept the other one of two overlapping boxes with equal scores."
+        advice = f"{cause} To make sure, compare AP (--evaluate) or use other images (--parity-images)."
+    elif report["precision"] != "fp32":
+        meaning = f"precision {report['precision']} changes more detections than the tolerances allow"
+        advice = "Use --precision fp32, or compare AP (--evaluate)."
+    else:
+        meaning = "the exported model has other detections than the detector"
+        advice = "Do not use the file. Try another --format, and report this as a bug."
+    return [f"NOT EQUAL means that {meaning}. {advice}"]
+
+
 def describe_report(report: dict) -> str:
     """Format a report of :func:`check_export` as a few lines of text."""
     lines = []
@@ -317,6 +339,7 @@ def describe_report(report: dict) -> str:
             f"{row['height']} x {row['width']}: {row['detections']} detections, {row['detections_exported']} exported"
             f"{extra}; largest difference: {differences}{_VERDICTS[row['ok']]}"
         )
+    lines += _advice(report)
     if not any(row["detections"] or row["detections_exported"] for row in report["images"]):
         lines.append(
             "NOT CHECKED: no detection exceeds the score threshold on these images. Use other images, or lower "

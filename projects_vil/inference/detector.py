@@ -28,12 +28,11 @@ from projects_vil.checkpoint import (
     zoo_config,
 )
 from projects_vil.config import CONFIG_FILE, choose_device, first_of, load_config
-from projects_vil.data import register_datasets
-from projects_vil.export import is_exported
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Runner, Skipped, Video, read_ahead
 from projects_vil.inference.runners import EagerRunner, ExportedRunner, encode_masks, to_host
 from projects_vil.visualization import DRAW_THRESHOLD, draw_instances
+from vil.choices import EXPORT_SUFFIXES
 
 LABEL_SIDE = 1000  # longer side in pixels above which labels grow with the image
 
@@ -219,7 +218,7 @@ class Detector(HubMixin):
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's last checkpoint
         for path in (weights, source):
-            if not path or not is_exported(Path(path)):
+            if not path or not str(path).endswith(EXPORT_SUFFIXES):
                 continue
             options = {"weights": bool(weights) and weights != path, "dtype": dtype, "tta": tta}
             options |= {"device": str(device or "cpu") != "cpu"}
@@ -238,11 +237,9 @@ class Detector(HubMixin):
         if score_threshold is not None:
             cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
         cfg = choose_device(cfg, requested=device is not None)
-        # For the colors of classes, and for the class names if the checkpoint has none.
-        with contextlib.suppress(ConfigError):
-            register_datasets(cfg)
-        weights = find_weights(os.fspath(weights or cfg.MODEL.WEIGHTS))
-        return cls(EagerRunner(cfg, weights, tta=tta), draw_threshold=score_threshold)
+        file = os.fspath(weights or cfg.MODEL.WEIGHTS)
+        file = file if os.path.exists(file) else find_weights(file)
+        return cls(EagerRunner(cfg, file, tta=tta), draw_threshold=score_threshold)
 
     def __repr__(self) -> str:
         runner, number = self.runner, len(self.names)
@@ -310,7 +307,7 @@ class Detector(HubMixin):
 
         def select(item: Loaded | Skipped, detections: Detections | None) -> Detections:
             if isinstance(item, Skipped):
-                raise ConfigError(f"Cannot use {item.name}: {item.reason}.")
+                raise ConfigError(f"Cannot use {item.name}: {item.reason}. Use another image.")
             assert detections is not None
             if score_threshold is None:
                 return detections
@@ -374,13 +371,13 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
     Raises:
         ConfigError: if there is no config, or if a run has no weights.
     """
-    if is_zoo_name(source):
-        return zoo_config(str(source)), weights or str(source)
     if not source.exists():
+        if is_zoo_name(source):
+            return zoo_config(str(source)), weights or str(source)
         hub = " To load from the Hugging Face Hub, use Detector.from_pretrained." * (len(source.parts) == 2)
         choices = f"a run, a checkpoint with {CONFIG_FILE} in its folder, an exported file or a name of the model zoo"
         raise ConfigError(f"Model '{source}' does not exist. Use {choices}.{hub}")
-    if is_exported(source):
+    if str(source).endswith(EXPORT_SUFFIXES):
         raise ConfigError(
             f"'{source}' is an exported model, which can only predict. Use the run that it was exported from."
         )

@@ -99,7 +99,7 @@ class HubMixin:
                 for name in (*texts, PUBLISHED_WEIGHTS):
                     os.replace(unfinished / name, folder / name)
         except OSError as error:
-            raise ConfigError(f"Cannot write '{folder}': {error.strerror}.") from error
+            raise ConfigError(f"Cannot write '{folder}': {error.strerror}. Choose another folder.") from error
 
     def _model_card(
         self, evaluation: dict | None, reports: dict[str, dict], license: str | None, repo_id: str | None
@@ -220,7 +220,7 @@ class HubMixin:
         folder = Path(name)
         if not folder.is_dir():
             if isinstance(pretrained_model_name_or_path, os.PathLike) or folder.exists():
-                raise ConfigError(f"Folder '{name}' does not exist.")
+                raise ConfigError(f"Folder '{name}' does not exist. Check the path.")
             options = {"revision": revision, "cache_dir": cache_dir, "token": token}
             options |= {"local_files_only": local_files_only, "force_download": force_download}
             files = [CONFIG_FILE, PUBLISHED_WEIGHTS, CARD_FILE, *REPORT_FILES]
@@ -274,7 +274,7 @@ def published_config(cfg: CfgNode) -> CfgNode:
     try:
         published.merge_from_other_cfg(cfg)
     except KeyError as error:
-        raise ConfigError(f"The config has an unknown key: {error.args[0]}.") from error
+        raise ConfigError(f"The config has an unknown key: {error.args[0]}. Remove it before saving.") from error
     for node, keys in _PRIVATE.items():
         ours, theirs = (getattr(config, node) if node else config for config in (published, usual))
         for key in keys:

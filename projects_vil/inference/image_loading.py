@@ -206,7 +206,9 @@ class Video:
                 pixels = np.ascontiguousarray(read[1][..., ::-1])
                 height, width = pixels.shape[:2]
                 if (reason := runner.size_error(height, width)) is not None:
-                    raise ConfigError(f"Cannot use the frames of '{without_password(self.source)}': {reason}.")
+                    raise ConfigError(
+                        f"Cannot use the frames of '{without_password(self.source)}': {reason}. Resize the video."
+                    )
                 seconds = round(time.monotonic() - start if is_live else index / self.frame_rate, 3)
                 entry = {"id": index + 1, "file_name": self.name, "height": height, "width": width}
                 entry |= {"frame": index, "seconds": seconds}
@@ -292,7 +294,7 @@ def os_errors(path: str | Path) -> Iterator[None]:
         raise
     except ImportError as error:
         raise ConfigError(
-            f"Cannot read '{name}': {one_line(error)}. Run: pip install 'vil-detectron2[scale]'"
+            f"Cannot read '{name}': {one_line(error)}. Run \"pip install 'vil-detectron2[scale]'\"."
         ) from error
     except Exception as error:  # each file system of fsspec, tarfile and pyarrow have their own exceptions
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"

@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 
 from backbones import ConfigError
-from projects_vil.export import is_exported
 from projects_vil.inference.detector import Detector
 from projects_vil.inference.image_listing import ARCHIVES, list_paths, load_listed, suffix_of
 from projects_vil.inference.image_loading import BATCHING_WINDOW, ImageBatches
 from projects_vil.inference.parquet_writer import check_same, describe_runner, summarize_parts, to_row, to_table
 from projects_vil.inference.predict import Summary
+from vil.choices import EXPORT_SUFFIXES
 
 try:
     import pyarrow as pa
     import ray.data
     from pyarrow import compute, parquet
 except ImportError as missing:
-    raise ConfigError("Ray Data is not installed. Run: pip install 'vil-detectron2[ray]'") from missing
+    raise ConfigError("Ray Data is not installed. Run \"pip install 'vil-detectron2[ray]'\".") from missing
 
 
 def predict_on_ray(
@@ -73,10 +73,10 @@ def predict_on_ray(
     paths = list_paths(source, exclude=output, column=column)
     first = next(paths, None)
     if first is None:
-        raise ConfigError(f"Input '{source}' has no images.")
+        raise ConfigError(f"Input '{source}' has no images. Check the path.")
     given = list(options.pop("overrides", ()))
     device = options.get("device") or dict(zip(given[::2], given[1::2], strict=False)).get("MODEL.DEVICE", "cuda")
-    can_use_gpu = str(device) != "cpu" and not is_exported(options.get("weights") or model)
+    can_use_gpu = str(device) != "cpu" and not str(options.get("weights") or model).endswith(EXPORT_SUFFIXES)
     # This process leaves the GPUs to the workers, and some attention backends need a GPU.
     on_cpu = [*given, "MODEL.TRANSFORMER.ATTENTION_BACKEND", "auto"] if can_use_gpu else given
     detector = Detector.load(model, **options | {"device": "cpu", "overrides": on_cpu})

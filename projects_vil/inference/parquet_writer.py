@@ -148,7 +148,10 @@ def write_parts(
             part["names_sha256"] = hashlib.sha256("\n".join(names).encode()).hexdigest()
             if before and any(before.get(name) != part[name] for name in part):
                 old, new = (f"{one['images']} images, {' to '.join(one['ends'])}" for one in (before, part))
-                raise ConfigError(f"The input has changed since '{path}' was written. Before: {old}. Now: {new}.")
+                raise ConfigError(
+                    f"The input has changed since '{path}' was written, from {old} to {new}. Use the same input, or "
+                    "choose another output directory."
+                )
             if not names:
                 break
             if rows:
@@ -205,4 +208,4 @@ def _append(manifest: Path, part: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise ConfigError(f"Cannot write '{manifest}': {error.strerror}.") from error
+        raise ConfigError(f"Cannot write '{manifest}': {error.strerror}. Check the free space.") from error

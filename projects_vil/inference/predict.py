@@ -23,8 +23,8 @@ from tqdm import tqdm
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable, check_whole, printable
-from projects_vil.checkpoint import Categories, dataset_categories
-from projects_vil.config import default_config
+from projects_vil.checkpoint import Categories, dataset_categories, weights_of
+from projects_vil.config import CONFIG_FILE, default_config
 from projects_vil.data import describe_classes, load_dataset, match_all_classes, register_datasets
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detections, Detector, check_threshold
@@ -97,7 +97,8 @@ def predict(
         model: a detector, or a name or path for :meth:`Detector.load`. With ``ray=True`` a name or path.
         source: see :func:`~projects_vil.inference.image_listing.find_images`. For COCO results also a video file, the
             number of a camera, or the URL of a stream that OpenCV can open.
-        output: the output directory. If it is inside the input folder, it is skipped.
+        output: the output directory, which must not be the output directory of a training run. Earlier results in it
+            are replaced, and drawings of other images are kept. If it is inside the input folder, it is not read.
         file_format: ``"coco"`` or ``"parquet"``. By default ``"coco"``, or ``"parquet"`` with Ray.
         batch_size: maximum number of images in a batch.
         column: the column of a table of paths or URLs. By default the first of ``COLUMNS``.
@@ -136,8 +137,11 @@ def predict(
     check_whole("batch_size", batch_size)
     check_whole("part_size", part_size or PART_SIZE)
     check_whole("draw_workers", draw_workers or 0, least=0)
-    check_threshold(score_threshold or 0)
+    if score_threshold is not None:
+        check_threshold(score_threshold)
     source, output = os.fspath(source), Path(output)
+    if (output / CONFIG_FILE).is_file() and weights_of(output) is not None:
+        raise ConfigError(f"'{output}' is the output directory of a training run. Choose another output directory.")
     if ray:
         from projects_vil.inference.on_ray import predict_on_ray
 
@@ -223,7 +227,9 @@ def _write_coco(
         results_file.write("]")
         if skipped and not num_images:
             # The files of an earlier prediction are kept.
-            raise ConfigError(f"None of {len(skipped)} files can be read, for example '{skipped[0].name}'.")
+            raise ConfigError(
+                f"None of {len(skipped)} files can be read, such as '{skipped[0].name}'. Check the input."
+            )
         categories = zip(detector.categories.ids, detector.names, strict=True)
         skipped.sort(key=lambda item: item.index)
         tail = {
@@ -251,7 +257,7 @@ def report_skipped(item: Skipped) -> None:
 def progress_bar(unit: str, *, total: int = 0) -> tqdm:
     """Return a progress bar, which prints a line every 30 seconds if stderr is not a terminal."""
     interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
-    return tqdm(total=total or None, unit=unit, dynamic_ncols=True, mininterval=interval)
+    return tqdm(total=total or None, unit=f" {unit}s", dynamic_ncols=True, mininterval=interval)
 
 
 def count(number: int, unit: str) -> str:
@@ -313,7 +319,9 @@ def _annotated_images(detector: Detector, folder: Path, annotations: Path) -> tu
     for record in load_dataset(cfg, [name], train=False):
         path = Path(record["file_name"])
         if not path.is_relative_to(folder) or ".." in path.relative_to(folder).parts:
-            raise ConfigError(f"Image '{path}' in '{annotations}' is outside the folder '{folder}'.")
+            raise ConfigError(
+                f"Image '{path}' in '{annotations}' is outside of '{folder}'. Give the folder of all images."
+            )
         size = record["height"], record["width"]
         images.append(ImageSource(path, path.relative_to(folder).as_posix(), record["image_id"], size))
     return images, categories_as_annotated(detector.categories, dataset_categories([name], len(detector.names)))

@@ -52,7 +52,8 @@ class EagerRunner:
         ):
             check_choice(key, value, choices)
         self.detector, self.categories = load_detector(cfg, weights, device=cfg.MODEL.DEVICE, as_datasets=False)
-        use_sync_free_parts(self.detector)
+        if self.detector.device.type == "cuda":
+            use_sync_free_parts(self.detector)
         self.cfg, self.tta = cfg, tta
         self.weights, self.device = Path(weights), cfg.MODEL.DEVICE
         self.architecture = detector_name(cfg)

@@ -67,7 +67,8 @@ class TransformerBackbone(Backbone):
             raise ConfigError(
                 f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}, but {name} has {len(self.net.stages)} stages. Lower it."
             )
-        self.net.freeze_stages(freeze_at)
+        if freeze_at:
+            self.net.freeze_stages(freeze_at)
 
     @property
     def variant_options(self) -> dict[str, object]:
@@ -114,12 +115,12 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
             raise ConfigError("MODEL.FPN.IN_FEATURES is empty. List the stages that feed FPN.")
         for key, names, available in (
             ("MODEL.TRANSFORMER.OUT_FEATURES", node.OUT_FEATURES, stages),
-            ("MODEL.FPN.IN_FEATURES", in_features, [name for name in out_features if name in stages]),
+            ("MODEL.FPN.IN_FEATURES", in_features, list(node.OUT_FEATURES) or stages),
         ):
             unknown = [name for name in names if name not in available]
             if unknown:
                 available = ", ".join(available)
-                raise ConfigError(f"{key} has {unknown[0]}, but {node.VARIANT} returns only {available}.")
+                raise ConfigError(f"{key} has {unknown[0]!r}, which {node.VARIANT} does not return. Use {available}.")
         key = "MODEL.TRANSFORMER"
         backbone = (TimmBackbone if is_timm else TransformerBackbone)(
             node.VARIANT,
@@ -282,7 +283,7 @@ def build_on_meta(cfg: CfgNode) -> nn.Module:
             # The source line of detectron2's assertion names the key; the message may be empty.
             code = traceback.extract_tb(error.__traceback__)[-1].line
             what = " ".join([what, code.rstrip("\\( ,")]).strip()
-        raise ConfigError(f"The model cannot be built from this config: {what} ({type(error).__name__}).") from error
+        raise ConfigError(f"Cannot build the model: {what} ({type(error).__name__}). Correct the config.") from error
 
 
 def stage_channels(name: str, stage: str) -> int:
@@ -319,9 +320,11 @@ def autocast_detector(dtype: torch.dtype, detector: nn.Module) -> Iterator[None]
 
     float32 changes nothing.
     """
-    names = _AUTOCAST_PARTS if dtype != torch.float32 else ""
+    if dtype == torch.float32:
+        yield
+        return
     with contextlib.ExitStack() as handles:
-        for part in [part for name, part in detector.named_modules() if name and re.fullmatch(names, name)]:
+        for part in [part for name, part in detector.named_modules() if re.fullmatch(_AUTOCAST_PARTS, name)]:
             autocast = torch.autocast(detector.device.type, dtype)
             before = part.register_forward_pre_hook(functools.partial(_enter_autocast, autocast))
             # Called after an error too, so that autocast does not stay on.

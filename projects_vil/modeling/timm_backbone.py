@@ -56,7 +56,7 @@ class TimmBackbone(Backbone):
     ) -> None:
         super().__init__()
         for option in (option for option, value in options.items() if value is not None):
-            raise ConfigError(f"{name} has no option {option}. The only option of timm models is norm.")
+            raise ConfigError(f"{name} has no option {option!r}. Leave it out: the only option of timm models is norm.")
         check_choice("attention_backend", attention_backend, ("auto", "sdpa"))
         check_choice("norm", norm or "BN", _BATCH_NORMS)
         if not 0 <= freeze_at <= len(TIMM_STAGES):
@@ -79,13 +79,15 @@ class TimmBackbone(Backbone):
         self.net = _create(name, out_indices=[indices[stage] for stage in self.stages], **self.options)
         if norm is not None:
             if not any(isinstance(module, nn.BatchNorm2d) for module in self.net.modules()):
-                raise ConfigError(f"{name} has no BatchNorm. Leave out norm.")
+                raise ConfigError(f"{name} has no BatchNorm. Leave out MODEL.TRANSFORMER.NORM.")
             self.net = _BATCH_NORMS[norm](self.net)
         if activation_checkpointing:
             try:
                 self.net.model.set_grad_checkpointing(True)
             except (AssertionError, AttributeError) as error:
-                raise ConfigError(f"{name} has no activation checkpointing. Set it to False.") from error
+                raise ConfigError(
+                    f"{name} has no activation checkpointing. Set MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING to False."
+                ) from error
         for parameter in [parameter for key, parameter in self.net.named_parameters() if key in frozen]:
             parameter.requires_grad_(False)
         self._is_frozen = bool(frozen)
@@ -148,7 +150,7 @@ class TimmBackbone(Backbone):
             # With the head, because timm does not check the names of a model without one.
             model = timm.create_model(self.name, pretrained=True, pretrained_cfg_overlay=overlay, **self.options)
         except Exception as error:  # The Hub's client and timm's conversion raise many types.
-            raise ConfigError(f"{one_line(error)} ({type(error).__name__})") from error
+            raise ConfigError(f"{one_line(error).rstrip('.')} ({type(error).__name__}).") from error
         own = self.net.model.state_dict()
         return {f"model.{key}": tensor for key, tensor in model.state_dict().items() if key in own}
 
@@ -157,11 +159,12 @@ def _create(name: str, **options: object) -> nn.Module:
     """Create timm's feature extractor, in NCHW, with random weights."""
     model = name.removeprefix(TIMM_PREFIX)
     if not timm.is_model(model):
-        raise ConfigError(f"unknown model of timm {name!r}{closest(model, timm.list_models())}")
+        raise ConfigError(f"Unknown timm model {name!r}{closest(model, timm.list_models()) or '. Check its name.'}")
     try:
         return timm.create_model(model, features_only=True, feature_cls="getter", **options)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
-        raise ConfigError(f"timm cannot build {name} as a feature extractor: {one_line(error)}") from error
+        reason = one_line(error).rstrip(".")
+        raise ConfigError(f"timm cannot build {name} as a backbone: {reason}. Choose another model.") from error
 
 
 def _indices(name: str, net: nn.Module) -> dict[str, int]:
@@ -186,7 +189,7 @@ def _parameters_before(net: nn.Module, freeze_at: int, name: str) -> set[str]:
         with torch.enable_grad():
             features = net.eval()(torch.empty(1, 3, height, width))
     except (AssertionError, RuntimeError) as error:
-        raise ConfigError(f"{name} has a fixed image size. Choose another model ({one_line(error)}).") from error
+        raise ConfigError(f"{name} has a fixed image size ({one_line(error)}). Choose another model.") from error
     if [(height / x.shape[2], width / x.shape[3]) for x in features] != [(s, s) for s in TIMM_STAGES.values()]:
         raise ConfigError(f"{name} has feature maps with other strides than 4, 8, 16 and 32. Choose another model.")
     if not freeze_at:

@@ -76,7 +76,9 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
     try:
         detections = read_json(results)
         if detections == []:
-            raise ConfigError(f"'{results}' is empty: the detector has no detections above its score threshold.")
+            raise ConfigError(
+                f"'{results}' is empty, because the detector has no detections above its score threshold. Train longer."
+            )
         boxes, scores = ([item[key] for item in detections] for key in ("bbox", "score"))
         check_finite(boxes, scores, source=str(results))
         with contextlib.redirect_stdout(io.StringIO()):
@@ -90,7 +92,7 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
     except ConfigError:
         raise
     except (AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"'{results}' is damaged, or is of another dataset: {error!r}.") from error
+        raise ConfigError(f"'{results}' is damaged, or is of another dataset ({error!r}). Evaluate again.") from error
     evaluation = evaluations["bbox"]
     parameters = evaluation.params
     entries = np.array(evaluation.evalImgs, dtype=object)

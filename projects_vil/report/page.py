@@ -171,7 +171,7 @@ def _evaluate(run: RunFolder, name: str) -> DetectionMetrics | None:
     with run.omit_on_error(f"precision and recall, confusions and images of {name}"):
         check_files(name)
         if not is_coco(name):
-            raise ConfigError("these sections need a dataset in COCO format")
+            raise ConfigError(f"'{name}' is not in COCO format. Use a COCO dataset for these sections.")
         annotations = fixed_coco(name, check=run.cfg.DATASETS.CHECK, masks=run.cfg.MODEL.MASK_ON)
         return evaluate_detections(annotations, results, max_detections=run.cfg.TEST.DETECTIONS_PER_IMAGE)
     return None

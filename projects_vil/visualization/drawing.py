@@ -1,7 +1,5 @@
 """Draw boxes, masks and labels on an image, and arrange images in a grid."""
 
-import struct
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ from detectron2.structures import BoxMode
 from detectron2.utils.colormap import colormap
 from detectron2.utils.visualizer import GenericMask, VisImage, Visualizer
 from matplotlib.colors import to_rgb
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, ConfigError, check_replaceable
@@ -125,25 +125,18 @@ def write_image(path: Path, image: np.ndarray) -> None:
         ConfigError: if the file cannot be written, or if it exists and was not written by this function.
     """
     check_replaceable(path, advice="Choose another output directory.")
-    suffix = ".jpg" if path.suffix.lower() in (".jpg", ".jpeg") else ".png"
+    # The comment lets a later command replace the file.
+    info = PngInfo()
+    info.add_text("Description", GENERATOR)
+    options: dict[str, Any] = {"format": "PNG", "pnginfo": info, "compress_level": 1}
+    if path.suffix.lower() in (".jpg", ".jpeg"):
+        options = {"format": "JPEG", "comment": GENERATOR, "quality": 95}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, sync=False) as partial:
-            partial.write_bytes(_with_comment(cv2.imencode(suffix, image[..., ::-1])[1].tobytes()))
+            Image.fromarray(image).save(partial, **options)
     except OSError as error:
-        raise ConfigError(f"Cannot write '{path}': {error.strerror}.") from error
-
-
-def _with_comment(content: bytes) -> bytes:
-    """Return a JPEG or PNG file with ``GENERATOR`` as its comment, so that a later command can replace the file."""
-    text = GENERATOR.encode()
-    if content.startswith(b"\xff\xd8"):
-        # The JFIF header must come first.
-        return content[:20] + b"\xff\xfe" + struct.pack(">H", len(text) + 2) + text + content[20:]
-    chunk = b"tEXtDescription\0" + text
-    packed = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
-    # The signature and the IHDR chunk must come first.
-    return content[:33] + packed + content[33:]
+        raise ConfigError(f"Cannot write '{path}': {error.strerror}. Choose another folder.") from error
 
 
 def _corners(item: dict) -> np.ndarray:

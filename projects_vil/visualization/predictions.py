@@ -127,7 +127,9 @@ def summarize_run(run: Path, dataset_name: str, *, num_images: int, drawing: Pat
         tasks = read_json(run / EVALUATION_FILE)[dataset_name]
         found = {label: tasks[task][metric] for (task, metric), label in labels.items() if task in tasks}
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"'{run / EVALUATION_FILE}' has no results on {dataset_name!r}: {error!r}.") from error
+        raise ConfigError(
+            f"'{run / EVALUATION_FILE}' has no results on {dataset_name!r} ({error!r}). Run 'vil eval {run}'."
+        ) from error
     values = "   ".join(f"{label} {'undefined' if value is None else f'{value:.1f}'}" for label, value in found.items())
     return [f"{values}   ({dataset_name}, {num_images} images)", f"results in {run}, predictions drawn in {drawing}"]
 
@@ -201,5 +203,7 @@ def _predictions_by_image(path: Path, dataset_name: str, images: list, key: str)
     except ConfigError:
         raise
     except (LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"'{path}' is damaged, or is not for {dataset_name!r}: {error!r}.") from error
+        raise ConfigError(
+            f"'{path}' is damaged, or is not for {dataset_name!r} ({error!r}). Evaluate again."
+        ) from error
     return by_image

@@ -44,7 +44,7 @@ def measure_predictions(
         ConfigError: If a prediction fails, or ``num_images`` is too small.
     """
     if num_images < 10:
-        raise ConfigError(f"images is {num_images}. Use 10 or more.")
+        raise ConfigError(f"--images is {num_images}. Use 10 or more.")
     few, batches = num_images // 10, ("--batch", str(batch_size))
     modes: dict[str, list[tuple[str, ...]]] = {
         "one image at a time": [()],
@@ -123,7 +123,7 @@ def _run(commands: Sequence[tuple[str, ...]], env: dict[str, str]) -> tuple[floa
             time.sleep(_INTERVAL)
         if any(process.returncode for process in processes):
             log.seek(0)
-            raise ConfigError(f"vil {' '.join(commands[0])} failed: {log.read().strip().splitlines()[-1:]}")
+            raise ConfigError(f"'vil {' '.join(commands[0])}' failed: {log.read().strip().splitlines()[-1:]}")
     return time.perf_counter() - start, peak
 
 

@@ -117,7 +117,7 @@ def phases_for(config: str, **overrides: Sequence[float]) -> tuple[Phase, ...]:
     for name, values in overrides.items():
         if len(values) not in (1, len(phases)):
             raise ConfigError(
-                f"{name} has {len(values)} values for {len(phases)} phases. Give one value, or one for each phase"
+                f"{name} has {len(values)} values for {len(phases)} phases. Give one value, or one for each phase."
             )
     changed = []
     for index, phase in enumerate(phases):

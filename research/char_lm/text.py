@@ -49,7 +49,9 @@ class Vocabulary:
         data = prompt.encode(errors="surrogateescape")
         unknown = sorted(set(data) - set(self.known))
         if not data or unknown:
-            raise ConfigError(f"prompt {prompt!r} is empty or has bytes that are not in the training text: {unknown}")
+            raise ConfigError(
+                f"The prompt {prompt!r} is empty, or has bytes that are not in the training text: {unknown}. Change it."
+            )
         return self.encode(data)
 
     def decode(self, ids: Sequence[int]) -> bytes:
@@ -85,7 +87,7 @@ def read_text(path: str | Path, *, vocabulary: Vocabulary | None = None) -> Text
     """
     data = Path(path).read_bytes()
     if len(data) < _LEAST_BYTES:
-        raise ConfigError(f"'{path}' has {len(data)} bytes. Use a text of at least {_LEAST_BYTES} bytes")
+        raise ConfigError(f"'{path}' has {len(data)} bytes. Use a text of at least {_LEAST_BYTES} bytes.")
     first, second = (len(data) * percent // 100 for percent in (TRAIN_PERCENT, TRAIN_PERCENT + VAL_PERCENT))
     vocabulary = vocabulary or Vocabulary(sorted(set(data[:first])))
     parts = (data[:first], data[first - 1 : second], data[second - 1 :])
@@ -106,7 +108,7 @@ class Streams:
     def __init__(self, ids: Tensor, num_streams: int, length: int) -> None:
         num_targets = len(ids) - 1
         if num_targets < num_streams:
-            raise ConfigError(f"A text of {len(ids)} bytes is too short for batch_size={num_streams} streams")
+            raise ConfigError(f"A text of {len(ids)} bytes is too short for batch_size={num_streams} streams.")
         self.ids, self.length = ids, length
         starts = [stream * num_targets // num_streams for stream in range(num_streams)]
         own = [after - before for before, after in zip(starts, [*starts[1:], num_targets], strict=True)]

@@ -81,13 +81,13 @@ class Training:
         path = output / LAST
         if not resume:
             if path.exists():
-                raise ConfigError(f"'{path}' already exists. Add --resume, or choose another output folder")
+                raise ConfigError(f"'{path}' already exists. Add --resume, or choose another output folder.")
             output.mkdir(parents=True, exist_ok=True)
             return
         self._state = read_checkpoint(path)
         before = self._state.get("char_lm", {})
         if names := [name for name, value in self.fingerprint.items() if before.get(name) != value]:
-            raise ConfigError(f"'{path}' is from a run with other settings: {', '.join(names)}. Use the same settings")
+            raise ConfigError(f"'{path}' is from a run with other settings: {', '.join(names)}. Use the same settings.")
         self.phase, self.done = self._state["phase"], self._state["done"]
         self.evaluations = self._state["evaluations"]
         logging.getLogger(__name__).info("resumed after step %d of phase %d", self.done, self.phase + 1)
@@ -165,7 +165,7 @@ class Training:
             options = {"length": phase.length, "num_streams": phase.batch_size, "device": self.device}
             val = bits_per_character(learner.model, self.text.val, self.text.vocabulary, **options)
             if not math.isfinite(val):
-                raise ConfigError(f"Bits per character of {name} are {val}. Lower the learning rate")
+                raise ConfigError(f"Bits per character of {name} are {val}. Lower the learning rate.")
             bits = learner.take_mean_loss() / math.log(2)
             best = min((row["val"] for row in self.evaluations if row["model"] == name), default=math.inf)
             row = {"model": name, "phase": self.phase + 1, "step": step, "train": bits, "val": val}
@@ -212,7 +212,7 @@ def load_trained(
     """
     contents = read_checkpoint(path)
     if "char_lm_model" not in contents:
-        raise ConfigError(f"'{path}' is not a best_*.pth of research.char_lm")
+        raise ConfigError(f"'{path}' is not a best_*.pth of research.char_lm.")
     trained = contents["char_lm_model"]
     vocabulary = Vocabulary(trained["vocabulary"])
     trained["memory_length"] = memory_length or trained["memory_length"]

@@ -104,7 +104,7 @@ def _read_reviews(folder: Path, read_length: int) -> Examples:
     for label, name in enumerate(("neg", "pos")):
         paths = sorted((folder / name).glob("*.txt"))
         if not paths:
-            raise ConfigError(f"'{folder / name}' has no *.txt. Unpack aclImdb_v1.tar.gz into the folder of --data")
+            raise ConfigError(f"'{folder / name}' has no *.txt. Unpack aclImdb_v1.tar.gz into the folder of --data.")
         texts += [path.read_bytes()[:read_length] for path in paths]
         labels += [label] * len(paths)
     return Examples((texts,), np.array(labels, dtype=np.int64))
@@ -127,7 +127,7 @@ def _read_pairs(path: Path, read_length: int) -> Examples:
         columns = line.rstrip(b"\r\n").split(b"\t")
         # The labels are written as decimal numbers.
         if len(columns) != 5 or columns[0] not in (b"0", b"0.0", b"1", b"1.0"):
-            raise ConfigError(f"{path} line {number}: expected a label of 0 or 1, two names and two texts")
+            raise ConfigError(f"{path} line {number}: expected a label of 0 or 1, two names and two texts.")
         labels.append(int(float(columns[0])))
         first.append(columns[3][:read_length])
         second.append(columns[4][:read_length])
@@ -152,7 +152,7 @@ def _read_listops(path: Path, read_length: int, tokens: dict[bytes, bytes]) -> E
         source, _, target = line.strip().partition(b"\t")
         words = source.translate(None, b"()").split()
         if not words or not all(word in tokens for word in words) or len(target) != 1 or not target.isdigit():
-            raise ConfigError(f"{path} line {number}: expected a ListOps tree, a tab and a digit")
+            raise ConfigError(f"{path} line {number}: expected a ListOps tree, a tab and a digit.")
         texts.append(b"".join(tokens[word] for word in words)[:read_length])
         labels.append(int(target))
     return Examples((texts,), np.array(labels, dtype=np.int64))
@@ -161,10 +161,10 @@ def _read_listops(path: Path, read_length: int, tokens: dict[bytes, bytes]) -> E
 def _lines(path: Path) -> list[bytes]:
     """Return the lines of a file of the Long Range Arena's release."""
     if not path.is_file():
-        raise ConfigError(f"'{path}' does not exist. Unpack lra_release.gz, and name its folder with --data")
+        raise ConfigError(f"'{path}' does not exist. Unpack lra_release.gz, and name its folder with --data.")
     lines = path.read_bytes().splitlines()
     if len(lines) < 2:
-        raise ConfigError(f"'{path}' has no samples")
+        raise ConfigError(f"'{path}' has no samples.")
     return lines
 
 
@@ -198,7 +198,7 @@ def read_dataset(path: Path, arguments: dict[str, object]) -> Dataset:
             for split in SPLITS
         }
     except Exception as error:  # A damaged archive may raise anything.
-        raise ConfigError(f"Cannot read '{path}'. Remove it to generate it again") from error
+        raise ConfigError(f"Cannot read '{path}'. Remove it to generate it again.") from error
     if written != arguments:
-        raise ConfigError(f"'{path}' was generated with other options. Remove it to generate it again")
+        raise ConfigError(f"'{path}' was generated with other options. Remove it to generate it again.")
     return Dataset(**splits)

@@ -45,8 +45,8 @@ class ListOpsRules:
 class _Level:
     """The n nodes of one depth, ordered by tree, then by parent.
 
-    ``tree``: (n,), ascending; ``is_operator``: (n,); ``operator`` and ``arguments``: (n,), 0 for a value; ``value``:
-    (n,), that of an operator is computed last; ``size``: (n,), tokens of the node and all nodes below it.
+    All arrays have the shape (n,). ``tree`` is ascending. ``operator`` and ``arguments`` are 0 for a value. The
+    value of an operator is computed last. ``size`` is the number of tokens of the node and all nodes below it.
     """
 
     tree: np.ndarray
@@ -72,7 +72,9 @@ def generate_listops(
         ConfigError: for rules that too few different trees fit.
     """
     if rules.max_length - rules.min_length < 2 or rules.max_length < 5:
-        raise ConfigError(f"No tree has between min_length={rules.min_length} and max_length={rules.max_length} tokens")
+        raise ConfigError(
+            f"No tree has {rules.min_length} to {rules.max_length} tokens. Change min_length or max_length."
+        )
     generator = np.random.default_rng(seed)
     needed = num_train + num_val + num_test
     value_of_text: dict[bytes, int] = {}
@@ -85,7 +87,7 @@ def generate_listops(
         if without_new >= _PATIENCE:
             raise ConfigError(
                 f"Found only {len(value_of_text)} of {needed} different samples with min_length={rules.min_length} and "
-                f"max_length={rules.max_length}. Generate fewer samples, or change the lengths"
+                f"max_length={rules.max_length}. Generate fewer samples, or change the lengths."
             )
     # Shuffled, because later trees are longer: short ones are duplicates by then.
     order = generator.permutation(len(value_of_text))[:needed]

@@ -72,7 +72,7 @@ class FullAttentionEncoder(nn.Module):
 
 
 class SequenceClassifier(nn.Module):
-    """An encoder, and a head on its class token, or on those of two documents: u, v, u * v and u - v.
+    """An encoder, and a head on the class token, or on u, v, u * v and u - v for the class tokens of two documents.
 
     Args:
         encoder: ids (B, N), mask (B, N) -> (B, 1, dim)

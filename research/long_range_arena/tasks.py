@@ -9,12 +9,12 @@ from typing import Any
 
 from backbones.errors import check_choice
 
-# Appendix B; the vocabulary is that of run_tasks.py, and the tasks have fewer ids.
+# Appendix B. The vocabulary size is from run_tasks.py; the tasks have fewer ids.
 ENCODER = {"vocab_size": 512, "dim": 64, "num_heads": 2, "hidden_dim": 128, "depth": 2}
-# run_tasks.py; batch size and learning rate are those of table 6 too.
+# run_tasks.py. Table 6 has the same batch size and learning rate.
 BATCH_SIZE, LEARNING_RATE, ADAM_BETAS, ADAM_EPSILON = 32, 1e-4, (0.9, 0.999), 1e-6
 
-# Window w and rank r: table 5 has the best ones, with and without a window; w = 8 and r = 32 are those of section 4.1.
+# Window w and rank r. Table 5 has the best values, with and without a window. w = 8 and r = 32 are from section 4.1.
 WINDOW_AND_RANK = {
     "listops": {"best": (16, 2), "fixed": (8, 32), "projection": (0, 4)},
     "text": {"best": (1, 1), "fixed": (8, 32), "projection": (0, 128)},

@@ -48,7 +48,7 @@ def train_classifier(
     """
     path = None if output is None else Path(output) / CHECKPOINT
     if path is not None and path.exists() and not overwrite:
-        raise ConfigError(f"'{path}' already exists. Choose another output folder, or add --overwrite")
+        raise ConfigError(f"'{path}' already exists. Choose another output folder, or add --overwrite.")
     torch.manual_seed(settings.seed)
     model = create_classifier(settings).to(device)
     rate = settings.learning_rate
@@ -119,7 +119,7 @@ def load_lra_classifier(path: str | Path) -> tuple[SequenceClassifier, Settings]
     """Load a checkpoint of :func:`train_classifier`. Return the model in eval mode and its settings."""
     contents = read_checkpoint(path)
     if "lra" not in contents:
-        raise ConfigError(f"'{path}' is not a checkpoint of research.long_range_arena")
+        raise ConfigError(f"'{path}' is not a checkpoint of research.long_range_arena.")
     settings = Settings(**contents["lra"])
     model = create_classifier(settings)
     model.load_state_dict(contents["model"])

@@ -54,8 +54,8 @@ def load_classifier(
         path: ``.pth``, ``.pth.tar`` or ``.safetensors``: of timm's ``train.py``, of ``tools/convert_checkpoint.py
             --classifier``, an official classifier, or a state dict of ``create_classifier``.
         variant: name of the variant; None if the file has it.
-        img_size: side in pixels of images and position tables; None for the sizes in the file, or else those of its
-            tables, and last the variant's own.
+        img_size: side in pixels of images and position tables; None for the size in the file, or else the size of its
+            tables, or else the default size of the variant.
         averaged: take the averaged weights of ``train.py --model-ema``.
 
     Raises:
@@ -73,10 +73,10 @@ def _load(contents: Mapping[str, Any], variant: str | None, img_size: int | None
     metadata = metadata if isinstance(metadata, Mapping) else {}
     in_file = metadata.get("variant") or named_variant(contents)
     if variant is not None and in_file not in (None, variant):
-        raise ConfigError(f"the checkpoint is for {in_file}, not for {variant}")
+        raise ConfigError(f"The checkpoint is for {in_file}, not for {variant}. Use --model {in_file}.")
     variant = variant or in_file
     if variant is None:
-        raise ConfigError("the checkpoint has no name of a variant. Add it, such as --model vil_small_rpb")
+        raise ConfigError("The checkpoint has no name of a variant. Add it, for example --model vil_small_rpb.")
     spec = get_variant(variant)
     own_size = _pair(spec.classifier_img_size)
     options, preparation = dict(metadata.get("options") or {}), {}
@@ -127,16 +127,16 @@ def _weights(
 ) -> tuple[dict[str, Tensor], dict[str, Any], str]:
     """Return the state dict of timm's model, the options that an official file needs, and a description of the file."""
     if averaged and _AVERAGED not in contents:
-        raise ConfigError("the checkpoint has no averaged weights, which timm's train.py saves with --model-ema")
+        raise ConfigError("The checkpoint has no averaged weights. Train with --model-ema of timm's train.py.")
     official = detect_format(contents)
     if official is not None:
         if not official.classifier:
-            raise ConfigError(f"the checkpoint is from {official.project} and has no classification head")
+            raise ConfigError(f"The checkpoint of {official.project} has no classification head. Use a classifier.")
         conversion = convert_official(official, variant, img_size=size, classifier=True)
         options = {key: value for key, value in conversion.options.items() if key != "num_classes"}
         return conversion.contents["model"], options, f"official, {official.project}"
     state_dict = contents[_AVERAGED] if averaged else state_dict_of(contents)
     state_dict = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
     if not is_classifier(state_dict) or "head.weight" not in state_dict:
-        raise ConfigError("the checkpoint is not a classifier: it has no head.weight")
+        raise ConfigError("The checkpoint has no head.weight. Use a classifier.")
     return state_dict, {}, "averaged weights" if averaged else "weights"

@@ -20,7 +20,7 @@ from research.robustness.sets import (
     ALEXNET_ERRORS,
     ROBUSTNESS_SETS,
     SEVERITIES,
-    LabelledImages,
+    LabeledImages,
     accuracy,
     correct_classes,
     corruption_error,
@@ -51,14 +51,15 @@ def evaluate_robustness(
         weights: file that :func:`.load_classifier` takes, with ``variant``, ``img_size`` and ``averaged``.
         data: the folder that contains the sets' folders.
         sets: keys of ``ROBUSTNESS_SETS``.
-        crop_pct: share of the shorter side that the crop has; None for that of the checkpoint or else the variant.
+        crop_pct: crop side / shorter image side; None for the value in the checkpoint, or else of the variant.
 
     Returns:
         ``variant``, ``source`` (a description of the file), ``data_config`` (timm's, for the images) and ``sets``, for
         each set:
 
         missing: folders and files that are not there. A set without its folder is left out.
-        accuracies: corruption, or "" for a set that is not ImageNet-C -> those of :func:`.accuracy`, one a severity.
+        accuracies: corruption -> results of :func:`.accuracy`, one per severity. Sets other than ImageNet-C have the
+            corruption "".
         errors: corruption -> CE in percent, where all severities are there.
         mean_error: mCE in percent, where all corruptions are there.
         paper: the paper's figure, top-1 or for ImageNet-C mCE, and its table.
@@ -76,12 +77,13 @@ def evaluate_robustness(
         needed = (ROBUSTNESS_SETS[name].folder, ROBUSTNESS_SETS[name].labels)
         missing[name] = [part for part in needed if part is not None and not (data / part).exists()]
     if all(missing.values()):
-        raise ConfigError(f"data: {data} contains none of {', '.join(sorted({*sum(missing.values(), [])}))}")
+        names = ", ".join(sorted({*sum(missing.values(), [])}))
+        raise ConfigError(f"'{data}' contains none of {names}. Unpack a set into it.")
     # All folders are listed before the first image is read.
     folders = {name: _list_folders(data, name, missing[name]) for name in sets}
     classifier = load_classifier(weights, variant, img_size=img_size, averaged=averaged)
     if classifier.num_classes != 1000:
-        raise ConfigError(f"{weights} has a head of {classifier.num_classes} classes: the sets are for ImageNet's 1000")
+        raise ConfigError(f"'{weights}' has {classifier.num_classes} classes. Use a classifier of ImageNet's 1000.")
     model = classifier.model.to(device)
     given = {**classifier.preparation, "input_size": (3, *classifier.img_size)}
     given |= {} if crop_pct is None else {"crop_pct": crop_pct}
@@ -112,7 +114,7 @@ def evaluate_robustness(
     return {"variant": classifier.variant, "source": classifier.source, "data_config": config, "sets": results}
 
 
-def _list_folders(data: Path, name: str, missing: list[str]) -> list[tuple[str, LabelledImages]]:
+def _list_folders(data: Path, name: str, missing: list[str]) -> list[tuple[str, LabeledImages]]:
     """Return the folders of images of a set, with their corruption; add the missing ones of ImageNet-C to a list."""
     image_set = ROBUSTNESS_SETS[name]
     if missing:
@@ -120,12 +122,12 @@ def _list_folders(data: Path, name: str, missing: list[str]) -> list[tuple[str, 
         return []
     folders = []
     if name != "c":
-        folders.append(("", LabelledImages(data, name)))
+        folders.append(("", LabeledImages(data, name)))
         correct_classes(data, name, folders[0][1].samples)
     else:
         for corruption, level in itertools.product(ALEXNET_ERRORS, map(str, SEVERITIES)):
             if (data / image_set.folder / corruption / level).is_dir():
-                folders.append((corruption, LabelledImages(data, name, corruption, level)))
+                folders.append((corruption, LabeledImages(data, name, corruption, level)))
             else:
                 missing.append(f"{image_set.folder}/{corruption}/{level}")
     for _, images in folders:
@@ -135,14 +137,14 @@ def _list_folders(data: Path, name: str, missing: list[str]) -> list[tuple[str, 
 
 
 @torch.inference_mode()
-def _predict(model: torch.nn.Module, images: LabelledImages, batch_size: int, num_workers: int, device: str) -> Tensor:
+def _predict(model: torch.nn.Module, images: LabeledImages, batch_size: int, num_workers: int, device: str) -> Tensor:
     """Return the five most probable classes of each image, (N, 5)."""
     loader = DataLoader(images, batch_size=batch_size, num_workers=num_workers, pin_memory=device != "cpu")
     found = []
     for batch, _ in loader:
         logits = model(batch.to(device, non_blocking=True)).float()
         if not logits.isfinite().all():
-            raise ConfigError(f"{images.root}: the outputs of the classifier are not finite")
+            raise ConfigError(f"{images.root}: the outputs are not finite. Use other weights.")
         found.append(top_classes(logits, images.subset).cpu())
     return torch.cat(found)
 

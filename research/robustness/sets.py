@@ -62,7 +62,7 @@ class ImageSet:
 
     Attributes:
         title: its name in tables.
-        folder: that of its images.
+        folder: folder of the images.
         num_images: the published number; for ImageNet-C of each severity.
         classes: ``"wordnet"`` for folders named by WordNet ids, ``"number"`` for folders 0 to 999, ``"in9"`` for
             ``IN9_CLASSES``.
@@ -105,7 +105,7 @@ ROBUSTNESS_SETS = {
 }
 
 
-class LabelledImages(ImageFolder):
+class LabeledImages(ImageFolder):
     """The images of a set, or of a folder ``inside`` it, such as a corruption and a severity of ImageNet-C.
 
     Raises:
@@ -132,14 +132,14 @@ class LabelledImages(ImageFolder):
         if unknown or not names:
             example = next(iter(self._numbers))
             found = f"{unknown[0]} is not a class of the set" if unknown else "it has no folders of classes"
-            raise ConfigError(f"{directory}: {found}; images lie in a folder for each class, such as {example}")
+            raise ConfigError(f"'{directory}': {found}. Put the images of each class in a folder, such as {example}.")
         return names, {name: self._numbers[name] for name in names}
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         try:
             return super().__getitem__(index)
         except OSError as error:
-            raise ConfigError(f"{self.samples[index][0]} cannot be read: {error}") from error
+            raise ConfigError(f"Cannot read '{self.samples[index][0]}': {error}. Replace it.") from error
 
 
 @functools.cache
@@ -161,15 +161,15 @@ def correct_classes(data: Path, name: str, samples: Sequence[tuple[str, int]]) -
     labels = json.loads(path.read_text())
     if image_set.labels == IN9_LABELS:
         if not isinstance(labels, dict) or labels.keys() != {str(number) for number in range(_NUM_CLASSES)}:
-            raise ConfigError(f"{path} is not that of MadryLab/backgrounds_challenge, with classes 0 to 999")
+            raise ConfigError(f"'{path}' has other keys than 0 to 999. Use the file of MadryLab/backgrounds_challenge.")
         correct = [{int(key) for key, value in labels.items() if value == number} for number in range(len(IN9_CLASSES))]
         return [correct[number] for _, number in samples]
     if not isinstance(labels, list) or len(labels) != _NUM_VAL:
-        raise ConfigError(f"{path} is not that of ImageNet-Real, with labels of {_NUM_VAL} images")
+        raise ConfigError(f"'{path}' does not have labels of {_NUM_VAL} images. Use the file of ImageNet-Real.")
     numbers = [_VAL_IMAGE.fullmatch(Path(sample).name) for sample, _ in samples]
     for (sample, _), number in zip(samples, numbers, strict=True):
         if number is None or not 1 <= int(number[1]) <= _NUM_VAL:
-            raise ConfigError(f"{sample}: {path} needs the published names, ILSVRC2012_val_00000001.JPEG and on")
+            raise ConfigError(f"'{path}' has no '{sample}'. Use the published names, ILSVRC2012_val_*.JPEG.")
     return [set(labels[int(number[1]) - 1]) for number in numbers]
 
 
@@ -201,7 +201,7 @@ def accuracy(predictions: Tensor, correct: Sequence[Collection[int]]) -> dict[st
         if classes
     ]
     if not hits:
-        raise ConfigError("no image has a label")
+        raise ConfigError("No image has a label. Use the file of ImageNet-Real.")
     top1, top5 = (100 * sum(any(row[:top]) for row in hits) / len(hits) for top in (1, 5))
     return {"num_files": len(predictions), "num_images": len(hits), "top1": top1, "top5": top5}
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from backbones.attention import chunks
 from backbones.attention.dense import merge_heads, pytorch_attention, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
+from backbones.backbone import Backbone
 from backbones.errors import ConfigError, check_whole, explain_unknown_keywords
-from backbones.layers.parameters import names_without_weight_decay
 from backbones.layers.tracing import at_least_float32, padding_to_multiple
 from research.sequence.encoder import EncoderLayer, check_heads
 
@@ -290,7 +290,7 @@ class CharLM(nn.Module):
         check_whole("rank", rank)
         check_whole("window_size", window_size)
         if dim % 2:
-            raise ConfigError(f"dim={dim} is odd. Use an even number, for as many sines as cosines")
+            raise ConfigError(f"dim={dim} is odd. Use an even number, for as many sines as cosines.")
         if memory_length % segment_length or memory_length < window_size:
             raise ConfigError(
                 f"memory_length={memory_length} must be a multiple of segment_length={segment_length}, and at least "
@@ -340,7 +340,7 @@ class CharLM(nn.Module):
         expected = (len(ids), self.memory_length, dim)
         if len(memory) != len(self.layers) or any(tuple(x.shape) != expected for x in memory):
             raise ConfigError(
-                f"memory is from another model or batch. Expected {len(self.layers)} tensors of shape {expected}"
+                f"The memory is from another model or batch. Give {len(self.layers)} tensors of shape {expected}."
             )
         segments = self.memory_length // self.segment_length - (-ids.shape[1] // self.segment_length)
         segment_table = _sinusoids(segments * self.rank, dim, tokens)
@@ -352,9 +352,7 @@ class CharLM(nn.Module):
         scores = F.linear(self.dropout(tokens), self.embedding.weight, self.bias)
         return at_least_float32(scores).log_softmax(dim=-1), tuple(kept)
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay: biases, including those of the attention, and norms."""
-        return names_without_weight_decay(self)
+    no_weight_decay = Backbone.no_weight_decay
 
 
 def _sinusoids(number: int, dim: int, like: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def _convert_char_lm(name: str, tensor: Tensor, parameters: Mapping[str, Tensor]
         dim = parameters["embedding.weight"].shape[1]
         expected = 1 / 10000 ** (torch.arange(0, dim, 2) / dim)
         if tensor.shape != expected.shape or not torch.allclose(tensor.float().cpu(), expected, rtol=1e-2):
-            raise ConfigError(f"'{name}' differs from the frequencies that the model computes, 10000^(-2 i / {dim})")
+            raise ConfigError(f"'{name}' differs from the frequencies that the model computes, 10000^(-2 i / {dim}).")
         return {"": "not a weight: the model computes it"}
     key = rename(name, _CHAR_LM_NAMES)
     if key.endswith(("key_bias", "query_bias")):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from backbones.attention import chunks
 from backbones.attention.dense import merge_heads, pytorch_attention, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
+from backbones.backbone import Backbone
 from backbones.errors import ConfigError, check_choice, check_whole, explain_unknown_keywords
 from backbones.layers.block import Mlp
-from backbones.layers.parameters import names_without_weight_decay
 from backbones.layers.tracing import at_least_float32, padding_to_multiple
 
 # Queries of a block, if a segment is smaller
@@ -266,7 +266,7 @@ class SequenceEncoder(nn.Module):
         check_whole("rank", rank, least=0)
         check_choice("class_token", class_token, (True, False, "last_layer"))
         if not window_size and not rank:
-            raise ConfigError("window_size=0 and rank=0 leave no keys. Set at least one of them to 1 or more")
+            raise ConfigError("window_size=0 and rank=0 leave no keys. Set at least one of them to 1 or more.")
         self.dropout = nn.Dropout(dropout)
         self.embedding = nn.Embedding(vocab_size, dim)
         self.positions = nn.Parameter(torch.empty(max_length, dim))
@@ -305,7 +305,7 @@ class SequenceEncoder(nn.Module):
             ConfigError: if N is larger than ``max_length``.
         """
         if ids.shape[1] > len(self.positions):
-            raise ConfigError(f"a sequence has {ids.shape[1]} tokens, but max_length is {len(self.positions)}")
+            raise ConfigError(f"A sequence has {ids.shape[1]} tokens. Use at most max_length={len(self.positions)}.")
         tokens = self.dropout(self.embedding(ids) + self.positions[: ids.shape[1]])
         class_token = None
         for left, layer in zip(range(len(self.layers), 0, -1), self.layers, strict=True):
@@ -317,9 +317,7 @@ class SequenceEncoder(nn.Module):
         output = self.norm(tokens)
         return output if mask is None else output * mask[:, :, None]
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay: biases, norms, positions and the class token."""
-        return names_without_weight_decay(self)
+    no_weight_decay = Backbone.no_weight_decay
 
 
 def check_heads(dim: int, num_heads: int) -> None:

@@ -69,7 +69,7 @@ def causal_attention(
     token_bias = token_bias + (key * key_bias).sum(-1)[:, :, None, :]
     token_bias = token_bias.masked_fill((distance < 0) | (distance >= window_size), float("-inf"))
 
-    # Sums: those of the memory, and of all segments of the block but the last.
+    # Sums of the memory, and of all segments of the block except the last one.
     vectors, segments = projected_key.shape[2], -(-query.shape[2] // segment_length)
     in_memory = vectors - (segments - 1) * rank
     back = in_memory + token // segment_length * rank - 1 - torch.arange(vectors, device=query.device)

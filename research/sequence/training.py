@@ -39,7 +39,7 @@ class Learner:
             loss.backward()
             total += loss.item()
         if not math.isfinite(total):
-            raise ConfigError(f"The loss of {self.name} is {total}. Lower the learning rate or lengthen the warm-up")
+            raise ConfigError(f"The loss of {self.name} is {total}. Lower the learning rate or lengthen the warm-up.")
         self.optimizer.step()
         self.losses.append(total)
         self.seconds += time.perf_counter() - start

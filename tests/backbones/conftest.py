@@ -1,4 +1,4 @@
-"""Settings of all tests of the backbones."""
+"""Settings of all backbone tests."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """The tensors are small: on a busy machine threads that wait for each other take four times as long."""
+    """Use one thread. The tensors are small, and waiting threads take four times as long on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Small models of all families, one name each, for what holds for all of them."""
+"""Small named models of all families, for tests that apply to all of them."""
 
 import torch
 from torch import nn
@@ -7,11 +7,11 @@ from backbones.backbone import Backbone, BackboneSettings, Classifier, Variant
 from backbones.cvt import CvT, CvTStage, CvTVariant
 from backbones.lit import LIT, LITVariant
 from backbones.vil import ViL
-from tests.backbones.helpers import FAMILIES, randomise, small_variant
+from tests.backbones.helpers import FAMILIES, randomize, small_variant
 from tests.backbones.official_lit import TI, S
 
 CVT = CvTVariant((CvTStage(1, 4, 1, 5, 4), CvTStage(2, 8, 2, 3, 3), CvTStage(1, 12, 3, 2, 2)))
-# Absolute positions as LIT-Ti, relative bias as LIT-S, -M and -B
+# Absolute positions as in LIT-Ti, relative bias as in LIT-S, -M and -B
 LITS = {
     "absolute": TI,
     "relative": S,
@@ -28,27 +28,27 @@ _CLASSES = {"vil": ViL, "lit": LIT, "cvt": CvT}
 
 
 def small_model(name: str, **options) -> Backbone:
-    """A model of ``VARIANTS`` in eval mode, with random float64 weights and statistics."""
+    """Return a model of ``VARIANTS`` in eval mode, with random float64 weights and statistics."""
     options = {"max_img_size": (160, 160)} | options
-    return _randomised(_CLASSES[name[:3]](VARIANTS[name], BackboneSettings(**options)))
+    return _randomized(_CLASSES[name[:3]](VARIANTS[name], BackboneSettings(**options)))
 
 
 def small_classifier(name: str) -> Classifier:
-    """As :func:`small_model`, with a head for 5 classes."""
+    """Return a :func:`small_model` with a head for 5 classes."""
     variant = VARIANTS[name]
     settings = BackboneSettings(out_features=(f"stage{len(variant.stages)}",), keep_global_tokens=True)
     backbone = _CLASSES[name[:3]](variant, settings)
-    return _randomised(Classifier(backbone, num_classes=5, pool=variant.pool, norm_eps=variant.norm_eps))
+    return _randomized(Classifier(backbone, num_classes=5, pool=variant.pool, norm_eps=variant.norm_eps))
 
 
 def small_lit(variant: str | LITVariant = "relative", **options) -> LIT:
-    """As :func:`small_model`, also for a variant that has no name."""
-    return _randomised(LIT(LITS[variant] if isinstance(variant, str) else variant, BackboneSettings(**options)))
+    """Return a :func:`small_model`, also of a variant without a name."""
+    return _randomized(LIT(LITS[variant] if isinstance(variant, str) else variant, BackboneSettings(**options)))
 
 
-def _randomised(model: nn.Module) -> nn.Module:
+def _randomized(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(9)
-    for name, buffer in randomise(model).named_buffers():
+    for name, buffer in randomize(model).named_buffers():
         values = torch.randn(buffer.shape, generator=generator, dtype=torch.float64)
         if name.endswith(("running_var", "norm.weight")):
             buffer.copy_(1 + 0.3 * values.abs())

@@ -1,4 +1,4 @@
-"""Helpers of the tests of the backbones: random inputs and weights, comparisons, traces, a small ViL."""
+"""Helpers of the backbone tests: random inputs and weights, comparisons, traces, and a small ViL."""
 
 import math
 import warnings
@@ -13,7 +13,7 @@ from backbones.attention.efficient import redraw_features
 from backbones.backbone import BackboneSettings
 from backbones.vil import ViL, ViLStage, ViLVariant
 
-# Families of options for :func:`small_vil`, one name each.
+# Named options for :func:`small_vil`.
 FAMILIES = {
     "absolute": {},
     "relative": {"relative_bias": True, "global_tokens": (1, 1, 1, 0)},
@@ -31,7 +31,7 @@ FAMILIES = {
     "global": {"attention": "global", "global_tokens": 3},
     "spatial_reduction": {"attention": "spatial_reduction", "reduction": (4, 3, 2, 1)},
     "performer": {"attention": "performer", "num_features": 10, "global_tokens": (1, 1, 1, 0)},
-    # Two global tokens: the softmax over one is always 1, whatever the query.
+    # Two global tokens, because the softmax over one is always 1.
     "partial": {"attention": ("performer", "global", "dense", "dense"), "global_tokens": 2},
 }
 
@@ -49,7 +49,7 @@ def attention_inputs(
     channels: int = 4,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Random float64 arguments of ``sliding_chunk_attention``; what is not asked for is left out."""
+    """Return random float64 arguments of ``sliding_chunk_attention``. Optional ones are included on request."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -66,7 +66,7 @@ def attention_inputs(
 
 
 def outputs_and_gradients(function: Callable, inputs: dict[str, Tensor], **options) -> dict[str, Tensor]:
-    """The output of ``function(**inputs)``, and the gradient of each input for uneven weights of the output."""
+    """Return the output of ``function(**inputs)``, and the gradient of each input for a weighted sum of the output."""
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in inputs.items()}
     output = function(**leaves, **options)
     weights = torch.sin(torch.arange(output.numel(), dtype=torch.float64)).view(output.shape)
@@ -75,7 +75,7 @@ def outputs_and_gradients(function: Callable, inputs: dict[str, Tensor], **optio
 
 
 def assert_all_close(actual: dict, expected: dict, *, tolerance: float) -> None:
-    """The same names, shapes and types, and values within ``tolerance``."""
+    """Check for equal names, shapes and dtypes, and values within ``tolerance``."""
     assert actual.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(
@@ -86,9 +86,9 @@ def assert_all_close(actual: dict, expected: dict, *, tolerance: float) -> None:
 def assert_padding_is_hidden_in_half_precision(
     attend: Callable, attend_by_reference: Callable, inputs: dict[str, Tensor], *, dtype: torch.dtype, autocast: bool
 ) -> None:
-    """All scores of tokens are near -1.2e4 (``inputs`` have 64 channels), and padding would win at its 0.
+    """Check padding if all scores of tokens are near -1.2e4 (64 channels), so that padding with score 0 would dominate.
 
-    Values are constant, so that the rounding of the scores has no effect on the output, but a padded zero has.
+    The values are constant. Rounded scores then have no effect on the output, but padded zeros have.
     """
     side = (1.2e4 / 8) ** 0.5
     sides = {"query": side, "key": -side, "projected_key": -side, "global_key": -side}
@@ -105,9 +105,9 @@ def assert_padding_is_hidden_in_half_precision(
 
 
 class LargestTensor(TorchDispatchMode):
-    """Keeps the number of elements of the largest tensor that any operation gives, forwards or backwards.
+    """Record the number of elements of the largest tensor that an operation returns, in the forward or backward pass.
 
-    ``nbytes`` is the size of the largest memory behind them: a view may have more elements than that has.
+    ``nbytes`` is the size of the largest storage. A view may have more elements than its storage.
     """
 
     numel = nbytes = 0
@@ -121,7 +121,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def trace(function: Callable, example: tuple[Tensor, ...]) -> torch.jit.ScriptFunction:
-    """``torch.jit.trace``; a warning that our code froze a size fails the test."""
+    """Call ``torch.jit.trace``. If the tracer warns that our code makes a size constant, the test fails."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         traced = torch.jit.trace(function, example, check_trace=False, strict=False)
@@ -130,10 +130,10 @@ def trace(function: Callable, example: tuple[Tensor, ...]) -> torch.jit.ScriptFu
     return traced
 
 
-def randomise(model: nn.Module, *, seed: int = 0) -> nn.Module:
-    """Fill every parameter with values that no other has, so that none is hidden by being 0 or 1.
+def randomize(model: nn.Module, *, seed: int = 0) -> nn.Module:
+    """Fill every parameter with different values, because a parameter of 0 or 1 could hide an error.
 
-    Random features are sampled again too.
+    Random features are resampled too.
     """
     generator = torch.Generator().manual_seed(seed)
     redraw_features(model, seed=seed)
@@ -156,7 +156,7 @@ def small_variant(
     num_features: int = 256,
     **options,
 ) -> ViLVariant:
-    """Four stages of few channels with w = 3; ``options`` as for ``ViLVariant.with_options``."""
+    """Return a variant of four stages with few channels and chunk size 3; see ``ViLVariant.with_options``."""
     sizes = ((1, 4, 1, 4), (2, 2, 2, 8), (1, 2, 2, 8), (1, 2, 4, 16))
     mechanisms = (attention,) * 4 if isinstance(attention, str) else attention
     stages = (
@@ -169,9 +169,9 @@ def small_variant(
 
 
 def small_vil(family: str = "relative", *, max_img_size: tuple[int, int] = (160, 160), **options) -> ViL:
-    """A small ViL in eval mode with random float64 weights; ``options`` are :class:`.BackboneSettings`."""
+    """Return a small ViL in eval mode with random float64 weights. ``options`` are :class:`.BackboneSettings`."""
     model = ViL(small_variant(**FAMILIES[family]), BackboneSettings(max_img_size=max_img_size, **options))
-    return randomise(model).double().eval()
+    return randomize(model).double().eval()
 
 
 def random_images(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -183,7 +183,7 @@ def random_ids(batch: int, length: int, *, below: int = 11, seed: int = 0) -> Te
 
 
 def map_gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """The gradient of each parameter, for uneven weights of all feature maps; a missing one is None."""
+    """Return the gradient of each parameter, or None, for a weighted sum of all feature maps."""
     model.zero_grad(set_to_none=True)
     weighted = [
         (m * torch.sin(torch.arange(m.numel(), dtype=m.dtype)).view(m.shape)).sum() for m in model(images).values()

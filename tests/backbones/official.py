@@ -1,4 +1,4 @@
-"""ViL as the official checkpoints have it: their names and shapes."""
+"""Names and shapes of the official ViL checkpoints."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ WINDOW = 7
 
 @dataclasses.dataclass(frozen=True)
 class OfficialStage:
-    """Depth, patch size, heads, channels and global tokens; ``full`` for the official full attention (s0).
+    """A stage: depth, patch size, heads, channels and global tokens. ``full`` means official full attention (s0).
 
     ``features`` of a Performer and ``reduction`` of spatial reduction are 0 for sliding chunks.
     """
@@ -43,7 +43,7 @@ def official_state_dict(
     num_classes: int = 10,
     shared: bool = True,
 ) -> dict[str, Tensor]:
-    """A checkpoint in the official format, each tensor a random function of its name.
+    """Return a checkpoint in the official format. Each tensor is a random function of its name.
 
     Args:
         windows: chunk sizes of the first stages; ``WINDOW`` in the others.
@@ -63,7 +63,7 @@ def official_shapes(
     windows: Sequence[int] = (),
     num_classes: int = 1000,
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a checkpoint in the official format."""
+    """Return the shape of each tensor of a checkpoint in the official format."""
     shapes, in_channels, side = {}, 3, img_size
     for number, stage in enumerate(stages, start=1):
         dim, heads, num_global = stage.dim, stage.heads, stage.globals

@@ -26,7 +26,7 @@ S = LITVariant(
 def official_state_dict(
     variant: LITVariant, *, classifier: bool, img_size: int = 64, num_classes: int = 10
 ) -> dict[str, Tensor]:
-    """Random float64 weights under the official names: of the LIT-Ti code without relative bias, of LIT-S with it."""
+    """Return random float64 weights with official names: of LIT-Ti without relative bias, or of LIT-S with it."""
     relative, weights = variant.relative_bias, {}
 
     def add(name: str, *shape: int) -> None:

@@ -1,4 +1,4 @@
-"""Names and options: sizes and parameter counts of the papers' tables, the public functions, and their errors."""
+"""Variants and options: the sizes and parameter counts in the papers, the public functions, and their errors."""
 
 import dataclasses
 
@@ -71,7 +71,7 @@ def test_names():
 
 
 def test_sizes_of_vil():
-    """Those of Table 9; the flat models are E-ViT(full x 12/16; h, d, 1) of section 3.1 (Table 2)."""
+    """Table 9 has the sizes. The flat models are E-ViT(full x 12/16; h, d, 1) of section 3.1 (Table 2)."""
     for name, table in TABLE_9.items():
         stages = [tuple(map(int, stage.split(","))) for stage in table.split()]
         variant = get_variant(name)
@@ -97,7 +97,7 @@ def test_sizes_of_lit(name):
     [("vil_tiny_rpb", {1e-6}), ("lit_s", {1e-5}), ("cvt_ls_13", {1e-5}), ("lit_ti", {1e-5, 1e-6})],
 )
 def test_epsilon_of_layer_norms(name, expected):
-    """As in the official code, where the embedding of LIT-Ti has PyTorch's."""
+    """The official code does the same. The patch embedding of LIT-Ti has PyTorch's initialization."""
     norms = {
         key: norm.eps for key, norm in meta(create_classifier, name).named_modules() if isinstance(norm, nn.LayerNorm)
     }
@@ -106,7 +106,7 @@ def test_epsilon_of_layer_norms(name, expected):
 
 
 def test_parameter_counts_with_uniform_merging():
-    """LIT Table 3, starred rows: without the head, and rounded down; published.yaml has the others."""
+    """The starred rows of LIT Table 3 leave out the head and are rounded down. published.yaml has the other rows."""
     for name, millions in (("lit_ti", 19), ("lit_s", 27)):
         model = meta(create_classifier, name, token_merging="uniform")
         assert int((count(model.parameters()) - count(model.head.parameters())) / 1e6) == millions, name
@@ -141,7 +141,7 @@ def test_initial_values():
             elif "patch_embed.offset" in key:
                 assert parameter.eq(0).all(), key
             elif "patch_embed" in key:
-                # A convolution's, or the bias of a norm
+                # The weight of a convolution, or the bias of a norm
                 assert parameter.eq(0).all() or parameter.std().item() > 0.01, key
             elif key.endswith("bias"):
                 assert parameter.eq(0).all(), key
@@ -219,7 +219,7 @@ def test_linformer_is_a_classifier_only(name):
 
 @pytest.mark.parametrize("name", ["vil_tiny_1_1_3_1", "lit_s", "ls_tiny"])
 def test_both_position_interpolations_agree(name):
-    """Resized once to the maps of one image size, or to each feature map: the same for images of that size."""
+    """Tables are resized once for one image size, or to each feature map. For images of that size, both are equal."""
     height, width = 64, 160
     torch.manual_seed(0)
     each = create_backbone(name, position_interpolation="per_feature_map").double().eval()

@@ -1,4 +1,4 @@
-"""Checkpoint files: round trips, other projects' files, damaged and malicious files, atomic writing."""
+"""Checkpoint files: round trips, files of other projects, damaged and malicious files, atomic writes."""
 
 import argparse
 
@@ -39,14 +39,14 @@ def test_round_trip(tmp_path, suffix):
     assert read["vil_detectron2"] == written["vil_detectron2"] and read["iteration"] == 3
     assert sorted(file.name for file in tmp_path.iterdir()) == [path.name, "other"]
     assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
-    # Modules adapt weights of an older format by the versions that a state dict has.
+    # Modules use the versions in a state dict to load weights of an older format.
     write_checkpoint(path, {"model": torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()})
     assert read_checkpoint(path)["model"]._metadata == {"0": {"version": 2}}
 
 
 @pytest.mark.parametrize("key", ["model", "net", "state_dict", None])
 def test_checkpoints_of_other_projects(tmp_path, key):
-    """Under any of their keys, or bare; settings of their training runs are read as data."""
+    """The state dict is under any known key, or bare. Training settings are read as data."""
     state_dict = {"weight": torch.ones(1)}
     for settings in (CfgNode({"A": {"B": (1, 2)}}), argparse.Namespace(lr=0.1, name="x")):
         torch.save({key: state_dict, "config": settings, "epoch": 3} if key else state_dict, tmp_path / "a.pth")
@@ -57,7 +57,7 @@ def test_checkpoints_of_other_projects(tmp_path, key):
 
 
 class Malicious:
-    """Creates a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path) -> None:
         self.path = str(path)

@@ -1,4 +1,4 @@
-"""Official checkpoints of ViL and LIT: the format, every name and value, and errors for what does not match."""
+"""Official checkpoints of ViL and LIT: the format, every name and value, and errors for mismatches."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from backbones import ConfigError, create_backbone, create_classifier
 from backbones.build import VARIANTS
 from backbones.convert import convert_state_dict, detect_format
 from backbones.layers.position import resize_table
-from tests import wrapping
+from tests import layouts
 from tests.backbones import official_lit
 from tests.backbones.helpers import assert_all_close, random_images
 from tests.backbones.official import TINY, OfficialStage, official_state_dict
@@ -43,7 +43,7 @@ def with_globals(*numbers: int) -> tuple[OfficialStage, ...]:
 
 
 def loaded(create, name: str, weights: dict, options: dict | None = None) -> tuple[torch.nn.Module, object]:
-    """The model with the converted weights, in float64 and eval mode, and the report, in which each name is once."""
+    """Return the model with the converted weights in float64 and eval mode, and the report. Each name is in it once."""
     options, classifier = options or {}, create is create_classifier
     converted, report = convert_state_dict(weights, name, classifier=classifier, model_options=options)
     parts = (report.mapped, report.split, report.tied, report.dropped)
@@ -74,7 +74,7 @@ def test_every_tensor_of_vil_is_converted(relative_bias, num_global, shared):
 
 
 def test_full_attention_is_converted_into_full_and_into_sliding_chunks():
-    """They are the same on maps of at most two chunks a side."""
+    """Both attend to the same tokens if the feature map has at most two chunks per side."""
     sizes = ((1, 4, 1, 48), (1, 2, 3, 96), (9, 2, 3, 192), (1, 2, 6, 384))
     stages = tuple(OfficialStage(*size, globals=int(index < 3), full=True) for index, size in enumerate(sizes))
     weights, images = official_state_dict(stages, relative_bias=False), random_images(1, 3, 37, 54)
@@ -100,7 +100,7 @@ def test_prefixes_are_removed(prefix):
 
 @pytest.mark.parametrize("max_img_size, lengths", [(1333, (336, 168, 84, 42)), ((160, 90), (40, 20, 10, 5))])
 def test_absolute_positions_are_resized(max_img_size, lengths):
-    """From 224 pixels; 1333 pixels are 42 positions of 32."""
+    """The tables are for 224 pixels. 1333 pixels have 42 positions at stride 32."""
     weights = vil(relative_bias=False)
     converted, report = convert_state_dict(weights, ABSOLUTE, model_options={"max_img_size": max_img_size})
     for index, length in enumerate(lengths):
@@ -122,7 +122,7 @@ def test_window_bias_is_resized_to_another_window():
 
 @pytest.mark.parametrize("chunk_size", [5, 8])
 def test_segment_bias_is_never_resized(chunk_size):
-    """Offsets share its rows; that of w = 5 has 121 rows, as if it were a square."""
+    """Offsets share rows of the table. For w = 5 it has 121 rows, which look like a square table."""
     model = create_backbone("ls_tiny", chunk_size=chunk_size, out_features=("stage1",))
     table = model.stages[0].blocks[0].attention.relative_bias.table.detach()
     with pytest.raises(ConfigError, match="relative_position_bias_table"):
@@ -130,7 +130,7 @@ def test_segment_bias_is_never_resized(chunk_size):
 
 
 def test_a_performer_from_a_partial_one_gets_random_features():
-    """ViL Table 8: full stages have what performer stages have, except for the features."""
+    """ViL Table 8: full stages have the parameters of performer stages, except for the features."""
     weights = golden_state_dict(golden("performer_tiny_ape_cls"))
     features = [key for key in weights if key.startswith(("layer3", "layer4")) and key.endswith("projection_matrix")]
     for key in features:
@@ -168,12 +168,12 @@ def test_a_lit_ti_classifier_gives_a_backbone_without_its_global_token():
     [
         ("lit_absolute", 64, (96, 64)),
         ("lit_relative", 64, (40, 100)),
-        # 27 x 3 offsets in stage 4 are as many as 9 x 9.
+        # In stage 4, there are as many offsets for 27 x 3 as for 9 x 9.
         ("lit_relative", 160, (448, 64)),
     ],
 )
 def test_lit_tables_are_resized_as_in_the_model(name, trained, size):
-    """Where the image has just the size of the new tables, it does not matter whether file or model resizes."""
+    """If the image has the size of the new tables, resizing in the file and in the model is the same."""
     weights, images = lit(name, classifier=True, img_size=trained), random_images(1, 3, *size)
     as_trained, model = (
         loaded(create_classifier, name, weights, {"num_classes": 10, "img_size": img_size})
@@ -245,7 +245,7 @@ BIAS = "layers.3.blocks.0.attn.relative_position_bias_table"
         (lambda: lit("lit_absolute"), with_tensor("pos_embed4", 1, 4, 16), "lit_absolute", {}, "pos_embed4"),
         (lambda: lit("lit_absolute"), dict, "lit_absolute", {"token_merging": "uniform"}, "patch_embed2"),
         (lit, with_tensor("layers.3.downsample.dconv.weight", 1), "lit_relative", {}, "layers.3.downsample"),
-        # Only a classifier has no output norms at all.
+        # Only a classifier has no output norms.
         (lit, without("norm2.weight"), "lit_relative", {}, "output_norms.stage3.weight"),
         (lit, without("norm"), "lit_relative", {}, "output_norms.stage2.weight"),
         (lit, with_tensor(BIAS, 10, 6), "lit_relative", {}, BIAS),
@@ -266,21 +266,24 @@ def test_mismatched_weights_raise(weights, change, name, options, hint):
 
 LONG_SHORT = {"layer1.1.attn.to_dynamic_projection.weight": torch.ones(8, 48)}
 VIL_DETECTION = "VisionLongformerForObjectDetection"
-MMDETECTION, MMSEGMENTATION = wrapping.mmdetection_heads(), wrapping.mmdetection_heads(segmentor=True)
+MMDETECTION, MMSEGMENTATION = (
+    layouts.mmdetection_heads(),
+    layouts.mmdetection_heads(segmentor=True),
+)
 
 
 @pytest.mark.parametrize(
     "project, weights, wrap, heads",
     [
-        ("vision-longformer", vil, wrapping.vision_longformer, None),
+        ("vision-longformer", vil, layouts.vision_longformer, None),
         ("vision-longformer", vil, dict, None),
-        ("transformer-ls", lambda: vil() | LONG_SHORT, wrapping.vision_longformer, None),
-        ("LIT", lambda: lit("lit_absolute", classifier=True), wrapping.lit_classifier, None),
-        ("LIT", lambda: lit(classifier=True), wrapping.lit_classifier, None),
-        (VIL_DETECTION, vil, wrapping.detectron2_detector, HEADS),
-        (VIL_DETECTION, vil, wrapping.detectron2_detector, {}),
-        ("LIT mmdetection", lambda: lit("lit_absolute"), wrapping.mmdetection, MMDETECTION),
-        ("LIT mmsegmentation", lit, wrapping.mmdetection, MMSEGMENTATION),
+        ("transformer-ls", lambda: vil() | LONG_SHORT, layouts.vision_longformer, None),
+        ("LIT", lambda: lit("lit_absolute", classifier=True), layouts.lit_classifier, None),
+        ("LIT", lambda: lit(classifier=True), layouts.lit_classifier, None),
+        (VIL_DETECTION, vil, layouts.detectron2_detector, HEADS),
+        (VIL_DETECTION, vil, layouts.detectron2_detector, {}),
+        ("LIT mmdetection", lambda: lit("lit_absolute"), layouts.mmdetection, MMDETECTION),
+        ("LIT mmsegmentation", lit, layouts.mmdetection, MMSEGMENTATION),
     ],
 )
 def test_formats_of_official_checkpoints(project, weights, wrap, heads):
@@ -291,7 +294,7 @@ def test_formats_of_official_checkpoints(project, weights, wrap, heads):
 
 
 def test_unusual_contents():
-    contents = wrapping.vision_longformer(vil())
+    contents = layouts.vision_longformer(vil())
     contents["net"]["module.calls"] = 3
     assert_all_close(detect_format(contents).backbone, vil(), tolerance=0)
     weights = {name: tensor for name, tensor in vil().items() if name not in HEAD_AND_NORM}

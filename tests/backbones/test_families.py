@@ -1,4 +1,4 @@
-"""Tests that ViL, LIT and CvT share: feature maps of any image, gradients, precision, training, traces, exports."""
+"""Tests of all families: feature maps of images of any size, gradients, precision, training, traces and exports."""
 
 import dataclasses
 import functools
@@ -22,16 +22,16 @@ from tests.backbones.helpers import (
     assert_all_close,
     map_gradients,
     random_images,
-    randomise,
+    randomize,
     small_variant,
     small_vil,
     trace,
 )
 
 models = pytest.mark.parametrize("name", VARIANTS)
-# TorchScript's optimiser is tried with one trace of each family.
-OPTIMISED = ("vil_relative", "lit_relative", "cvt")
-varied = pytest.mark.parametrize("name", [*OPTIMISED, "vil_cyclic", "vil_partial", "vil_long_short", "lit_absolute"])
+# One trace per family runs with TorchScript's optimizer.
+OPTIMIZED = ("vil_relative", "lit_relative", "cvt")
+varied = pytest.mark.parametrize("name", [*OPTIMIZED, "vil_cyclic", "vil_partial", "vil_long_short", "lit_absolute"])
 one_of_each = pytest.mark.parametrize("name", ["vil_absolute", "lit_relative", "cvt"])
 SIZES = [(37, 50), (32, 32), (64, 64), (64, 33), (61, 130), (5, 130), (5, 9)]
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -53,7 +53,7 @@ def test_maps_of_any_size(name):
 
 @models
 def test_output_of_an_image_ignores_its_batch_and_padding_within_a_patch(name):
-    """The model pads with zeros, below and on the right, as one would by hand up to whole patches."""
+    """The model pads the image with zeros, below and on the right, to whole patches."""
     model, images = small_model(name), random_images(2, 3, 37, 50)
     together = model(images)
     padded = torch.zeros(2, 3, 40, 52, dtype=torch.float64)
@@ -65,7 +65,7 @@ def test_output_of_an_image_ignores_its_batch_and_padding_within_a_patch(name):
 
 @models
 def test_a_batch_of_no_images(name):
-    """Empty maps, gradients of zero, and statistics that stay numbers."""
+    """Feature maps are empty, gradients are zero, and statistics stay finite."""
     model = small_model(name).train()
     features = model(random_images(0, 3, 37, 50))
     for stage, info in model.feature_info.items():
@@ -126,13 +126,13 @@ def test_autocast_trains(name, dtype):
 
 
 def without_gradient(gradients: dict) -> set[str]:
-    """Less than rounding leaves. The bias of the dynamic projection cancels in a softmax over the tokens."""
+    """Return the names without gradients above rounding. The bias of the dynamic projection cancels in its softmax."""
     idle = {name for name, gradient in gradients.items() if gradient is None or not gradient.abs().max() > 1e-11}
     return {name for name in idle if not name.endswith("dynamic_projection.bias")}
 
 
 def assert_only_weights_decay(model: nn.Module) -> None:
-    """Weights of linear layers and convolutions."""
+    """Check that only the weights of linear layers and convolutions have weight decay."""
     types = (nn.Linear, nn.Conv2d, DeformableTokenMerging)
     decaying = {f"{key}.weight" for key, module in model.named_modules() if isinstance(module, types)}
     names = {key for key, _ in model.named_parameters()}
@@ -146,7 +146,7 @@ def test_every_parameter_gets_a_gradient(name):
     norms = [key for key, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
     for training in (True, False) if norms else (True,):
         gradients = map_gradients(model.train(training), images)
-        # Batch statistics cancel the bias before them.
+        # BatchNorm cancels the bias of the layer before it.
         idle = {f"{key.removesuffix('.norm')}.bias" for key in norms} if training else set()
         assert without_gradient(gradients) == idle & gradients.keys()
         assert all(gradient.isfinite().all() for gradient in gradients.values())
@@ -159,7 +159,7 @@ def test_every_parameter_gets_a_gradient(name):
 
 
 def test_layers_count_blocks():
-    """``test_feature_maps_and_logits`` has their order, here are offsets and output norms too."""
+    """``test_feature_maps_and_logits`` tests the order of the feature maps. This test adds offsets and output norms."""
     layers = {
         **{"stages.0.patch_embed.": 0, "stages.0.blocks.0.": 1, "stages.1.": 2, "output_norms.stage2.": 2},
         **{"stages.2.patch_embed.offset.": 3, "stages.2.blocks.0.": 3, "stages.2.blocks.1.": 4},
@@ -180,7 +180,7 @@ def test_activation_checkpointing_changes_no_gradient_and_no_statistics(name):
         torch.manual_seed(0)
         with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
             gradients = map_gradients(model, images)
-        # A block whose path all images drop has no gradient.
+        # A block has no gradient if its path is dropped for all images.
         results.append({k: g for k, g in gradients.items() if g is not None} | dict(model.named_buffers()))
         kept.append(sum(sizes))
     assert_all_close(results[1], results[0], tolerance=1e-11)
@@ -202,7 +202,7 @@ def test_weights_that_are_cast_together_train_as_with_autocast_alone(name, monke
         assert all(parameter is after[key] for key, parameter in parameters.items())
         results.append(maps | {key: x.grad for key, x in parameters.items() if x.grad is not None})
         monkeypatch.setattr("backbones.backbone.call_block", lambda block, *inputs: block(*inputs))
-    # A weight that is cast to another type, or a lost gradient, changes more.
+    # If a weight were cast to another dtype, or a gradient were lost, the difference would be larger.
     assert results[0].keys() == results[1].keys()
     for key, expected in results[1].items():
         assert (results[0][key] - expected).abs().max() <= 0.05 * expected.abs().max(), key
@@ -223,7 +223,7 @@ def test_frozen_stages_keep_weights_and_statistics(name, number):
                 assert parameter.grad is None and not parameter.requires_grad, key
         for key, buffer in model.named_buffers():
             assert torch.equal(buffer, before[key]) == (int(key.split(".")[1]) < number), key
-        # As a trainer does after an evaluation
+        # As trainers do after an evaluation
         model.eval().train()
     assert [stage.training for stage in model.stages] == [index >= number for index in range(len(model.stages))]
 
@@ -231,26 +231,26 @@ def test_frozen_stages_keep_weights_and_statistics(name, number):
 @models
 def test_trace_is_correct_for_other_sizes(name):
     model = small_model(name)
-    # Fusing a traced graph takes as long as all else, so only one model of each family is optimised.
-    with torch.jit.optimized_execution(name in OPTIMISED):
+    # Fusing a traced graph takes half of the time, so only one model per family is optimized.
+    with torch.jit.optimized_execution(name in OPTIMIZED):
         traced = trace(model, (random_images(1, 3, 96, 64),))
         for batch, height, width in ((1, 37, 50), (2, 20, 90), (1, 8, 5), (2, 130, 70)):
             images = random_images(batch, 3, height, width)
             assert_all_close(traced(images), model(images), tolerance=1e-10)
 
 
-# Square, portrait and landscape; maps smaller than a window, and sizes that no stride divides.
+# Square, portrait and landscape; feature maps smaller than a window, and sizes that are no multiples of a stride.
 EXPORT_SIZES = ((32, 32), (64, 64), (32, 160), (160, 96), (96, 352), (416, 64), (45, 70), (131, 57))
 LARGEST = {"max_img_size": (1344, 1344)}
 MIXED = {"attention": ("sliding_chunk", "long_short") * 2, "global_tokens": 2, "relative_bias": True}
 
 
 def vil(sizes: tuple[tuple[int, int], ...] = ((32, 2),), **options) -> Backbone:
-    """Stages of these patch sizes and depths: an export of few takes less time."""
+    """Return a variant with stages of these patch sizes and depths. Fewer stages are exported faster."""
     variant = small_variant(**options)
     stages = zip(variant.stages, sizes, strict=False)
     stages = tuple(dataclasses.replace(stage, patch_size=patch, depth=depth) for stage, (patch, depth) in stages)
-    return randomise(ViL(dataclasses.replace(variant, stages=stages), BackboneSettings(**LARGEST))).double().eval()
+    return randomize(ViL(dataclasses.replace(variant, stages=stages), BackboneSettings(**LARGEST))).double().eval()
 
 
 def lit(family: str, *out_features: str, **options) -> Backbone:
@@ -279,12 +279,12 @@ EXPORTED = ONNX | {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPORTED)
 def test_exported_backbone_is_correct_for_other_sizes(name):
-    """In torch with the guards of the program checked at each size, and in onnxruntime."""
+    """Run in torch, which checks the guards of the program at each size, and in onnxruntime."""
     dtype = torch.float32 if name in ONNX else torch.float64
     model = EXPORTED[name]().to(dtype)
     for module in model.modules():
         if isinstance(module, dense.DenseAttention) and module.relative_bias is not None:
-            # The maps of these small models would be seen in one group.
+            # These small feature maps would fit into one group.
             module.num_groups = 3
     dynamic = {0: Dim("batch", min=1), 2: Dim("height", min=32, max=1344), 3: Dim("width", min=32, max=1344)}
     with torch.no_grad(), symbolic_config.patch(backed_size_oblivious=True):
@@ -311,7 +311,7 @@ def test_exported_backbone_is_correct_for_other_sizes(name):
         assert largest.numel < LITS["relative"].stages[2].heads * 40**4 / 2
 
 
-# One block with attention of each family: most of the time goes into expressions of sizes, which grow with the depth.
+# One attention block per family: most of the time goes into expressions of sizes, which grow with the depth.
 COMPILED = {
     "vil": (lambda: vil(((4, 1),), **FAMILIES["relative"]), 2),
     "long_short": (lambda: vil(((4, 1),), **FAMILIES["long_short"]), 3),
@@ -323,14 +323,14 @@ COMPILED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_models_compile_whole_for_any_size(name):
-    """One graph of forward and one of backward, whatever the height or the width of the images."""
+    """There is one forward graph and one backward graph for images of any height and width."""
     create, axis = COMPILED[name]
     model, compiled = create(), create()
     compiled.compile(backend="aot_eager", fullgraph=True)
-    # Maps of both are padded to windows: a graph is also of whether they are.
+    # The feature maps of both sizes are padded to windows, because the graph depends on whether they are.
     for size in (61, 38):
         images = random_images(2, 3, *((size, 74) if axis == 2 else (74, size)))
-        # It is an error if the graph holds for one size only.
+        # A graph for one size only is an error.
         torch._dynamo.mark_dynamic(images, axis)
         gradients, maps = map_gradients(compiled, images), compiled(images)
         assert_all_close(maps, model(images), tolerance=1e-10)
@@ -338,7 +338,7 @@ def test_models_compile_whole_for_any_size(name):
 
 
 def onnx_session(program: torch.export.ExportedProgram):
-    """A session of onnxruntime; without a package that it needs, the test is skipped."""
+    """Return a session of onnxruntime. The test is skipped if a package is missing."""
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(package)
     onnxruntime = pytest.importorskip("onnxruntime")

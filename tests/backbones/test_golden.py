@@ -1,4 +1,4 @@
-"""The official ViL, Transformer-LS and LIT: the same maps and logits from the same weights, through the converter."""
+"""ViL, Transformer-LS and LIT give the feature maps and logits of the official code with converted weights."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from backbones.convert import convert_state_dict
 from tests.golden import assert_close_to_golden, golden, golden_images, golden_state_dict
 from tests.selection import slow_except
 
-# File -> variant, options of the backbone and of the classifier; None for one that the file has no outputs of
+# File -> variant, options of the backbone and of the classifier; None if the file has no outputs of it
 AT_224 = {"max_img_size": 224}
 FILES = {
     "vil_tiny_rpb_det": ("vil_tiny_rpb", {}, None),
@@ -33,7 +33,7 @@ LARGE = {"vil_small_ape_det", "vil_small_rpb_g1_det", "lit_s_cls", "vil_small_rp
 
 
 def converted(reference: dict, name: str, options: dict, *, classifier: bool = False) -> torch.nn.Module:
-    """The model with the official weights, of which no table is resized."""
+    """Return the model with the official weights. No table is resized."""
     official = golden_state_dict(reference)
     state_dict, report = convert_state_dict(official, name, classifier=classifier, model_options=options)
     assert not report.resized

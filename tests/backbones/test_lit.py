@@ -1,4 +1,4 @@
-"""The LIT model: its tables of positions, its merging, where tokens come from, and what it keeps in memory."""
+"""The LIT model: position tables, token merging, sampled positions, and memory."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from tests.backbones.official_lit import TI, S
 
 
 def test_positions_are_resized_by_height_and_by_width():
-    """A map of 7 x 28 has as many tokens as the table of 14 x 14: by hand, rows in pairs and columns in between."""
+    """A feature map of 7 x 28 has as many tokens as the table of 14 x 14. The expected values are computed by hand."""
     model = LIT(TI, BackboneSettings(position_img_size=(224, 224))).double()
     positions = model.stages[2].positions
     assert positions.table.shape == (14, 14, 12)
@@ -29,7 +29,7 @@ def test_positions_are_resized_by_height_and_by_width():
 
 
 def test_structure_of_the_lit_variants():
-    """Global tokens only in LIT-Ti's classifier, output norms only in the detectors of the others, sizes of tables."""
+    """Only LIT-Ti's classifier has global tokens, and only detectors of the other variants have output norms."""
     classifier = small_classifier("lit_absolute").backbone
     assert [stage.global_tokens is not None for stage in classifier.stages] == [False, False, False, True]
     assert not small_classifier("lit_relative").backbone.output_norms and not small_lit("absolute").output_norms
@@ -46,7 +46,7 @@ def test_structure_of_the_lit_variants():
         assert {type(stage.patch_embed) for stage in small_lit(family).stages[1:]} == {expected}
 
 
-def test_sampling_offsets_are_those_of_the_forward_pass():
+def test_sampling_offsets_equal_the_forward_pass():
     model, images, seen = small_lit("absolute"), random_images(2, 3, 37, 50), {}
     for index, stage in enumerate(model.stages):
         stage.patch_embed.register_forward_hook(lambda module, args, output, index=index: seen.update({index: args[0]}))
@@ -64,7 +64,7 @@ def test_sampling_offsets_are_those_of_the_forward_pass():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_large_map_needs_no_bias_or_scores_of_all_pairs(training, monkeypatch):
-    """At a reduced size: 800 x 1333 has 4200 tokens in stage 3 and groups of 2^22 scores a head."""
+    """At a reduced size: 800 x 1333 has 4200 tokens in stage 3 and groups of 2^22 scores per head."""
     groups = 2**14
     monkeypatch.setattr(cpu_blocks, "BLOCK_SCORES", groups)
     model, images = small_lit("relative").train(training), random_images(1, 3, 16 * 20, 16 * 33)
@@ -73,7 +73,7 @@ def test_large_map_needs_no_bias_or_scores_of_all_pairs(training, monkeypatch):
         features = model(images)
         if training:
             sum(feature.square().sum() for feature in features.values()).backward()
-    # A group is one row of the map at least.
+    # A group has at least one row of the feature map.
     group = heads * max(groups, 33 * tokens)
     others = max(images.numel(), 4 * S.stages[0].dim * 80 * 132, heads * (2 * 20 - 1) * 33 * 33)
     assert largest.nbytes / 8 <= max(group, others) < heads * tokens**2 / 2

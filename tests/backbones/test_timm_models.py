@@ -1,6 +1,6 @@
-"""The variants in timm: its own ``tests/test_models.py`` in short, features, sizes, training scripts.
+"""The variants as timm models: the checks of timm's ``tests/test_models.py``, features, sizes, training scripts.
 
-The scripts are not in timm's package. With a folder that holds its train.py and validate.py:
+The scripts are not in timm's package. To test with a folder that contains timm's train.py and validate.py:
 ``TIMM_SCRIPTS=FOLDER python -m pytest tests/backbones/test_timm_models.py -m slow -s``
 """
 
@@ -28,7 +28,7 @@ from backbones import ConfigError, create_backbone, create_classifier, list_vari
 from backbones.attention.efficient import PerformerAttention
 from backbones.attention.sliding_chunk import SHIFTS, SlidingChunkAttention
 from backbones.layers.position import fit_table
-from tests.backbones.helpers import random_images, randomise
+from tests.backbones.helpers import random_images, randomize
 from tests.selection import slow_except
 
 ROOT = Path(__file__).parents[2]
@@ -44,13 +44,13 @@ def input_size_of(model: nn.Module) -> tuple[int, int] | None:
     return None if function is None else tuple(function(model)["input_size"][1:])
 
 
-# The narrow models are created in no time.
+# Narrow models are created quickly.
 families = pytest.mark.parametrize("name", slow_except(FAMILIES, [SMALL, RELATIVE]))
 
 
 def classifier(name: str, *, img_size: int | tuple[int, int] = SIZE, num_classes: int = 4, **options) -> nn.Module:
-    """A new float64 model with the same random weights as any other of these arguments."""
-    return randomise(timm.create_model(name, img_size=img_size, num_classes=num_classes, **options)).double().eval()
+    """Return a new float64 model. Calls with the same arguments return the same random weights."""
+    return randomize(timm.create_model(name, img_size=img_size, num_classes=num_classes, **options)).double().eval()
 
 
 def meta_model(name: str, **options) -> nn.Module:
@@ -63,13 +63,13 @@ def images(*size: int) -> Tensor:
 
 
 def assert_shapes(features: list[Tensor], info, size: tuple[int, int]) -> None:
-    """The number of feature maps, their channels and strides are those of ``feature_info``."""
+    """Check that the number of feature maps, their channels and their strides match ``feature_info``."""
     wanted = [(c, *(-(-side // r) for side in size)) for c, r in zip(info.channels(), info.reduction(), strict=True)]
     assert [tuple(m.shape[1:]) for m in features] == wanted and all(m.isfinite().all() for m in features)
 
 
 def saved(model: nn.Module, folder: Path) -> dict:
-    """Options of ``timm.create_model`` that load the weights of ``model``."""
+    """Return options of ``timm.create_model`` that load the weights of ``model``."""
     torch.save({"state_dict": model.state_dict()}, folder / "trained.pth")
     return {"pretrained": True, "pretrained_cfg_overlay": {"file": str(folder / "trained.pth"), "num_classes": -1}}
 
@@ -89,8 +89,8 @@ def test_names_and_configs():
 
 
 @families
-def test_logits_are_those_of_create_classifier(name):
-    expected = randomise(create_classifier(name, num_classes=4, img_size=SIZE)).double().eval()
+def test_logits_equal_create_classifier(name):
+    expected = randomize(create_classifier(name, num_classes=4, img_size=SIZE)).double().eval()
     model = timm.create_model(name, num_classes=4, img_size=SIZE).double().eval()
     model.load_state_dict(expected.state_dict())
     assert model.no_weight_decay() == expected.no_weight_decay()
@@ -116,7 +116,7 @@ def test_model_compiles(name):
 
 @families
 def test_the_config_describes_the_model(name):
-    """At the size that it names, on a device without memory."""
+    """Run at the input size of the pretrained config, on the meta device."""
     model, unpooled = meta_model(name).eval(), meta_model(name, num_classes=0, global_pool="").eval()
     config = model.default_cfg
     assert {f"{config[key]}.weight" for key in ("classifier", "first_conv")} <= model.state_dict().keys()
@@ -211,7 +211,7 @@ def test_features(name, tmp_path):
     some = timm.create_model(name, feature_cls="dict", out_indices=(-1, 0), features_only=True).double().eval()
     assert_shapes(list(some(images()).values()), some.feature_info, SIZE)
     assert list(some(images())) == ["0", str(last)]
-    expected = randomise(create_backbone(name)).double().eval()
+    expected = randomize(create_backbone(name)).double().eval()
     model = timm.create_model(name, features_only=True).double().eval()
     model.backbone.load_state_dict(expected.state_dict())
     features = model(images(45, 70))
@@ -355,7 +355,7 @@ def test_litadamw_trains_offsets_at_a_hundredth(options):
 
 @pytest.mark.slow
 def test_a_performer_redraws_its_features():
-    """ViL appendix D: every 1 + 5T iterations of epoch T; a resumed run continues there."""
+    """ViL appendix D: every 1 + 5T iterations of epoch T. A resumed run continues this count."""
     torch.manual_seed(0)
     options = {"num_classes": 2, "redraw_epoch_length": 8}
     redrawn = []
@@ -369,7 +369,7 @@ def test_a_performer_redraws_its_features():
             model.train()(images(32, 40).float())
             changed = {not torch.equal(b, p.features) for b, p in zip(before, performers, strict=True)}
             redrawn[-1] += [iteration] if changed == {True} else []
-    # Epoch 0 every iteration, from iteration 8 on every 6, from 16 on every 11, from 24 on every 16
+    # Every iteration in epoch 0, every 6th from iteration 8 on, every 11th from 16 on, every 16th from 24 on
     assert redrawn == [[1, 2, 3, 4, 5, 6, 7, 13], [6]]
     assert model.state_dict().keys() == create_classifier("performer_tiny").state_dict().keys()
 
@@ -398,7 +398,7 @@ def test_tool_runs_a_timm_script_with_the_models(tmp_path):
 
 
 def shape_images(root: Path) -> Path:
-    """An image folder of bright circles, squares and triangles of any colour on dark backgrounds, 64 to 96 pixels."""
+    """Return an image folder of bright circles, squares and triangles on dark backgrounds, 64 to 96 pixels."""
     rng = np.random.default_rng(0)
     for split, number in (("train", 60), ("val", 40)):
         for name in ("circle", "square", "triangle"):
@@ -449,5 +449,5 @@ def test_timms_scripts_train_and_validate(name, optimizer, lr, tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     results = results[0] if isinstance(results, list) else results
     assert results["top1"] == pytest.approx(max(accuracies), abs=1e-3)
-    # By chance a third
+    # Chance level is a third.
     assert max(accuracies) > 60

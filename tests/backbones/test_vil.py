@@ -1,4 +1,4 @@
-"""The ViL model: its tables of positions, stochastic depth."""
+"""The ViL model: position tables and stochastic depth."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_stochastic_depth_grows_linearly_over_all_blocks():
 
 
 def test_stochastic_depth_drops_paths_of_whole_images():
-    """Each image has one of four outcomes, the same for its local and its global tokens; kept paths are scaled."""
+    """Each image has one of four outcomes, the same for local and global tokens. Kept paths are scaled."""
     rate, block = 0.25, small_vil("two_globals").stages[1].blocks[0]
     block.drop_path_rate = rate
     block.train()

@@ -1,4 +1,4 @@
-"""The examples as a user runs them: they import only what they document, and give the detector's detections."""
+"""The examples import only the packages that they document, and give the detections of the detector."""
 
 import json
 import runpy
@@ -19,13 +19,13 @@ from tests.projects_vil.export.exporting import config, detector
 from tests.projects_vil.helpers import ROOT
 
 SCRIPTS = {"onnx": ROOT / "examples/run_onnx.py", "torch_export": ROOT / "examples/run_pt2.py"}
-# One with masks that takes batches of float32 in RGB, and one that takes an uint8 image in BGR.
+# A model with masks and float32 batches in RGB, and a model with one uint8 image in BGR.
 MODELS = {"onnx": ("mask_rcnn", {"batched": True, "dtype": "float32"}), "torch_export": ("retinanet", {})}
 COLOR_ORDERS = {"onnx": "RGB", "torch_export": "BGR"}
 FORMATS = tuple(SCRIPTS)
 REPOSITORY = ("backbones", "projects_vil", "detectron2", "fvcore", "timm")
 NOT_NEEDED = {"onnx": (*REPOSITORY, "torch", "torchvision", "PIL"), "torch_export": (*REPOSITORY, "cv2", "onnxruntime")}
-# Runs a script where some packages cannot be imported.
+# Runs a script in which some packages cannot be imported.
 WITHOUT = """
 import runpy, sys
 for name in sys.argv.pop(1).split(","):
@@ -33,13 +33,13 @@ for name in sys.argv.pop(1).split(","):
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-# Height and width are scaled differently, by rounding.
+# Because of rounding, height and width are scaled differently.
 HEIGHT, WIDTH = 150, 222
 
 
 @pytest.fixture(scope="module")
 def photo(tmp_path_factory):
-    """A JPEG that is stored rotated, and HEIGHT x WIDTH by its EXIF orientation."""
+    """Return a JPEG that is stored rotated. With its EXIF orientation it has HEIGHT x WIDTH pixels."""
     path = tmp_path_factory.mktemp("photo") / "photo.jpg"
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
@@ -50,7 +50,7 @@ def photo(tmp_path_factory):
 
 @pytest.fixture
 def model(file_of, tmp_path):
-    """Format -> the path of a copy."""
+    """Return the path of a copy by format."""
 
     def make(file_format: str) -> Path:
         name, options = MODELS[file_format]
@@ -66,7 +66,7 @@ def model(file_of, tmp_path):
 
 
 def run_alone(file_format: str, *args: str | Path) -> list[str]:
-    """Return the lines that an example prints where all packages that it does not need cannot be imported."""
+    """Return the lines that an example prints if it can import only the packages that it needs."""
     command = [sys.executable, "-c", WITHOUT, ",".join(NOT_NEEDED[file_format]), SCRIPTS[file_format], *args]
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
@@ -74,7 +74,7 @@ def run_alone(file_format: str, *args: str | Path) -> list[str]:
 
 
 def find(file_format: str, photo: Path) -> dict[str, Tensor]:
-    """Return the detections in the photo as the test loader reads it; boxes in pixels of the photo."""
+    """Return the detections in the photo, read as by the test loader. Boxes are in pixels of the photo."""
     name = MODELS[file_format][0]
     pixels, size = read_for_testing(config(name), photo, image_format=COLOR_ORDERS[file_format])
     assert size == (HEIGHT, WIDTH)
@@ -114,7 +114,7 @@ def test_an_example_gives_the_detections_of_the_detector(file_format, model, pho
 @pytest.mark.parametrize(
     ("file_format", "arguments", "changes", "named"),
     [
-        # Other arguments, other metadata, and what the error names.
+        # Changed arguments, changed metadata, and text in the error.
         ("onnx", {"model": "absent.onnx"}, {}, "absent.onnx"),
         ("onnx", {"model": "short.onnx"}, {}, "short.onnx"),
         ("onnx", {}, {"format": "openvino"}, ".onnx"),
@@ -136,7 +136,7 @@ def test_a_mistake_is_one_line(file_format, arguments, changes, named, model, ph
     metadata_path(tmp_path / "short.onnx").write_text(json.dumps(metadata))
     names = {"photo": "photo.jpg", "output": "found.png"} | arguments
     files = {"model": path} | {name: tmp_path / file for name, file in names.items()}
-    # In this process, which has imported all that takes time.
+    # In this process, which has imported the slow packages.
     monkeypatch.setattr(sys, "argv", ["example", *(str(files[name]) for name in ("model", "photo", "output"))])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(SCRIPTS[file_format]), run_name="__main__")

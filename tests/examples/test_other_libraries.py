@@ -1,4 +1,4 @@
-"""The examples with other libraries: they give the detector's detections, and a mistake is one line."""
+"""The examples with other libraries give the detections of the detector, and report a mistake in one line."""
 
 import contextlib
 import io
@@ -24,13 +24,13 @@ NEEDED = {"export_coco": (), "sliced_sahi": ("sahi",), "track_supervision": ("su
 
 @pytest.fixture
 def detectors(made_once) -> Callable[[str], Path]:
-    """The folder of a small detector, with masks or without, that has many detections in noise."""
+    """Return the folder of a small detector, with or without masks, with many detections in noise."""
     return lambda name: made_once(f"untrained_{name}", lambda folder: save_run(folder, name))
 
 
 @pytest.fixture
 def run(monkeypatch):
-    """An example in this process, which has imported what takes time -> the lines that it prints."""
+    """Run an example in this process, which has imported the slow packages, and return the printed lines."""
 
     def start(name: str, *args: object) -> list[str]:
         for library in NEEDED[name]:
@@ -45,7 +45,7 @@ def run(monkeypatch):
 
 
 def photo(path: Path, height: int = 90, width: int = 150) -> Path:
-    """Bright rectangles on black."""
+    """Return bright rectangles on black."""
     path.parent.mkdir(exist_ok=True)
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[10:40, 20:50] = (250, 30, 30)
@@ -55,7 +55,7 @@ def photo(path: Path, height: int = 90, width: int = 150) -> Path:
 
 
 def threshold_of(found) -> float:
-    """A threshold that some pass and some do not."""
+    """Return a threshold between the scores."""
     assert len(found) > 3
     return round(float(np.sort(found.scores)[-3]) - 1e-4, 6)
 
@@ -113,7 +113,7 @@ def test_one_slice_is_the_detector(run, detectors, tmp_path):
 
 
 def test_a_track_goes_on(run, detectors, tmp_path):
-    # The same picture in all frames gives one set of tracks.
+    # If all frames are the same picture, there is one set of tracks.
     for index in range(4):
         photo(tmp_path / f"frames/{index}.png")
     (tmp_path / "frames/notes.txt").write_text("no frame")
@@ -125,7 +125,7 @@ def test_a_track_goes_on(run, detectors, tmp_path):
     capture = cv2.VideoCapture(str(video))
     assert capture.get(cv2.CAP_PROP_FPS) == 5 and capture.get(cv2.CAP_PROP_FRAME_COUNT) == 4
     frames = [capture.read()[1].astype(int) for _ in range(4)]
-    # ByteTrack confirms a track with its second frame.
+    # ByteTrack confirms a track in its second frame.
     assert np.abs(frames[3] - cv2.imread(str(tmp_path / "frames/3.png"))).max() > 100
     [line] = run("track_supervision", detectors("retinanet"), video, again, *options)
     assert line.endswith(f"tracks in {again}")
@@ -133,7 +133,7 @@ def test_a_track_goes_on(run, detectors, tmp_path):
 
 
 MISTAKES = [
-    # The example, its three arguments, further ones, and what the error names.
+    # The example, its three arguments, further arguments, and text in the error.
     ("export_coco", ("absent", "photos", "found.json"), (), "absent"),
     ("export_coco", ("DETECTOR", "absent", "found.json"), (), "absent"),
     ("export_coco", ("DETECTOR", "broken", "found.json"), (), "broken"),
@@ -146,7 +146,7 @@ MISTAKES = [
     ("track_supervision", ("DETECTOR", "absent", "found.mp4"), (), "absent"),
     ("track_supervision", ("DETECTOR", "photos", "link/a.png"), (), "link/a.png"),
     ("track_supervision", ("DETECTOR", "photos", "found.mp4"), ("--threshold", -0.1), "-0.1"),
-    # Its first frame is cut off; the header is complete, so that OpenCV has a reader for it.
+    # The first frame is truncated. The header is complete, so OpenCV can open the file.
     ("track_supervision", ("DETECTOR", "broken", "found.mp4"), (), "broken"),
     ("track_supervision", ("DETECTOR", "sizes", "found.mp4"), (), "frame 2"),
 ]
@@ -172,7 +172,7 @@ def test_a_mistake_is_one_line_and_changes_no_photo(name, arguments, options, na
 
 
 def test_a_lower_threshold_than_the_detector_has(run, detectors, tmp_path):
-    """The detector's own threshold leaves out all but the best; the argument replaces it."""
+    """The threshold of the detector keeps only the best detections. The argument replaces it."""
     path, few = photo(tmp_path / "photo.png"), tmp_path / "few"
     best = Detector.load(detectors("retinanet"))(path).scores[0]
     Detector.load(detectors("retinanet"), score_threshold=best - 1e-5).save_pretrained(few)

@@ -1,4 +1,4 @@
-"""examples/ray_train.py: two workers of Ray train as two processes of tools/train_net.py do."""
+"""examples/ray_train.py: two Ray workers train as two processes of tools/train_net.py."""
 
 import json
 import os
@@ -27,5 +27,5 @@ def test_two_workers_train_as_two_processes(datasets_root, short_ray_folder, tmp
         json.loads((tmp_path / name / "evaluation.json").read_text())["shapes_val"]["bbox"] for name in "ab"
     )
     ours, theirs = ({key: x for key, x in found.items() if isinstance(x, float)} for found in (ours, theirs))
-    # Points of average precision, in which rounding is seen.
+    # Points of average precision, which rounding changes.
     assert ours == pytest.approx(theirs, abs=1, nan_ok=True)

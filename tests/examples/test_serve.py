@@ -1,4 +1,4 @@
-"""examples/serve_fastapi.py as a process that real clients ask."""
+"""examples/serve_fastapi.py as a server process with real clients."""
 
 import http.client
 import json
@@ -22,7 +22,7 @@ def encoded(height: int, width: int, suffix: str = ".png") -> bytes:
 
 
 def begin(port: str, body: bytes, number: int | None = None) -> http.client.HTTPConnection:
-    """Send a photo, or its first bytes."""
+    """Send a photo, or only its first bytes."""
     connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
     connection.request("POST", "/detect", body[:number], {"Content-Length": str(len(body))})
     return connection
@@ -47,7 +47,7 @@ def test_photos_and_limits(tmp_path):
             assert {body: begin(port, body).getresponse().status for body in bad} == bad
             begin(port, photo, 100).close()
 
-            # While the photos of two do not arrive, others are refused. One arrives after all, the other is given up.
+            # Two clients do not finish their requests, so the server rejects others. One finishes later, one times out.
             late = [begin(port, photo, 100) for _ in range(2)]
             assert any(begin(port, photo).getresponse().status == 503 for _ in range(50))
             late[0].send(photo[100:])

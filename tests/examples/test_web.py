@@ -1,4 +1,4 @@
-"""The page of examples/web in headless Chromium: it shows the detector's detections, and sends nothing anywhere."""
+"""The page of examples/web in headless Chromium shows the detections of the detector, and sends no data."""
 
 import functools
 import http.server
@@ -36,7 +36,7 @@ def test_the_page_shows_the_detections_of_the_detector(name, file_of, tmp_path):
     photos = {tmp_path / "a.jpg": (150, 222), tmp_path / "b.png": (701, 480), tmp_path / "c.png": (50, 61)}
     for file, size in photos.items():
         exif, pixels = Image.Exif(), example_image(*size, seed=4).permute(1, 2, 0).numpy()
-        if file.suffix == ".jpg":  # stored turned, upright by its EXIF orientation
+        if file.suffix == ".jpg":  # stored rotated, upright with its EXIF orientation
             exif[ExifTags.Base.Orientation], pixels = 6, np.rot90(pixels)
         Image.fromarray(pixels).save(file, quality=95, exif=exif)
     steps = [("drop", model, metadata_path(model))] if options else []
@@ -61,7 +61,7 @@ def test_the_page_shows_the_detections_of_the_detector(name, file_of, tmp_path):
         found, lines = Detector.load(model)(file), [line.split("\t") for line in page["found"].splitlines()]
         assert len(lines) == len(found) > 3
         numbers = np.array([line[1:] for line in lines], float)
-        # Those of nearly equal scores may come in another order.
+        # Detections with nearly equal scores may be in another order.
         distances = np.abs(numbers[:, None, 1:5] - found.boxes).max(2)
         distances += 1000 * (np.array([line[:1] for line in lines]) != found.names)
         order = distances.argmin(1)

@@ -1,4 +1,4 @@
-"""A fixture that runs a script with a CUDA runtime that computes nothing (``mock.cpp``)."""
+"""Fixture that runs a script with a CUDA runtime that computes nothing (``mock.cpp``)."""
 
 import os
 import re
@@ -23,7 +23,7 @@ PRODUCT = re.compile("gem[mv]|dot|LtMatmul$", re.IGNORECASE)
 
 @pytest.fixture(scope="session")
 def run_on_mock(tmp_path_factory) -> Callable[..., str]:
-    """A function (script in this folder, arguments) -> its output, on a ``cuda:0`` that only counts."""
+    """Return a function that runs a script in this folder on a ``cuda:0`` that only counts, and returns its output."""
     headers = [folder for folder in HEADERS if (folder / "crt/host_defines.h").exists()]
     missing = [program for program in ("g++", "nm") if shutil.which(program) is None]
     if missing or not headers or not (torch.version.cuda or "").startswith("13."):
@@ -46,7 +46,7 @@ def run_on_mock(tmp_path_factory) -> Callable[..., str]:
 
 
 def unresolved() -> set[str]:
-    """Return the names of the functions that torch calls of CUDA's runtime and driver, and of cuBLAS."""
+    """Return the names of the functions of CUDA and cuBLAS that torch calls."""
     names = ("torch_cuda", "c10_cuda", "torch_python", "caffe2_nvrtc")
     files = [TORCH / f"lib/lib{name}.so" for name in names]
     symbols = subprocess.run(["nm", "-D", "--undefined-only", *files], capture_output=True, text=True, check=True)
@@ -54,6 +54,6 @@ def unresolved() -> set[str]:
 
 
 def stub(name: str) -> str:
-    """Return a function that counts a launch, or does nothing; those in ``mock.cpp`` take its place."""
+    """Return the source of a function that counts a launch, or does nothing. Functions in ``mock.cpp`` override it."""
     counts = PRODUCT.search(name) if name.startswith("cublas") else "Launch" in name
     return f'extern "C" __attribute__((weak)) int {name}(...) {{ return {"mock_launch()" if counts else "0"}; }}'

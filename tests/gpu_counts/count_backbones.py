@@ -1,4 +1,4 @@
-"""Print what forward and backward of backbones ask of a GPU, as JSON: {name: [launches, bytes, waits by line]}.
+"""Count GPU work of forward and backward passes of backbones, and print JSON: {name: [launches, bytes, waits by line]}.
 
 Argument: keywords of ``create_backbone`` by a name for them, as JSON; Swin-T of detectron2 is ``swin_t``. Two images of
 800 x 1344, bfloat16 by autocast.

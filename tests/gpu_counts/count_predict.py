@@ -24,7 +24,7 @@ with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.std
     batches = Detector.load(folder, device="cuda").detect(
         ImageBatches(images), lambda *result: result, batch_size=number
     )
-    # The first batch allocates buffers that stay.
+    # The first batch allocates permanent buffers.
     list(islice(batches, number))
     with mockcuda.Count() as count:
         list(islice(batches, number))

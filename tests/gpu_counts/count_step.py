@@ -1,6 +1,6 @@
-"""Print what iterations of ``projects_vil.Trainer`` ask of a GPU, as JSON: {"plain": ..., "written": ...}.
+"""Count GPU work in iterations of ``projects_vil.Trainer``, and print JSON: {"plain": ..., "written": ...}.
 
-Each has "launches", and "waits" of the host by line; the second iteration is one that writes metrics. Arguments:
+Each has "launches", and "waits" of the host by line. The "written" iteration writes metrics. Arguments:
 retinanet or mask_rcnn, a dtype (float32, bfloat16 or float16), and overrides of the config.
 """
 
@@ -18,13 +18,13 @@ from projects_vil import Trainer
 from projects_vil.data import register_datasets, write_shapes_dataset
 from tests.projects_vil.helpers import small_config
 
-# From 0, with metrics every fourth iteration; the first ones allocate what stays.
+# Metrics are written every fourth iteration. The first iterations allocate permanent buffers.
 PERIOD = 4
 COUNTED = {6: "plain", 7: "written"}
 
 
 class CountIterations(HookBase):
-    """Counts from the start of an iteration to the last of its hooks."""
+    """Count from the start of an iteration to the last hook."""
 
     def __init__(self) -> None:
         self.results: dict[str, dict] = {}

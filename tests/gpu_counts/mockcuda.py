@@ -1,4 +1,4 @@
-"""What PyTorch asks of a GPU in a block of code: kernel launches, and the lines at which the host waits.
+"""Count the GPU work of a block of code: kernel launches, and the lines at which the host waits.
 
 Imported in a process of the fixture ``run_on_mock``. Values on ``cuda:0`` are zeros: what sorts or asserts gets answers
 from here, and a Mask R-CNN has almost no proposals.
@@ -23,7 +23,7 @@ torch.backends.cudnn.enabled = False
 torch.backends.cuda.enable_cudnn_sdp(False)
 # In the thread of the caller, so that waits of backward passes have lines.
 torch.autograd.set_multithreading_enabled(False)
-# Triton would compile them for a driver that the mock lacks.
+# Triton would need the driver to compile them.
 for _name, _kernel in [*vars(triton_kernels).items(), *vars(triton_dense_kernels).items()]:
     if _name.endswith("_kernel"):
         _kernel.run = lambda *args, **options: LIBRARY.mock_launch()
@@ -32,7 +32,7 @@ triton_check.choose_kernel = lambda *args, **options: "triton"
 
 
 class Count:
-    """A context: ``launches`` of kernels and matrix products, and ``waits`` by ``file:line``."""
+    """Context manager that counts ``launches`` of kernels and matrix products, and ``waits`` by ``file:line``."""
 
     def __init__(self) -> None:
         self.launches, self.waits = 0, collections.Counter()
@@ -72,14 +72,14 @@ def _on_cuda(owner: object, name: str):
 
 @_on_cuda(torch.Tensor, "prod")
 def _prod(original, x, *args, **options):
-    # Compiled at its first call on a GPU, by a compiler that the mock lacks: one kernel, as amin is.
+    # PyTorch compiles this operator at its first call. The mock has no compiler, so amin replaces it: also one kernel.
     return x.amin(*args, **options)
 
 
 @_on_cuda(torch.Tensor, "__bool__")
 @_on_cuda(torch.Tensor, "item")
 def _true_for_detectron2(original, x):
-    """What detectron2 asserts is true."""
+    """Skip the assertions of detectron2."""
     value = original(x)
     return value or "detectron2" in sys._getframe(2).f_code.co_filename if x.dtype == torch.bool else value
 
@@ -104,5 +104,5 @@ def _argsort(original, x, *args, **options):
 
 @_on_cuda(torch, "repeat_interleave")
 def _repeat_interleave(original, x, repeats):
-    # The sizes are copied from the host, and the sum of them that a kernel would compute is not.
+    # The sizes are copied from the host, but not their sum, which a kernel would compute.
     return torch.zeros(int(repeats.cpu().sum()), dtype=x.dtype, device=x.device)

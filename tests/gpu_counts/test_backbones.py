@@ -1,11 +1,11 @@
-"""What backbones ask of a GPU in a training step, beside Swin-T: launches of kernels, memory, no wait of the host."""
+"""GPU work of backbones in a training step, compared with Swin-T: kernel launches, memory, and no host waits."""
 
 import json
 
 import pytest
 
 TRITON = {"attention_backend": "triton"}
-# Keywords of create_backbone, and the most launches of kernels and matrix products and the most memory, both x Swin-T.
+# Keywords of create_backbone, and limits for launches and for memory as multiples of Swin-T.
 CASES = {
     "vil_tiny_rpb": ({"name": "vil_tiny_rpb"}, 1.25, 0.44),
     "vil_small_rpb": ({"name": "vil_small_rpb"}, 1.25, 0.9),
@@ -32,7 +32,7 @@ CASES = {
 def test_launches_memory_and_waits_of_backbones(run_on_mock):
     options = {name: keywords for name, (keywords, _, _) in CASES.items()}
     counts = json.loads(run_on_mock("count_backbones.py", json.dumps(options)).splitlines()[-1])
-    # Its result is read.
+    # The host reads its result.
     number, _, waits = counts.pop("a sum")
     assert number and any(place.startswith("tests/gpu_counts/count_backbones.py:") for place in waits)
     launches, memory, _ = counts.pop("swin_t")

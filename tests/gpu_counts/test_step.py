@@ -1,4 +1,4 @@
-"""Where the host waits for a GPU in iterations of a detector's training: for what we do, only to write metrics."""
+"""Lines at which the host waits for the GPU in training. Our code waits only to write metrics."""
 
 import inspect
 import json
@@ -9,7 +9,7 @@ import pytest
 from projects_vil.engine import trainer
 from tests.projects_vil.helpers import ROOT
 
-# The most waits of an iteration that writes no metrics, all but two at lines of detectron2, and launches of kernels.
+# Limits for waits in an iteration that writes no metrics (all but two are in detectron2), and for kernel launches.
 CASES = {
     ("retinanet", "bfloat16"): (7, 3350),
     ("retinanet", "float16"): (7, 3350),
@@ -20,7 +20,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("detector", "dtype"), CASES)
 def test_waits_and_launches_of_iterations(run_on_mock, detector, dtype):
-    """With EMA and clipping; a Mask R-CNN has almost no proposals."""
+    """With EMA and clipping. A Mask R-CNN has almost no proposals."""
     counts = json.loads(run_on_mock("count_step.py", detector, dtype).splitlines()[-1])
     own = {
         name: {place: number for place, number in count["waits"].items() if not place.startswith("detectron2/")}
@@ -38,12 +38,12 @@ def test_waits_and_launches_of_iterations(run_on_mock, detector, dtype):
 
 @pytest.mark.slow
 def test_training_draws_ground_truth(run_on_mock):
-    """detectron2 takes it as arrays, which only tensors on the host are."""
+    """detectron2 converts it to arrays, which works only for tensors on the host."""
     assert "launches" in run_on_mock("count_step.py", "mask_rcnn", "bfloat16", "VIS_PERIOD", "1")
 
 
 def place_of(function, text):
-    """The only line of a function that has a text."""
+    """Return the only line of a function that contains a text."""
     lines, first = inspect.getsourcelines(function)
     (number,) = (first + index for index, line in enumerate(lines) if text in line)
     return f"{Path(trainer.__file__).relative_to(ROOT)}:{number}"

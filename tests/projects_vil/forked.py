@@ -1,4 +1,4 @@
-"""What a forked process of a tool runs; importing this imports what the tools import."""
+"""Function that a forked process of a tool calls. Importing this module imports the libraries of the tools."""
 
 import multiprocessing
 import os
@@ -18,11 +18,11 @@ import projects_vil.visualization  # noqa: F401
 def run(
     script: Path, args: list[str], env: dict[str, str], root: Path, folder: Path, file_size: int | None = None
 ) -> None:
-    """``python SCRIPT ARGS`` in ``root``; what it prints is in ``stdout`` and ``stderr`` of ``folder``.
+    """Run ``python SCRIPT ARGS`` in ``root``. Its output is in the files ``stdout`` and ``stderr`` in ``folder``.
 
-    With ``file_size`` no file that it writes may have more bytes, which is what a test can have of a full disk.
+    ``file_size`` limits the bytes of each written file, which simulates a full disk.
     """
-    # As where Python starts a tool itself.
+    # As if Python had started the tool.
     multiprocessing.set_start_method("fork", force=True)
     os.environ.clear()
     os.environ.update(env)

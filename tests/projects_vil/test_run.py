@@ -223,6 +223,21 @@ def test_no_file_of_the_user_is_replaced(data, trained_run):
     assert str(weights) in message(train, data, **overwrite, **options) and contents_of(Path("run")) == before
 
 
+def test_an_evaluation_with_overrides_keeps_the_results_of_the_run(trained_run, data, capsys):
+    shutil.copytree(trained_run, "run")
+    file = Path("run/evaluation.json")
+    before = file.read_bytes()
+    plain = evaluate("run", **{"MODEL.DEVICE": "cpu"})
+    assert json.loads(file.read_bytes()) == plain and not Path("run/evaluation_overrides").exists()
+    file.write_bytes(before)
+    results = evaluate("run", **{"TEST.DETECTIONS_PER_IMAGE": 1})
+    assert json.loads(Path("run/evaluation_overrides/evaluation.json").read_text()) == results != plain
+    assert file.read_bytes() == before and "written to 'run/evaluation_overrides'" in capsys.readouterr().out
+    evaluate("run", output="other", **{"TEST.DETECTIONS_PER_IMAGE": 1})
+    assert json.loads(Path("other/evaluation.json").read_text()) == results
+    assert "overrides" not in capsys.readouterr().out
+
+
 def test_a_resume_continues_the_same_run_only(data):
     images = sorted((data / "train").iterdir())
     voc, other = (write_voc(data.parent / name, images[:6], left=left) for name, left in (("voc", 2), ("other", 3)))
@@ -243,8 +258,15 @@ def test_a_resume_continues_the_same_run_only(data):
     assert "has changed" in message(train, voc, resume=True, **options)
     assert contents_of(Path("run")) == before
     # Without DATA, the run resumes with its original images.
-    resumed = train(resume=True, **(options | {"SOLVER.MAX_ITER": 2}))
+    resumed = train(output="run", resume=True, **{"SOLVER.MAX_ITER": 2})
     assert load_config(resumed.folder / "config.yaml").SOLVER.MAX_ITER == 2
+    # Without DATA and without a run, the default would be a new run on COCO.
+    (data.parent / "work/typo").mkdir()
+    for folder in ("rnu", "typo"):
+        assert f"'{folder}' has no run to resume" in message(train, output=folder, resume=True, **KEYS)
+    assert not list(Path("typo").iterdir()) and not Path("rnu").exists()
+    started = train(voc, batch=2, resume=True, **(options | {"output": "typo"}))
+    assert (started.folder / "model_final.pth").exists()
 
 
 @pytest.mark.parametrize("module", ["run", "engine.train"])

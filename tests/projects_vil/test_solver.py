@@ -75,7 +75,7 @@ def test_learning_rate_factors_are_multiplied():
     assert {name: rates[name] for name in expected} == pytest.approx(expected)
 
 
-def test_layer_decay_of_a_flat_model_equals_that_of_detectron2():
+def test_layer_decay_of_a_flat_model_equals_detectron2():
     features = ["MODEL.FPN.IN_FEATURES", "['stage1']", "MODEL.RPN.IN_FEATURES", "['p4', 'p5', 'p6']"]
     features += ["MODEL.ROI_HEADS.IN_FEATURES", "['p4', 'p5']", "MODEL.ANCHOR_GENERATOR.SIZES", "[[32, 64, 128]]"]
     cfg = small_config("mask_rcnn", "MODEL.TRANSFORMER.VARIANT", "evit_full_16_tiny", *features)

@@ -1,4 +1,4 @@
-"""The research benchmarks: synthetic annotations are valid, APIs agree, and operators cost what hand counts say."""
+"""The research benchmarks: valid synthetic annotations, equal results of both APIs, and hand counts of operators."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_both_apis_have_the_same_metrics():
 
 
 def test_modes_of_prediction(monkeypatch):
-    """Without Ray, whose cluster takes long to start. A process is replaced by one second for each of its images."""
+    """Ray is left out, because its cluster starts slowly. A fake process takes one second per image."""
     commands = []
 
     def run(words, env):

@@ -34,7 +34,7 @@ SETTINGS = Settings(models=MODELS, size=SIZE, phases=PHASES, dropout=0.1, weight
 
 @pytest.mark.parametrize("name, millions", [("small", 44), ("large", 110)])
 def test_models_have_the_parameters_of_table_2(name, millions):
-    """LS table 2; the paper cuts the digits off."""
+    """LS table 2. The paper truncates the digits."""
     assert count_parameters("long_short", CONFIGS[name].size) // 1_000_000 == millions
 
 
@@ -93,7 +93,7 @@ def test_text_is_split_into_train_val_and_test(tmp_path):
 
 
 class Uniform(nn.Module):
-    """A model that gives all ids the same probability."""
+    """A model with the same probability for all ids."""
 
     def forward(self, ids, memory=None):
         return torch.full((*ids.shape, 128), -math.log(128)), (ids,)
@@ -146,7 +146,7 @@ class Stopped(Exception):
     pass
 
 
-# After the second evaluation of the first phase, at its end, and in the second phase: the state before was saved.
+# Interrupt after the second evaluation of the first phase, at its end, and in the second phase.
 @pytest.mark.parametrize("stop", [(1, 4), (2, 2), (2, 3)])
 def test_resumed_run_equals_an_uninterrupted_one(text, tmp_path, whole, stop):
     def interrupt(row) -> None:

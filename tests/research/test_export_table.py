@@ -15,7 +15,7 @@ OVERRIDES += ["MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_1_3_1_rpb"]
 
 
 def run(monkeypatch, folder, *args) -> tuple[int, list[dict]]:
-    """The exit status and the rows of the table of one detector."""
+    """Return the exit status and the rows of the table of one detector."""
     command = ["--output", folder / "out", "--detectors", "retinanet", "--families", "vil", *args]
     monkeypatch.setattr(sys, "argv", ["export_table", *map(str, command), "--json", str(folder / "table.json")])
     with pytest.raises(SystemExit) as end:

@@ -1,4 +1,4 @@
-"""The Long Range Arena: the paper's numbers, the data, and a training from end to end."""
+"""The Long Range Arena: the numbers in the paper, the data, and a complete training run."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ def test_labels_are_the_values_of_the_samples_and_no_sample_occurs_twice():
 
 
 def test_published_rules_give_the_lengths_of_table_1():
-    """Table 1 has 888 +- 339 tokens, which are those without closing brackets."""
+    """Table 1 has 888 +- 339 tokens without the closing brackets."""
     dataset = generate_listops(ListOpsRules(), num_train=600, num_val=10, num_test=10, seed=3)
     stripped = drop_brackets(dataset)
     lengths = np.array([len(text) for text in stripped.train.documents[0]])
@@ -136,7 +136,7 @@ def test_padding_has_no_effect_and_every_parameter_gets_a_gradient(changes):
 
 
 def test_two_documents_are_compared():
-    """As SCHeadDual of the official lra/model_wrapper.py."""
+    """The head equals SCHeadDual of the official lra/model_wrapper.py."""
     classifier = small_classifier("retrieval")
     first, second = padded(), (TOKENS[:, :6], None)
     with torch.no_grad():
@@ -179,7 +179,7 @@ def test_the_best_weights_are_kept_and_a_seed_gives_the_same_run(tiny, tmp_path)
 
 
 @pytest.mark.parametrize(("schedule", "warmup"), [("linear", 5), ("fixed", 2)])
-def test_the_learning_rate_is_that_of_run_tasks(tiny, schedule, warmup, monkeypatch):
+def test_the_learning_rate_follows_run_tasks(tiny, schedule, warmup, monkeypatch):
     rates, step = [], torch.optim.AdamW.step
 
     def record(self, *args, **kwargs):
@@ -203,7 +203,7 @@ def test_multiply_adds():
     # LS table 1: 1.21e9 for full attention at 2048 tokens.
     assert f"{count(2048, models=['full']) / 1e9:.2f}" == "1.21"
     assert count(1024) / count(512) == pytest.approx(2, abs=0.01)
-    # By hand for w = 16, r = 2; blocks of 64 tokens with half a window on each side.
+    # Hand count for w = 16, r = 2, with blocks of 64 tokens and half a window on each side.
     n, d, hidden, w, r = 512, 64, 128, 16, 2
     layer = 3 * n * d * d + 4 * r * n * d + 2 * n * (64 + w + r + 1) * d + 4 * d * d + 2 * (n + 1) * d + 2 * d * hidden
     # The last layer updates only the class token.

@@ -1,4 +1,4 @@
-"""Classifiers on ImageNet's other sets: known predictions, the published arithmetic, and the files of a classifier."""
+"""Classifiers on ImageNet's other sets: known predictions, the published formulas, and checkpoints."""
 
 import argparse
 import importlib.resources
@@ -19,14 +19,14 @@ from research.robustness.evaluate import evaluate_robustness, format_results
 from research.robustness.published import paper_figures
 from research.robustness.sets import (
     ALEXNET_ERRORS,
-    LabelledImages,
+    LabeledImages,
     accuracy,
     correct_classes,
     corruption_error,
     top_classes,
 )
-from tests import wrapping
-from tests.backbones.helpers import randomise
+from tests import layouts
+from tests.backbones.helpers import randomize
 from tests.backbones.official import official_state_dict
 from tests.projects_vil.helpers import error_line, message, run_tool
 from tests.tolerances import FLOAT32
@@ -35,7 +35,7 @@ TOOL = "../research/robustness/__main__.py"
 VARIANT = "vil_tiny_1_1_3_1_rpb"
 # Images of the classes 0, 1, 6, 11 and 13. ImageNet-A has the last three, ImageNet-R the last four.
 TENCH, GOLDFISH, STINGRAY, GOLDFINCH, JUNCO = "n01440764", "n01443537", "n01498041", "n01531178", "n01534433"
-# The predictions of the classifier ``known``, the best first; neither ImageNet-A nor -R has class 0.
+# Predictions of the classifier ``known``, best first. Neither ImageNet-A nor -R has class 0.
 ORDER = [0, 6, 1, 11, 2, 13]
 # Folder of images -> the folders of its classes.
 FOLDERS = {
@@ -63,7 +63,7 @@ def write_images(root, classes):
 
 
 def write_val(data):
-    """Write images 1 and 3 of one class, 2 of another, so that their order by folder is another."""
+    """Write images 1 and 3 of one class and image 2 of another, so that sorting by folder changes their order."""
     for wordnet_id, number in ((TENCH, 2), (STINGRAY, 1), (STINGRAY, 3)):
         write_images(data / "new", [wordnet_id])
         path = data / "val" / wordnet_id / f"ILSVRC2012_val_{number:08d}.JPEG"
@@ -72,13 +72,13 @@ def write_val(data):
 
 
 def write_real(data, labels):
-    """Write the labels of some images by number; the others have none."""
+    """Write the labels of some images by number. The others have none."""
     (data / "real.json").write_text(json.dumps([labels.get(number, []) for number in range(1, 50_001)]))
 
 
 @pytest.fixture(scope="module")
 def data(made_once):
-    """All twelve sets, as the published ones unpack."""
+    """Return a folder with all twelve sets in the published layout."""
 
     def write(data):
         write_val(data)
@@ -94,7 +94,7 @@ def data(made_once):
 
 @pytest.fixture(scope="module")
 def weights(made_once):
-    """Files of one classifier at 64 pixels: random, and with a head that always predicts ``ORDER``."""
+    """Return checkpoints of a classifier at 64 pixels: random, and with a head that always predicts ``ORDER``."""
 
     def write(folder):
         torch.manual_seed(0)
@@ -138,14 +138,14 @@ def test_known_predictions_on_all_sets(data, weights):
     assert lines[-1] == "| ImageNet-C mCE | 75 (75 of 3750000 files) | 100.00 | 100.00 | 0.00 | - |"
 
 
-def test_predictions_are_those_of_the_model_image_by_image(data, weights):
-    """With timm's own preparation."""
+def test_predictions_equal_the_model_image_by_image(data, weights):
+    """The images are prepared by timm."""
     model = load_classifier(weights / "random.pth", VARIANT, img_size=64).model
     results = evaluate(weights / "random.pth", data, "val", "a")
     options = {"interpolation": "bicubic", "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
     transform = create_transform(input_size=(3, 64, 64), crop_pct=0.875, **options)
     for name in ("val", "a"):
-        images, rows = LabelledImages(data, name), []
+        images, rows = LabeledImages(data, name), []
         for path, _ in images.samples:
             with Image.open(path) as image, torch.inference_mode():
                 rows.append(top_classes(model(transform(image.convert("RGB"))[None]), images.subset))
@@ -154,7 +154,7 @@ def test_predictions_are_those_of_the_model_image_by_image(data, weights):
 
 
 def test_imagenet_real_is_scored_as_by_timm(tmp_path):
-    """On the published labels, which timm ships, and random logits; in half of them a correct class is raised."""
+    """Use the published labels, which timm contains, and random logits. In half of them, a correct class is raised."""
     labels = importlib.resources.files("timm.data") / "_info/imagenet_real_labels.json"
     (tmp_path / "real.json").write_bytes(labels.read_bytes())
     names = [f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(1, 50_001)]
@@ -197,8 +197,8 @@ def test_folders_with_another_layout_raise(weights, tmp_path):
 
 @pytest.fixture(scope="module")
 def classifier():
-    """A classifier of 7 classes at 64 pixels."""
-    return randomise(create_classifier(VARIANT, num_classes=7, img_size=64)).eval()
+    """Return a classifier with 7 classes at 64 pixels."""
+    return randomize(create_classifier(VARIANT, num_classes=7, img_size=64)).eval()
 
 
 @torch.inference_mode()
@@ -207,7 +207,7 @@ def logits_of(model):
 
 
 def timm_checkpoint(path, state_dict, **arguments):
-    """Write the parts of a checkpoint of timm's train.py that concern the classifier."""
+    """Write the relevant parts of a checkpoint of timm's train.py."""
     args = argparse.Namespace(**{"model": VARIANT, "img_size": 64, "input_size": None, "model_kwargs": {}} | arguments)
     averaged = {name: tensor * 0.5 for name, tensor in state_dict.items()}
     torch.save({"epoch": 3, "state_dict": state_dict, "args": args, "state_dict_ema": averaged}, path)
@@ -218,7 +218,7 @@ def timm_checkpoint(path, state_dict, **arguments):
     ("arguments", "size"),
     [
         ({"input_size": [3, 96, 64]}, (96, 64)),
-        # DeiT's arguments, which LIT-Ti's official files have too.
+        # DeiT's arguments, as in LIT-Ti's official files.
         ({"input_size": 96}, (96, 96)),
         ({"model_kwargs": {"img_size": 96}}, (64, 64)),
         ({"img_size": None}, (224, 224)),
@@ -240,7 +240,7 @@ def test_a_run_of_timm(tmp_path, classifier, arguments, size):
 
 def test_tables_larger_than_the_images_stay_as_trained(tmp_path):
     name, options = VARIANT.removesuffix("_rpb"), {"img_size": 96, "position_interpolation": "per_feature_map"}
-    trained = randomise(timm.create_model(name, num_classes=7, **options)).eval()
+    trained = randomize(timm.create_model(name, num_classes=7, **options)).eval()
     path = timm_checkpoint(tmp_path / "run.pth.tar", trained.state_dict(), model=name, model_kwargs=options)
     loaded = load_classifier(path)
     assert (loaded.img_size, loaded.table_img_size) == ((64, 64), (96, 96))
@@ -254,7 +254,7 @@ def test_plain_and_official_state_dicts(tmp_path, classifier):
     plain = load_classifier(tmp_path / "plain.pth", VARIANT).model
     torch.testing.assert_close(logits_of(plain), logits_of(classifier), **FLOAT32)
     weights = official_state_dict(relative_bias=True, num_classes=7)
-    torch.save(wrapping.vision_longformer(weights), tmp_path / "official.pth")
+    torch.save(layouts.vision_longformer(weights), tmp_path / "official.pth")
     loaded = load_classifier(tmp_path / "official.pth", VARIANT, img_size=64)
     expected, _ = convert_state_dict(weights, VARIANT, classifier=True, model_options={"num_classes": 7})
     for name, tensor in loaded.model.state_dict().items():

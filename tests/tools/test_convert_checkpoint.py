@@ -10,7 +10,7 @@ from backbones.build import VARIANTS
 from backbones.checkpoint_files import read_checkpoint
 from backbones.convert import convert_state_dict
 from projects_vil.checkpoint import METADATA_KEY
-from tests import wrapping
+from tests import layouts
 from tests.backbones import official, official_lit
 from tests.backbones.helpers import assert_all_close
 
@@ -33,14 +33,14 @@ def assert_is_converted(path, weights, name, **options) -> None:
 
 @pytest.fixture
 def source(tmp_path):
-    torch.save(wrapping.vision_longformer(vil_classifier()), tmp_path / "official.pth")
+    torch.save(layouts.vision_longformer(vil_classifier()), tmp_path / "official.pth")
     return tmp_path / "official.pth"
 
 
 def test_a_classifier_has_the_official_values(tmp_path, run_here, monkeypatch):
     monkeypatch.setitem(VARIANTS, "lit_small", official_lit.S)
     weights = official_lit.official_state_dict(official_lit.S, classifier=True)
-    torch.save(wrapping.lit_classifier(weights), tmp_path / "official.pth")
+    torch.save(layouts.lit_classifier(weights), tmp_path / "official.pth")
     arguments = ("--model", "lit_small", "--classifier", "--image-size", "64", "64")
     status, _, err = run_here(TOOL, tmp_path / "official.pth", tmp_path / "ours.safetensors", *arguments)
     assert status == 0, err

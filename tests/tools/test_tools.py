@@ -19,7 +19,7 @@ CONFIG = CONFIGS["retinanet"]
 
 @pytest.fixture
 def photo(tmp_path):
-    """A file of 50 x 75 pixels."""
+    """Return an image file of 50 x 75 pixels."""
     cv2.imwrite(str(tmp_path / "photo.png"), example_image(50, 75).permute(1, 2, 0).numpy())
     return tmp_path / "photo.png"
 
@@ -131,7 +131,7 @@ def test_visualize(run_here, shapes, trained_run, photo, tmp_path):
     attention = "photo_vil_tiny_1_1_3_1_rpb_stage3_block2_20_30.png"
     strong = ["INPUT.AUGMENTATION", "lsj_copy_paste", "INPUT.LSJ.SIZE", 64, "SOLVER.IMS_PER_BATCH", 2]
     for words, pattern in (
-        (["results", "--run", trained_run, "--output", tmp_path / "results.png", "--num-images", 3], "results.png"),
+        (["results", trained_run, "--output", tmp_path / "results.png", "--num-images", 3], "results.png"),
         (["attention", *run, *weights, *image, "--stage", 3, "--block", 2, "--point", 20, 30], attention),
         (["offsets", *run, *lit, *image, "--point", 20, 30], "photo_offsets.png"),
         (
@@ -192,13 +192,13 @@ def test_other_tools_name_what_is_wrong(error_of, trained_run, photo, shapes, tm
     small = ["--config-file", CONFIG, "--output", "made", *SMALL["retinanet"]]
     image = [*small, "--input", photo]
     (tmp_path / "run").mkdir()
-    assert "config.yaml" in error_of("visualize.py", "results", "--run", "run")
+    assert "config.yaml" in error_of("visualize.py", "results", "run")
     shutil.copy(trained_run / "config.yaml", "run")
     for words, name in (
         (["export_model.py", *small], "MODEL.WEIGHTS"),
-        (["visualize.py", "results", "--run", "run"], "coco_instances_results.json"),
-        (["visualize.py", "results", "SOLVER.MAXITER", 3, "--run", "run"], "SOLVER.MAXITER"),
-        (["visualize.py", "results", "--run", "run", "--dataset", "shapes_vall"], "'shapes_val'"),
+        (["visualize.py", "results", "run"], "coco_instances_results.json"),
+        (["visualize.py", "results", "SOLVER.MAXITER", 3, "run"], "SOLVER.MAXITER"),
+        (["visualize.py", "results", "run", "--dataset", "shapes_vall"], "'shapes_val'"),
         (["visualize.py", "data", *small, "INPUT.LSJ.SIZE", 256], "INPUT.LSJ.SIZE"),
         (["visualize.py", "offsets", *image], "LIT"),
         (["visualize.py", "offsets", *image, "--points", 2, "--point", 1, 2], "--point"),

@@ -52,7 +52,7 @@ ABSENT = {
     "slim_checkpoint.py": "absent out.pth",
     "timm_run.py": "absent",
     "train_net.py": "--config-file absent",
-    "visualize.py": "results --run absent",
+    "visualize.py": "results absent",
 }
 # Runs tools in one process. Prints the exit status, whether torch or detectron2 was imported, stdout and stderr.
 _RUN = """
@@ -99,12 +99,13 @@ def test_training_has_detectron2s_arguments():
     assert theirs.pop("opts")[0] == [] and ours.pop("dist_timeout") and ours == theirs
 
 
-def test_choices_of_the_parsers_are_those_of_the_library():
+def test_parsers_and_library_have_the_same_choices():
     from projects_vil import export, run
 
     # Some versions of detectron2 have more keys than others.
     assert default_config().keys() <= SECTIONS
     assert choices.EXPORT_FORMATS == tuple(export.FORMATS) and choices.PRECISIONS == tuple(export.PRECISIONS)
+    assert all(entry.suffix.endswith(choices.EXPORT_SUFFIXES) for entry in export.FORMATS.values())
     assert tuple(run.DETECTORS) == choices.DETECTORS
     for name in ("export_coco", "run_onnx", "run_pt2", "sliced_sahi"):
         text = (ROOT / f"examples/{name}.py").read_text()
@@ -140,6 +141,15 @@ def test_pairs_next_to_lists_and_files(tmp_path, monkeypatch):
     assert parser().parse_args(FILE).opts == []
 
 
+def test_a_misspelled_key_is_passed_on_to_the_library():
+    args = parser().parse_args([*FILE, "SOLVR.BASE_LR", "1", "--flag"])
+    assert args.opts == ["SOLVR.BASE_LR", "1"] and args.flag
+    with pytest.raises(
+        ConfigError, match=r"^Config key 'SOLVR.BASE_LR' does not exist. Did you mean 'SOLVER.BASE_LR'\?$"
+    ):
+        load_config(FILE[1], args.opts)
+
+
 def test_short_forms_are_their_keys(tmp_path):
     weights = str(tmp_path / "a.pth")
     (tmp_path / "a.pth").touch()
@@ -154,7 +164,7 @@ def test_short_forms_are_their_keys(tmp_path):
 @pytest.mark.parametrize(
     "tokens, names",
     [
-        ([*FILE, "MODLE.DEVICE", "cpu"], ["MODLE.DEVICE"]),
+        ([*FILE, "MODLE.DEVICE"], ["MODLE.DEVICE has no value"]),
         ([*FILE, "SEED=3"], ["SEED 3"]),
         (["SEED", *FILE], ["SEED"]),
         ([*FILE, "SOLVER.MAX_ITER", "OUTPUT_DIR", "out"], ["SOLVER.MAX_ITER has no value"]),
@@ -196,7 +206,7 @@ def test_arguments_of_other_trainers_name_their_key(capsys, words, key, value):
     add_training_arguments(tool)
     with pytest.raises(SystemExit):
         tool.parse_args([*FILE, *words.split()])
-    override = shlex.split(capsys.readouterr().err.partition(". Write ")[2].partition(" (--help")[0])
+    override = shlex.split(capsys.readouterr().err.partition(". Write ")[2].partition(". Add --help")[0])
     if value is None:
         assert override == [key, "VALUE"]
     else:
@@ -275,6 +285,24 @@ def test_an_argument_that_a_function_names_is_shown_as_its_flag(capsys, monkeypa
     assert (
         exit_status_and_line(lambda: fail(0, ConfigError("size: too small")), capsys)[1] == "error: size: too small\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "expected"),
+    [
+        ("--device tpu", "MODEL.DEVICE is tpu. Use cpu.", "--device (MODEL.DEVICE) is tpu. Use cpu."),
+        ("--weights=a", "The file 'a' (MODEL.WEIGHTS) is empty.", "The file 'a' (--weights, MODEL.WEIGHTS) is empty."),
+        ("--epochs 0", "epochs (SOLVER.EPOCHS) is 0.", "--epochs (SOLVER.EPOCHS) is 0."),
+        ("--device tpu", "MODEL.DEVICES is odd.", "MODEL.DEVICES is odd."),
+        ("--val-fraction 1", "It has a split. Leave out val_fraction.", "It has a split. Leave out --val-fraction."),
+        ("--val-fraction 1", "'val_fraction.json' and a/val_fraction are odd.", None),
+        ("MODEL.DEVICE tpu", "MODEL.DEVICE is tpu.", None),
+    ],
+)
+def test_an_error_names_the_flag_that_was_given(capsys, monkeypatch, arguments, message, expected):
+    monkeypatch.setattr(sys, "argv", ["vil", *arguments.split()])
+    line = exit_status_and_line(lambda: fail(0, ConfigError(message)), capsys)[1]
+    assert line == f"error: {expected or message}\n"
 
 
 def test_a_path_at_the_beginning_of_an_error_is_not_a_flag(capsys, monkeypatch):

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from backbones.errors import GENERATOR
+from projects_vil import Run
 from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL
 from vil import cli
 
@@ -75,6 +76,21 @@ def test_check_replaces_no_annotations_and_writes_no_empty_dataset(vil, shapes, 
     file.write_text(json.dumps(content))
     status, _, err = vil("check", tmp_path / "mine", "--fix", tmp_path / "fixed")
     assert status == 1 and "none of the annotations" in err and not list(tmp_path.glob("fixed/*.json"))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "expected"),
+    [
+        ({"bbox": {"AP": 0}, "segm": {"AP": None}}, "AP is 0. Train for more epochs"),
+        ({"bbox": {"AP": None}}, "AP is undefined. Check that the validation images have ground truth."),
+        ({"bbox": {"AP": 3.0}}, "Next: vil predict"),
+        ({"sem_seg": {"mIoU": 3.0}}, "Next: vil predict"),
+    ],
+)
+def test_the_advice_after_training(vil, tmp_path, monkeypatch, tasks, expected):
+    (tmp_path / "evaluation.json").write_text(json.dumps({"mine": tasks}))
+    monkeypatch.setattr("projects_vil.run.train", lambda data, **_: Run(tmp_path))
+    assert vil("train")[1].startswith(expected)
 
 
 @pytest.mark.slow

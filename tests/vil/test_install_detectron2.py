@@ -33,7 +33,7 @@ BUNDLED = {
 
 @pytest.fixture
 def wheel(tmp_path):
-    """Path of a wheel with the name of the LabGym wheel and other content."""
+    """Return a wheel with the name of the LabGym wheel and other content."""
     info = "labgym-3.1.2.dist-info/"
     metadata = {
         info + "METADATA": "Metadata-Version: 2.1\nName: LabGym\nVersion: 3.1.2\nRequires-Python: <3.11\n",
@@ -77,7 +77,7 @@ def test_a_detectron2_that_imports_is_kept(tmp_path):
 
 @pytest.mark.slow
 def test_what_cannot_be_installed_is_one_line(tmp_path, wheel):
-    """Without a git host, without a package index, and with a wheel of different content."""
+    """There is no git host, no package index, or a wheel with other content."""
     (tmp_path / "detectron2.py").write_text('raise ImportError("hidden by the test")\n')
     options = {"tmp_path": tmp_path, "PYTHONPATH": str(tmp_path)}
     result = run("--source", "git", **options)

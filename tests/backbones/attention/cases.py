@@ -1,4 +1,4 @@
-"""The kernels of attention next to their references, and random arguments for both."""
+"""Attention kernels with their references, and random arguments for both."""
 
 import functools
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def case(
     shift: tuple[int, int] | None = None,
     **sizes: int,
 ) -> tuple[Callable, Callable, dict[str, Tensor]]:
-    """A kernel, its reference and float64 arguments of both; ``shift`` replaces that of the kernel."""
+    """Return a kernel, its reference and float64 arguments for both. ``shift`` replaces the shift of the kernel."""
     sizes = {"batch": 2, "heads": 2, "channels": 4} | sizes
     batch, heads, channels = sizes.values()
     if kernel == "dense":
@@ -72,10 +72,10 @@ def case(
 
 
 class FakeGPU(TorchFunctionMode):
-    """A context in which tensors on the CPU report that they are on a GPU.
+    """Context manager in which tensors on the CPU report that they are on a GPU.
 
     Attributes:
-        cudnn, flash: at each call of PyTorch's attention, whether it may choose this kernel.
+        cudnn, flash: Whether each call of PyTorch's attention may choose this kernel.
     """
 
     def __init__(self) -> None:
@@ -109,10 +109,10 @@ class OnMap(nn.Module):
 
 
 def attend(module: nn.Module, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Run :class:`OnMap`."""
+    """Call the module through :class:`OnMap`."""
     return OnMap(module)(tokens, global_tokens)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest value."""
+    """Return the largest difference, relative to the largest value."""
     return ((actual.cpu().double() - expected).abs().max() / expected.abs().max()).item()

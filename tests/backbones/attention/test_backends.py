@@ -1,4 +1,4 @@
-"""The backend triton runs its kernel if it is right, else PyTorch's attention; auto only suggests it."""
+"""Choice of the attention backend: 'triton' runs its kernel only if it is correct, and 'auto' only suggests it."""
 
 import functools
 import logging
@@ -17,7 +17,7 @@ from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chu
 from backbones.attention.triton_check import choose_kernel, suggest_triton, triton_is_right
 from backbones.attention.triton_chunks import SEGMENT_MODE, triton_chunk_attention
 from tests.backbones.attention.cases import FakeGPU, OnMap, attend
-from tests.backbones.helpers import attention_inputs, randomise
+from tests.backbones.helpers import attention_inputs, randomize
 from tests.gpu import DEVICE, on_gpu
 
 BIASES = ("local_bias", "global_bias")
@@ -25,7 +25,7 @@ BIASES = ("local_bias", "global_bias")
 
 @pytest.fixture
 def choose(monkeypatch):
-    """Choose for a kernel in place of Triton's; nothing is decided yet."""
+    """Return a function that chooses a backend with a given kernel instead of Triton's. Earlier choices are cleared."""
     pytest.importorskip("triton", reason="triton is not installed")
     choose_kernel.cache_clear()
 
@@ -148,7 +148,7 @@ def test_comparison_ignores_autocast_and_checkpointing_of_the_caller(choose, gra
 
 @on_gpu
 def test_comparison_within_a_backward_pass(choose):
-    """As where activations are computed again in the caller's backward pass, on a thread of the device."""
+    """With activation checkpointing, the choice may happen in a backward pass, on a thread of the device."""
     chosen, product = [], 2 * torch.ones(1, device=DEVICE, requires_grad=True)
     product.register_hook(lambda grad: chosen.append(choose(sliding_chunk_attention, DEVICE)))
     product.sum().backward()
@@ -160,7 +160,7 @@ def test_comparison_within_a_backward_pass(choose):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What a choice as on a GPU is asked for."""
+    """Return a list that collects the arguments of each choice, as on a GPU."""
     found = []
     monkeypatch.setattr(triton_check, "_can_check", lambda query: True)
     monkeypatch.setattr(triton_check, "choose_kernel", lambda *key, **options: found.append((key, options)) or "sdpa")
@@ -169,8 +169,8 @@ def asked(monkeypatch):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_triton_backend_describes_its_inputs_to_the_check(asked, monkeypatch, training):
-    """With the types that autocast chooses, and the shift of training."""
-    module = randomise(SlidingChunkAttention(8, num_heads=2, chunk_size=3, relative_bias=True, backend="triton"))
+    """The arguments have the dtypes of autocast and the random shift of training."""
+    module = randomize(SlidingChunkAttention(8, num_heads=2, chunk_size=3, relative_bias=True, backend="triton"))
     module.train(training).shift = (1, 0)
     with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16):
         attend(module, torch.randn(2, 7, 10, 8), torch.randn(2, 1, 8))
@@ -220,7 +220,7 @@ ATTENTIONS = [
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("backend", ["triton", "auto"])
 def test_auto_and_traced_runs_use_no_triton_kernel(asked, monkeypatch, backend, attention):
-    """Not even where Triton's interpreter would run it, which takes minutes."""
+    """This also holds in Triton's interpreter, which would take minutes."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     module = attention(8, num_heads=2, backend=backend).double().eval()
     inputs = torch.randn(1, 7, 10, 8).double(), torch.randn(1, 1, 8).double()

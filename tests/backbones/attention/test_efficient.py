@@ -1,4 +1,4 @@
-"""Performer's random features, and what else the efficient mechanisms start from."""
+"""Performer's random features, and the initial values of the other efficient mechanisms."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.backbones.helpers import random_images
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_performer_with_many_tokens_in_half_precision(dtype):
-    """20000 keys, whose sum float16 would not hold."""
+    """The sum over 20000 keys would overflow in float16."""
     query, key, value = (random_images(1, 1, 20000, 8, seed=seed) for seed in (1, 2, 3))
     features = sample_features(32, 8).double()
     expected = performer_attention(query[:, :, :50], key, value, features=features)

@@ -1,4 +1,4 @@
-"""Every kernel on a GPU, in every type: outputs and gradients as the reference's in float64 on the CPU."""
+"""Every kernel on a GPU in every dtype: outputs and gradients match the reference in float64 on the CPU."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Every kernel of attention: equal to its reference, blind to padding, linear in memory, right in all types."""
+"""Every attention kernel equals its reference in all dtypes, ignores padding, and needs linear memory."""
 
 import contextlib
 import functools
@@ -18,15 +18,15 @@ from tests.backbones.helpers import (
     assert_padding_is_hidden_in_half_precision,
     outputs_and_gradients,
     random_images,
-    randomise,
+    randomize,
     trace,
 )
 
-# Height, width, window: below a chunk; one, two and three chunks; no multiples; one axis of two chunks, or of one;
-# long and thin; other windows.
+# Height, width and chunk size: less than a chunk; one to three chunks; no multiples; two chunks or one along an axis;
+# long and thin; other chunk sizes.
 SIZES = [(2, 1, 3), (3, 3, 3), (6, 5, 3), (9, 9, 3), (7, 11, 3), (12, 6, 3), (3, 11, 3), (10, 2, 3), (4, 8, 3)]
 SIZES += [(1, 20, 3), (11, 8, 1), (11, 8, 2), (5, 13, 4), (11, 8, 5), (19, 26, 7)]
-# Global tokens, and whether there are biases.
+# Number of global tokens, and whether there are biases.
 EXTRAS = [(0, False), (0, True), (1, False), (1, True), (2, False), (2, True), (5, True)]
 
 
@@ -39,7 +39,7 @@ def assert_equals_reference(function, by_reference, inputs, *, tolerance=1e-11):
 @pytest.mark.parametrize("index", range(len(SIZES)), ids=lambda index: "x".join(map(str, SIZES[index])))
 def test_equals_the_reference(kernel, index):
     (height, width, chunk_size), number = SIZES[index], list(KERNELS).index(kernel)
-    # Each of them occurs with several sizes and with every kernel.
+    # Each option occurs with several sizes and with every kernel.
     num_global, biases = EXTRAS[(index + 2 * number) % len(EXTRAS)]
     shift = SHIFTS[(index + 3 * number) % len(SHIFTS)] if "shift" in kernel else None
     options = {"num_global": num_global, "biases": biases, "chunk_size": chunk_size, "shift": shift}
@@ -54,7 +54,7 @@ def _refuse(*args, **kwargs):
 @pytest.mark.parametrize("block_scores", [1, 700, 3000])
 @pytest.mark.parametrize("operator", [cpu_blocks._CPU_KERNEL, None, _refuse], ids=["private", "none", "refusing"])
 def test_result_does_not_depend_on_the_block_size(monkeypatch, kernel, block_scores, operator):
-    """One chunk or several at a time; also without PyTorch's private operator, which returns log-sum-exps."""
+    """The kernel takes one chunk or several at a time, with and without PyTorch's private operator for log-sum-exps."""
     monkeypatch.setattr(cpu_blocks, "BLOCK_SCORES", block_scores)
     monkeypatch.setattr(cpu_blocks, "_CPU_KERNEL", operator)
     assert_equals_reference(*case(kernel, num_global=2, batch=3))
@@ -63,7 +63,7 @@ def test_result_does_not_depend_on_the_block_size(monkeypatch, kernel, block_sco
 @windows
 @pytest.mark.parametrize("num_global", [0, 1, 2])
 def test_result_is_the_same_as_on_a_gpu(monkeypatch, kernel, num_global):
-    """With its mask channels, aligned biases, and PyTorch's own gradients."""
+    """The GPU path has mask channels, aligned biases, and the gradients of PyTorch."""
     monkeypatch.setattr(chunks, "needs_alignment", lambda device: True)
     monkeypatch.setattr(cpu_blocks, "is_needed", lambda *tensors: False)
     assert_equals_reference(*case(kernel, channels=8, num_global=num_global))
@@ -72,9 +72,9 @@ def test_result_is_the_same_as_on_a_gpu(monkeypatch, kernel, num_global):
 @pytest.mark.parametrize("num_global", [0, 1, 2])
 @pytest.mark.parametrize("block_scores", [2**27, 4000, 900], ids=["one_call", "heads", "rows"])
 def test_attention_of_a_map_as_on_a_gpu(monkeypatch, num_global, block_scores):
-    """Some heads, and some rows, in a call, whose bias is a view of the table by offset."""
+    """A call has some heads and some rows. Its bias is a view of the table by offset."""
     monkeypatch.setattr(dense, "_CALL_SCORES", block_scores)
-    bias = randomise(GridRelativeBias((5, 7), 2, num_global_tokens=num_global)).double()
+    bias = randomize(GridRelativeBias((5, 7), 2, num_global_tokens=num_global)).double()
     tokens = num_global + 35
     inputs = [random_images(2, 2, *sizes, 4, seed=seed) for seed, sizes in enumerate([(5, 7), (tokens,), (tokens,)])]
     inputs = [x.requires_grad_() for x in inputs]
@@ -102,7 +102,7 @@ def test_only_inputs_that_need_a_gradient_get_one(kernel):
 
 @functools.cache
 def traced_case(kernel: str, num_global: int, biases: bool, chunk_size: int, copied: bool):
-    """The kernel traced at one size, one image, as a function of named tensors."""
+    """Return the kernel, traced at one size with one image, as a function of named tensors."""
     options = {"num_global": num_global, "biases": biases, "chunk_size": chunk_size}
     function, _, example = case(kernel, 8, 13, batch=1, **options)
     with copied_windows() if copied else contextlib.nullcontext():
@@ -115,7 +115,7 @@ def traced_case(kernel: str, num_global: int, biases: bool, chunk_size: int, cop
 @pytest.mark.parametrize("chunk_size", [1, 3])
 @pytest.mark.parametrize("num_global, biases, copied", [(0, False, False), (2, True, False), (5, True, True)])
 def test_traced_once_equals_the_reference_at_all_sizes(kernel, chunk_size, num_global, biases, copied):
-    """A trace takes chunks where the eager function takes the whole map at once: both are covered here."""
+    """A trace uses chunks if the eager function uses the whole map at once. Both are tested."""
     traced = traced_case(kernel, num_global, biases, chunk_size, copied)
     for height, width, _ in SIZES[::2]:
         options = {"num_global": num_global, "biases": biases, "chunk_size": chunk_size}
@@ -126,7 +126,7 @@ def test_traced_once_equals_the_reference_at_all_sizes(kernel, chunk_size, num_g
 @windows
 @pytest.mark.parametrize("height, width", [(4, 5), (7, 11)])
 def test_values_outside_the_map_are_not_read(kernel, height, width):
-    """The map is cut out of a larger one full of NaN, to which no gradient goes either."""
+    """The feature map is a slice of a larger one full of NaN, which also gets no gradient."""
     function, by_reference, inputs = case(kernel, height, width)
     expected = by_reference(**inputs)
     frames = {}
@@ -151,7 +151,7 @@ def test_values_outside_the_map_are_not_read(kernel, height, width):
     ids=str,
 )
 def test_padding_is_hidden_from_very_low_scores(kernel, dtype, autocast):
-    """Where all keys score far below the 0 of padding, padding still counts for nothing."""
+    """Padding has no effect even if all scores are far below 0, the score of padding."""
     function, by_reference, inputs = case(kernel, channels=64, num_global=2)
     assert_padding_is_hidden_in_half_precision(function, by_reference, inputs, dtype=dtype, autocast=autocast)
 
@@ -162,7 +162,7 @@ def test_padding_is_hidden_from_very_low_scores(kernel, dtype, autocast):
 )
 @pytest.mark.parametrize("autocast", [False, True])
 def test_lower_precision_is_close_to_float64(kernel, dtype, tolerance, autocast):
-    # 64 channels: the mark of hidden keys is largest for many channels, and float16 must hold it.
+    # With 64 channels, the mask value is large, and it must be representable in float16.
     function, by_reference, inputs = case(kernel, channels=64)
     given = torch.float32 if autocast else dtype
     inputs = {name: x.to(given) for name, x in inputs.items()}
@@ -175,7 +175,7 @@ def test_lower_precision_is_close_to_float64(kernel, dtype, tolerance, autocast)
 
 @windows
 def test_memory_is_linear_in_the_tokens(kernel):
-    """Forwards and backwards; the reference shows that the recorder sees a quadratic tensor."""
+    """In the forward and backward pass. The reference shows that the recorder detects a quadratic tensor."""
 
     def largest(index: int, height: int, width: int) -> int:
         *functions, inputs = case(kernel, height, width, batch=1)
@@ -189,7 +189,7 @@ def test_memory_is_linear_in_the_tokens(kernel):
 
 @windows
 def test_scores_are_not_kept_for_the_backward_pass(kernel):
-    """The backward pass keeps the inputs, the output and a number for each query, of whole chunks of 24 x 33 tokens."""
+    """The backward pass stores the inputs, the output and one number per query, for whole chunks of 24 x 33 tokens."""
     function, _, inputs = case(kernel, 23, 31, batch=1, channels=8)
     leaves, saved = {name: x.requires_grad_() for name, x in inputs.items()}, {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.update({x.data_ptr(): x}) or x, lambda x: x):

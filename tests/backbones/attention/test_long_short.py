@@ -1,4 +1,4 @@
-"""Long-short attention: what a token sees, the official bias, the dynamic projection, and the module step by step."""
+"""Long-short attention: the attended keys, the official bias, the dynamic projection, and the module step by step."""
 
 import itertools
 
@@ -10,12 +10,12 @@ from backbones.attention import long_short
 from backbones.attention.long_short import LongShortAttention, dynamic_projection
 from backbones.layers.position import SegmentRelativeBias
 from tests.backbones.attention.cases import attend, case, side_of
-from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images, randomise
+from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images, randomize
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 4])
 def test_tokens_see_their_window(chunk_size):
-    """Token by token, with plain loops: gradients show which keys have an influence."""
+    """Gradients show which keys influence each token. The expected keys come from plain loops."""
     height, width, side = 6, 11, side_of(chunk_size)
     _, by_reference, inputs = case("long_short", height, width, chunk_size=chunk_size, batch=1, heads=1)
     value = inputs["value"].requires_grad_()
@@ -34,7 +34,7 @@ def test_tokens_see_their_window(chunk_size):
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 4])
 def test_segments_in_larger_chunks_equal_the_reference(chunk_size, monkeypatch):
-    """As on a GPU."""
+    """Compute as on a GPU."""
     monkeypatch.setattr(long_short, "_CHUNKS", {"cpu": 8})
     function, by_reference, inputs = case("long_short", 11, 18, chunk_size=chunk_size, biases=False)
     expected = outputs_and_gradients(by_reference, inputs)
@@ -44,7 +44,7 @@ def test_segments_in_larger_chunks_equal_the_reference(chunk_size, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_dynamic_projection_of_very_many_tokens_in_half_precision(dtype, autocast):
-    """70,000 equal weights: in float16 each would be below the least normal number, in bfloat16 sums would stall."""
+    """70,000 equal weights would be subnormal in float16, and their sum would be wrong in bfloat16."""
     value, scores = torch.ones(1, 1, 200, 350, 2), torch.zeros(1, 1, 200, 350, 1)
     with torch.autocast("cpu", dtype, enabled=autocast):
         projected = dynamic_projection(*(x if autocast else x.to(dtype) for x in (scores, value)))
@@ -54,7 +54,7 @@ def test_dynamic_projection_of_very_many_tokens_in_half_precision(dtype, autocas
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 7, 8])
 def test_bias_index_is_the_official_formula(chunk_size):
-    """Plain loops over positions in the segment and in its window."""
+    """The expected offsets come from plain loops over the positions in the segment and in its window."""
     bias, p = SegmentRelativeBias(chunk_size, 2), side_of(chunk_size)
     with torch.no_grad():
         bias.table.copy_(torch.arange(bias.table.numel()).view_as(bias.table))
@@ -70,17 +70,17 @@ def test_bias_index_is_the_official_formula(chunk_size):
 
 @pytest.mark.parametrize("num_global", [0, 1, 2])
 def test_module_equals_its_steps_by_hand(num_global):
-    """Each token of each image by itself: DualLN, the projection, one softmax, and the global tokens' own update."""
+    """Each token is computed separately: DualLN, the projection, one softmax, and the update of the global tokens."""
     module = LongShortAttention(8, num_heads=2, chunk_size=3, rank=5, num_global_tokens=num_global, relative_bias=True)
-    randomise(module).double()
+    randomize(module).double()
     (dim, heads, rank), (height, width) = (8, 2, 5), (7, 10)
     tokens = random_images(2, height, width, dim)
     global_tokens = random_images(2, num_global, dim, seed=2) if num_global else None
     update, global_update = attend(module, tokens, global_tokens)
 
     def normed(x: Tensor, norm: torch.nn.LayerNorm) -> Tensor:
-        centerd = x - x.mean(-1, keepdim=True)
-        return centerd / (centerd.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
+        centered = x - x.mean(-1, keepdim=True)
+        return centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
 
     for image in range(2):
         local = tokens[image].reshape(-1, dim)

@@ -1,4 +1,4 @@
-"""Every mechanism as a module: equal to its definition, also where it is traced, and in a last block of a stage."""
+"""Every mechanism as a module equals its definition, also in a trace and in the last block of a stage."""
 
 import functools
 
@@ -18,11 +18,11 @@ from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.errors import ConfigError
 from tests.backbones.attention.cases import attend
-from tests.backbones.helpers import assert_all_close, random_images, randomise
+from tests.backbones.helpers import assert_all_close, random_images, randomize
 
 _CHUNKS = functools.partial(SlidingChunkAttention, chunk_size=3, relative_bias=True)
 _SEGMENTS = functools.partial(LongShortAttention, rank=2, relative_bias=True)
-# Those that have a backend in which they are their own definition.
+# Mechanisms with a reference backend.
 WINDOWS = {
     "sliding_chunk": _CHUNKS,
     "sliding_chunk_exact": functools.partial(_CHUNKS, mode="exact"),
@@ -44,7 +44,7 @@ num_globals = pytest.mark.parametrize("num_global", [0, 1, 2])
 
 
 def build(name: str, num_global: int, **options) -> nn.Module:
-    return randomise(ALL[name](8, num_heads=2, num_global_tokens=num_global, **options)).double()
+    return randomize(ALL[name](8, num_heads=2, num_global_tokens=num_global, **options)).double()
 
 
 def inputs_for(num_global: int, height: int = 5, width: int = 7) -> tuple[Tensor, Tensor | None]:
@@ -53,7 +53,7 @@ def inputs_for(num_global: int, height: int = 5, width: int = 7) -> tuple[Tensor
 
 
 def reduced_map(module: SpatialReductionAttention, tokens: Tensor) -> Tensor:
-    """By loops over the positions of the smaller map; what does not fill one is not seen, unless nothing would be."""
+    """Return the reduced map by loops over positions. Incomplete patches are left out, unless there are no others."""
     side, (height, width) = module.reduction, tokens.shape[1:3]
     if side == 1:
         return tokens.flatten(1, 2)
@@ -69,7 +69,7 @@ def reduced_map(module: SpatialReductionAttention, tokens: Tensor) -> Tensor:
 
 
 def definition(name: str, module: nn.Module, tokens: Tensor, global_tokens: Tensor | None) -> Tensor:
-    """The output for all tokens together, (B, G + H * W, C), by the reference."""
+    """Return the output of the reference for all tokens, (B, G + H * W, C)."""
     sequence, num_global = join_tokens(tokens, global_tokens), 0 if global_tokens is None else global_tokens.shape[1]
     kernel, bias = reference.attention, None
     if hasattr(module, "qkv"):

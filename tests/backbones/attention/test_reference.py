@@ -1,4 +1,4 @@
-"""The reference against loops over single tokens, written from the definitions of the paper."""
+"""The reference equals loops over single tokens, written from the definitions in the paper."""
 
 import math
 
@@ -13,7 +13,7 @@ WINDOW = 3
 
 
 def chunk_step(query: int, key: int, size: int, mode: str) -> int | None:
-    """Along one axis: how many chunks the key's lies behind the query's, or None where the key is not seen."""
+    """Return the distance of the key's chunk behind the query's chunk along one axis, or None if the key is masked."""
     step = key // WINDOW - query // WINDOW
     if mode == "exact":
         return step if abs(key - query) <= WINDOW else None
@@ -24,7 +24,7 @@ def chunk_step(query: int, key: int, size: int, mode: str) -> int | None:
 
 
 def attend(inputs: dict, head: int, row: int, col: int, mode: str) -> torch.Tensor:
-    """The output of one query, from exponentials of single products."""
+    """Return the output of one query, from exponentials of single products."""
     height, width, channels = inputs["query"].shape[2:]
     query, scores, values = inputs["query"][0, head, row, col], [], []
     position = row % WINDOW * WINDOW + col % WINDOW

@@ -6,17 +6,17 @@ from torch import Tensor
 
 from backbones.attention.sliding_chunk import SHIFTS, SlidingChunkAttention, sample_shifts
 from tests.backbones.attention.cases import attend
-from tests.backbones.helpers import random_images, randomise, small_vil
+from tests.backbones.helpers import random_images, randomize, small_vil
 
 
 def attention_module(num_global: int, *, shared: bool = True) -> SlidingChunkAttention:
     options = {"num_global_tokens": num_global, "relative_bias": True, "shared_projections": shared}
-    return randomise(SlidingChunkAttention(8, num_heads=2, chunk_size=3, **options)).double()
+    return randomize(SlidingChunkAttention(8, num_heads=2, chunk_size=3, **options)).double()
 
 
 @pytest.mark.parametrize("num_global, shared", [(1, True), (2, True), (2, False)])
 def test_module_equals_explicit_products_per_head(num_global, shared):
-    """On a map of one chunk; global tokens see everything on any map."""
+    """On a feature map of one chunk. Global tokens attend to all tokens of any feature map."""
     module, positions = (
         attention_module(num_global, shared=shared),
         [(row, col) for row in range(2) for col in range(3)],

@@ -1,6 +1,6 @@
-"""The Triton kernels of attention to windows: in Triton's interpreter as the reference; compiled, on a GPU, too.
+"""The Triton kernels of window attention equal the reference in Triton's interpreter, and compiled on a GPU.
 
-What the interpreter takes the compiler may refuse: a slow test compiles every kernel, which needs no GPU.
+The compiler may reject code that the interpreter runs. A slow test compiles every kernel, which needs no GPU.
 """
 
 import functools
@@ -36,7 +36,7 @@ from tests.backbones.helpers import (
     attention_inputs,
     outputs_and_gradients,
     random_images,
-    randomise,
+    randomize,
 )
 from tests.gpu import DEVICE
 from tests.selection import slow_except
@@ -45,13 +45,13 @@ ALL = {"num_global": 1, "local_bias": True, "global_bias": True}
 
 
 def assert_equals_reference(inputs, *, device="cpu", **options):
-    """Outputs and all gradients as the reference's, of the same rounded inputs, in float64."""
+    """Check that outputs and all gradients match the reference for the same rounded inputs in float64."""
     actual = outputs_and_gradients(triton_chunk_attention, {k: x.to(device) for k, x in inputs.items()}, **options)
     inputs = {name: x.cpu().double() for name, x in inputs.items()}
     assert_near(actual, outputs_and_gradients(reference.sliding_chunk_attention, inputs, **options))
 
 
-# Window, height, width, mode, shift, others. Axes of one, two, three and four chunks, most of them not whole.
+# Chunk size, height, width, mode, shift and others. Axes have one to four chunks, most of them incomplete.
 CASES = {
     "two by three chunks": (3, 4, 7, "zero_pad", None, ALL),
     "whole chunks": (2, 4, 6, "zero_pad", None, {"num_global": 2, "global_bias": True}),
@@ -81,7 +81,7 @@ def test_equals_the_reference(name):
     assert_equals_reference(inputs, chunk_size=chunk_size, mode=mode, shift=shift)
 
 
-# Window, height, width, others. Windows of three tokens for a segment of one, up to nine for one of five.
+# Segment side, height, width and others. Windows have three tokens per axis for a segment of one, and nine for five.
 SEGMENTS = {
     "two by three segments": (3, 4, 7, {"heads": 2}),
     "even window": (4, 5, 9, {"num_global": 0}),
@@ -134,7 +134,7 @@ def test_several_blocks_of_positions(monkeypatch):
 @interpreted
 @pytest.mark.parametrize("mode", MODES)
 def test_any_strides_and_nothing_outside_the_map_is_read(mode):
-    """The inputs are a split of heads, and slices of tensors of NaNs, which would show in the output if read."""
+    """The inputs are split heads, and slices of tensors full of NaN, which would reach the output."""
     inputs = attention_inputs(2, 5, batch=1, heads=2, num_global=1)
     expected = outputs_and_gradients(reference.sliding_chunk_attention, inputs, chunk_size=3, mode=mode)
     tokens = torch.full((1, 4, 9, 2, 3, 4), float("nan"), dtype=torch.float64)
@@ -205,7 +205,7 @@ def test_module_with_activation_checkpointing(attention):
     results = []
     for backend in ("triton", "reference"):
         module = attention(8, num_heads=2, chunk_size=3, relative_bias=True, backend=backend)
-        module = randomise(module).double()
+        module = randomize(module).double()
         inputs = [random_images(1, *shape).requires_grad_() for shape in ((2, 5, 8), (1, 8))]
         outputs = checkpoint(attend, module, *inputs, use_reentrant=False)
         sum(x.square().sum() for x in outputs).backward()
@@ -217,7 +217,7 @@ def test_module_with_activation_checkpointing(attention):
 @pytest.mark.slow
 @interpreted
 def test_compiled_models_trace_through_the_operator():
-    """Without a graph break, for any size of the map; outputs and gradients as in eager mode."""
+    """There is no graph break for any size of the feature map, and outputs and gradients equal eager mode."""
     torch.compiler.reset()
     compiled = torch.compile(triton_chunk_attention, backend="aot_eager", fullgraph=True, dynamic=True)
     for height, width in ((2, 5), (4, 7)):
@@ -234,8 +234,8 @@ def test_operator_is_registered_as_pytorch_wants_it():
 
 
 @interpreted
-def test_a_bias_of_one_head_is_that_of_all_heads():
-    """The sum over heads of its gradient too."""
+def test_a_bias_of_one_head_applies_to_all_heads():
+    """This includes the sum of its gradient over the heads."""
     inputs = attention_inputs(2, 5, batch=1, heads=2, **ALL)
     inputs |= {name: inputs[name][:1] for name in ("local_bias", "global_bias")}
     assert_equals_reference(inputs, chunk_size=3)
@@ -261,7 +261,7 @@ def test_unsupported_arguments_raise(channels, mode, named):
 
 
 def test_imports_without_triton():
-    """In a process of its own, since the module registers an operator."""
+    """In a separate process, because the module registers an operator."""
     code = (
         "import sys, torch; sys.modules['triton'] = None; from backbones.attention import triton_chunks; "
         "print(triton_chunks.unmet_requirement(torch.device('cuda')))"
@@ -273,7 +273,7 @@ def test_imports_without_triton():
 # -- compiled --------------------------------------------------------------------------------------
 
 
-# Bytes of stack that a thread may take; none elsewhere. The latter is that of float32.
+# Bytes of stack that a thread may take, in float32. All other kernels must take none.
 SPILLED = {("key_grad_kernel", 80, 32, "long_short"): 8, ("query_grad_kernel", 80, 96, "zero_pad"): 144}
 
 
@@ -310,7 +310,7 @@ def test_every_kernel_compiles(monkeypatch, tmp_path, architecture, dtype, chann
     assert len(compiled) == 5
     for name, kernel in compiled.items():
         spilled = bytes_of_registers_in_memory(kernel.asm["cubin"], tmp_path)
-        # The limit of the smallest of these devices, sm_86 and sm_89.
+        # The shared memory of the smallest of these devices, sm_86 and sm_89.
         assert kernel.metadata.shared <= 99 * 1024, name
         assert spilled is None or spilled <= SPILLED.get((name, architecture, channels, mode), 0), name
 

@@ -21,7 +21,7 @@ from tests.backbones.attention.triton_cases import (
     on_this_gpu,
     skip_without_compiler,
 )
-from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images, randomise
+from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images, randomize
 from tests.gpu import DEVICE
 from tests.selection import slow_except
 
@@ -186,7 +186,7 @@ def test_module_with_activation_checkpointing(num_global, update_globals):
     results = []
     for backend in ("triton", "reference"):
         sizes = {"num_global_tokens": num_global, "update_globals": update_globals, "bias_size": (3, 4)}
-        module = randomise(DenseAttention(16, num_heads=2, backend=backend, **sizes)).double()
+        module = randomize(DenseAttention(16, num_heads=2, backend=backend, **sizes)).double()
         results.append(trained(module, random_images(2, num_global + 10, 16), (2, 5)))
     assert_all_close(*results, tolerance=1e-9)
 
@@ -198,7 +198,7 @@ def test_lit():
     variant = LITVariant(stages, relative_bias=True, norm_eps=1e-5, output_norms=(), position_img_size=64)
     results = []
     for backend in ("triton", "reference"):
-        model = randomise(LIT(variant, BackboneSettings(attention_backend=backend))).double()
+        model = randomize(LIT(variant, BackboneSettings(attention_backend=backend))).double()
         results.append(trained(model, random_images(1, 3, 70, 100)))
     assert_all_close(*results, tolerance=1e-9)
 

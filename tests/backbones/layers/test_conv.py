@@ -5,14 +5,14 @@ import torch
 
 from backbones.layers.conv import SeparableProjection, StandardizedConv2d
 from backbones.layers.patch_embed import PatchEmbed
-from tests.backbones.helpers import random_images, randomise
+from tests.backbones.helpers import random_images, randomize
 
 
 @pytest.mark.parametrize("kernel_size, stride, padding", [(7, 4, 2), (3, 2, 1), (4, 4, 0), (2, 2, 0)])
 @pytest.mark.parametrize("height, width", [(1, 9), (16, 24), (17, 31), (18, 5)])
 def test_embedding_of_any_size(kernel_size, stride, padding, height, width):
-    """A strided convolution and a LayerNorm, of an image with zeros below and on the right up to whole patches."""
-    embed = randomise(PatchEmbed(3, 6, patch_size=stride, kernel_size=kernel_size, norm_eps=1e-5)).double()
+    """The embedding is a strided convolution and a LayerNorm. The image is padded with zeros below and on the right."""
+    embed = randomize(PatchEmbed(3, 6, patch_size=stride, kernel_size=kernel_size, norm_eps=1e-5)).double()
     images = random_images(2, 3, height, width)
     padded = torch.zeros(2, 3, -(-height // stride) * stride, -(-width // stride) * stride, dtype=torch.float64)
     padded[:, :, :height, :width] = images
@@ -26,7 +26,7 @@ def test_embedding_of_any_size(kernel_size, stride, padding, height, width):
 
 def test_separable_projection_is_a_convolution_of_each_channel_then_of_each_token():
     number = 2
-    projection = randomise(SeparableProjection(4, 6, number=number)).double().eval()
+    projection = randomize(SeparableProjection(4, 6, number=number)).double().eval()
     norm, linear = projection.norm, projection.pointwise
     with torch.no_grad():
         norm.running_mean.copy_(torch.linspace(-1, 1, number * 4))
@@ -48,7 +48,7 @@ def test_separable_projection_is_a_convolution_of_each_channel_then_of_each_toke
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_standardized_weights_have_mean_0_and_variance_1(dtype):
-    conv = randomise(StandardizedConv2d(4, 6, 3, padding=1, groups=2)).to(dtype)
+    conv = randomize(StandardizedConv2d(4, 6, 3, padding=1, groups=2)).to(dtype)
     weight = conv.standardized()
     assert weight.shape == conv.weight.shape and weight.dtype == dtype
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-3

@@ -1,4 +1,4 @@
-"""Positions: which entry of a table goes where, and how tables are resized."""
+"""Positions: the table entry of each position, and resized tables."""
 
 import numpy as np
 import pytest
@@ -11,12 +11,12 @@ from backbones.layers.position import (
     GridRelativeBias,
     resize_table,
 )
-from tests.backbones.helpers import random_images, randomise
+from tests.backbones.helpers import random_images, randomize
 from tests.tolerances import FLOAT32
 
 
 def interpolate(table: np.ndarray, size: int) -> np.ndarray:
-    """Linear along the first axis: the center of position i is at i + 1/2, and the ends are clamped."""
+    """Interpolate linearly along the first axis. The center of position i is at i + 1/2, and the ends are clamped."""
     old = len(table)
     position = (np.arange(size) + 0.5) * old / size - 0.5
     columns = [np.interp(position, np.arange(old), column) for column in table.reshape(old, -1).T]
@@ -40,7 +40,7 @@ def test_resizing_a_grid_is_bilinear(old, new):
 
 
 def test_absolute_positions_concatenate_row_and_column():
-    positions = randomise(AbsolutePositions((5, 9), 8, num_global_tokens=2))
+    positions = randomize(AbsolutePositions((5, 9), 8, num_global_tokens=2))
     output = positions(4, 7)
     assert output.shape == (4, 7, 8)
     for row in range(4):
@@ -54,7 +54,7 @@ def test_absolute_positions_concatenate_row_and_column():
 def test_grid_bias_is_looked_up_by_offset(num_global, global_queries):
     height, width = 3, 5
     grid = GridRelativeBias((height, width), 2, num_global_tokens=num_global, global_queries=global_queries)
-    output = randomise(grid)(height, width)
+    output = randomize(grid)(height, width)
     first = num_global if global_queries else 0
     assert output.shape == (2, first + height * width, num_global + height * width)
     for query in range(height * width):
@@ -80,7 +80,7 @@ def test_grid_positions_of_the_largest_map_are_cropped():
 
 
 def test_relative_bias_of_a_smaller_map_is_a_crop():
-    """A smaller map has the bias that the same pairs of tokens have in the largest one."""
+    """The bias of a pair of tokens is the same in a smaller feature map as in the largest one."""
     bias = GridRelativeBias((5, 7), 2, resizing="once").double()
     whole = bias(5, 7).unflatten(1, (5, 7)).unflatten(3, (5, 7))
     torch.testing.assert_close(bias(3, 4).unflatten(1, (3, 4)).unflatten(3, (3, 4)), whole[:, :3, :4, :3, :4])

@@ -1,4 +1,4 @@
-"""Token merging: torchvision's deformable convolution, types under autocast, norms, uniform merging, Figure 2."""
+"""Token merging: torchvision's deformable convolution, dtypes under autocast, norms, uniform merging, Figure 2."""
 
 import math
 
@@ -16,15 +16,15 @@ from backbones.layers.token_merging import (
     sampled_positions,
     with_deformable_merging,
 )
-from tests.backbones.helpers import assert_all_close, random_images, randomise
+from tests.backbones.helpers import assert_all_close, random_images, randomize
 
 SIZES = [(6, 8), (5, 8), (6, 7), (3, 5), (1, 1), (2, 9)]
 sizes = pytest.mark.parametrize("height, width", SIZES)
 
 
 def small_merging(in_channels: int = 3, dim: int = 4, **options) -> DeformableTokenMerging:
-    """In eval mode, with random float64 weights and statistics."""
-    module = randomise(DeformableTokenMerging(in_channels, dim, **options)).double().eval()
+    """Return a merging module in eval mode, with random float64 weights and statistics."""
+    module = randomize(DeformableTokenMerging(in_channels, dim, **options)).double().eval()
     with torch.no_grad():
         module.offset.weight.mul_(2)
         module.norm.weight.copy_(1 + 0.3 * random_images(dim, seed=3))
@@ -35,7 +35,7 @@ def small_merging(in_channels: int = 3, dim: int = 4, **options) -> DeformableTo
 
 
 def finish(module: DeformableTokenMerging, merged: Tensor) -> Tensor:
-    """Equation 8 in eval mode, and channels last."""
+    """Return the output of equation 8 in eval mode, channels last."""
     norm = module.norm
     scale = (norm.weight / (norm.running_var + norm.eps).sqrt())[:, None, None]
     merged = (merged - norm.running_mean[:, None, None]) * scale + norm.bias[:, None, None]
@@ -48,7 +48,7 @@ def padded(features: Tensor) -> Tensor:
 
 @sizes
 def test_equals_the_operator_of_torchvision_with_its_gradients(height, width):
-    """The CPU samples, which is faster; a GPU has torchvision's operator."""
+    """The CPU uses grid sampling, which is faster. A GPU uses torchvision's operator."""
     module, features = small_merging(), random_images(2, 3, height, width).requires_grad_()
     leaves = {"features": features} | {n: p for n, p in module.named_parameters()}
 
@@ -111,7 +111,7 @@ def test_swin_with_deformable_merging():
     torch.manual_seed(0)
     swin = small_swin()
     before = {name: tensor.clone() for name, tensor in swin.state_dict().items()}
-    model = randomise(with_deformable_merging(swin)).double().train()
+    model = randomize(with_deformable_merging(swin)).double().train()
     assert not any(isinstance(module, PatchMerging) for module in model.modules())
     assert sum(isinstance(module, DeformableTokenMerging) for module in model.modules()) == 3
     features = model.forward_features(random_images(2, 3, 64, 64))

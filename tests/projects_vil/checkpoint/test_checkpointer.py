@@ -13,7 +13,7 @@ from torch import nn
 
 from backbones import ConfigError
 from projects_vil import load_config
-from projects_vil.checkpoint import METADATA_KEY, Checkpointer, build_detector, check_weights
+from projects_vil.checkpoint import METADATA_KEY, Checkpointer, check_weights, load_detector
 from projects_vil.engine import Trainer
 from tests.projects_vil.helpers import SMALL, small_config
 
@@ -30,7 +30,7 @@ def detector(name: str = "retinanet", *overrides: str, seed: int = 0) -> nn.Modu
 
 @functools.cache
 def trained(name: str = "retinanet") -> State:
-    """Weights that differ from those of every other detector here."""
+    """Return weights that differ from every other detector in this file."""
     return detector(name, seed=7).state_dict()
 
 
@@ -168,7 +168,7 @@ def run_config(trained_run, *overrides: str):
 
 
 def with_metadata(trained_run, folder, name: str = "changed.pth", **metadata) -> str:
-    """Save the run's last file with other metadata; without any where nothing is given."""
+    """Save the last checkpoint of the run with other metadata, or without metadata."""
     contents = torch.load(trained_run / "model_final.pth", weights_only=True)
     contents[METADATA_KEY] |= metadata
     if not metadata:
@@ -195,7 +195,7 @@ def test_metadata_of_a_run(trained_run):
     ],
 )
 def test_metadata_that_differ(trained_run, overrides, named, is_fatal):
-    """Options and input format raise where the file must have the whole model, and else log a warning."""
+    """Other options and input formats are an error if the file must have the whole model, otherwise a warning."""
     final, cfg = str(trained_run / "model_final.pth"), run_config(trained_run, *overrides)
     with pytest.raises(ConfigError) as caught:
         check_weights(cfg, final, complete=True)
@@ -224,7 +224,7 @@ def test_variants_and_options_where_all_shapes_match(trained_run, tmp_path):
 
 def test_a_resume_reads_a_file_once_also_without_metadata(trained_run, shapes, tmp_path, monkeypatch):
     path = with_metadata(trained_run, tmp_path, "model_0000003.pth")
-    assert set(build_detector(run_config(trained_run), path).state_dict()) == set(trained())
+    assert set(load_detector(run_config(trained_run), path)[0].state_dict()) == set(trained())
     (tmp_path / "last_checkpoint").write_text("model_0000003.pth")
     trainer, reads = Trainer(run_config(trained_run, "OUTPUT_DIR", str(tmp_path), "SOLVER.MAX_ITER", "5")), []
     load_file = torch.load

@@ -36,7 +36,7 @@ AGNOSTIC = ["MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG", "True", "MODEL.ROI_MASK_
 
 
 def test_known_categories(shapes):
-    """Ids and names are the file's, colors those of a dataset; without metadata all are a dataset's, or counted."""
+    """Ids and names come from the file, colors from a dataset. Without metadata, all come from a dataset."""
     known = known_categories(SHAPES.names, (9, 4, 6), number=3, datasets=("absent", "shapes_val"))
     assert known == Categories((9, 4, 6), SHAPES.names) and len(known.colors) == 3
     assert known_categories(None, None, number=3, datasets=("shapes_val",)) == SHAPES

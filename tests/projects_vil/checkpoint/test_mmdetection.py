@@ -1,4 +1,4 @@
-"""LIT's official detectors, which are mmdetection's: their detections, by its formulas, are those of our models.
+"""LIT's official detectors: mmdetection's formulas and our models give the same detections.
 
 The formulas are restated from mmdetection 2.11 in LIT's repository (detection/mmdet: necks/fpn.py, dense_heads,
 roi_heads, core/anchor, core/bbox/coder). R: anchors or regions, K: classes.
@@ -17,7 +17,7 @@ from backbones.build import VARIANTS
 from backbones.convert import detect_format
 from projects_vil import Checkpointer, load_config
 from projects_vil.checkpoint import check_weights, convert_file, convert_official
-from tests import wrapping
+from tests import layouts
 from tests.backbones import official_lit
 from tests.projects_vil.checkpoint.test_checkpointer import LOG, log_of, save
 from tests.projects_vil.helpers import ROOT, assert_same_detections
@@ -27,20 +27,20 @@ DIMS = [stage.dim for stage in official_lit.TI.stages]
 KEYS = ["MODEL.TRANSFORMER.VARIANT", "lit_small", "MODEL.DEVICE", "cpu", "MODEL.FPN.OUT_CHANNELS", str(WIDTH)]
 KEYS += ["MODEL.RETINANET.NUM_CLASSES", str(CLASSES), "MODEL.ROI_HEADS.NUM_CLASSES", str(CLASSES)]
 KEYS += ["MODEL.ROI_BOX_HEAD.FC_DIM", str(FC_DIM), "MODEL.ROI_MASK_HEAD.CONV_DIM", str(WIDTH)]
-# mmdetection takes the best anchors of a level, and detectron2 the best pairs of an anchor and a class: here all.
+# mmdetection keeps the best anchors of a level, and detectron2 the best pairs of anchor and class. Here, both keep all.
 KEYS += ["MODEL.RETINANET.SCORE_THRESH_TEST", "0.6", "MODEL.RETINANET.TOPK_CANDIDATES_TEST", "100000"]
 KEYS += ["TEST.DETECTIONS_PER_IMAGE", "1000"]
 
 
 class Heads(dict[str, Tensor]):
-    """Random FPN and heads under mmdetection's names; ``heads(name, x)`` applies a layer."""
+    """Return random FPN and heads with mmdetection's names. ``heads(name, x)`` applies a layer."""
 
     def __init__(self, retinanet: bool) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(3)
 
         def add(name: str, out: int, *inputs: int) -> None:
-            # Small deltas: no box is empty when it is clipped, of which detectron2 drops more than mmdetection.
+            # With small deltas, no clipped box is empty. detectron2 drops more empty boxes than mmdetection.
             scale = {"_reg": 2e-4, "_cls": 0.1}.get(name[-4:], 2) / torch.Size(inputs).numel()
             self[f"{name}.weight"] = torch.randn(out, *inputs, generator=generator) * scale**0.5
             self[f"{name}.bias"] = 0.1 * torch.randn(out, generator=generator)
@@ -185,7 +185,7 @@ def small_variant(monkeypatch):
 
 def contents(heads: dict[str, Tensor]) -> dict:
     weights = official_lit.official_state_dict(official_lit.TI, classifier=False)
-    return wrapping.mmdetection({k: t.float() if t.is_floating_point() else t for k, t in weights.items()}, heads)
+    return layouts.mmdetection({k: t.float() if t.is_floating_point() else t for k, t in weights.items()}, heads)
 
 
 def config_of(name: str, *overrides: str):
@@ -201,7 +201,7 @@ def loaded(name: str, path: str) -> nn.Module:
 
 @pytest.mark.parametrize("name", FORMULAS)
 @torch.no_grad()
-def test_detections_are_those_of_mmdetection(tmp_path, name):
+def test_detections_equal_mmdetection(tmp_path, name):
     heads = Heads(name == "retinanet")
     path = save(tmp_path, contents(heads))
     image = 255 * torch.rand(3, *SIZE, generator=torch.Generator().manual_seed(1))
@@ -234,8 +234,8 @@ def test_a_model_with_a_relu_before_p7_is_another(tmp_path):
     assert any("P7_RELU" in line for line in log.output)
 
 
-def test_classes_are_those_of_coco():
-    """Also their order: LIT's CocoDataset.CLASSES (detection/mmdet/datasets/coco.py) are by category id."""
+def test_classes_match_coco():
+    """The order is the same. LIT's CocoDataset.CLASSES (detection/mmdet/datasets/coco.py) follow the category ids."""
     heads = Heads(retinanet=True)
     for branch, number in (("cls", 80), ("reg", 4)):
         heads[f"bbox_head.retina_{branch}.weight"] = torch.ones(9 * number, WIDTH, 3, 3)

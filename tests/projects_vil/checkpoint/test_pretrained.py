@@ -27,9 +27,9 @@ from projects_vil.checkpoint import (
     convert_official,
 )
 from projects_vil.checkpoint.pretrained import BACKBONE_PREFIX, expected_heads
-from tests import wrapping
+from tests import layouts
 from tests.backbones import official_lit
-from tests.backbones.helpers import randomise
+from tests.backbones.helpers import randomize
 from tests.backbones.official import TINY, OfficialStage, official_state_dict
 from tests.golden import assert_close_to_golden, golden, golden_images, golden_state_dict
 from tests.projects_vil.checkpoint.test_checkpointer import LOG, detector, log_of, save
@@ -41,11 +41,15 @@ NAME = "vil_tiny_1_1_3_1_rpb"
 NARROW = ["MODEL.FPN.OUT_CHANNELS", "16", "MODEL.ROI_BOX_HEAD.FC_DIM", "8", "MODEL.ROI_MASK_HEAD.CONV_DIM", "8"]
 # Golden file -> variant, form of the official repository's file, options of the backbone; tests/backbones has them all.
 GOLDEN = {
-    "vil_tiny_rpb_det": ("vil_tiny_rpb", wrapping.detectron2_detector, {}),
-    "vil_small_rpb_g1_det": ("vil_small_rpb", wrapping.detectron2_detector, {"global_tokens": [1, 1, 1, 1]}),
-    "vil_tiny_ape_cls": ("vil_tiny", wrapping.vision_longformer, {"max_img_size": 224}),
-    "lit_ti_det": ("lit_ti", wrapping.mmdetection, {}),
-    "lit_s_seg": ("lit_s_seg", wrapping.mmsegmentation, {}),
+    "vil_tiny_rpb_det": ("vil_tiny_rpb", layouts.detectron2_detector, {}),
+    "vil_small_rpb_g1_det": (
+        "vil_small_rpb",
+        layouts.detectron2_detector,
+        {"global_tokens": [1, 1, 1, 1]},
+    ),
+    "vil_tiny_ape_cls": ("vil_tiny", layouts.vision_longformer, {"max_img_size": 224}),
+    "lit_ti_det": ("lit_ti", layouts.mmdetection, {}),
+    "lit_s_seg": ("lit_s_seg", layouts.mmsegmentation, {}),
 }
 
 
@@ -60,7 +64,7 @@ def backbone_with(state_dict: dict, variant: str = NAME, **options) -> nn.Module
 
 
 def detector_from(path: str, *overrides: str, name: str = "retinanet") -> nn.Module:
-    """A detector with a file as MODEL.WEIGHTS, after the check that precedes training."""
+    """Return a detector with a file as MODEL.WEIGHTS, after the check that precedes training."""
     cfg = small_config(name, *overrides)
     check_weights(cfg, path)
     model = detector(name, *overrides).eval()
@@ -103,7 +107,7 @@ def test_golden_features(tmp_path, file):
 
 @pytest.mark.parametrize("name, suffix", [("retinanet", "pth"), ("mask_rcnn", "safetensors")])
 def test_an_official_vil_detector_has_all_weights_of_the_model(tmp_path, name, suffix):
-    """The heads are those of this project's configs; buffers that the config defines are dropped."""
+    """The heads match the configs of this project. Buffers that the config defines are dropped."""
     keys = ["MODEL.TRANSFORMER.VARIANT", NAME, "MODEL.DEVICE", "cpu", *NARROW]
     cfg = load_config(ROOT / f"configs/{name}/vil_tiny_rpb_1x.yaml", keys)
     model = build_model(cfg).eval()
@@ -112,7 +116,7 @@ def test_an_official_vil_detector_has_all_weights_of_the_model(tmp_path, name, s
     anchors = "anchor_generator" if name == "retinanet" else "proposal_generator.anchor_generator"
     buffers |= {f"{anchors}.cell_anchors.{index}": torch.ones(3, 4) for index in range(5)}
     weights = official_state_dict(relative_bias=True)
-    path = save(tmp_path, wrapping.detectron2_detector(weights, heads | buffers))
+    path = save(tmp_path, layouts.detectron2_detector(weights, heads | buffers))
     conversion = convert_file(path, tmp_path / f"ours.{suffix}", NAME)
     assert buffers.keys() <= conversion.report.dropped.keys()
     metadata = CheckpointMetadata.from_contents(read_checkpoint(tmp_path / f"ours.{suffix}"))
@@ -130,7 +134,7 @@ def test_an_official_vil_detector_has_all_weights_of_the_model(tmp_path, name, s
         ("retinanet", "vil_tiny_1_10_1_rpb", ["MODEL.FPN.IN_FEATURES", "['stage1', 'stage2', 'stage3']"]),
     ],
 )
-def test_names_of_fpn_and_heads_are_those_of_the_configs(name, variant, overrides):
+def test_names_of_fpn_and_heads_match_the_configs(name, variant, overrides):
     keys = ["MODEL.TRANSFORMER.VARIANT", variant, "MODEL.DEVICE", "meta", *overrides]
     with torch.device("meta"):
         names = build_model(load_config(ROOT / f"configs/{name}/vil_tiny_rpb_1x.yaml", keys)).state_dict()
@@ -144,11 +148,11 @@ def test_names_of_fpn_and_heads_are_those_of_the_configs(name, variant, override
 def test_global_tokens_and_separate_projections_are_found(tmp_path):
     stages = tuple(dataclasses.replace(stage, globals=n) for stage, n in zip(TINY, (1, 2, 1, 1), strict=True))
     weights = official_state_dict(stages, relative_bias=True, shared=False)
-    conversion = converted(wrapping.vision_longformer(weights))
+    conversion = converted(layouts.vision_longformer(weights))
     options = {"global_tokens": [1, 2, 1, 1], "shared_projections": False}
     assert conversion.options == options == CheckpointMetadata.from_contents(conversion.contents).options
     overrides = shlex.split(conversion.lines()[-1].removeprefix("load it with "))
-    path = save(tmp_path, wrapping.vision_longformer(float32(weights)))
+    path = save(tmp_path, layouts.vision_longformer(float32(weights)))
     assert "vil convert" in message(path)
     with log_of(LOG) as log:
         detector_from(path, *overrides, "MODEL.TRANSFORMER.ATTENTION_MODE", "exact", "INPUT.FORMAT", "BGR")
@@ -165,17 +169,22 @@ def test_options_of_other_official_models(tmp_path):
         for s, n in zip(VARIANTS["full_tiny"].stages, (2, 2, 1, 0), strict=True)
     )
     weights = official_state_dict(stages, relative_bias=False, img_size=64)
-    assert converted(wrapping.vision_longformer(weights), "full_tiny").options == {"global_tokens": [2, 2, 1, 0]}
+    assert converted(layouts.vision_longformer(weights), "full_tiny").options == {"global_tokens": [2, 2, 1, 0]}
     weights = official_state_dict(relative_bias=True)
     for name in [name for name in weights if name.startswith("layer2") and "local_relative" in name]:
         weights[name] = torch.randn(47**2, weights[name].shape[1])  # windows of 12
-    assert converted(wrapping.vision_longformer(weights), classifier=True).options["chunk_size"] == [7, 12, 7, 7]
+    assert converted(layouts.vision_longformer(weights), classifier=True).options["chunk_size"] == [
+        7,
+        12,
+        7,
+        7,
+    ]
 
 
 def test_an_official_file_is_loaded_with_another_window_and_saved_with_metadata(tmp_path):
     weights = float32(official_state_dict(relative_bias=True))
     window = ["MODEL.TRANSFORMER.CHUNK_SIZE", "[8, 8, 8, 8]"]
-    model = detector_from(save(tmp_path, wrapping.vision_longformer(weights)), *window)
+    model = detector_from(save(tmp_path, layouts.vision_longformer(weights)), *window)
     Checkpointer(model, str(tmp_path), cfg=small_config()).save("ours")
     saved = torch.load(tmp_path / "ours.pth", weights_only=True)[METADATA_KEY]
     assert saved["variant"] == NAME and set(saved["options"]) == {"chunk_size"}
@@ -195,7 +204,7 @@ def test_a_classifier_of_the_model_zoo_keeps_its_logits(tmp_path, monkeypatch, n
     monkeypatch.setenv("VIL_ZOO", str(tmp_path / "zoo.yaml"))
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
     (tmp_path / "vil_detectron2").mkdir()
-    save(tmp_path / "vil_detectron2", wrapping.vision_longformer(float32(weights)), "own.pth")
+    save(tmp_path / "vil_detectron2", layouts.vision_longformer(float32(weights)), "own.pth")
 
     options = {"attention": ["sliding_chunk", "sliding_chunk", "dense", "dense"], "chunk_size": [*chunks, 7, 7]}
     options |= {"img_size": img_size, "num_classes": 10}
@@ -220,20 +229,23 @@ def test_heads_that_do_not_match(monkeypatch):
     heads = {f"head.cls_subnet.{index}.weight": torch.ones(1) for index in (0, 2, 4)}
     weights = official_state_dict(relative_bias=True)
     with pytest.raises(ConfigError, match=r"head\.cls_score\.bias|and .* more"):
-        converted(wrapping.detectron2_detector(weights, heads))
+        converted(layouts.detectron2_detector(weights, heads))
     for surprise in ("head.surprise.weight", "backbone.fpn_lateral2.weight", "roi_heads.extra", "keypoint_head.weight"):
         with pytest.raises(ConfigError, match=surprise):
-            converted(wrapping.detectron2_detector(weights, heads | {surprise: torch.ones(1)}))
+            converted(layouts.detectron2_detector(weights, heads | {surprise: torch.ones(1)}))
     with pytest.raises(ConfigError, match="classification head"):
-        converted(wrapping.detectron2_detector(weights), classifier=True)
-    lit, others = official_lit.official_state_dict(official_lit.S, classifier=False), wrapping.mmdetection_heads(True)
-    assert others.keys() <= converted(wrapping.mmdetection(lit, others), "lit_relative").report.dropped.keys()
+        converted(layouts.detectron2_detector(weights), classifier=True)
+    lit, others = (
+        official_lit.official_state_dict(official_lit.S, classifier=False),
+        layouts.mmdetection_heads(True),
+    )
+    assert others.keys() <= converted(layouts.mmdetection(lit, others), "lit_relative").report.dropped.keys()
     with pytest.raises(ConfigError, match=r"surprise\.weight"):
-        converted(wrapping.mmdetection(lit, {"surprise.weight": torch.ones(1)}), "lit_relative")
+        converted(layouts.mmdetection(lit, {"surprise.weight": torch.ones(1)}), "lit_relative")
 
 
 def test_other_variants_and_other_files(tmp_path):
-    path = save(tmp_path, wrapping.vision_longformer(float32(official_state_dict(relative_bias=True))))
+    path = save(tmp_path, layouts.vision_longformer(float32(official_state_dict(relative_bias=True))))
     for variant in ("vil_tiny_1_1_3_1", "lit_s"):
         assert variant in message(path, "MODEL.TRANSFORMER.VARIANT", variant)
     cvt = ["MODEL.TRANSFORMER.VARIANT", "cvt_ls_13", "MODEL.FPN.IN_FEATURES", "['stage2', 'stage3']"]
@@ -249,7 +261,7 @@ def test_other_variants_and_other_files(tmp_path):
 
 @functools.cache
 def classifier(name: str) -> dict[str, torch.Tensor]:
-    return randomise(create_classifier(name, num_classes=10)).state_dict()
+    return randomize(create_classifier(name, num_classes=10)).state_dict()
 
 
 @pytest.mark.parametrize(

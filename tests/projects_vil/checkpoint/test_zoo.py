@@ -29,7 +29,7 @@ from projects_vil.checkpoint import (
     zoo_tables,
 )
 from projects_vil.config import config_path
-from tests import wrapping
+from tests import layouts
 from tests.backbones import official_lit
 from tests.backbones.official import OfficialStage, official_shapes, official_state_dict
 from tests.golden import golden
@@ -54,7 +54,7 @@ TABLE = """
 """
 FAULTS = {
     "absent": "404",
-    "page": "not a PyTorch checkpoint.*<html>",
+    "page": "not a checkpoint.*<html>",
     "empty": "empty",
     "without_end": "is truncated.*PK",
     "broken_off": "incomplete.*out of",
@@ -65,7 +65,7 @@ FAULTS = {
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Sends a file of the server, or does what a name in FAULTS says."""
+    """Send a file of the server, or simulate a fault in FAULTS."""
 
     protocol_version = "HTTP/1.1"
 
@@ -109,14 +109,14 @@ def detector_file(tmp_path_factory) -> bytes:
     model = build_model(load_config(config_path("retinanet/vil_tiny_rpb_1x"), NARROW))
     heads = {name: t for name, t in model.state_dict().items() if not name.startswith(BACKBONE_PREFIX)}
     weights = float32(official_state_dict(relative_bias=True))
-    return saved(tmp_path_factory.mktemp("served"), wrapping.detectron2_detector(weights, heads))
+    return saved(tmp_path_factory.mktemp("served"), layouts.detectron2_detector(weights, heads))
 
 
 @pytest.fixture
 def server(tmp_path, monkeypatch, detector_file):
-    """A server, its table as VIL_ZOO, and an empty cache."""
+    """Return a server. VIL_ZOO is its table, and the cache is empty."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    classifier = wrapping.vision_longformer(float32(official_state_dict(relative_bias=True)))
+    classifier = layouts.vision_longformer(float32(official_state_dict(relative_bias=True)))
     server.files = {"detector": detector_file, "classifier": saved(tmp_path, classifier)}
     server.files |= {"page": b"<html>Public access is not permitted</html>", "empty": b""}
     server.requests, server.released = [], threading.Event()
@@ -142,7 +142,7 @@ def cached(folder: Path) -> list[str]:
 
 
 def test_a_detector_by_name(tmp_path, server):
-    """Also by several processes at once, as torchrun's, for which threads stand here."""
+    """Several processes of torchrun may download at once. The test uses threads instead."""
     with ThreadPoolExecutor(2) as pool:
         paths = set(pool.map(find_weights, ["tiny_detector"] * 2))
     detector = Detector.load("tiny_detector", device="cpu", overrides=NARROW)
@@ -216,7 +216,8 @@ def test_a_broken_file_has_no_digest_until_it_is_replaced(tmp_path, server, end)
     path = tmp_path / "cache" / "vil_detectron2" / "tiny_classifier.pth"
     path.parent.mkdir(parents=True)
     path.write_bytes(server.files["classifier"][:end])
-    assert f"Delete {path} to download it again." in message(find_weights, "tiny_classifier")
+    error = message(find_weights, "tiny_classifier")
+    assert f"'{path}' is" in error and error.endswith("The next command downloads it if you delete it.")
     assert cached(tmp_path) == ["tiny_classifier.pth"]
     path.unlink()
     assert Path(find_weights("tiny_classifier")).read_bytes() == server.files["classifier"]
@@ -254,7 +255,7 @@ def test_another_table_of_another_form(tmp_path, monkeypatch, text):
 
 # -- the table -------------------------------------------------------------------------------------
 
-# The numbers of files in the READMEs that the table names, without those that it says to leave out.
+# Numbers of files in the READMEs, without the files that the table leaves out.
 FILES = {"ziplab/LIT": 10, "microsoft/vision-longformer": 29, "VisionLongformerForObjectDetection": 25}
 FILES |= {"NVIDIA/transformer-ls": 3}
 PUBLISHED = {
@@ -263,7 +264,7 @@ PUBLISHED = {
     "lit_s_mask_rcnn_1x": {"box_ap": 42.9, "mask_ap": 39.6},
     "lit_b_in1k": {"top1": 83.4},
     "lit_s_semantic_fpn": {"miou": 41.7},
-    # README of microsoft/VisionLongformerForObjectDetection; that of vision-longformer has 45.0 and 41.2 here.
+    # README of microsoft/VisionLongformerForObjectDetection. The README of vision-longformer has 45.0 and 41.2.
     "vil_small_rpb_mask_rcnn_1x": {"box_ap": 44.9, "mask_ap": 41.1},
     # READMEs of microsoft/vision-longformer and NVIDIA/transformer-ls.
     "vil_medium_deep_rpb_in22k_in1k_384": {"top1": 85.73},
@@ -289,7 +290,7 @@ SIZES = {
     "medium_deep": ((1, 4, 3, 96), (4, 2, 3, 192), (16, 2, 6, 384), (1, 2, 12, 768)),
     "base_deep": ((1, 4, 3, 96), (8, 2, 3, 192), (24, 2, 6, 384), (1, 2, 12, 768)),
 }
-# Fields of the four stages that are not those of ViL.
+# Fields of the four stages that differ from ViL.
 PARTIAL = {"full": (False, False, True, True)}
 MECHANISMS = {
     "vil": {},
@@ -306,7 +307,7 @@ DETECTORS = [name for name, entry in read_zoo().items() if entry.config]
 
 
 def official_backbone(variant: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the official detector's backbone, for images of up to 1333 pixels, which are 42 x 42 of 32."""
+    """Return the shapes of the official detector's backbone for images of up to 1333 pixels: 42 x 42 at stride 32."""
     if variant.startswith("lit"):
         return {name: entry["shape"] for name, entry in golden(f"{variant}_det")["state_dict"].items()}
     mechanism, size = re.fullmatch(r"(\w+?)_(tiny|small|medium_deep|base_deep)(?:_rpb)?", variant).groups()
@@ -327,7 +328,7 @@ def test_the_model_of_a_detectors_config_takes_all_official_weights(name):
         backbone = build_model(load_config(zoo_config(name), ["MODEL.DEVICE", "meta"])).backbone.bottom_up
     # Without memory for the zeros
     weights = {key: torch.zeros(()).expand(shape) for key, shape in official_backbone(entry.variant).items()}
-    wrap = wrapping.mmdetection if entry.variant.startswith("lit") else wrapping.detectron2_detector
+    wrap = layouts.mmdetection if entry.variant.startswith("lit") else layouts.detectron2_detector
     official = detect_format(wrap(weights))
     converted = convert_official(official, entry.variant, model_options=backbone.options)
     assert not converted.report.resized and not converted.report.initialized

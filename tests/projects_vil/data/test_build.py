@@ -16,7 +16,8 @@ from detectron2.utils import comm
 
 from backbones import ConfigError
 from projects_vil.data import build_test_loader, build_train_loader, load_dataset, read_datasets, register_datasets
-from projects_vil.data.shared_records import read_and_share
+from projects_vil.data.samplers import serialized
+from projects_vil.data.shared_records import SHARED, read_and_share
 from projects_vil.evaluation import build_evaluator, validation_loss
 from tests.projects_vil.data.custom_dataset import NAME, config, edit, entry, first_image, load
 from tests.projects_vil.engine.gloo import in_processes
@@ -180,6 +181,6 @@ def test_an_error_in_the_first_process_stops_all_processes(tmp_path):
 def _read_with_errors(absent: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # simulates a full disk
     with pytest.raises(ConfigError, match="absent"):
-        read_and_share(lambda share: absent.read_text())
+        read_and_share(absent.read_text)
     with pytest.raises(ConfigError, match="Cannot write .*: File too large"):
-        read_and_share(lambda share: share(("key",), [{"box": 100 * [0.5]}] * 100))
+        read_and_share(lambda: SHARED.update({("key",): serialized([{"box": 100 * [0.5]}] * 100)}))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from detectron2.data import MetadataCatalog
 
-from projects_vil.data import Mapper, check_datasets, load_dataset, register_datasets
+from projects_vil.data import Mapper, class_order, load_dataset, register_datasets
 from projects_vil.engine import check_setup
 from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import TRAIN, VAL, panoptic_config
@@ -58,7 +58,7 @@ def test_labels_that_are_missing_or_of_no_class(folder):
 
 def test_classes_of_stuff_are_counted(folder):
     key = "MODEL.SEM_SEG_HEAD.NUM_CLASSES"
-    text = message(check_datasets, panoptic_config(key, "54"), [VAL])
+    text = message(class_order, panoptic_config(key, "54"), VAL)
     assert VAL in text and text.endswith(f"Set {key} 2.")
 
 

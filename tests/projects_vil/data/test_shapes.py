@@ -115,13 +115,13 @@ def test_nothing_is_left_after_an_interrupt(tmp_path, monkeypatch):
 
 
 def test_label_images_agree_with_images_and_annotations(dataset, tmp_path):
-    labelled = tmp_path / "labelled"
-    write_shapes_dataset(labelled, task="sem_seg", **SMALL)
-    assert (labelled / "classes.txt").read_text().split() == list(SHAPES_SEM_SEG_CLASSES)
+    labeled = tmp_path / "labeled"
+    write_shapes_dataset(labeled, task="sem_seg", **SMALL)
+    assert (labeled / "classes.txt").read_text().split() == list(SHAPES_SEM_SEG_CLASSES)
     for split, (number, folder) in SPLITS.items():
-        images, labels = (sorted((labelled / parent / folder).iterdir()) for parent in ("images", "annotations"))
+        images, labels = (sorted((labeled / parent / folder).iterdir()) for parent in ("images", "annotations"))
         assert [path.stem for path in images] == [path.stem for path in labels] and len(images) == number
-        coco = COCO(labelled / f"instances_{split}.json")
+        coco = COCO(labeled / f"instances_{split}.json")
         for image_id, image, label in zip(sorted(coco.imgs), images, labels, strict=True):
             assert image.read_bytes() == (dataset / split / image.name).read_bytes()
             pixels = cv2.imread(str(label), cv2.IMREAD_UNCHANGED)

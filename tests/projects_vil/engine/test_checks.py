@@ -1,4 +1,4 @@
-"""What is checked before a run starts."""
+"""Checks before a run starts."""
 
 import shutil
 
@@ -96,7 +96,7 @@ def test_a_backend_is_checked_on_the_device_of_the_run(shapes, monkeypatch):
 
 @pytest.mark.parametrize("eval_only", [False, True])
 def test_the_number_of_classes_is_the_datasets(shapes, eval_only, request):
-    """Before detectron2 has read the file."""
+    """The error is raised before detectron2 reads the file."""
     name, file = "checks_test", str(shapes / "annotations/instances_val.json")
     keys = ["DATASETS.COCO", repr([[name, file, str(shapes / "val")]]), "DATASETS.TEST", f"('{name}',)"]
     cfg = small_config("retinanet", *keys, "DATASETS.TRAIN", f"('{name}',)", "MODEL.RETINANET.NUM_CLASSES", "80")
@@ -124,7 +124,7 @@ def test_a_new_run_does_not_start_among_checkpoints(shapes, trained_run):
 
 
 def test_a_resume_has_the_same_annotations(shapes, tmp_path):
-    """In a file that may have been moved. The config need not carry the mark of a later version."""
+    """The file may have been moved, and the config may be of an earlier version."""
     annotations = [shapes / f"annotations/instances_{split}.json" for split in ("train", "val")]
     for name, source in (("first", annotations[0]), ("moved", annotations[0]), ("other", annotations[1])):
         shutil.copy(source, tmp_path / f"{name}.json")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from backbones import ConfigError
-from projects_vil.checkpoint import build_detector, slim_checkpoint
+from projects_vil.checkpoint import load_detector, slim_checkpoint
 from projects_vil.data import register_datasets
 from projects_vil.engine import Trainer
 from projects_vil.engine.hooks import ExponentialAverage
@@ -19,7 +19,7 @@ EMA += ["SOLVER.CHECKPOINT_PERIOD", "1", "SOLVER.MAX_ITER", "4", "TEST.EVAL_PERI
 
 @pytest.fixture(scope="module")
 def run(made_once, datasets_root):
-    """Four iterations with a checkpoint after each."""
+    """Train four iterations with a checkpoint after each."""
 
     def fill(folder):
         with pytest.MonkeyPatch.context() as patch:
@@ -61,7 +61,7 @@ def test_steps_without_effect_are_not_averaged():
 def test_evaluations_detectors_and_slim_files_use_the_average(run, tmp_path, shapes):
     average = torch.load(run / "model_final.pth", weights_only=True)["model"]
     cfg = small_config("retinanet", *RUN, *EMA, "OUTPUT_DIR", str(tmp_path))
-    model = build_detector(cfg, run / "model_final.pth")
+    model = load_detector(cfg, run / "model_final.pth")[0]
     assert all(torch.equal(value, average[name]) for name, value in model.state_dict().items())
     Trainer.test(cfg, model)
     losses = [json.loads((f / "evaluation.json").read_text())["shapes_val"]["validation_loss"] for f in (run, tmp_path)]

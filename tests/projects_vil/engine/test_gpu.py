@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from projects_vil import load_config
-from projects_vil.checkpoint import build_detector
+from projects_vil.checkpoint import load_detector
 from projects_vil.export import export_detector
 from tests.gpu import DEVICE, on_gpu, on_gpus
 from tests.projects_vil.engine.test_trainer import train_family
@@ -57,14 +57,14 @@ def test_every_family_and_option_trains(shapes, tmp_path, detector, family, opti
 
 
 @on_gpu
-def test_detections_on_a_gpu_equal_those_on_the_cpu(trained_run):
+def test_gpu_and_cpu_detections_are_equal(trained_run):
     """Scores differ by at most 1e-3."""
     image = {"image": torch.full((3, 96, 128), 99.0), "height": 96, "width": 128}
     image["image"][:, 20:60, 30:80] = 180.0
     found = []
     for device in ("cpu", DEVICE):
         cfg = load_config(trained_run / "config.yaml", ["MODEL.DEVICE", device])
-        model = build_detector(cfg, trained_run / "model_final.pth").eval()
+        model = load_detector(cfg, trained_run / "model_final.pth")[0].eval()
         with torch.no_grad():
             found.append(model([image])[0]["instances"].to("cpu"))
     number = min(len(found[0]), len(found[1]), 5)

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.projects_vil import forked
-from tests.projects_vil.engine import killed
+from tests.projects_vil.engine import interruption
 from tests.projects_vil.engine.test_resuming import assert_same_run
 from tests.projects_vil.helpers import PATIENCE
 
@@ -22,8 +22,8 @@ RUN = [
 
 def exit_code(kill, *args) -> int:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([forked.__name__, killed.__name__])
-    process = context.Process(target=killed.run_until, args=(kill, *args))
+    context.set_forkserver_preload([forked.__name__, interruption.__name__])
+    process = context.Process(target=interruption.run_until, args=(kill, *args))
     process.start()
     process.join(PATIENCE)
     return process.exitcode
@@ -38,7 +38,7 @@ def test_ten_kills(detector, workers, processes, shapes, tmp_path):
     assert exit_code(None, *rest, whole, overrides) == 0
     # Early enough that the run has not finished.
     for number, iteration in enumerate(sorted(generator.choices(range(ITERATIONS - 8), k=KILLS))):
-        kill = iteration, killed.IN_SAVE if number % 7 == 3 else generator.uniform(0, 0.2)
+        kill = iteration, interruption.IN_SAVE if number % 7 == 3 else generator.uniform(0, 0.2)
         assert exit_code(kill, *rest, cut, overrides) == -signal.SIGKILL, kill
     assert exit_code(None, *rest, cut, overrides) == 0
     assert_same_run(whole, cut)

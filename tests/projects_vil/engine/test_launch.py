@@ -1,4 +1,4 @@
-"""Runs of several processes on the CPU: the losses of one process, and one end for all of them."""
+"""Runs of several processes on the CPU: they have the losses of one process, and end together."""
 
 import contextlib
 import os
@@ -63,7 +63,7 @@ def losses_of(output, normalizer):
 
 
 def test_two_processes_have_the_losses_of_one(shapes, tmp_path):
-    """Each of the two has half of the batch, and so half of the positive anchors that its loss is divided by."""
+    """Each of two processes has half of the batch, and its loss is divided by half of the positive anchors."""
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
     losses_of(tmp_path / "one", 60.0)
@@ -133,13 +133,13 @@ def test_processes_that_cannot_run(monkeypatch, changes, environment, named):
 
 
 def _default_signals():
-    """A suite that runs in the background, or under nohup, ignores some."""
+    """Restore signals that are ignored in a background job or under nohup."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 class Run:
-    """``tools/train_net.py`` in a session of its own, by a launcher or by its own arguments."""
+    """Start ``tools/train_net.py`` in a separate session, with a launcher or with its own arguments."""
 
     def __init__(self, output, datasets_root, *overrides, launcher=PYTHON):
         self.output = output
@@ -167,7 +167,7 @@ class Run:
             time.sleep(0.05)
 
     def end(self, seconds=60):
-        """Return exit status and output."""
+        """Return the exit status and the output."""
         try:
             return self.process.wait(seconds), self.log.read_text()
         finally:
@@ -177,7 +177,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def whole_run(made_once, datasets_root):
-    """OUTPUT_DIR of two processes that were not disturbed."""
+    """Return OUTPUT_DIR of an uninterrupted run with two processes."""
 
     def fill(folder):
         status, log = Run(folder / "run", datasets_root, *LAUNCH).end(PATIENCE)
@@ -253,7 +253,7 @@ def refuse() -> None:
 
 @pytest.mark.slow
 def test_an_error_of_a_process_keeps_its_traceback(tmp_path):
-    """Also one whose text is like that of a lost connection."""
+    """Also if the text of the error looks like a lost connection."""
     with pytest.raises(ProcessRaisedException, match="(?s)in refuse.*RuntimeError: Connection refused"):
         launch(refuse, (), Processes(num_gpus=2), output_dir=str(tmp_path / "run"), device="cpu")
 
@@ -288,7 +288,7 @@ def test_a_second_run_in_a_folder_is_refused_and_an_evaluation_is_not(datasets_r
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [PYTHON, TORCHRUN], ids=["launch", "torchrun"])
 def test_a_mistake_is_reported_once(launcher, datasets_root, tmp_path):
-    """Whether it is found before the processes start, or by them: images are missing."""
+    """Images are missing, which is found before the processes start, or by the processes."""
     flags = LAUNCH if launcher is PYTHON else []
     file = f"{datasets_root}/shapes/annotations/instances_val.json"
     missing = ["DATASETS.COCO", f"[['mine', '{file}', '{tmp_path}']]", "DATASETS.TRAIN", "('mine',)"]

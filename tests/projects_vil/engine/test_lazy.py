@@ -52,7 +52,7 @@ def arguments(detector, *overrides) -> tuple[Path, list[str]]:
 
 @pytest.fixture(params=DETECTORS)
 def both(request):
-    """The YAML config and its model, the LazyConfig and its model; models without values."""
+    """Return the YAML config and its model, and the LazyConfig and its model, on the meta device."""
     cfg = load_config(ROOT / f"configs/{request.param}/vil_tiny_rpb_1x.yaml", ["MODEL.DEVICE", "cpu"])
     lazy = load_lazy_config(lazy_path(request.param))
     with torch.device("meta"):
@@ -147,7 +147,7 @@ def train(detector, output, *, cut_at=None):
 
 @pytest.mark.slow
 def test_the_trainer_of_yaml_configs(shapes, tmp_path):
-    """With EMA, gradient accumulation and the best checkpoint, a run that was cut off ends as one that was not."""
+    """With EMA, gradient accumulation and the best checkpoint, an interrupted run equals an uninterrupted one."""
     train("retinanet", tmp_path / "whole")
     for iteration in (1, 3):
         train("retinanet", tmp_path / "cut", cut_at=iteration)
@@ -158,7 +158,7 @@ def test_the_trainer_of_yaml_configs(shapes, tmp_path):
 
 
 def test_a_resume_has_the_same_data_and_batch_size(shapes, tmp_path):
-    """Compared with the config.yaml of the run, which has Python objects."""
+    """The comparison is with the config.yaml of the run, which has Python objects."""
     cfg = load_lazy_config(*arguments("mask_rcnn", f"train.output_dir={tmp_path}"))
     options = lazy_options(cfg, instantiate(cfg.model))
     save_config(options, lambda _, path: LazyConfig.save(cfg, str(path)))

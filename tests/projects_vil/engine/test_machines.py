@@ -1,4 +1,4 @@
-"""Runs on two machines: two network namespaces of this one, or one that waits for another in vain."""
+"""Runs on two machines: two network namespaces of this machine, or a machine that waits without success."""
 
 import os
 import re
@@ -50,7 +50,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def machines():
-    """Prefixes of commands that run on two machines, which reach each other and nothing else."""
+    """Return command prefixes for two machines that can reach only each other."""
     if shutil.which("ip") is None:
         pytest.skip("there is no command ip (iproute2)")
     names = [f"vil-{os.getpid()}-{number}" for number in range(2)]
@@ -76,7 +76,7 @@ def machines():
 
 
 def test_two_machines_train_together(machines, datasets_root, tmp_path):
-    """The second comes after the first has said that it waits."""
+    """The second machine starts after the first one has logged that it waits."""
     flags = ["--num-machines", "2", "--dist-url", f"tcp://{HOSTS[0]}:29511"]
     overrides = ["OUTPUT_DIR", str(tmp_path / "run")]
     first = Run(tmp_path / "run", datasets_root, *flags, launcher=machines[0])

@@ -46,7 +46,7 @@ def test_the_console_shows_results_and_the_log_everything(trained_run):
 
 @pytest.mark.slow
 def test_an_evaluation_does_not_change_a_run(trained_run, datasets_root, tmp_path):
-    """Its metrics equal those of the run. It writes config.yaml only into a new folder."""
+    """The metrics equal the metrics of the run. config.yaml is written only into a new folder."""
     config, weights, written = trained_run / "config.yaml", trained_run / "model_final.pth", tmp_path / "config.yaml"
     command = ["--config-file", config, "--eval-only", "MODEL.WEIGHTS", weights, "OUTPUT_DIR", tmp_path]
     # A run that is writing a checkpoint, before and after its first files.

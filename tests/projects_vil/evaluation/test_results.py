@@ -1,11 +1,12 @@
 """evaluation.json, and explanations of metrics."""
 
 import json
+import math
 
 import pytest
 from detectron2.data import MetadataCatalog
 
-from projects_vil.checkpoint import build_detector, fingerprint
+from projects_vil.checkpoint import fingerprint, load_detector
 from projects_vil.config import load_config
 from projects_vil.evaluation import explain_results, read_results, write_results
 from tests.projects_vil.helpers import message, small_config
@@ -50,7 +51,7 @@ def test_results_belong_to_a_model(tmp_path):
 def test_the_evaluation_of_a_run_belongs_to_its_last_checkpoint(trained_run):
     def model(weights: str) -> str:
         cfg = load_config(trained_run / "config.yaml")
-        return fingerprint(cfg, build_detector(cfg, trained_run / weights))
+        return fingerprint(cfg, load_detector(cfg, trained_run / weights)[0])
 
     assert "shapes_val" in read_results(trained_run, model=model("model_final.pth"))
     assert "evaluation.json" in message(read_results, trained_run, model=model("model_0000001.pth"))
@@ -74,3 +75,4 @@ GOOD = {"AP": 30.0, "AP50": 50.0, "AP75": 31.0, "APs": 10.0, "APm": 20.0, "APl":
 def test_each_undefined_or_low_metric_is_explained_in_a_line(task, metrics, named):
     (line,) = explain_results({task: metrics, "other": {"mIoU": 40.0, "IoU-road": 80.0}})
     assert line.startswith(f"{task}: ") and all(text in line for text in named)
+    assert ("is undefined, because the dataset has no ground truth" in line) == any(map(math.isnan, metrics.values()))

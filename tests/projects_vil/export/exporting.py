@@ -99,7 +99,7 @@ def write(
     path = folder / f"{name}{'_batched' if batched else ''}_{dtype}{FORMATS[file_format].suffix}"
     with pytest.MonkeyPatch.context() as patch:
         if not batched:  # int8 files are quantized from batched ones, which use direct convolutions
-            patch.setattr(formats, "_WINOGRAD_CHANNELS", 16)  # the small detectors have 32 channels
+            patch.setattr(formats, "_WINOGRAD_CHANNELS", 16)  # The small detectors have 32 channels.
         FORMATS[file_format].write(exportable, torch.stack([example] * 2) if batched else example, path)
     facts = {"precision": "fp32", "input_dtype": dtype, "weights": "random.pth"}
     metadata = with_digest(describe_model(config(name), exportable, SHAPES, file_format, **facts))

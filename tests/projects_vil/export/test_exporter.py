@@ -126,10 +126,10 @@ def test_a_failed_export_leaves_the_older_one(exported, weights, tmp_path, monke
 
 
 FAMILIES = [
-    # Backbones of all families have tests of their own in ONNX.
+    # tests/backbones exports the backbones of all families to ONNX.
     *("vil-mask_rcnn-onnx", "lit-retinanet-onnx"),
     *("ls-mask_rcnn-openvino", "lit-retinanet-openvino", "cvt-retinanet-openvino"),
-    # ONNX files are made of the same program.
+    # ONNX files come from the same program.
     "vil-retinanet-torch_export",
 ]
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 
 import cv2
 import pytest
@@ -120,6 +121,25 @@ def test_images_without_detections_are_not_equal():
     nothing = row(of(FOUND, []), of(FOUND, []))
     assert is_equal([equal]) and is_equal([equal, nothing])
     assert not is_equal([equal, different]) and not is_equal([nothing])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "precision", "expected"),
+    [
+        (FOUND, "fp32", ""),
+        # The suppressed one of two boxes with equal scores.
+        (changed(FOUND, "boxes", 1, 3), "fp32", "1 of 5 detections have the same score.*--evaluate.*--parity-images"),
+        (FOUND | {"boxes": FOUND["boxes"] + 3}, "fp32", "the exported model has other detections.*Do not use the file"),
+        (changed(FOUND, "scores", 1, 0.01), "fp32", "the exported model has other detections.*Do not use the file"),
+        (changed(FOUND, "scores", 1, 0.05), "fp16", "precision fp16 changes more.*--precision fp32"),
+    ],
+)
+def test_a_difference_has_advice(theirs, precision, expected):
+    latency = {"height": 1, "width": 2, "exported_ms": 1.0, "eager_ms": 1.0, "ratio": 1.0, "threads": 1}
+    facts = {"file": "model.ts", "opset": None, "precision": precision, "bytes": 1, "tolerances": TOLERANCES[precision]}
+    found = row(FOUND, theirs, precision) | {"height": 1, "width": 2}
+    text = describe_report({**facts, "images": [found], "latency": latency})
+    assert re.search(f"NOT EQUAL means that {expected}", text) if expected else "NOT EQUAL" not in text
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from projects_vil.export import (
     paste_masks,
 )
 from projects_vil.export.formats import load_model
-from projects_vil.export.metadata import digests_of, with_digest
+from projects_vil.export.metadata import digest_of, with_digest
 from tests.projects_vil.export.exporting import demo_detector
 from tests.projects_vil.helpers import ROOT, assert_same_detections
 from tests.tolerances import FLOAT32
@@ -83,7 +83,8 @@ def test_detectron2s_interface(exported, name):
 
 def test_the_weights_file_of_openvino(written, tmp_path):
     model = written("retinanet", "openvino", fixed_number=100)
-    path = copy_of(model, tmp_path, **digests_of(model.path))
+    weights = model.path.with_suffix(".bin")
+    path = copy_of(model, tmp_path, sha256=digest_of(model.path), other_files={weights.name: digest_of(weights)})
     weights = path.with_suffix(".bin")
     assert ExportedModel(path).metadata["other_files"].keys() == {weights.name}
     weights.write_bytes(weights.read_bytes()[::-1])
@@ -142,7 +143,7 @@ def test_no_file_contains_a_path_of_this_machine(written, file_format, options):
 
 
 class CreateFile:
-    """A pickle that creates a file when it is loaded."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

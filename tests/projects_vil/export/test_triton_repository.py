@@ -18,7 +18,7 @@ TYPES = {"tensor(float)": "TYPE_FP32", "tensor(int64)": "TYPE_INT64", "tensor(ui
 
 @pytest.fixture
 def run(tmp_path):
-    """``tools/export_model.py`` with options, on a backbone of three stages."""
+    """Run ``tools/export_model.py`` with options, on a backbone with three stages."""
     cfg = small_config("mask_rcnn", *OVERRIDES)
     torch.save({"model": untrained_detector(cfg).state_dict()}, tmp_path / "random.pth")
     checkpoint = ("--config-file", CONFIGS["mask_rcnn"], "--weights", tmp_path / "random.pth")

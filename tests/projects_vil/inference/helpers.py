@@ -77,6 +77,7 @@ def save_run(folder: Path, name: str, *overrides: str):
     """Write the config and the weights of an untrained detector like a run, and return the config and the model."""
     cfg = small_config(name, "OUTPUT_DIR", str(folder), *overrides)
     detector = untrained_detector(cfg)
+    folder.mkdir(exist_ok=True)
     (folder / CONFIG_FILE).write_text(cfg.dump())
     Checkpointer(detector, str(folder), cfg=cfg).save("model_final")
     return cfg, detector

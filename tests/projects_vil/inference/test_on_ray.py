@@ -76,7 +76,7 @@ def predict_here(model, source, output, **options):
 
 
 @pytest.mark.parametrize("name", ["photos", "table.parquet", "shard-{0..2}.tar"])
-def test_the_rows_are_those_without_ray(name, inputs, cluster, trained_run, tmp_path):
+def test_rows_with_and_without_ray_are_equal(name, inputs, cluster, trained_run, tmp_path):
     options = {"column": "photo" if name == "table.parquet" else None}
     here = predict_here(trained_run, inputs / name, tmp_path / "here", **options)
     there = predict_on_ray(trained_run, inputs / name, tmp_path / "there", **options)

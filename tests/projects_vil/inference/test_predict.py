@@ -23,7 +23,7 @@ from projects_vil.engine import Trainer
 from projects_vil.export import metadata_path
 from projects_vil.inference import image_loading, predict
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Video, read_ahead
-from projects_vil.inference.predict import categories_as_annotated
+from projects_vil.inference.predict import categories_as_annotated, progress_bar
 from tests.projects_vil.export.exporting import write
 from tests.projects_vil.helpers import assert_same_detections, message, run_tool
 from tests.projects_vil.inference.helpers import (
@@ -43,7 +43,7 @@ from tests.projects_vil.inference.helpers import (
 @pytest.mark.parametrize(
     "name, channels", [("retinanet", "RGB"), pytest.param("mask_rcnn", "BGR", marks=pytest.mark.slow)]
 )
-def test_results_equal_those_of_an_evaluation(shapes, tmp_path, name, channels):
+def test_results_equal_an_evaluation(shapes, tmp_path, name, channels):
     annotations = shapes / "annotations/instances_val.json"
     Trainer.test(*save_run(tmp_path, name, "INPUT.FORMAT", channels, "TEST.DETECTIONS_PER_IMAGE", "10"))
     options = {"annotations": annotations, "batch_size": 3}
@@ -103,6 +103,23 @@ def test_ids_of_annotations(tmp_path):
         with pytest.raises(ConfigError, match=expected):
             options = {"annotations": annotations_of(tmp_path / "b.json", image_sizes, names)}
             run_on(tmp_path / "in", tmp_path / "out", **options)
+
+
+def test_a_run_is_no_output_directory(tmp_path):
+    save_run(tmp_path / "run", "retinanet")
+    save(tmp_path / "a.png", picture(40, 60))
+    before = sorted((tmp_path / "run").iterdir())
+    for file_format in ("coco", "parquet"):
+        with pytest.raises(ConfigError, match="'.*run' is the output directory of a training run"):
+            run_on(tmp_path / "a.png", tmp_path / "run", file_format=file_format)
+    assert sorted((tmp_path / "run").iterdir()) == before
+    assert run_on(tmp_path / "a.png", tmp_path / "run/predictions").num_images == 1
+
+
+def test_the_progress_bar_counts_images(capsys):
+    with progress_bar("image", total=3) as progress:
+        progress.update()
+    assert "images/s" in capsys.readouterr().err and progress.format_dict["unit"] == " images"
 
 
 def test_categories_as_annotated():

@@ -95,8 +95,8 @@ def test_levels_of_fpn(detector, overrides):
     "key, value, named",
     [
         ("MODEL.TRANSFORMER.VARIANT", "vil_smal_rpb", "vil_small_rpb"),
-        ("MODEL.TRANSFORMER.VARIANT", "cvt_ls_13", "MODEL.FPN.IN_FEATURES has stage4"),
-        ("MODEL.TRANSFORMER.OUT_FEATURES", "['stage2']", "MODEL.FPN.IN_FEATURES has stage1"),
+        ("MODEL.TRANSFORMER.VARIANT", "cvt_ls_13", "MODEL.FPN.IN_FEATURES has 'stage4'"),
+        ("MODEL.TRANSFORMER.OUT_FEATURES", "['stage2']", "MODEL.FPN.IN_FEATURES has 'stage1'"),
         ("MODEL.TRANSFORMER.ATTENTION_MODE", "cyclik", "cyclic"),
         ("MODEL.TRANSFORMER.GLOBAL_TOKENS", "[1, 2]", "global_tokens"),
         ("MODEL.TRANSFORMER.TOKEN_MERGING", "uniform", "token_merging"),
@@ -162,7 +162,7 @@ def test_a_compiled_backbone_has_the_same_weights_and_features(monkeypatch):
     torch.testing.assert_close(features[1], features[0])
 
 
-def test_two_extra_levels_equal_those_of_detectron2():
+def test_two_extra_levels_equal_detectron2():
     ours = LastLevelConvs(12, 8, "stage4", (6, 7)).double()
     theirs = LastLevelP6P7(12, 8, "stage4").double()
     theirs.load_state_dict(ours.state_dict())

@@ -63,7 +63,7 @@ def test_the_mask_loss_of_a_batch_without_objects_is_zero():
         assert model(images_of(3))["loss_mask_point"] > 0
 
 
-def test_losses_equal_those_of_detectron2():
+def test_losses_equal_detectron2():
     model = build_model(load_config(CONFIG, SMALL_POINTS)).train()
     theirs = build_model(load_config(CONFIG, [*SMALL_POINTS, "MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"])).train()
     assert type(theirs.roi_heads.mask_head) is PointRendMaskHead

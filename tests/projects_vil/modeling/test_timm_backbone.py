@@ -45,7 +45,7 @@ def test_levels_and_gradients_for_images_of_any_size(name, detector, levels):
     assert [name for name, p in model.backbone.named_parameters() if p.grad is None] == []
 
 
-def test_swin_equals_that_of_detectron2():
+def test_swin_equals_detectron2():
     """Windows are shifted in the last stage too, where the feature map of a classifier is a single window."""
     ours, theirs = TimmBackbone(f"timm:{SWIN}", out_features=STAGES), SwinTransformer(drop_path_rate=0.0)
     ours, theirs = ours.double().eval(), theirs.double().eval()
@@ -75,13 +75,17 @@ def test_swin_equals_that_of_detectron2():
         ("maxvit_nano_rw_256", [], "fixed image size"),
         ("resnet19", [], "'resnet18'"),
         ("resnet18.in30k", [], "in30k"),
-        (SWIN, ["MODEL.TRANSFORMER.TOKEN_MERGING", "uniform"], "no option token_merging"),
+        (SWIN, ["MODEL.TRANSFORMER.TOKEN_MERGING", "uniform"], "no option 'token_merging'"),
         (SWIN, ["MODEL.TRANSFORMER.NORM", "FrozenBN"], "no BatchNorm"),
         (SWIN, ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"], "attention_backend"),
         ("densenet121", ["MODEL.TRANSFORMER.DROP_PATH", "0.1"], "MODEL.TRANSFORMER.DROP_PATH to 0.0"),
         ("vgg11", ["MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "True"], "no activation checkpointing"),
         (CONVNEXT, ["MODEL.BACKBONE.FREEZE_AT", "5"], "MODEL.BACKBONE.FREEZE_AT is 5"),
-        (CONVNEXT, ["MODEL.FPN.IN_FEATURES", "['res2']"], "has res2"),
+        (
+            CONVNEXT,
+            ["MODEL.FPN.IN_FEATURES", "['res2']"],
+            "has 'res2', which timm:test_convnext does not return. Use stage1, ",
+        ),
     ],
 )
 def test_unsupported_models_and_options(name, overrides, named):

@@ -15,7 +15,7 @@ from backbones.attention.long_short import DualNormAttention, LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.cvt import ConvLongShortAttention
 from projects_vil.visualization.attention import AttentionWeights, attention_weights
-from tests.backbones.helpers import random_images, randomise
+from tests.backbones.helpers import random_images, randomize
 from tests.projects_vil.helpers import message
 
 DIM, HEADS, HEIGHT, WIDTH = 8, 2, 7, 10
@@ -41,7 +41,7 @@ def build(attention_type: type, num_global: int, options: dict) -> tuple[nn.Modu
     """Build a random attention in float64 and eval mode, and its input."""
     if attention_type is not ConvLongShortAttention:
         options = {**options, "num_global_tokens": num_global}
-    module = randomise(attention_type(DIM, num_heads=HEADS, **options)).double().eval()
+    module = randomize(attention_type(DIM, num_heads=HEADS, **options)).double().eval()
     global_tokens = random_images(1, num_global, DIM, seed=2) if num_global else None
     return module, random_images(1, HEIGHT, WIDTH, DIM), global_tokens
 

@@ -140,16 +140,15 @@ def test_missing_and_unwritable_files(shapes, tmp_path):
 
 @pytest.mark.parametrize("name", ["drawing.png", "drawing.jpg"])
 def test_a_drawing_may_be_replaced_by_a_later_one(tmp_path, name):
-    """The file has a comment, which does not change its pixels."""
-    image = np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8)
+    """The file has a comment, and the pixels of the image."""
+    image = np.full((37, 53, 3), (200, 30, 90), np.uint8)
     write_image(tmp_path / name, image)
     write_image(tmp_path / name, image)
     (tmp_path / f"other_{name}").write_bytes(b"a photo")
     assert "exists" in message(write_image, tmp_path / f"other_{name}", image)
-    expected = cv2.imdecode(cv2.imencode(name[-4:], image[..., ::-1])[1], cv2.IMREAD_COLOR)
-    assert (cv2.imread(str(tmp_path / name)) == expected).all()
     with Image.open(tmp_path / name) as opened:
-        assert GENERATOR in str(opened.info) and (np.asarray(opened).shape == image.shape)
+        assert GENERATOR in str(opened.info)
+        np.testing.assert_allclose(np.asarray(opened), image, atol=0 if name.endswith("png") else 10)
 
 
 def test_summary_of_a_run(tmp_path):

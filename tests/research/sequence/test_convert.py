@@ -1,4 +1,4 @@
-"""Models on sequences from official weights: the official outputs, wrapped names, and what does not fit."""
+"""Sequence models with official weights: the official outputs, names with prefixes, and mismatches."""
 
 import functools
 
@@ -34,7 +34,7 @@ def test_encoder(name):
     state_dict, report = convert_sequence_state_dict(official(name), encoder)
     encoder.load_state_dict(state_dict, strict=True)
     assert sum(parameter.numel() for parameter in encoder.parameters()) == reference["parameters"]
-    # Without a projection the official layer of its scores is empty.
+    # Without a projection, the official layer of its scores is empty.
     assert len(report.dropped) == (4 if name == "ls_sequence_window_only" else 0)
     ids = golden_ids(reference)
     mask = torch.arange(ids.shape[1]) < torch.tensor(reference["input"]["real"])[:, None]
@@ -43,7 +43,7 @@ def test_encoder(name):
 
 
 def test_char_lm():
-    """Three parts of a text, the memory carried from part to part."""
+    """The text has three parts, and the memory is passed from part to part."""
     reference, model = golden(CHAR_LM), model_of(CHAR_LM)
     state_dict, report = convert_sequence_state_dict(official(CHAR_LM), model)
     model.load_state_dict(state_dict, strict=True)
@@ -62,7 +62,7 @@ def test_char_lm():
     [(ENCODER, "module.model.", "module.seq_classifer.mlpblock.0.weight"), (CHAR_LM, "decoder.model.", None)],
 )
 def test_wrapped_weights(name, prefix, head):
-    """As the official training saves them; a head is dropped, and the values of the model are not read."""
+    """The names have the prefixes of official training. A head is dropped, and the values of the model are not read."""
     weights = {f"{prefix}{key}": tensor for key, tensor in official(name).items()}
     weights |= {head: torch.ones(128, 64)} if head else {}
     with torch.device("meta"):
@@ -74,7 +74,7 @@ def test_wrapped_weights(name, prefix, head):
 
 
 def test_unused_norm_is_dropped():
-    """The official model has the second norm always; without projection and class token nothing goes through it."""
+    """The official model always has the second norm. Without projection and class token, it is not used."""
     weights = {name: x for name, x in official("ls_sequence_window_only").items() if name != "cls_embed"}
     model = model_of("ls_sequence_window_only", class_token=False)
     state_dict, report = convert_sequence_state_dict(weights, model)

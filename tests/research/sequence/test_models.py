@@ -15,7 +15,7 @@ from tests.backbones.helpers import (
     outputs_and_gradients,
     random_ids,
     random_images,
-    randomise,
+    randomize,
 )
 
 SMALL_ENCODER = {"vocab_size": 11, "dim": 8, "num_heads": 2, "hidden_dim": 12, "depth": 2, "max_length": 24}
@@ -26,11 +26,11 @@ SMALL_CHAR_LM |= {"segment_length": 4, "rank": 2, "window_size": 5}
 
 def small(create: Callable = create_sequence_encoder, *, dtype: torch.dtype = torch.float64, **changes) -> nn.Module:
     sizes = SMALL_CHAR_LM if create is create_char_lm else SMALL_ENCODER
-    return randomise(create(**sizes | changes).to(dtype)).eval()
+    return randomize(create(**sizes | changes).to(dtype)).eval()
 
 
 def mask_of(length: int, *real: int) -> Tensor:
-    """(B, N): the first ``real`` tokens of each sequence."""
+    """Return a mask (B, N) of the first ``real`` tokens of each sequence."""
     return torch.arange(length) < torch.tensor(real)[:, None]
 
 
@@ -47,7 +47,7 @@ def read(model: nn.Module, ids: Tensor, lengths: list[int]) -> tuple[list[Tensor
 
 
 def assert_equal_to_definition(fast: Callable, dense: Callable, shapes: dict[str, tuple[int, ...]], **options) -> None:
-    """Compare outputs and gradients; a gradient of zeros may be missing."""
+    """Compare outputs and gradients. A gradient of zeros may be missing."""
     inputs = {name: random_images(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
     actual, expected = (outputs_and_gradients(function, inputs, **options) for function in (fast, dense))
     actual = {name: torch.zeros_like(expected[name]) if x is None else x for name, x in actual.items()}
@@ -179,7 +179,7 @@ def test_char_lm(changes, monkeypatch):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("changes", [{}, {"rank": 0, "class_token": False}, {"window_size": 0}, None], ids=str)
 def test_half_precision(changes, autocast, dtype):
-    """``changes`` are for the encoder; None is the language model, whose output is float32."""
+    """``changes`` are options of the encoder. None means the language model, whose output is float32."""
     ids, mask = random_ids(3, 22), mask_of(22, 22, 9, 0)
     model = small(create_char_lm, dtype=torch.float32) if changes is None else small(dtype=torch.float32, **changes)
 
@@ -195,7 +195,7 @@ def test_half_precision(changes, autocast, dtype):
 
 
 def test_no_tensor_has_all_pairs_of_tokens():
-    """The encoder's memory is linear in the length; the language model has an eighth as many keys as tokens here."""
+    """The memory of the encoder is linear in the length. The language model has an eighth as many keys as tokens."""
     largest = []
     for length in (512, 1024):
         with LargestTensor() as mode:

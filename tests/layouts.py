@@ -1,4 +1,4 @@
-"""State dicts wrapped as each official repository saves them."""
+"""Contents of checkpoints in the layout of each official repository."""
 
 import argparse
 
@@ -9,7 +9,7 @@ Contents = dict[str, object]
 
 
 def vision_longformer(weights: dict) -> Contents:
-    """As vision-longformer and transformer-ls: DistributedDataParallel's names and the state of the training."""
+    """Return the layout of vision-longformer and transformer-ls: DistributedDataParallel and training state."""
     return {
         "net": {f"module.{name}": tensor for name, tensor in weights.items()},
         "arch": "l1,h1,d48,n1,s1,g1,p4,f7,a0",
@@ -20,7 +20,7 @@ def vision_longformer(weights: dict) -> Contents:
 
 
 def lit_classifier(weights: dict) -> Contents:
-    """As LIT: with the settings of the run, a yacs configuration (LIT-S, -M, -B) or arguments (LIT-Ti)."""
+    """Return the layout of LIT, with the settings of the run: a yacs config (LIT-S, -M, -B) or arguments (LIT-Ti)."""
     config = CfgNode({"MODEL": {"NAME": "lit", "DEPTHS": (2, 2, 6, 2)}, "EPOCHS": 300})
     config.freeze()
     arguments = argparse.Namespace(model="lit_ti", output_dir="out", input_size=224)
@@ -28,13 +28,13 @@ def lit_classifier(weights: dict) -> Contents:
 
 
 def detectron2_detector(weights: dict, heads: dict | None = None) -> Contents:
-    """As VisionLongformerForObjectDetection."""
+    """Return the layout of VisionLongformerForObjectDetection."""
     backbone = {f"backbone.bottom_up.{name}": tensor for name, tensor in weights.items()}
     return {"model": backbone | (heads or {}), "iteration": 89999}
 
 
 def mmdetection(weights: dict, heads: dict | None = None) -> Contents:
-    """As LIT's detectors and segmentors."""
+    """Return the layout of LIT's detectors and segmentors."""
     backbone = {f"backbone.{name}": tensor for name, tensor in weights.items()}
     meta = {"epoch": 12, "iter": 87960, "mmdet_version": "2.10.0", "CLASSES": ("person", "bicycle")}
     return {"meta": meta, "state_dict": backbone | (heads or {})}

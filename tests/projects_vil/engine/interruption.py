@@ -1,4 +1,4 @@
-"""Runs that are killed, in their own processes, which are forked from one that has imported this module."""
+"""Training runs that kill their own process group. They are forked from a process that has imported this module."""
 
 import multiprocessing
 import os

@@ -10,8 +10,8 @@ from backbones.checkpoint_files import read_checkpoint
 from projects_vil import load_config
 from projects_vil.checkpoint import (
     METADATA_KEY,
-    build_detector,
     check_weights,
+    load_detector,
     read_last_checkpoint,
     remove_old,
     remove_partial,
@@ -28,7 +28,7 @@ def save(path, *, age: int = 0) -> None:
 
 @pytest.fixture
 def run(tmp_path):
-    """Three checkpoints, of which ``last_checkpoint`` names the second newest."""
+    """Return a folder with three checkpoints. ``last_checkpoint`` names the second newest."""
     for age, iteration in enumerate((29, 19, 9)):
         save(tmp_path / f"model_{iteration:07d}.pth", age=age)
     (tmp_path / "last_checkpoint").write_text("model_0000019.pth")
@@ -37,7 +37,7 @@ def run(tmp_path):
 
 @pytest.mark.parametrize("tag", ["model_0000019.pth", None, "", "model_0000099.pth", "../elsewhere.pth", "x" * 300])
 def test_the_last_checkpoint(run, tag, caplog):
-    """The file that ``last_checkpoint`` names, or else the one of most iterations, as in a copied folder."""
+    """The file in ``last_checkpoint``, or else the file with the most iterations, as in a copied folder."""
     (run / "last_checkpoint").unlink()
     if tag is not None:
         (run / "last_checkpoint").write_text(tag)
@@ -74,7 +74,7 @@ def test_no_checkpoint_to_resume_from(run):
 
 
 def test_removing_checkpoints(run):
-    """The newest are those by modification time: a run that started again counts from lower numbers."""
+    """The newest files have the latest modification time, because a restarted run has lower numbers."""
     for age, name in ((-5, "model_0000004.pth"), (9, "model_final.pth"), (-9, "model_best.pth")):
         save(run / name, age=age)
     remove_old(run, keep=2)
@@ -95,7 +95,7 @@ def test_a_slim_checkpoint_is_the_same_detector(trained_run, tmp_path, suffix):
     cfg = load_config(trained_run / "config.yaml")
     for complete in (False, True):
         check_weights(cfg, str(output), complete=complete)
-    ours, theirs = (build_detector(cfg, path).state_dict() for path in (output, source))
+    ours, theirs = (load_detector(cfg, path)[0].state_dict() for path in (output, source))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
