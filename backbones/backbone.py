@@ -95,9 +95,7 @@ class BackboneSettings:
         keep_global_tokens: Whether the last stage keeps its global tokens and feature maps have no output norms, as in
             a classifier.
         activation_checkpointing: Whether the backward pass recomputes the activations of each block.
-        attention_backend: One of ``ATTENTION_BACKENDS``. ``"auto"`` and ``"sdpa"`` are PyTorch's attention.
-            ``"triton"`` is for sliding-chunk attention, long-short attention and full attention with a relative bias,
-            on CUDA. ``"reference"`` is quadratic and for debugging.
+        attention_backend: One of ``ATTENTION_BACKENDS``, see :func:`.create_backbone`.
     """
 
     out_features: Sequence[str] | None = None

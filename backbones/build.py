@@ -74,9 +74,9 @@ def create_backbone(
             ``position_interpolation``).
         activation_checkpointing: Whether the backward pass recomputes activations. Training then needs less memory and
             about a third more time.
-        attention_backend: ``"auto"`` and ``"sdpa"`` are PyTorch's attention. ``"triton"`` is for sliding-chunk
-            attention, long-short attention and full attention with a relative bias, on CUDA. ``"reference"`` is
-            quadratic and for debugging.
+        attention_backend: ``"sdpa"`` is PyTorch's attention. ``"triton"`` is for sliding-chunk attention, long-short
+            attention and full attention with a relative bias, on CUDA. ``"auto"`` is one of these two, see
+            :func:`.resolve_backend`. ``"reference"`` is quadratic and for debugging.
         options: Options that override the variant if they are not None:
 
             - ViL and LS: ``chunk_size`` (side of a chunk in tokens, where 7 is ViL's window of 15), ``global_tokens``,

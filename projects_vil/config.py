@@ -71,9 +71,10 @@ def add_vil_config(cfg: CfgNode) -> None:
     # Compile the backbone with torch.compile for images of any size. This takes minutes before the first iteration.
     # Exports and evaluations of averaged weights are not compiled.
     cfg.MODEL.TRANSFORMER.COMPILE = False
-    # Attention backend. "auto" and "sdpa" are PyTorch's attention; "auto" also logs a hint if "triton" may be faster.
-    # "triton" uses this project's CUDA kernels for sliding-chunk attention, long-short attention and full attention
-    # with a relative bias. "reference" has quadratic cost and is for debugging.
+    # Attention backend. "sdpa" is PyTorch's attention. "triton" uses this project's CUDA kernels for sliding-chunk
+    # attention, long-short attention and full attention with a relative bias. "auto" is "triton" on GPUs where it was
+    # measured to be faster (H100 and H200, in 16 bits), and otherwise "sdpa". "reference" has quadratic cost and is for
+    # debugging.
     cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"
     # ViL and LS: attention of each stage, "sliding_chunk", "long_short" or "dense". If this key or one of the following
     # keys is empty, the variant sets it. A key that the family does not have is an error.
