@@ -22,7 +22,7 @@ from detectron2.evaluation import DatasetEvaluator
 from detectron2.structures import BitMasks, Boxes, Instances
 from detectron2.utils import comm
 from detectron2.utils.events import EventWriter, TensorboardXWriter, get_event_storage, has_event_storage
-from detectron2.utils.logger import setup_logger
+from detectron2.utils.logger import log_first_n, setup_logger
 from fvcore.nn.precise_bn import get_bn_modules
 from torch import Tensor, nn
 
@@ -649,7 +649,8 @@ def amp_dtype(name: str, *, on_gpu: bool) -> torch.dtype:
     if name == "auto":
         is_old = on_gpu and torch.cuda.get_device_capability() < (8, 0)
         name = "float16" if is_old else "bfloat16"
-        logging.getLogger(__name__).info("Mixed precision: SOLVER.AMP.DTYPE auto is %s", name)
+        # Every probe of the memory calls this function too.
+        log_first_n(logging.INFO, f"Mixed precision: SOLVER.AMP.DTYPE auto is {name}", name=__name__)
     return AMP_DTYPES[name]
 
 
