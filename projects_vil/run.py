@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
@@ -113,7 +114,8 @@ def train(
         weights: a checkpoint, or a name of the model zoo; random weights by default.
         output: output directory (default ``output/DATA_MODEL_DETECTOR``).
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one. Training on a GPU uses mixed precision
-            unless ``SOLVER.AMP.ENABLED`` is False.
+            unless ``config`` is given or
+            ``SOLVER.AMP.ENABLED`` is False.
         resume: continue the interrupted run in ``output`` with its schedule and images. If there is none, ``data`` or
             ``config`` starts a new run, so that a job has the same command for each start.
         num_gpus: processes on this machine, as for detectron2's ``launch``. New processes do not import your script. If
@@ -162,7 +164,7 @@ def train(
         output = Path(cfg.OUTPUT_DIR if folder is None else folder).expanduser()
     else:
         output = Path(folder or f"output/{_name(data) + '_' if data else ''}{name}").expanduser()
-        cfg = _with_defaults(cfg, recipe, given, has_data=data is not None)
+        cfg = _with_defaults(cfg, recipe, given, has_data=data is not None, has_config=config is not None)
     cfg = with_overrides(cfg, {"OUTPUT_DIR": str(output)})
     if image_size and cfg.INPUT.AUGMENTATION != "default":
         raise ConfigError(
@@ -303,7 +305,9 @@ def _overrides_of(function: Callable, overrides: Mapping[str, object]) -> dict[s
     return dict(overrides)
 
 
-def _with_defaults(cfg: CfgNode, recipe: CfgNode, given: Mapping[str, object], *, has_data: bool) -> CfgNode:
+def _with_defaults(
+    cfg: CfgNode, recipe: CfgNode, given: Mapping[str, object], *, has_data: bool, has_config: bool
+) -> CfgNode:
     """Return a config with the defaults of :func:`train` for keys that the user has not set."""
     defaults: dict[str, object] = {
         # More workers than cores are slower, and torch warns.
@@ -315,7 +319,7 @@ def _with_defaults(cfg: CfgNode, recipe: CfgNode, given: Mapping[str, object], *
         defaults["SOLVER.REFERENCE_BATCH_SIZE"] = recipe.SOLVER.IMS_PER_BATCH
     if has_data and "SOLVER.MAX_ITER" not in given:
         defaults["SOLVER.EPOCHS"] = DEFAULT_EPOCHS
-    if cfg.MODEL.DEVICE.startswith("cuda"):
+    if not has_config and cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available():
         defaults["SOLVER.AMP.ENABLED"] = True
     return with_overrides(cfg, {key: value for key, value in defaults.items() if key not in given})
 

@@ -5,6 +5,7 @@ import functools
 import importlib.metadata
 import logging
 import math
+import re
 from collections.abc import Callable
 
 import torch
@@ -24,11 +25,9 @@ from backbones.layers.tracing import in_autocast_dtype, is_tracing
 logger = logging.getLogger(__name__)
 # Relative to the largest value
 _TOLERANCES = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-# The lowest compute capability that the Triton kernels are compiled for in the tests.
-_LEAST_CAPABILITY = (8, 0)
 # Compute capabilities and dtypes for which `make gpu` has shown that the kernels are right and faster, and the oldest
 # version of Triton in these runs. docs/performance.md has the times.
-MEASURED = {(9, 0): (torch.float16, torch.bfloat16)}
+MEASURED = {(9, 0): (torch.bfloat16,)}
 _LEAST_TRITON = (3, 6)
 
 
@@ -52,11 +51,18 @@ def resolve_backend(
         chunk_size: See there.
         shift: See there.
     """
-    if backend == "auto":
+    is_auto = backend == "auto"
+    if is_auto:
         backend = "triton" if _is_measured(tensors["query"]) else "sdpa"
     if backend != "triton":
         return backend
-    is_usable = not is_tracing() and triton_is_right(tensors, mode=mode, chunk_size=chunk_size, shift=shift)
+    try:
+        is_usable = not is_tracing() and triton_is_right(tensors, mode=mode, chunk_size=chunk_size, shift=shift)
+    except ConfigError:
+        # In the capture of a CUDA graph, a kernel cannot be checked.
+        if not is_auto:
+            raise
+        is_usable = False
     return "triton" if is_usable else "sdpa"
 
 
@@ -65,23 +71,28 @@ def _is_measured(query: Tensor) -> bool:
         return False
     if in_autocast_dtype(query)[0].dtype in _measured_dtypes(query.device):
         return unmet_requirement(query.device, query.shape[4]) is None
-    suggest_triton()
+    suggest_triton(query.device)
     return False
 
 
 @functools.cache
 def _measured_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    # An AMD GPU reports a compute capability too.
-    if torch.version.hip or unmet_requirement(device) is not None:
+    if unmet_requirement(device) is not None:
         return ()
-    version = tuple(int(number) for number in importlib.metadata.version("triton").split(".")[:2])
-    return MEASURED.get(torch.cuda.get_device_capability(device), ()) if version >= _LEAST_TRITON else ()
+    try:
+        version = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("triton"))
+    except importlib.metadata.PackageNotFoundError:
+        # A build of Triton in a package of another name
+        version = None
+    if version is None or tuple(map(int, version.groups())) < _LEAST_TRITON:
+        return ()
+    return MEASURED.get(torch.cuda.get_device_capability(device), ())
 
 
 @functools.cache
-def suggest_triton() -> None:
-    """Log, once per process, that the Triton kernels could be tried if this GPU can run them."""
-    if unmet_requirement(torch.device("cuda")) is None and torch.cuda.get_device_capability() >= _LEAST_CAPABILITY:
+def suggest_triton(device: torch.device) -> None:
+    """Log, once per device, that the Triton kernels could be tried if this GPU can run them."""
+    if unmet_requirement(device) is None:
         logger.info(
             "The attention backend is PyTorch's. The Triton kernels may be faster on this GPU. To try them, set "
             "MODEL.TRANSFORMER.ATTENTION_BACKEND triton (in Python attention_backend='triton')."

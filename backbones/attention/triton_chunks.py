@@ -31,6 +31,8 @@ _MAX_CHANNELS = 128
 _SHARES = 1024
 # Block size along the global tokens
 _GLOBALS_BLOCK = 16
+# The lowest compute capability that the kernels are compiled for in the tests
+_LEAST_CAPABILITY = (8, 0)
 
 
 class WindowInputs(NamedTuple):
@@ -72,6 +74,10 @@ def unmet_requirement(device: torch.device, channels: int = 0, dtype: torch.dtyp
         return f"needs a CUDA device, not {device.type!r}"
     if channels > _MAX_CHANNELS:
         return f"supports at most {_MAX_CHANNELS} channels per head, not {channels}"
+    if is_cuda and torch.version.hip:
+        return "does not support AMD GPUs"
+    if is_cuda and (capability := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
+        return "needs compute capability 8.0 or higher, not {}.{}".format(*capability)
     return "does not support float64 on a GPU" if is_cuda and dtype == torch.float64 else None
 
 

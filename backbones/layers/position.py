@@ -291,10 +291,10 @@ class GridRelativeBias(nn.Module):
 
 
 def global_query_bias(to_global: Tensor, to_local: Tensor, tokens: int) -> Tensor:
-    """Return the bias (M, G, G + tokens) of global queries, minus the bias of local keys, which softmax ignores.
+    """Return the bias (M, G, G + tokens) of global queries.
 
-    The gradient of the subtracted bias is a sum over the global keys only. A sum over all tokens is inexact in half
-    precision.
+    The bias of the local keys is subtracted from each row, which does not change the softmax. The gradient of the
+    subtracted bias is a sum over the global keys only. A sum over all tokens is inexact in half precision.
 
     Args:
         to_global: (M, G, G), the bias by query and global key.

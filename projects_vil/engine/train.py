@@ -115,9 +115,6 @@ def _set_up_run(cfg: CfgNode, *, eval_only: bool) -> None:
     seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
     # In an evaluation, the images have too many different sizes for the cuDNN benchmark.
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
-    if cfg.MODEL.DEVICE.startswith("cuda") and not eval_only:
-        # Multiply float32 matrices in TF32, as cuDNN's convolutions do.
-        torch.set_float32_matmul_precision("high")
 
 
 def save_config(cfg: CfgNode, write: Callable[[CfgNode, Path], object], *, eval_only: bool = False) -> None:

@@ -31,15 +31,14 @@ def data(shapes, tmp_path, monkeypatch):
     return tmp_path / "mine"
 
 
-@pytest.mark.parametrize(
-    "device, given, expected", [("cuda", {}, True), ("cuda", {"SOLVER.AMP.ENABLED": False}, False)]
-)
-def test_mixed_precision_is_the_default_on_a_gpu(data, monkeypatch, device, given, expected):
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_mixed_precision_is_the_default_on_a_gpu(data, monkeypatch, has_gpu):
     configs = []
     monkeypatch.setattr("projects_vil.run.launch_run", lambda cfg, *_, **__: configs.append(cfg))
-    train(data, model=TINY, device=device, **given)
-    train(data, model=TINY, device="cpu", output="on_cpu")
-    assert [cfg.SOLVER.AMP.ENABLED for cfg in configs] == [expected, False]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    for options in ({}, {"SOLVER.AMP.ENABLED": False}, {"device": "cpu"}, {"config": CONFIGS["retinanet"]}):
+        train(data, output=f"run{len(configs)}", **({} if "config" in options else {"model": TINY}), **options)
+    assert [cfg.SOLVER.AMP.ENABLED for cfg in configs] == [has_gpu, False, False, False]
 
 
 def test_train_evaluate_and_predict(data, monkeypatch):

@@ -14,7 +14,7 @@ from backbones.attention import triton_check, triton_chunks
 from backbones.attention.dense import DenseAttention
 from backbones.attention.long_short import LongShortAttention, long_short_attention
 from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chunk_attention
-from backbones.attention.triton_check import choose_kernel, suggest_triton, triton_is_right
+from backbones.attention.triton_check import choose_kernel, resolve_backend, suggest_triton, triton_is_right
 from backbones.attention.triton_chunks import SEGMENT_MODE, triton_chunk_attention
 from tests.backbones.attention.cases import FakeGPU, OnMap, attend
 from tests.backbones.helpers import attention_inputs, randomize
@@ -196,10 +196,15 @@ def test_empty_global_tokens_do_not_change_the_check(asked):
 def on_device(monkeypatch):
     """Return a function that sets the compute capability of the GPU and the version of Triton."""
 
-    def set_up(capability: tuple[int, int], triton: str = "3.6.0") -> None:
+    def set_up(capability: tuple[int, int], triton: str | None = "3.6.0") -> None:
         monkeypatch.setattr(triton_chunks, "_is_installed", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-        monkeypatch.setattr(triton_check.importlib.metadata, "version", lambda name: triton)
+        monkeypatch.setattr(triton_check.importlib.metadata, "version", lambda name: found(triton))
+
+    def found(version: str | None) -> str:
+        if version is None:
+            raise triton_check.importlib.metadata.PackageNotFoundError("triton")
+        return version
 
     def clear() -> None:
         suggest_triton.cache_clear()
@@ -250,8 +255,10 @@ def test_auto_is_pytorchs_attention_and_suggests_triton_once(on_device, caplog, 
     "capability, triton, dtype, is_measured",
     [
         ((9, 0), "3.6.0", torch.bfloat16, True),
-        ((9, 0), "3.10.1", torch.float16, True),
+        ((9, 0), "3.10rc1", torch.bfloat16, True),
         ((9, 0), "3.5.1", torch.bfloat16, False),
+        ((9, 0), None, torch.bfloat16, False),
+        ((9, 0), "3.6.0", torch.float16, False),
         ((9, 0), "3.6.0", torch.float32, False),
         ((8, 0), "3.6.0", torch.bfloat16, False),
     ],
@@ -264,19 +271,31 @@ def test_auto_is_triton_where_it_has_been_measured(asked, on_device, attention, 
     assert [key[1] for key, _ in asked] == [dtype] * is_measured
 
 
-def test_auto_is_pytorchs_attention_on_an_amd_gpu(asked, on_device, monkeypatch):
-    on_device((9, 0), "3.6.0")
-    monkeypatch.setattr(torch.version, "hip", "6.4")
+@pytest.mark.parametrize(
+    "capability, hip, reason",
+    [((9, 0), "6.4", "does not support AMD GPUs"), ((7, 5), None, "needs compute capability")],
+)
+def test_gpus_that_the_triton_kernels_do_not_support(asked, on_device, monkeypatch, capability, hip, reason):
+    on_device(capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    module = ATTENTIONS[0](8, num_heads=2, backend="auto").bfloat16()
     with FakeGPU():
-        module = ATTENTIONS[0](8, num_heads=2, backend="auto").bfloat16()
         attend(module, torch.randn(1, 7, 10, 8).bfloat16(), torch.randn(1, 1, 8).bfloat16())
-    assert not asked
+    assert not asked and triton_chunks.unmet_requirement(torch.device("cuda")).startswith(reason)
 
 
-def test_capture_of_a_cuda_graph_without_a_check_is_refused(choose, monkeypatch):
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_capture_of_a_cuda_graph_without_a_check(choose, on_device, monkeypatch, backend):
+    on_device((9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(ConfigError, match="Run the model once before"):
-        choose(sliding_chunk_attention, device="cuda")
+    query = torch.randn(1, 2, 7, 10, 16, dtype=torch.bfloat16)
+    with FakeGPU():
+        resolve = functools.partial(resolve_backend, backend, dict.fromkeys(("query", "key", "value"), query))
+        if backend == "auto":
+            assert resolve(mode="zero_pad", chunk_size=3) == "sdpa"
+        else:
+            with pytest.raises(ConfigError, match="Run the model once before"):
+                resolve(mode="zero_pad", chunk_size=3)
 
 
 # -- cuDNN's attention -----------------------------------------------------------------------------
