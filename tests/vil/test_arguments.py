@@ -133,7 +133,8 @@ def test_pairs_in_any_position():
 def test_pairs_next_to_lists_and_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "TEST.JPG").write_text("")
-    files = ["a.jpg", "DSC_01.JPG", "TEST.JPG"]
+    (tmp_path / "DATASET.V2").mkdir()
+    files = ["a.jpg", "DSC_01.JPG", "TEST.JPG", "DATASET.V2"]
     args = parser().parse_args(
         ["SEED", "1", "--config-file", FILE[1], "--images", *files, *PAIRS, "--opts", "SEED", "2"]
     )
@@ -240,6 +241,7 @@ def train(function, *args) -> None:
         (lambda: open("/no_folder/file"), 1, "/no_folder/file"),
         (lambda: fail(0, ImportError("libGL.so.1: cannot open shared object file")), 1, "opencv-python-headless"),
         (lambda: fail(0, OSError(28, "No space left on device")), 1, "No space left"),
+        (lambda: fail(0, MemoryError()), 1, "smaller images.\n"),
         (lambda: socket.socket(socket.AF_UNIX).bind(f"/tmp/{200 * 'a'}"), 1, "RAY_TMPDIR"),
         (lambda: create_backbone("vil_tiny", drop_path=0.1), 1, "drop_path"),
         (lambda: fail(0, KeyboardInterrupt()), 130, "interrupted"),
