@@ -217,7 +217,7 @@ def test_a_broken_file_has_no_digest_until_it_is_replaced(tmp_path, server, end)
     path.parent.mkdir(parents=True)
     path.write_bytes(server.files["classifier"][:end])
     error = message(find_weights, "tiny_classifier")
-    assert f"'{path}' is" in error and error.endswith("The next command downloads it if you delete it.")
+    assert f"'{path}' is" in error and error.endswith(f"Delete '{path}' to download it again.")
     assert cached(tmp_path) == ["tiny_classifier.pth"]
     path.unlink()
     assert Path(find_weights("tiny_classifier")).read_bytes() == server.files["classifier"]

@@ -110,7 +110,7 @@ def test_a_run_is_no_output_directory(tmp_path):
     save(tmp_path / "a.png", picture(40, 60))
     before = sorted((tmp_path / "run").iterdir())
     for file_format in ("coco", "parquet"):
-        with pytest.raises(ConfigError, match="'.*run' is the output directory of a training run"):
+        with pytest.raises(ConfigError, match="'.*run' has the config and the weights of a detector"):
             run_on(tmp_path / "a.png", tmp_path / "run", file_format=file_format)
     assert sorted((tmp_path / "run").iterdir()) == before
     assert run_on(tmp_path / "a.png", tmp_path / "run/predictions").num_images == 1
