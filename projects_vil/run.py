@@ -16,7 +16,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import ConfigError
 from backbones.errors import check_choice, closest
-from projects_vil.checkpoint import checkpoints_of, read_zoo
+from projects_vil.checkpoint import checkpoints_of, read_zoo, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
     config_path,
@@ -114,10 +114,9 @@ def train(
         weights: a checkpoint, or a name of the model zoo; random weights by default.
         output: output directory (default ``output/DATA_MODEL_DETECTOR``).
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one. Training on a GPU uses mixed precision
-            unless ``config`` is given or
-            ``SOLVER.AMP.ENABLED`` is False.
-        resume: continue the interrupted run in ``output`` with its schedule and images. If there is none, ``data`` or
-            ``config`` starts a new run, so that a job has the same command for each start.
+            unless ``config`` is given or ``SOLVER.AMP.ENABLED`` is False.
+        resume: continue the interrupted run in ``output`` with its schedule and images. If there is none, ``data``,
+            ``model``, ``detector`` or ``config`` starts a new run, so that a job has the same command for each start.
         num_gpus: processes on this machine, as for detectron2's ``launch``. New processes do not import your script. If
             it registers datasets or models, start it with ``torchrun`` instead.
         num_machines: as for detectron2's ``launch``.
@@ -185,11 +184,11 @@ def train(
             _check_same_data(data, val_fraction, begun, output)
         data, cfg = None, merge_overrides(begun, [*chain.from_iterable(given.items())])
         cfg = with_overrides(cfg, {"OUTPUT_DIR": str(output)})
-    elif resume and data is None and config is None and "DATASETS.TRAIN" not in given:
-        # Without a run and without data, the default config would train on COCO.
+    elif resume and not (data or model or detector or config) and "DATASETS.TRAIN" not in given:
+        # Without these arguments, the output is probably wrong. A new run would train the default model on COCO.
         raise ConfigError(
             f"'{output}' has no run to resume: it needs a checkpoint and {CONFIG_FILE}. Correct --output, or add DATA "
-            "to start a new run."
+            "or --config to start a new run."
         )
     # Before any file is written.
     check_output_dir(cfg, resume=resume)
@@ -233,8 +232,9 @@ def evaluate(
         data: evaluated on its test images, else its validation images, else all images; None for ``DATASETS.TEST`` of
             the config.
         predictions: Parquet files of ``vil predict``, or folders of them, to evaluate instead of a model.
-        output: folder for the results. The default is the output directory of the run; with ``data`` or ``overrides``
-            it is a folder in it, such as ``evaluation_DATA`` or ``evaluation_overrides``.
+        output: folder for the results. The default is the output directory of the run. With ``data``, ``overrides`` or
+            a checkpoint other than the last one, it is a folder in it, such as ``evaluation_DATA``,
+            ``evaluation_overrides`` or ``evaluation_model_0000099``.
         resume: evaluate the last checkpoint in the output directory of a resolved config.
         num_gpus: as for detectron2's ``launch``.
         num_machines: as for detectron2's ``launch``.
@@ -248,23 +248,27 @@ def evaluate(
     """
     given = _overrides_of(evaluate, overrides)
     processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
-    path = None
+    # With another checkpoint or overrides, evaluation.json of the run keeps its results.
+    changes: list[str] = []
     if isinstance(model, CfgNode):
         cfg, root = model, Path(model.OUTPUT_DIR)
     elif predictions:
         cfg, root = load_config(config_path("base/retinanet_1x")), Path("output")
     else:
-        path, weights = find_model(Path(model or ""), given.get("MODEL.WEIGHTS"))
+        source = Path(model or "")
+        path, weights = find_model(source, given.get("MODEL.WEIGHTS"))
         cfg, root = load_config(path), folder_of(path)
         if weights is not None:
             cfg = with_overrides(cfg, {"MODEL.WEIGHTS": str(weights)})
-    name = f"evaluation_{_name(data)}" if data else ""
-    if path is not None and path.name == CONFIG_FILE and given.keys() - _SAME_RESULTS:
-        # evaluation.json of the run keeps the results without overrides.
-        name = f"{name or 'evaluation'}_overrides"
-    folder = Path(output or given.pop("OUTPUT_DIR", None) or root / name).expanduser()
-    if name.endswith("_overrides") and folder == root / name:
-        print(f"The overrides may change the results, so they are written to '{folder}'.", flush=True)
+        if path.name == CONFIG_FILE and weights == source and weights_of(root) not in (source, None):
+            changes.append(source.stem)
+        if path.name == CONFIG_FILE and given.keys() - _SAME_RESULTS:
+            changes.append("overrides")
+    parts = ["evaluation", *([_name(data)] if data else []), *changes]
+    default = root / "_".join(parts) if len(parts) > 1 else root
+    folder = Path(output or given.pop("OUTPUT_DIR", None) or default).expanduser()
+    if changes and folder == default:
+        print(f"The results may differ from the results of the run, so they are written to '{folder}'.", flush=True)
     begun = cfg
     cfg = merge_overrides(cfg, [*chain.from_iterable(given.items())])
     cfg = with_overrides(cfg, {"OUTPUT_DIR": str(folder)})

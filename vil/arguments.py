@@ -255,7 +255,7 @@ class ConfigToolParser(ToolParser):
             is_value = action is not None and action.nargs is None
             if word == "--opts":
                 continue
-            if is_value or not _is_key(word) or Path(word).is_file():
+            if is_value or not _is_key(word) or Path(word).exists():
                 arguments.append(word)
                 continue
             value = next(left, None)
@@ -426,7 +426,7 @@ def _explain(error: Exception) -> tuple[str, int] | None:
         # torch's message if a data loader process was killed.
         return f"{lines[-1].strip()} The memory may be too small. Lower DATALOADER.NUM_WORKERS.", 1
     if isinstance(error, MemoryError) or "allocate memory" in text or type(error).__name__ == "OutOfMemoryError":
-        return f"The memory is too small: {' '.join(lines)}", 1
+        return " ".join(["The memory is too small. Use a smaller batch or smaller images.", *lines]), 1
     cause = find_os_error(error)
     if cause is None or (cause is not error and cause.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)):
         return None

@@ -98,8 +98,8 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
         "--predictions", nargs="+", default=[], type=existing_path, metavar="PATH", help=predictions_help
     )
     output_help = (
-        "output folder (default: the folder of MODEL, or a folder in it such as evaluation_DATA with DATA, or "
-        "evaluation_overrides with KEY VALUE)"
+        "output folder (default: the folder of MODEL, or a folder in it such as evaluation_DATA with DATA, "
+        "evaluation_overrides with KEY VALUE, or evaluation_model_0000099 with an earlier checkpoint)"
     )
     parser.add_argument("--output", metavar="DIR", help=output_help)
     add_process_arguments(parser)

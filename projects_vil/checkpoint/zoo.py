@@ -121,7 +121,7 @@ def find_weights(weights: str) -> str:
                 try:
                     read_checkpoint(path)
                 except ConfigError as error:
-                    raise ConfigError(f"{error} The next command downloads it if you delete it.") from error
+                    raise ConfigError(f"{error} Delete '{path}' to download it again.") from error
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             if not digest_file.exists():
                 with atomic_write(digest_file) as partial:

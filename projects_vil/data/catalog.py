@@ -27,8 +27,10 @@ from projects_vil.utils import read_json
 SHAPES_COLORS = [(255, 80, 80), (80, 255, 80), (90, 150, 255)]
 BACKGROUND_COLOR = (90, 90, 90)
 PANOPTIC_EVALUATOR = "coco_panoptic_seg"
+# The registered built-in datasets, and the value of datasets_root() for them.
+_built_in: set[str] = set()
+_built_in_root: Path | None = None
 # Metadata keys with files and folders, and their descriptions.
-_built_in_root: Path | None = None  # the value of datasets_root() for the registered built-in datasets
 _FILES = {"json_file": "annotation file", "image_root": "image folder", "sem_seg_root": "label folder"}
 
 
@@ -41,26 +43,32 @@ def register_built_in_datasets() -> None:
     """Register the built-in datasets. This happens at import, as for detectron2's own datasets.
 
     They are the synthetic ``shapes``, ``shapes_sem_seg`` and ``shapes_panoptic``, and ``ade20k``, the published
-    ``ADEChallengeData2016``. Their names end with ``_train`` or ``_val``.
+    ``ADEChallengeData2016``. Their names end with ``_train`` or ``_val``. If you have registered your own dataset under
+    one of these names, it is kept.
     """
     global _built_in_root
     _built_in_root = root = datasets_root()
+    for name in _built_in & set(DatasetCatalog.list()):
+        DatasetCatalog.remove(name)
+        MetadataCatalog.remove(name)
+    _built_in.clear()
+    names = ("shapes", "shapes_panoptic", "shapes_sem_seg", "ade20k")
+    _built_in.update({f"{name}_{split}" for name in names for split in ("train", "val")} - {*DatasetCatalog.list()})
     for split, folder in (("train", "training"), ("val", "validation")):
-        for name in ("shapes", "shapes_panoptic", "shapes_sem_seg", "ade20k"):
-            if f"{name}_{split}" in DatasetCatalog.list():
-                DatasetCatalog.remove(f"{name}_{split}")
-                MetadataCatalog.remove(f"{name}_{split}")
         for name, labels in (("shapes", None), ("shapes_panoptic", root / f"shapes_panoptic/stuff_{split}")):
             annotations = root / name / f"annotations/instances_{split}.json"
-            _register_coco(f"{name}_{split}", annotations, root / name / split, labels=labels)
-            MetadataCatalog.get(f"{name}_{split}").thing_colors = SHAPES_COLORS
+            if f"{name}_{split}" in _built_in:
+                _register_coco(f"{name}_{split}", annotations, root / name / split, labels=labels)
+                MetadataCatalog.get(f"{name}_{split}").thing_colors = SHAPES_COLORS
         for name, parent, classes in (
             ("shapes_sem_seg", root / "shapes_sem_seg", SHAPES_SEM_SEG_CLASSES),
             ("ade20k", root / "ADEChallengeData2016", ADE20K_SEM_SEG_CATEGORIES),
         ):
             images, labels = parent / "images" / folder, parent / "annotations" / folder
-            _register_ade20k(f"{name}_{split}", images, labels, classes)
-        MetadataCatalog.get(f"shapes_sem_seg_{split}").stuff_colors = [BACKGROUND_COLOR, *SHAPES_COLORS]
+            if f"{name}_{split}" in _built_in:
+                _register_ade20k(f"{name}_{split}", images, labels, classes)
+        if f"shapes_sem_seg_{split}" in _built_in:
+            MetadataCatalog.get(f"shapes_sem_seg_{split}").stuff_colors = [BACKGROUND_COLOR, *SHAPES_COLORS]
 
 
 def register_datasets(cfg: CfgNode) -> None:

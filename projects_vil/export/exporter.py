@@ -114,7 +114,9 @@ def export_detector(
     calibration = calibration_files(cfg, calibration_images) if is_int8 else []
     fixed_number = cfg.TEST.DETECTIONS_PER_IMAGE if fixed_detections else None
     if fixed_number is not None and fixed_number < 1:
-        raise ConfigError(f"fixed_detections needs TEST.DETECTIONS_PER_IMAGE of 1 or more, but it is {fixed_number}.")
+        raise ConfigError(
+            f"fixed_detections needs a detection, but TEST.DETECTIONS_PER_IMAGE is {fixed_number}. Raise it."
+        )
     check_output_folder(output)
     compared = parity_images(cfg, images, fixed=size)
     reference, categories = load_detector(with_overrides(cfg, {"MODEL.TRANSFORMER.COMPILE": False}), weights)

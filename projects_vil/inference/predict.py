@@ -141,7 +141,7 @@ def predict(
         check_threshold(score_threshold)
     source, output = os.fspath(source), Path(output)
     if (output / CONFIG_FILE).is_file() and weights_of(output) is not None:
-        raise ConfigError(f"'{output}' is the output directory of a training run. Choose another output directory.")
+        raise ConfigError(f"'{output}' has the config and the weights of a detector. Choose another output directory.")
     if ray:
         from projects_vil.inference.on_ray import predict_on_ray
 
@@ -270,7 +270,8 @@ def _check_paths(source: Path, output: Path, annotations: Path | None) -> None:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ConfigError(f"Output '{output}' cannot be written: '{existing}' is not a writable folder.")
+        message = f"Output '{output}' cannot be written: '{existing}' is not a writable folder"
+        raise ConfigError(f"{message}. Choose another output directory.")
     real = source.resolve()
     if real == output.resolve() or (output / DRAWINGS_FOLDER).resolve() in (real, *real.parents):
         raise ConfigError(f"Output '{output}' would overwrite the input '{source}'. Choose another output directory.")
@@ -280,7 +281,8 @@ def _check_paths(source: Path, output: Path, annotations: Path | None) -> None:
         raise ConfigError(f"{message}. Choose another output directory.")
     if annotations is not None:
         if not source.is_dir() or not annotations.is_file():
-            raise ConfigError(f"annotations '{annotations}' must be a COCO file, and the input '{source}' a folder.")
+            message = f"annotations is '{annotations}', and the input is '{source}'"
+            raise ConfigError(f"{message}. Use a COCO file and the folder of its images.")
         if annotations.resolve() in [(output / name).resolve() for name in (RESULTS_FILE, IMAGES_FILE)]:
             raise ConfigError(f"The results would overwrite the annotations '{annotations}'. Choose another output.")
 

@@ -254,7 +254,7 @@ def _build_fpn(cfg: CfgNode, bottom_up: Backbone, *, last_level: int) -> FPN:
             if name not in fpn.output_shape():
                 raise ConfigError(
                     f"MODEL.{head}.IN_FEATURES has {name}, but FPN makes only {', '.join(fpn.output_shape())} from "
-                    f"MODEL.FPN.IN_FEATURES {list(node.IN_FEATURES)}."
+                    f"MODEL.FPN.IN_FEATURES {list(node.IN_FEATURES)}. Change one of the two keys."
                 )
     return fpn
 

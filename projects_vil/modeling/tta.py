@@ -38,7 +38,9 @@ def add_tta(cfg: CfgNode, model: nn.Module) -> GeneralizedRCNNWithTTA:
     if short and given == _USUAL_SIZES:
         sizes = tuple(round(size * short / _USUAL_SHORT_SIDE) for size in given)
     if not sizes or min(sizes) < 1 or longest < 1:
-        raise ConfigError(f"TEST.AUG.MIN_SIZES {list(sizes)} and MAX_SIZE {longest} must be at least 1 pixel.")
+        raise ConfigError(
+            f"TEST.AUG.MIN_SIZES is {list(sizes)} and MAX_SIZE is {longest}. Use sizes of at least 1 pixel."
+        )
     if end is not None:
         if given != _USUAL_SIZES and max(given) > end:
             raise ConfigError(

@@ -133,10 +133,10 @@ def write_image(path: Path, image: np.ndarray) -> None:
         options = {"format": "JPEG", "comment": GENERATOR, "quality": 95}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path, sync=False) as partial:
-            Image.fromarray(image).save(partial, **options)
     except OSError as error:
         raise ConfigError(f"Cannot write '{path}': {error.strerror}. Choose another folder.") from error
+    with atomic_write(path, sync=False) as partial:
+        Image.fromarray(image).save(partial, **options)
 
 
 def _corners(item: dict) -> np.ndarray:

@@ -222,7 +222,7 @@ def test_no_file_of_the_user_is_replaced(data, trained_run):
     assert str(weights) in message(train, data, **overwrite, **options) and contents_of(Path("run")) == before
 
 
-def test_an_evaluation_with_overrides_keeps_the_results_of_the_run(trained_run, data, capsys):
+def test_an_evaluation_with_changes_keeps_the_results_of_the_run(trained_run, data, capsys):
     shutil.copytree(trained_run, "run")
     file = Path("run/evaluation.json")
     before = file.read_bytes()
@@ -235,9 +235,14 @@ def test_an_evaluation_with_overrides_keeps_the_results_of_the_run(trained_run, 
     evaluate("run", output="other", **{"TEST.DETECTIONS_PER_IMAGE": 1})
     assert json.loads(Path("other/evaluation.json").read_text()) == results
     assert "overrides" not in capsys.readouterr().out
+    first, *_, last = sorted(path.stem for path in Path("run").glob("model_*.pth"))
+    assert evaluate(f"run/{first}.pth") == Run(Path(f"run/evaluation_{first}")).results
+    assert file.read_bytes() == before and f"written to 'run/evaluation_{first}'" in capsys.readouterr().out
+    file.unlink()
+    assert evaluate(f"run/{last}.pth") == plain == json.loads(file.read_bytes())
 
 
-def test_a_resume_continues_the_same_run_only(data):
+def test_a_resume_continues_the_same_run_only(data, monkeypatch):
     images = sorted((data / "train").iterdir())
     voc, other = (write_voc(data.parent / name, images[:6], left=left) for name, left in (("voc", 2), ("other", 3)))
     options = {"config": CONFIGS["retinanet"], "output": "run", **KEYS, "SOLVER.MAX_ITER": 1}
@@ -266,6 +271,12 @@ def test_a_resume_continues_the_same_run_only(data):
     assert not list(Path("typo").iterdir()) and not Path("rnu").exists()
     started = train(voc, batch=2, resume=True, **(options | {"output": "typo"}))
     assert (started.folder / "model_final.pth").exists()
+    # With a model or a detector, it is the first start of a job on COCO.
+    launched = []
+    monkeypatch.setattr("projects_vil.run.launch_run", lambda cfg, *_, **__: launched.append(cfg.DATASETS.TRAIN))
+    for given in ({"model": TINY}, {"detector": "faster_rcnn"}):
+        train(output="rnu", resume=True, device="cpu", **given)
+    assert launched == [("coco_2017_train",)] * 2
 
 
 @pytest.mark.parametrize("module", ["run", "engine.train"])

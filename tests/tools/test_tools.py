@@ -172,12 +172,6 @@ def test_overrides_are_taken_on_every_tool(error_of, name, first):
     assert "SOLVER.MAXITER" in text and "'SOLVER.MAX_ITER'" in text
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is available")
-def test_a_gpu_that_is_not_available(error_of, shapes):
-    for name, key in (("train_net.py", "MODEL.DEVICE"), ("benchmark.py", "MODEL.DEVICE"), ("predict.py", "--device")):
-        assert "MODEL.DEVICE" in error_of(name, *NEEDED[name], key, "cuda")
-
-
 def test_training_without_the_dataset(error_of, shapes, tmp_path, monkeypatch):
     monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
     for _ in range(2):  # without annotations, then without images

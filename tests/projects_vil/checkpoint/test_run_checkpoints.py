@@ -48,13 +48,13 @@ def test_the_last_checkpoint(run, tag, caplog):
     assert ("last_checkpoint" in caplog.text) == (expected == "model_0000029.pth")
 
 
-@pytest.mark.parametrize("has_trainer", [False, True])
-def test_a_checkpoint_that_cannot_be_resumed_from_is_skipped(run, has_trainer, caplog):
+@pytest.mark.parametrize("training_state", [None, {}, {"trainer": {}}])
+def test_a_checkpoint_that_cannot_be_resumed_from_is_skipped(run, training_state, caplog):
     path = run / "model_0000019.pth"
-    if has_trainer:
+    if training_state is None:
         path.write_bytes(path.read_bytes()[:-100])
     else:
-        torch.save({"model": {"weight": torch.ones(3)}}, path)
+        torch.save({"model": {"weight": torch.ones(3)}} | training_state, path)
     os.utime(path, (1e9, 1e9))
     assert read_last_checkpoint(run)[0].name == "model_0000029.pth" and path.name in caplog.text
 

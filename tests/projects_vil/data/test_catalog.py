@@ -1,11 +1,12 @@
 """Test the registration of datasets."""
 
 import json
+import runpy
 
 import pytest
-from detectron2.data import MetadataCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from projects_vil.data import load_dataset, register_datasets
+from projects_vil.data import catalog, load_dataset, register_datasets
 from projects_vil.data.catalog import read_categories
 from tests.projects_vil.data.custom_dataset import NAME, config, entry, load
 from tests.projects_vil.helpers import message, small_config
@@ -18,6 +19,13 @@ def test_shapes_follow_the_environment(shapes, tmp_path, monkeypatch):
     monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
     register_datasets(small_config())
     assert str(tmp_path) in message(load_dataset, small_config(), ["shapes_train"], train=True)
+
+
+def test_datasets_that_were_registered_before_the_import_are_kept(tmp_path, monkeypatch):
+    before = dict(DatasetCatalog)
+    monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
+    runpy.run_path(catalog.__file__)
+    assert dict(DatasetCatalog) == before and "ade20k_train" in before
 
 
 def test_custom_datasets(copy):

@@ -116,6 +116,9 @@ def test_changed_metadata(written, tmp_path):
             file.write_text(text)
             with pytest.raises(ConfigError, match=path.name):
                 ExportedModel(path)
+    file.write_text(json.dumps(model.metadata | {"sha256": "of another file"}))
+    with pytest.raises(ConfigError, match=f"SHA-256 of '{path}'"):
+        ExportedModel(path)
     file.write_text("{")
     with pytest.raises(ConfigError, match=file.name):
         ExportedModel(path)

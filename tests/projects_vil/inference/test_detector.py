@@ -244,14 +244,6 @@ def test_exports_give_the_same(detector, exported_run, trained_run, photos):
             assert_equal(ours, theirs)
 
 
-def test_masks_and_test_time_augmentation(tmp_path, photos):
-    save_run(tmp_path, "mask_rcnn", "TEST.AUG.MIN_SIZES", "(48, 64)", "TEST.DETECTIONS_PER_IMAGE", "5")
-    for tta in (False, True):
-        found = Detector.load(tmp_path, tta=tta)(photos[0])
-        assert found.masks.shape == (len(found), *found.image_size) and found.masks.any()
-    assert found.draw(score_threshold=0).shape == (*found.image_size, 3)
-
-
 @pytest.mark.parametrize(
     "source, options, named",
     [
@@ -263,8 +255,6 @@ def test_masks_and_test_time_augmentation(tmp_path, photos):
         ("segmentor", {}, "SemanticSegmentor"),
         ("run", {"weights": "absent.pth"}, r"absent\.pth"),
         ("run", {"score_threshold": 1.5}, "score_threshold"),
-        ("run", {"device": "tpu"}, r"MODEL\.DEVICE"),
-        ("run", {"overrides": ["INPUT.MIN_SIZE_TEST"]}, r"INPUT\.MIN_SIZE_TEST"),
         ("run", {"overrides": ["INPUT.FORMAT", "L"]}, r"INPUT\.FORMAT"),
         ("run", {"tta": True, "overrides": ["TEST.AUG.MIN_SIZES", "(0,)"]}, r"TEST\.AUG\.MIN_SIZES"),
         ("model.ts", {"device": "cuda"}, "device"),

@@ -110,7 +110,7 @@ def test_a_run_is_no_output_directory(tmp_path):
     save(tmp_path / "a.png", picture(40, 60))
     before = sorted((tmp_path / "run").iterdir())
     for file_format in ("coco", "parquet"):
-        with pytest.raises(ConfigError, match="'.*run' is the output directory of a training run"):
+        with pytest.raises(ConfigError, match="'.*run' has the config and the weights of a detector"):
             run_on(tmp_path / "a.png", tmp_path / "run", file_format=file_format)
     assert sorted((tmp_path / "run").iterdir()) == before
     assert run_on(tmp_path / "a.png", tmp_path / "run/predictions").num_images == 1
@@ -389,8 +389,9 @@ def test_images_too_thin_to_augment_are_skipped(tmp_path, name):
     save(tmp_path / "in/a.png", picture(40, 60))
     save(tmp_path / "in/thin.png", picture(1, 20000))
     summary = predict(Detector.load(tmp_path, tta=True), tmp_path / "in", tmp_path / "out", drawings=False)
-    skipped = read(tmp_path / "out")[1]["skipped"]
-    assert summary.num_images == 1 and [item["file_name"] for item in skipped] == ["thin.png"]
+    results, images = read(tmp_path / "out")
+    assert summary.num_images == 1 and [item["file_name"] for item in images["skipped"]] == ["thin.png"]
+    assert results and all(("segmentation" in one) == (name == "mask_rcnn") for one in results)
 
 
 @pytest.mark.parametrize(
