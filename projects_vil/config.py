@@ -272,12 +272,17 @@ def merge_overrides(cfg: CfgNode, overrides: Sequence[Any]) -> CfgNode:
     cfg.defrost()
     _set_photometric_distortion(cfg)
     known = {key for key, _ in config_items(cfg)}
-    for key in overrides[::2]:
+    overrides = list(overrides)
+    for index in range(0, len(overrides) - 1, 2):
+        key, value = overrides[index : index + 2]
         if key not in known:
             raise ConfigError(_explain_unknown_key(str(key), known))
+        if isinstance(value_of(cfg, key), float) and re.fullmatch(r"[+-]?\d+", str(value)):
+            # yacs takes no whole number for a float.
+            overrides[index + 1] = float(value)
     try:
         with _any_accumulation_steps(cfg):
-            cfg.merge_from_list(list(overrides))
+            cfg.merge_from_list(overrides)
     except Exception as error:
         raise ConfigError(_explain(error, cfg)) from error
     _set_photometric_distortion(cfg)

@@ -133,6 +133,9 @@ def train(
         >>> detections = run.detector()("holiday.jpg")
     """
     given = _overrides_of(train, overrides)
+    for argument, value in {"epochs": epochs, "batch": batch, "image_size": image_size}.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{argument} is {value}. It must be at least 1.")
     named = {
         "OUTPUT_DIR": output,
         "SOLVER.EPOCHS": epochs,

@@ -337,10 +337,12 @@ def stop_requests(*, single_process: bool, notice: str = "") -> Iterator[list[in
     def receive(number: int, frame: FrameType | None) -> None:
         if single_process and number == signal.SIGINT and number in received:
             raise KeyboardInterrupt
-        if notice and not received:
+        # A second signal may interrupt this handler after each call.
+        is_first = not received
+        received.append(number)
+        if notice and is_first:
             # print() would fail if the handler interrupts another print().
             os.write(2, f"{signal.Signals(number).name}: {notice}\n".encode())
-        received.append(number)
 
     with handling_signals(receive):
         yield received

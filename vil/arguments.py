@@ -110,6 +110,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> int:
+    """Return a whole number of at least 0. This is an argparse type."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 0")
+    return int(text)
+
+
 def shard(text: str) -> tuple[int, int]:
     """Return I and N of a shard ``I/N``. This is an argparse type."""
     if not re.fullmatch(r"\d+/\d+", text):

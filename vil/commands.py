@@ -18,6 +18,7 @@ from vil.arguments import (
     config_of,
     existing_path,
     image_source,
+    not_negative,
     output_file,
     positive,
     shard,
@@ -62,7 +63,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add_argument("--batch", type=positive, metavar="N", help=batch_help)
     parser.add_argument("--lr", type=float, metavar="RATE", help="learning rate (config key SOLVER.BASE_LR)")
     parser.add_argument("--image-size", type=positive, metavar="PX", help="shorter side of the images in pixels")
-    parser.add_argument("--workers", type=int, metavar="N", help="data loader processes (default: at most 4)")
+    parser.add_argument("--workers", type=not_negative, metavar="N", help="data loader processes (default: at most 4)")
     val_help = "fraction of the images for validation if DATA has no validation images (default 0.2)"
     parser.add_argument("--val-fraction", type=float, metavar="F", help=val_help)
     parser.add_argument("--output", metavar="DIR", help="output directory (default: output/DATA_MODEL_DETECTOR)")
@@ -176,7 +177,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     threshold_help = f"minimum score of detections in drawings (default {choices.SCORE_THRESHOLD})"
     parser.add_argument("--score-threshold", type=float, metavar="T", help=threshold_help)
     drawing_help = "processes for drawings (default 0: draw in the main process between batches)"
-    parser.add_argument("--draw-workers", type=int, metavar="N", help=drawing_help)
+    parser.add_argument("--draw-workers", type=not_negative, metavar="N", help=drawing_help)
     args = parser.parse_args(words)
     positional = [word for word in (args.model, args.input) if word]
     model, source, weights = args.config_file, args.named_input, args.weights

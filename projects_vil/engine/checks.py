@@ -51,6 +51,7 @@ _CHOICES: dict[str, Collection[str]] = {
 # Smallest and largest value of a number, or of each number in a list. For other keys, PyTorch or detectron2 raises an
 # error at the start.
 _RANGES: dict[str, tuple[float, float]] = {
+    "DATALOADER.NUM_WORKERS": (0, math.inf),
     "INPUT.COPY_PASTE.PROBABILITY": (0, 1),
     "INPUT.LSJ.SCALE": (1e-3, 10),
     "INPUT.LSJ.SIZE": (MIN_EXPORT_SIDE, MAX_EXPORT_SIDE),

@@ -157,6 +157,8 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, mod
         ({"MODEL.RETINANET.NUM_CLASSES": 7}, "MODEL.RETINANET.NUM_CLASSES"),
         ({"weights": "absent.pth"}, "absent.pth"),
         ({"device": "cuda:9"}, "cuda:9"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"workers": -1}, "DATALOADER.NUM_WORKERS is -1"),
         ({"epochs": 3, "SOLVER.EPOCHS": 4}, "SOLVER.EPOCHS"),
         ({"epochs": 3, "SOLVER.MAX_ITER": 4}, "epochs"),
     ],
