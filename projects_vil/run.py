@@ -270,11 +270,11 @@ def evaluate(
     parts = ["evaluation", *([_name(data)] if data else []), *changes]
     default = root / "_".join(parts) if len(parts) > 1 else root
     folder = Path(output or given.pop("OUTPUT_DIR", None) or default).expanduser()
-    if changes and folder == default:
-        print(f"The results may differ from the results of the run, so they are written to '{folder}'.", flush=True)
     begun = cfg
     cfg = merge_overrides(cfg, [*chain.from_iterable(given.items())])
     cfg = with_overrides(cfg, {"OUTPUT_DIR": str(folder)})
+    if changes and folder == default:
+        print(f"The results may differ from the results of the run, so they are written to '{folder}'.", flush=True)
     with cleanup_on_failure(folder):
         if data is not None:
             dataset = read_dataset(data, folder / DATA_FOLDER, val=0)
@@ -390,8 +390,9 @@ def _choose_recipe(
 
     A variant without a config of its own has the base recipe of its family.
     """
-    if config is not None and (model or detector or schedule):
-        raise ConfigError("The config already sets model, detector and schedule. Remove model, detector and schedule.")
+    given = [name for name, value in {"model": model, "detector": detector, "schedule": schedule}.items() if value]
+    if config is not None and given:
+        raise ConfigError(f"{given[0]} is given together with config, which sets it too. Remove one of them.")
     if isinstance(config, CfgNode):
         return config, ""
     if config is not None:
