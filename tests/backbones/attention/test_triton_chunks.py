@@ -248,6 +248,7 @@ def test_a_bias_of_one_head_applies_to_all_heads():
 def test_missing_requirement_raises(monkeypatch, is_installed, named):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(triton_chunks, "_is_installed", lambda: is_installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert (unmet_requirement(torch.device("cuda")) is None) is is_installed
     with pytest.raises(ConfigError, match=f"{named}.*attention_backend 'sdpa'"):
         triton_chunk_attention(**attention_inputs(2, 4), chunk_size=3)
