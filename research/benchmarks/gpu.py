@@ -428,8 +428,9 @@ def profile(setup: Setup) -> dict:
         model = BASELINES[name](setup.size) if name in BASELINES else build(name, backend)
         model.train().to(setup.device)
         rows = kernel_times(setup, functools.partial(_run, setup, model, images, "bfloat16", True))
-        results[f"{name} {backend}"] = rows
-        print(f"{name} {backend}: {sum(us for _, us, _ in rows) / 1e3:.1f} ms in {sum(n for *_, n in rows)} kernels")
+        label = f"{name} {backend}".rstrip()
+        results[label] = rows
+        print(f"{label}: {sum(us for _, us, _ in rows) / 1e3:.1f} ms in {sum(n for *_, n in rows)} kernels")
         for kernel, us, number in rows[:14]:
             print(f"    {us / 1e3:8.2f} ms {number:5} {kernel[:110]}", flush=True)
     return results
