@@ -302,9 +302,9 @@ def _add_image_size(parser: ToolParser, help_text: str, **options: Any) -> None:
 def check(parser: ToolParser, words: Sequence[str]) -> None:
     """Check a dataset for problems that stop or harm training.
 
-    DATA is a folder or annotation file of COCO, YOLO, Pascal VOC, LabelMe or CVAT. The format is detected. The findings
-    are sorted by severity. Each finding has an example, its effect on training, and the change that --fix makes. The
-    exit status is 1 if there are errors and --fix is not used.
+    DATA is a folder or annotation file of COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA. The format is detected, and the
+    files that are not used are counted by reason. The findings are sorted by severity. Each finding has an example, its
+    effect on training, and the change that --fix makes. The exit status is 1 if there are errors and --fix is not used.
 
     Example:
         vil check photos
@@ -312,8 +312,9 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         vil check mine/train.json mine/images --deep --fix mine/train_clean.json
     """
     parser.add_argument("data", type=existing_path, metavar="DATA", help="folder or annotation file of a dataset")
-    parser.add_argument("images", type=existing_path, nargs="?", metavar="IMAGES", help="image folder of a COCO file")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all findings as JSON")
+    images_help = "folder with the images, if it is elsewhere"
+    parser.add_argument("images", type=existing_path, nargs="?", metavar="IMAGES", help=images_help)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all findings and the unused files as JSON")
     fix_help = "write a cleaned copy: a folder with a COCO file per split, or a file if IMAGES is given; must not exist"
     parser.add_argument("--fix", metavar="OUT", help=fix_help)
     parser.add_argument("--deep", action="store_true", help="decode every image instead of reading its header")
@@ -331,13 +332,14 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     options: dict[str, Any] = {"masks": False if args.boxes else None, "pixels": args.deep, "progress": progress}
     if args.json:
         options |= {"num_examples": math.inf, "report": args.json}
-    dataset, files = check_dataset(args.data, args.images, **options)
+    dataset, files = check_dataset(args.data, args.images, fixed=args.fix, **options)
     if dataset:
         show(dataset.line())
     for file in files.values():
         show(*file.lines())
     found = {split: file.to_json() for split, file in files.items()}
-    write_json(args.json, found.get("") or {"splits": found})
+    unused = {"notes": dataset.notes, "unused": dataset.unused} if dataset else {}
+    write_json(args.json, found.get("") or {"splits": found, **unused})
     show(*write_fixed(files, args.fix))
 
 

@@ -36,6 +36,6 @@ from projects_vil.data.detection_utils import (
     upright_pixels,
     upright_size,
 )
-from projects_vil.data.formats import SOURCE, Dataset, read_dataset
+from projects_vil.data.readers import SOURCE, Dataset, read_dataset
 from projects_vil.data.samplers import EvaluationLoader, derived_seed, seed_all
 from projects_vil.data.shapes import SHAPES_TASKS, write_shapes_dataset

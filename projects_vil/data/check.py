@@ -9,30 +9,40 @@ from typing import Any
 from backbones import ConfigError
 from projects_vil.data.coco import write_cleaned
 from projects_vil.data.coco_checks import CocoFile
-from projects_vil.data.formats import Dataset, read_dataset
+from projects_vil.data.readers import Dataset, read_dataset
+from projects_vil.data.readers.detect import annotation_format
 
 
 def check_dataset(
-    data: str | Path, images: str | Path | None = None, *, report: str | Path | None = None, **options: Any
+    data: str | Path,
+    images: str | Path | None = None,
+    *,
+    report: str | Path | None = None,
+    fixed: str | Path | None = None,
+    **options: Any,
 ) -> tuple[Dataset | None, dict[str, CocoFile]]:
     """Check a dataset, and return it with the findings of each split.
 
     Args:
         data: The folder or file of a dataset.
-        images: The image folder of a COCO file. If it is given, only this file is checked.
+        images: The folder with the images. For a COCO file, only this file and this folder are checked.
         report: The file that the findings will be written to.
+        fixed: The folder of the fixed copy. Images that exist only in annotation files are written to it.
         options: Options of :class:`~projects_vil.data.coco_checks.CocoFile`.
 
     Returns:
-        The dataset, and a dict that maps each split to its findings. With ``images``, the dataset is None and the name
-        of the split is empty.
+        The dataset, and a dict that maps each split to its findings. For a COCO file with ``images``, the dataset is
+        None and the name of the split is empty.
 
     Raises:
         ConfigError: If the dataset cannot be read, or if ``report`` is one of its annotation files.
     """
     with tempfile.TemporaryDirectory() as folder:
         contents: dict[str, Any] = {}
-        dataset = None if images else read_dataset(data, folder, val=0, contents=contents)
+        dataset = None
+        if images is None or Path(data).is_dir() or annotation_format(str(data)) not in ("COCO", None):
+            extracted = None if fixed is None else Path(fixed, "images")
+            dataset = read_dataset(data, folder, val=0, images=images, contents=contents, extracted=extracted)
         splits = dataset.splits if dataset else {"": (data, images)}
         if report and any(os.path.realpath(report) == os.path.realpath(path) for path, _ in splits.values()):
             raise ConfigError(f"--json: '{report}' is an annotation file of the dataset. Name another file.")

@@ -15,7 +15,7 @@ from pycocotools.coco import COCO
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.data.coco_checks import CocoFile
-from projects_vil.data.formats import read_coco
+from projects_vil.data.readers import read_coco
 from projects_vil.data.segmentation import rle_of
 from projects_vil.data.shared_records import SHARED
 from projects_vil.utils import paused_garbage_collection

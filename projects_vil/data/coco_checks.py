@@ -22,7 +22,7 @@ from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 from projects_vil.data.detection_utils import UnreadableImage, read_image, read_size
-from projects_vil.data.formats import SOURCE, read_coco
+from projects_vil.data.readers import SOURCE, read_coco
 from projects_vil.data.segmentation import FAR, box_of, check_segmentation, rle_of
 from projects_vil.utils import paused_garbage_collection
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import io
 import os
 import struct
@@ -24,8 +25,14 @@ from backbones import ConfigError
 # The file name suffixes of images.
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".dib", ".tif", ".tiff", ".webp", ".gif"),
-    *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx", ".avif"),
+    *(".mpo", ".apng", ".tga", ".pcx", ".sgi", ".ras", ".psd", ".qoi", ".dds"),
 )
+if importlib.util.find_spec("pillow_heif") is not None:
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
+    IMAGE_SUFFIXES += (".heic", ".heif")
 # The label of pixels that training and evaluation ignore.
 IGNORED_LABEL = 255
 # The exceptions that Pillow raises for files that are damaged, too large, or not convertible to RGB.

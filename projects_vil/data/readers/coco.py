@@ -1,0 +1,105 @@
+"""Read COCO files and find their images."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from backbones import ConfigError
+from projects_vil.data.readers.detect import wrong_format
+from projects_vil.data.readers.index import FileIndex, Request, parts_of, split_of
+from projects_vil.utils import read_json
+
+# COCO's other annotation files of the same images
+_OTHER_FILES = re.compile("^(captions|person_keypoints|panoptic|stuff|image_info)_")
+# The content of a COCO file, its path or None if it must be written, and the image folder, for each split
+Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]
+
+
+def read_coco(path: str | Path) -> dict[str, Any]:
+    """Read a COCO file. The list of annotations may be absent, as in COCO's test images.
+
+    Raises:
+        ConfigError: If the file is missing, is not JSON, or lacks a list of images or categories.
+    """
+    try:
+        dataset = read_json(path, what="annotation file")
+    except ConfigError as error:
+        raise ConfigError(wrong_format(path) or str(error)) from error
+    content = dataset if isinstance(dataset, dict) else {}
+    # A missing list of annotations is not replaced by an empty list, because the evaluation would then give AP nan.
+    lists = content.get("images"), content.get("categories"), content.get("annotations", [])
+    if not all(isinstance(entries, list) for entries in lists) or not lists[0] or not lists[1]:
+        raise ConfigError(
+            wrong_format(path)
+            or f"'{path}' is not a COCO annotation file. Add the lists of images, annotations and categories."
+        )
+    return dataset
+
+
+def find_coco(files: list[str], index: FileIndex) -> tuple[Parts, dict[str, list[str]]]:
+    """Return the COCO files of a dataset by split with their image folders, and the files that are not used.
+
+    A file whose images are in one folder is used as it is. Otherwise, the entries of the images are corrected.
+    """
+    parts: Parts = {}
+    splits = {path: _split(path, index) for path in files} if len(files) > 1 else {files[0]: "train"}
+    main = [path for path in files if not _OTHER_FILES.match(os.path.basename(path))]
+    others = [path for path in files if path not in main and splits[path] in {splits[other] for other in main}]
+    used: dict[str, str] = {}
+    for path in files:
+        if path in others:
+            continue
+        split = splits[path]
+        if split in used:
+            raise ConfigError(
+                f"'{index.root}' has several COCO files for {split}: '{used[split]}' and '{path}'. Give one of them, "
+                "or name the files and folders after the splits train, val and test."
+            )
+        used[split] = path
+        content = read_coco(path)
+        parts[split] = _with_images(path, content, split if len(files) > 1 else None, index)
+    return parts, {"captions, keypoints, panoptic and other COCO files": others} if others else {}
+
+
+def _split(path: str, index: FileIndex) -> str:
+    return split_of(index.folders_of(path), Path(path).stem) or "train"
+
+
+def _with_images(
+    path: str, content: dict[str, Any], split: str | None, index: FileIndex
+) -> tuple[dict[str, Any], Path | None, Path]:
+    """Return the content of a COCO file with valid file names, its path or None if they changed, and the folder."""
+    entries = [entry for entry in content["images"] if isinstance(entry, dict)]
+    names = [entry["file_name"] for entry in entries if isinstance(entry.get("file_name"), str)]
+    found, requests = {}, []
+    for entry in entries:
+        if isinstance(entry.get("file_name"), str):
+            sides = entry.get("height"), entry.get("width")
+            size = (sides[0], sides[1]) if all(type(side) is int for side in sides) else None
+            requests.append(Request(path, (entry["file_name"],), size, split=split))
+    # Almost always, all images are in one folder.
+    bases = index.image_folders(names) if names and parts_of(names[0]) else []
+    if len(bases) == 1:
+        return content, Path(path), Path(bases[0])
+    for name, file in zip(names, index.find_images(requests), strict=True):
+        if file is not None:
+            found[name] = file
+    if not found:
+        raise ConfigError(
+            f"Cannot find the images of '{path}', such as '{', '.join(names[:1])}'. Put them below '{index.root}', or "
+            "give their folder with --images."
+        )
+    name, file = next(iter(found.items()))
+    base = file.removesuffix(os.sep + os.path.normpath(name))
+    if all(file == os.path.join(base, os.path.normpath(name)) for name, file in found.items()):
+        return content, Path(path), Path(base)
+    files = {name: os.path.abspath(file) for name, file in found.items()}
+    root = os.path.commonpath([os.path.dirname(file) for file in files.values()])
+    images = [
+        entry | {"file_name": os.path.relpath(files[entry["file_name"]], root)}
+        if isinstance(entry, dict) and entry.get("file_name") in files
+        else entry
+        for entry in content["images"]
+    ]
+    return content | {"images": images}, None, Path(root)

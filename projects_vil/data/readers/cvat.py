@@ -1,0 +1,98 @@
+"""Read files in the format 'CVAT for images 1.1'."""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+
+from backbones import ConfigError
+from projects_vil.data.readers.index import FileIndex, Request, split_of
+from projects_vil.data.readers.shapes import (
+    Annotations,
+    Record,
+    corners_of,
+    ellipse,
+    mask_object,
+    number,
+    objects_of,
+    polygon_object,
+    rotated,
+)
+from projects_vil.data.readers.voc import parse_xml
+
+
+def read_cvat(files: list[str], index: FileIndex, folder: Path) -> Annotations:
+    """Read the XML files of one or more CVAT tasks or projects."""
+    found, classes, images = Annotations(), {}, {}
+    for path in files:
+        content = parse_xml(path)
+        if content.find("track") is not None:
+            raise ConfigError(f"'{path}' has tracks of a video. Export it from CVAT as 'CVAT for images 1.1'.")
+        # The points of a skeleton are labels with a parent.
+        labels = [label for label in content.iterfind("meta//labels/label") if not label.findtext("parent")]
+        own = {(label.findtext("name") or "").strip(): label.findtext("type") for label in labels}
+        classes |= {label: None for label, label_type in own.items() if label_type != "skeleton"}
+        images.update((image, (path, own)) for image in content.iter("image"))
+    requests = []
+    for image, (path, _) in images.items():
+        name, subset = image.get("name") or "", image.get("subset") or ""
+        sides = (number(image.get(side), f"{path}: {side} of {name}") for side in ("height", "width"))
+        height, width = map(int, sides)
+        names = (f"{subset}/{name}" if subset else name,)
+        requests.append(Request(path, names, (height, width), (Path(name).name,), split_of([subset])))
+    for (image, (path, labels)), request, file in zip(
+        images.items(), requests, index.find_images(requests), strict=True
+    ):
+        if file is None:
+            found.unused["missing images that an annotation file names"].append(request.names[0])
+            continue
+        objects = _objects(image, labels, request.size, f"{path}: {request.names[0]}", found)
+        found.records.append(Record(file, request.split or index.split_of(path, file), request.size, objects))
+    found.classes = list(classes)
+    return found
+
+
+def _objects(
+    image: ElementTree.Element, labels: dict[str, Any], size: tuple[int, int], location: str, found: Annotations
+) -> list[dict[str, Any]]:
+    shapes, objects = [], []
+    for shape in image:
+        if shape.tag in ("box", "polygon", "ellipse", "mask"):
+            label = (shape.get("label") or "").strip()
+            where = f"{location}: {shape.tag}"
+            if label not in labels:
+                raise ConfigError(f"{where} has the unknown label {label!r}. Add it to the labels of the file.")
+            if shape.tag == "mask":
+                one = _mask(shape, label, size, where)
+                found.counts["masks without pixels"] += one is None
+                objects += [] if one is None else [one]
+                continue
+            # Group 0 means no group.
+            group = shape.get("group_id") if shape.get("group_id") != "0" else None
+            if shape.tag == "ellipse":
+                numbers = [number(shape.get(key) or 0, where) for key in ("cx", "cy", "rx", "ry", "rotation")]
+                objects.append(polygon_object(label, [ellipse(*numbers)]))
+            elif shape.tag == "polygon":
+                points = [number(point, where) for point in re.split("[;,]", shape.get("points") or "") if point]
+                shapes.append(("polygon", label, group, points))
+            else:
+                left, top, right, bottom = (number(shape.get(key), where) for key in ("xtl", "ytl", "xbr", "ybr"))
+                degrees, center = number(shape.get("rotation") or 0, where), ((left + right) / 2, (top + bottom) / 2)
+                corners = rotated(corners_of(left, top, right, bottom), *center, degrees)
+                shapes.append(("rectangle", label, None, corners if degrees else [left, top, right, bottom]))
+        elif shape.tag != "tag":
+            found.counts[shape.tag] += 1
+    return objects + objects_of(shapes, found.counts)
+
+
+def _mask(shape: ElementTree.Element, label: str, size: tuple[int, int], location: str) -> dict[str, Any] | None:
+    left, top, width, height = (int(number(shape.get(key), location)) for key in ("left", "top", "width", "height"))
+    runs = [int(number(run, location)) for run in (shape.get("rle") or "").split(",") if run.strip()]
+    # Run lengths in the order of rows. The first run is background.
+    values = np.fromiter(itertools.islice(itertools.cycle((False, True)), len(runs)), bool, len(runs))
+    if sum(runs) != width * height:
+        raise ConfigError(f"{location} has an rle of {sum(runs)} pixels for {width} x {height}. Export the file again.")
+    return mask_object(label, np.repeat(values, runs).reshape(height, width), left, top, *size)

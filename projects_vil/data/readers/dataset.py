@@ -1,0 +1,245 @@
+"""Convert a dataset in any supported format to COCO files, and account for all of its files.
+
+There is one reader for each format because no library supports all formats without loss. supervision converts polygons
+to bitmaps and does not read CVAT. globox and labelformat do not read polygons of LabelMe and CVAT, and the boxes of
+Pascal VOC are off by one pixel. datumaro requires OpenCV below 5.
+"""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from backbones import ConfigError
+from backbones.checkpoint_files import atomic_write
+from backbones.errors import GENERATOR, check_replaceable
+from projects_vil.data.readers.coco import Parts, find_coco
+from projects_vil.data.readers.cvat import read_cvat
+from projects_vil.data.readers.detect import FILE_PER_IMAGE, detect_format
+from projects_vil.data.readers.index import FileIndex
+from projects_vil.data.readers.labelme import read_labelme
+from projects_vil.data.readers.shapes import Annotations, area
+from projects_vil.data.readers.via import read_via
+from projects_vil.data.readers.voc import read_voc
+from projects_vil.data.readers.yolo import read_yolo
+
+VAL_FRACTION = 0.2
+# The key in "info" of a converted COCO file for the path of the original dataset.
+SOURCE = "source"
+_READERS: dict[str, Callable[[list[str], FileIndex, Path], Annotations]] = {
+    "YOLO": read_yolo, "Pascal VOC": read_voc, "LabelMe": read_labelme, "CVAT": read_cvat, "VIA": read_via,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset as COCO files.
+
+    Attributes:
+        source: The path of the original dataset.
+        format: ``"COCO"``, ``"YOLO"``, ``"Pascal VOC"``, ``"LabelMe"``, ``"CVAT"`` or ``"VIA"``.
+        splits: A dict from the split to its annotation file and image folder. It has ``"train"``, and ``"val"`` and
+            ``"test"`` if the dataset has them.
+        sizes: A dict from the split to the number of images.
+        classes: The class names in the order of the category ids. The classes of a detector have the same order.
+        has_masks: Whether every object that is not a crowd has a mask.
+        notes: Messages about choices, and about skipped entries and files.
+        unused: A dict from a reason to the files of the dataset that are not used for it.
+    """
+
+    source: Path
+    format: str
+    splits: dict[str, tuple[Path, Path]]
+    sizes: dict[str, int]
+    classes: tuple[str, ...]
+    has_masks: bool
+    notes: tuple[str, ...] = ()
+    unused: dict[str, list[str]] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """Return a summary, such as ``mine is Pascal VOC: 364 images, 3 classes, boxes; train 291, val 73``."""
+        classes = f"{len(self.classes)} class{'es' * (len(self.classes) != 1)}"
+        what = f"{sum(self.sizes.values()):,} images, {classes}, boxes{' and masks' * self.has_masks}"
+        sizes = ", ".join(f"{split} {size:,}" for split, size in self.sizes.items())
+        unused = [f"{reason}: {len(files):,} (first: {files[0]})" for reason, files in self.unused.items()]
+        return "; ".join([f"{self.source} is {self.format}: {what}", sizes, *self.notes, *unused])
+
+
+def read_dataset(
+    source: str | Path,
+    folder: str | Path,
+    *,
+    val: float | None = None,
+    images: str | Path | None = None,
+    contents: dict[str, Any] | None = None,
+    extracted: str | Path | None = None,
+) -> Dataset:
+    """Detect the format of a dataset, and return it as COCO files.
+
+    COCO files with a validation split are used without a copy if all images are found under their names. For other
+    datasets, COCO files are written to ``folder``. The files are deterministic. Images are not copied.
+
+    Args:
+        source: A COCO or VIA file, a ``data.yaml`` file of YOLO, an XML file of CVAT, or a folder in a known format.
+        folder: The folder for the written files. It is created if necessary.
+        val: The fraction of the training images to use for validation if the dataset has no validation split. The
+            images with the lowest hashes of their file names are used, independently of their order. None is 0.2, and 0
+            makes no validation split.
+        images: The folder with the images, if it is not the folder of the dataset.
+        contents: A dict that receives the content of the COCO file of each split, so that the caller need not read it.
+        extracted: The folder for images that exist only in the annotation files. By default ``folder``/images.
+
+    Returns:
+        The dataset.
+
+    Raises:
+        ConfigError: If the format is unknown or ambiguous, if a file is invalid, or if ``val`` is out of range or the
+            dataset already has a validation split.
+    """
+    if val is not None and not 0 <= val < 1:
+        raise ConfigError(f"val_fraction is {val}. Give a fraction between 0 and 1, such as {VAL_FRACTION}.")
+    source = Path(source)
+    name, files, index, others = detect_format(source, None if images is None else Path(images))
+    notes: list[str] = []
+    if name == "COCO":
+        parts, unused = find_coco(files, index)
+    else:
+        annotations = _READERS[name](files, index, Path(extracted or Path(folder) / "images"))
+        parts, unused = _to_coco(source, annotations, notes), dict(annotations.unused)
+    unused |= _unused_images(source, name, parts, index)
+    for suffix in (".json", ".xml"):
+        unused[f"{suffix[1:].upper()} files that are not annotations"] = [
+            path for path in others if path.lower().endswith(suffix)
+        ]
+    if len(parts) == 1:
+        parts = {"train": next(iter(parts.values()))}
+    if "train" not in parts:
+        raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
+    if "val" not in parts and val != 0:
+        content, _, root = parts["train"]
+        halves = _split_by_hash(source, content, VAL_FRACTION if val is None else val)
+        parts |= {split: (half, None, root) for split, half in zip(("train", "val"), halves, strict=True)}
+        notes.insert(0, "validation images chosen by a hash of their file names")
+    elif val:
+        number = len(parts["val"][0]["images"])
+        raise ConfigError(f"'{source}' already has a validation split of {number} images. Leave out val_fraction.")
+    splits = _write(source, Path(folder), parts, set(map(os.path.realpath, files)), contents)
+    sizes, masks = {split: len(parts[split][0]["images"]) for split in splits}, []
+    for split in splits:
+        objects = [entry for entry in parts[split][0].get("annotations", ()) if isinstance(entry, dict)]
+        masks += [bool(entry.get("segmentation")) for entry in objects if not entry.get("iscrowd")]
+    categories = [entry for entry in parts["train"][0]["categories"] if isinstance(entry, dict)]
+    names = {entry["id"]: str(entry.get("name")) for entry in categories if type(entry.get("id")) is int}
+    # detectron2 sorts the classes by category id.
+    classes = tuple(names[number] for number in sorted(names))
+    unused = {reason: paths for reason, paths in unused.items() if paths}
+    return Dataset(source, name, splits, sizes, classes, bool(masks) and all(masks), tuple(notes), unused)
+
+
+def _write(
+    source: Path, folder: Path, parts: Parts, read: set[str], contents: dict[str, Any] | None
+) -> dict[str, tuple[Path, Path]]:
+    """Write the contents of the splits that have no file yet, and return the file and image folder of each split."""
+    written = {split: folder / f"{split}.json" for split, (_, path, _) in parts.items() if path is None}
+    for path in written.values():
+        check_replaceable(path, advice="Choose another output directory.")
+        if os.path.realpath(path) in read:
+            raise ConfigError(f"'{path}' belongs to the dataset. Choose another output directory.")
+    # "info" comes first because check_replaceable reads only the beginning of a file. Error messages name the source.
+    info = {"description": GENERATOR, SOURCE: os.path.abspath(source)}
+    splits = {}
+    for split in [split for split in ("train", "val", "test") if split in parts]:
+        content, path, images = parts[split]
+        if path is None:
+            path = written[split]
+            content = {"info": info, **{key: value for key, value in content.items() if key != "info"}}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as partial:
+                partial.write_text(json.dumps(content), encoding="utf-8")
+        if contents is not None:
+            contents[split] = content
+        splits[split] = path, images
+    return splits
+
+
+def _unused_images(source: Path, name: str, parts: Parts, index: FileIndex) -> dict[str, list[str]]:
+    """Return the images of a dataset that no annotation names, and the files of unsupported types."""
+    used = {
+        os.path.abspath(os.path.join(root, image["file_name"]))
+        for content, _, root in parts.values()
+        for image in content["images"]
+        if isinstance(image, dict) and isinstance(image.get("file_name"), str)
+    }
+    below = tuple(os.path.abspath(root) for _, _, root in parts.values()) if source.is_file() else ""
+    what = "without an annotation file" if name in FILE_PER_IMAGE else "that the annotations do not name"
+    paths = {path: os.path.abspath(path) for path in index.images}
+    unused = {f"images {what}": [path for path, own in paths.items() if own not in used and own.startswith(below)]}
+    if types := Counter(os.path.splitext(path)[1].lower() for path in index.unsupported):
+        text = ", ".join(f"{suffix} ({number:,})" for suffix, number in types.most_common())
+        unused[f"files of an unsupported type, {text}"] = index.unsupported
+    return unused
+
+
+def _split_by_hash(source: Path, content: dict[str, Any], fraction: float) -> list[dict[str, Any]]:
+    """Split the content of a COCO file in two. The second part has the given fraction of the images."""
+
+    def text(entry: Any, key: str) -> str:
+        return str(entry.get(key)) if isinstance(entry, dict) else ""
+
+    def order(image: Any) -> tuple[str, str]:
+        name = text(image, "file_name")
+        return hashlib.sha256(PurePosixPath(name).name.encode()).hexdigest(), name
+
+    images, objects = content["images"], content.get("annotations", [])
+    if len(images) < 2:
+        raise ConfigError(f"'{source}' has only one image. Add another, because training and validation need one each.")
+    number = min(max(round(fraction * len(images)), 1), len(images) - 1)
+    chosen = {text(image, "id") for image in sorted(images, key=order)[:number]}
+    return [
+        content
+        | {"images": [image for image in images if (text(image, "id") in chosen) is is_val]}
+        | {"annotations": [entry for entry in objects if (text(entry, "image_id") in chosen) is is_val]}
+        for is_val in (False, True)
+    ]
+
+
+def _to_coco(source: Path, annotations: Annotations, notes: list[str]) -> Parts:
+    records, classes = annotations.records, annotations.classes
+    notes += annotations.notes
+    notes += [f"{reason}: {count:,} skipped" for reason, count in sorted(annotations.counts.items()) if count]
+    objects = [one for record in records for one in record.objects]
+    classes = classes or sorted({one["label"] for one in objects})
+    if not classes or not records:
+        unused = [f"{reason}: {len(files)}" for reason, files in annotations.unused.items() if files]
+        details = f" ({'; '.join([*notes, *unused])})" if notes or unused else ""
+        missing = "no object" if records else "none of its annotations has an image"
+        raise ConfigError(f"'{source}' has {len(records)} images, but {missing}{details}. Add annotations or images.")
+    boxes = sum(one["is_box"] for one in objects)
+    # A dataset with more polygons than boxes has masks.
+    has_masks = 2 * boxes < len(objects)
+    if boxes and has_masks:
+        notes.append(f"{boxes:,} of {len(objects):,} objects are boxes, and their masks are the boxes")
+    elif 0 < boxes < len(objects):
+        notes.append(f"{len(objects) - boxes:,} of {len(objects):,} objects have polygons, so all are read as boxes")
+    ids = {label: index for index, label in enumerate(classes, start=1)}
+    categories = [{"id": index, "name": label} for label, index in ids.items()]
+    files = {record.file: Path(os.path.abspath(record.file)) for record in records}
+    root, parts = Path(os.path.commonpath([file.parent for file in files.values()])), {}
+    for number, record in enumerate(sorted(records, key=lambda record: files[record.file]), start=1):
+        empty: dict[str, Any] = {"images": [], "annotations": [], "categories": categories}
+        content, _, _ = parts.setdefault(record.split or "train", (empty, None, root))
+        image = {"id": number, "file_name": files[record.file].relative_to(root).as_posix()}
+        content["images"].append(image | dict(zip(("height", "width"), record.size or (), strict=False)))
+        for one in record.objects:
+            if not one["label"]:
+                raise ConfigError(f"An object in '{record.file}' has no class. Add its class.")
+            entry = {"id": len(content["annotations"]) + 1, "image_id": number, "category_id": ids[one["label"]]}
+            entry |= {"bbox": one["bbox"], "area": one["bbox"][2] * one["bbox"][3], "iscrowd": one["iscrowd"]}
+            if has_masks:
+                entry |= {"area": area(one["segmentation"]), "segmentation": one["segmentation"]}
+            content["annotations"].append(entry)
+    return parts

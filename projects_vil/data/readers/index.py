@@ -1,0 +1,237 @@
+"""List the files of a dataset, and find the image that an annotation names."""
+
+import hashlib
+import os
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from backbones import ConfigError
+from backbones.errors import GENERATOR
+from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UnreadableImage, read_size
+
+SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
+SPLITS |= {"validation": "val", "test": "test", "testing": "test"}
+# Words that say nothing about the split in folder names, such as "train_images".
+_NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "json", "labels", "obj", "set", "xml", ""}
+# Folders of annotations with the images in another folder next to them
+ANNOTATION_FOLDERS = {"annotations", "annotation", "labels", "label", "labeltxt", "json", "xml"}
+# Images and videos that are not read. HEIC needs pillow-heif.
+UNSUPPORTED = {
+    *(".heic", ".heif", ".dng", ".cr2", ".nef", ".arw", ".raw", ".svg", ".dcm", ".pdf"),
+    *(".mp4", ".avi", ".mov", ".mkv", ".webm", ".wmv"),
+}
+# Label Studio adds eight hexadecimal digits to the names of uploaded files.
+_UPLOAD_PREFIX = re.compile("^[0-9a-f]{8}-")
+
+
+def walk(root: str | Path) -> Iterator[str]:
+    """Yield all files in a folder in sorted order, except hidden files and files of training runs.
+
+    Links are followed, and each folder is visited once.
+    """
+    seen = set()
+    for parent, folders, names in os.walk(root, followlinks=True):
+        if _is_run(parent, names) or os.path.realpath(parent) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(parent))
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
+        yield from (os.path.join(parent, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _is_run(folder: str, names: list[str]) -> bool:
+    if "log.txt" not in names:
+        return False
+    try:
+        with open(os.path.join(folder, "data", "train.json"), encoding="utf-8") as file:
+            return GENERATOR in file.read(200)
+    except OSError:
+        return "config.yaml" in names
+
+
+def normalized(name: str) -> str:
+    """Return a path in a form that does not depend on the case, the Unicode form or the kind of slashes."""
+    return unicodedata.normalize("NFC", name).casefold().replace("\\", "/")
+
+
+def parts_of(path: str) -> tuple[str, ...]:
+    """Return the folders and the file name of a path of any operating system, normalized."""
+    return tuple(part for part in normalized(path).split("/") if part not in ("", ".", ".."))
+
+
+def split_of(parts: Iterable[str], stem: str = "") -> str | None:
+    """Return the split that the words of a file stem or a folder name, such as ``valid`` or ``train2017``."""
+    words = [word for word in re.split("[^a-z]+", stem.lower()) if word in SPLITS]
+    for part in reversed(tuple(parts)):
+        found = set(re.split("[^a-z]+", part.lower())) - _NEUTRAL
+        words += found if len(found) == 1 and found <= SPLITS.keys() else ()
+    return SPLITS[words[0]] if words else None
+
+
+class Request(NamedTuple):
+    """The image that an annotation names.
+
+    Attributes:
+        annotation: The annotation file.
+        names: Written paths of the image, on this or another computer. The first one that exists is used.
+        size: The written height and width, or None.
+        stems: File names without suffix that are accepted if no image has one of the names.
+        split: The split of the annotation. By default, the folders of the image and of the annotation file decide.
+    """
+
+    annotation: str
+    names: tuple[str, ...]
+    size: tuple[int, int] | None = None
+    stems: tuple[str, ...] = ()
+    split: str | None = None
+
+
+class FileIndex:
+    """The files of a dataset.
+
+    Args:
+        root: The folder of the dataset.
+        images: A folder with the images, if it is not below ``root``.
+
+    Attributes:
+        root: The folder of the dataset.
+        files: All files below ``root``, sorted.
+        images: All image files below ``root`` or ``images``, sorted.
+        unsupported: The files below ``root`` of an image or video type that cannot be read.
+    """
+
+    def __init__(self, root: Path, images: Path | None = None) -> None:
+        self.root = os.getcwd() if os.path.normpath(root) == os.curdir else os.path.normpath(root)
+        self.files = list(walk(self.root))
+        self._image_root = self.root if images is None else os.path.normpath(images)
+        below = self.files if images is None else walk(images)
+        self.images, self.unsupported = [], []
+        self._by_name: dict[str, list[str]] = defaultdict(list)
+        self._by_stem: dict[str, list[str]] = defaultdict(list)
+        for path in below:
+            stem, suffix = os.path.splitext(os.path.basename(path))
+            if suffix.lower() in IMAGE_SUFFIXES:
+                self.images.append(path)
+                self._by_name[normalized(stem + suffix)].append(path)
+                self._by_stem[normalized(stem)].append(path)
+            elif suffix.lower() in UNSUPPORTED:
+                self.unsupported.append(path)
+        self._image_set = set(self.images)
+        self._by_path = {normalized(path): path for path in self.files}
+
+    def file(self, path: str) -> str | None:
+        """Return the file with this path, which may differ in case and Unicode form, or None."""
+        if os.path.isfile(path):
+            return path
+        return self._by_path.get(normalized(os.path.normpath(path)))
+
+    def has_image(self, path: str) -> bool:
+        """Return whether this path is an image of the dataset."""
+        return os.path.normpath(path) in self._image_set
+
+    def image_folders(self, names: list[str]) -> list[str]:
+        """Return the folders below which all of these paths are images of the dataset."""
+        end = os.sep + os.path.normpath(names[0])
+        paths = [path for path in self._by_name[parts_of(names[0])[-1]] if path.endswith(end)]
+        folders = [path.removesuffix(end) for path in paths]
+        return [folder for folder in folders if all(self.has_image(f"{folder}/{name}") for name in names)]
+
+    def folders_of(self, path: str) -> tuple[str, ...]:
+        """Return the names of the folders between the root and a file."""
+        for root in (self.root, self._image_root):
+            if path.startswith(root + os.sep):
+                return parts_of(os.path.dirname(path)[len(root) :])
+        return parts_of(os.path.dirname(os.path.relpath(path, self.root)))
+
+    def split_of(self, *paths: str) -> str | None:
+        """Return the split that the folders of the first of these files name, or None."""
+        return next(filter(None, (split_of(self.folders_of(path)) for path in paths)), None)
+
+    def find_images(self, requests: Sequence[Request]) -> list[str | None]:
+        """Return the image of each request, or None if it is missing.
+
+        A path from the annotation file has priority. Otherwise, the file name is searched: as it is written, then with
+        percent codes decoded, then without the prefix of Label Studio, then by its stem. Of several images with this
+        name, the folders decide, in this order: the longest common end with the written path, and with the folder of
+        the annotation file; the number of common folders, and the longest common beginning, with the folder of the
+        annotation file; the path from the root. Then the size decides. An image in the folder of another split is not
+        used. If an image fits several annotations, it belongs to the one that fits best, and the others have no image.
+
+        Raises:
+            ConfigError: If several images fit an annotation equally well, or several annotations an image.
+        """
+        matches = [self._matches(request) for request in requests]
+        found: list[str | None] = [None] * len(requests)
+        owners: dict[str, tuple[tuple, Request]] = {}
+        for number in sorted(range(len(requests)), key=lambda number: matches[number][0], reverse=True):
+            (rank, paths), request = matches[number], requests[number]
+            if len(paths) > 1 and request.size is not None:
+                paths = [path for path in paths if _size_or_none(path) == tuple(request.size)] or paths
+            paths = paths[:1] if len(paths) > 1 and len(set(map(_content, paths))) == 1 else paths
+            if not paths or all(path in owners and owners[path][0] > rank for path in paths):
+                continue
+            if len(paths) > 1:
+                raise ConfigError(
+                    f"The image {request.names[0]!r} of '{request.annotation}' matches both '{paths[0]}' and "
+                    f"'{paths[1]}'. Rename or remove all but one."
+                )
+            owner = owners.setdefault(paths[0], (rank, request))[1]
+            if (owner.annotation, owner.names) != (request.annotation, request.names):
+                raise ConfigError(
+                    f"The image '{paths[0]}' has two annotations: {owner.names[0]!r} in '{owner.annotation}' and "
+                    f"{request.names[0]!r} in '{request.annotation}'. Add the missing image, or remove one annotation."
+                )
+            found[number] = paths[0]
+        return found
+
+    def _matches(self, request: Request) -> tuple[tuple, list[str]]:
+        """Return how well the best images fit a request, and these images."""
+        folder = os.path.dirname(request.annotation)
+        for name in request.names:
+            direct = os.path.normpath(os.path.join(folder, name.strip().replace("\\", "/")))
+            if os.path.isfile(direct):
+                return (True,), [direct]
+            decoded = unquote(name.rpartition("?d=")[2])
+            without_prefix = "/".join(_UPLOAD_PREFIX.sub("", part) for part in parts_of(decoded)[-1:])
+            for written in (name.strip(), decoded, without_prefix):
+                if (parts := parts_of(written)) and (matches := self._ranked(request, parts, self._by_name[parts[-1]])):
+                    return matches
+        for stem in request.stems:
+            parts = (*parts_of(request.names[0])[:-1], normalized(stem))
+            if matches := self._ranked(request, parts, self._by_stem[parts[-1]]):
+                return matches
+        return (), []
+
+    def _ranked(self, request: Request, parts: tuple[str, ...], paths: list[str]) -> tuple[tuple, list[str]] | None:
+        folders, ranked = self.folders_of(request.annotation), defaultdict(list)
+        split = split_of(parts[:-1]) or request.split or split_of(folders)
+        for path in paths:
+            own = self.folders_of(path)
+            if split and split_of(own) not in (split, None):
+                continue
+            rank = (
+                *(False, _num_common(own[::-1], parts[-2::-1]), _num_common(own[::-1], folders[::-1])),
+                *(len({*own} & {*folders}), _num_common(own, folders), own == parts[:-1]),
+            )
+            ranked[rank].append(path)
+        return max(ranked.items()) if ranked else None
+
+
+def _num_common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
+    return len(os.path.commonprefix([a, b]))
+
+
+def _size_or_none(path: str) -> tuple[int, int] | None:
+    try:
+        return read_size(path)
+    except UnreadableImage:
+        return None
+
+
+def _content(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()

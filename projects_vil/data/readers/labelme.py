@@ -1,0 +1,95 @@
+"""Read LabelMe's JSON files. X-AnyLabeling and AnyLabeling write the same format."""
+
+import base64
+import binascii
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from backbones import ConfigError
+from backbones.checkpoint_files import atomic_write
+from projects_vil.data.detection_utils import UnreadableImage, read_size
+from projects_vil.data.readers.index import FileIndex, Request, normalized, parts_of
+from projects_vil.data.readers.shapes import Annotations, Record, mask_object, number, objects_of
+from projects_vil.utils import read_json
+
+
+def read_labelme(files: list[str], index: FileIndex, folder: Path) -> Annotations:
+    """Read a dataset in LabelMe's format, which has one JSON file per image.
+
+    Images that exist only inside a JSON file are written to ``folder``.
+    """
+    found, contents, requests = Annotations(), [], []
+    for path in files:
+        content = read_json(path)
+        if not isinstance(content, dict) or not isinstance(content.get("shapes"), list):
+            raise ConfigError(f"'{path}' is not a valid LabelMe file: it has no list of shapes. Repair or remove it.")
+        name, sides = str(content.get("imagePath") or ""), (content.get("imageHeight"), content.get("imageWidth"))
+        size = (sides[0], sides[1]) if all(isinstance(side, int) and side > 0 for side in sides) else None
+        stem = Path(path).stem
+        requests.append(Request(path, (name or f"{stem}.jpg",), size, (stem,)))
+        other = os.path.join(os.path.dirname(path), stem + Path(name).suffix)
+        if name and Path(parts_of(name)[-1]).stem != normalized(stem) and index.has_image(other):
+            raise ConfigError(f"'{path}' has imagePath {name!r}, but there is also the image '{other}'. Correct one.")
+        contents.append(content["shapes"])
+    for image, request, shapes in zip(index.find_images(requests), requests, contents, strict=True):
+        path, size = request.annotation, request.size
+        try:
+            if image is None:
+                image = _write_image(path, index, folder)
+            if image is None:
+                found.unused["annotation files without an image"].append(path)
+                continue
+            objects = _objects(shapes, size or read_size(image), path, found)
+        except UnreadableImage:
+            # The dataset check reports the image.
+            objects = []
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"'{path}' is not a valid LabelMe file: {type(error).__name__} {error}. Repair or remove it."
+            ) from error
+        found.records.append(Record(image, index.split_of(path, image), size, objects))
+    return found
+
+
+def _objects(shapes: list[dict[str, Any]], size: tuple[int, int], path: str, found: Annotations) -> list:
+    others, objects = [], []
+    for shape in shapes:
+        label, shape_type = str(shape["label"]).strip(), shape.get("shape_type") or "polygon"
+        # LabelMe's converters skip this label.
+        shape_type = label if label == "__ignore__" else shape_type
+        points = [number(value, f"{path}: {label}") for point in shape["points"] for value in point[:2]]
+        if shape_type == "mask" and shape.get("mask"):
+            with Image.open(io.BytesIO(base64.b64decode(shape["mask"]))) as image:
+                mask = np.asarray(image.convert("L")) > 0
+            left, top = (round(min(points[axis::2])) for axis in (0, 1))
+            one = mask_object(label, mask, left, top, *size)
+            found.counts["masks without pixels"] += one is None
+            objects += [] if one is None else [one]
+        else:
+            others.append((shape_type, label, shape.get("group_id"), points))
+    return objects + objects_of(others, found.counts)
+
+
+def _write_image(path: str, index: FileIndex, folder: Path) -> str | None:
+    """Write the image that is inside a JSON file, and return its path, or None if there is none."""
+    content = read_json(path).get("imageData")
+    if not content:
+        return None
+    try:
+        image = base64.b64decode(content, validate=True)
+        suffix = (Image.open(io.BytesIO(image)).format or "").lower()
+    except (binascii.Error, OSError) as error:
+        raise ConfigError(f"The imageData of '{path}' is not an image: {error}. Add the image file.") from error
+    output = folder / os.path.relpath(os.path.splitext(path)[0], index.root)
+    output = output.with_name(f"{output.name}.{suffix}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(output) as partial:
+        partial.write_bytes(image)
+    return str(output)

@@ -1,0 +1,90 @@
+"""Read JSON files of the VGG Image Annotator (VIA)."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from backbones import ConfigError
+from projects_vil.data.readers.index import FileIndex, Request
+from projects_vil.data.readers.shapes import Annotations, Record, box_object, ellipse, number, polygon_object
+from projects_vil.utils import read_json
+
+# The region attribute with the class, in order of preference
+_CLASS_KEYS = ("class", "label", "name", "category", "type", "object")
+_NO_CLASS = "object"
+
+
+def read_via(files: list[str], index: FileIndex, folder: Path) -> Annotations:
+    """Read VIA's exported annotations or projects. The class of a region is one of its attributes."""
+    found = Annotations()
+    contents = {path: read_json(path) for path in files}
+    entries = {path: images_of(content) for path, content in contents.items()}
+    keys = {
+        key
+        for images in entries.values()
+        for image in images or ()
+        for region in _regions(image)
+        for key in region.get("region_attributes") or {}
+    }
+    key = next((key for name in _CLASS_KEYS for key in sorted(keys) if key.lower() == name), None)
+    if key is None and len(keys) > 1:
+        raise ConfigError(
+            f"'{files[0]}' has the region attributes {sorted(keys)}. Name the one with the class 'class'."
+        )
+    key = key or next(iter(keys), None)
+    if key is None:
+        found.notes.append(f"regions have no attributes, so the class is {_NO_CLASS!r}")
+    pairs = [(path, entry) for path, images in entries.items() for entry in images or ()]
+    requests = [Request(path, (entry["filename"],)) for path, entry in pairs]
+    for (path, entry), file in zip(pairs, index.find_images(requests), strict=True):
+        if file is None:
+            found.unused["missing images that an annotation file names"].append(entry["filename"])
+            continue
+            objects, location = [], f"{path}: {entry['filename']}"
+        for region in _regions(entry):
+            label = (region.get("region_attributes") or {}).get(key, "") if key else _NO_CLASS
+            if isinstance(label, dict):
+                # A checkbox has a dict from the value to whether it is checked.
+                label = next((name for name, is_checked in label.items() if is_checked), "")
+            shape = region.get("shape_attributes") or {}
+            one = _object(str(label).strip(), shape, location) if str(label).strip() else None
+            found.counts[str(shape.get("name")) if str(label).strip() else "regions without a class"] += one is None
+            objects += [] if one is None else [one]
+        found.records.append(Record(file, index.split_of(path, file), None, objects))
+    return found
+
+
+def images_of(content: Any) -> list[dict[str, Any]] | None:
+    """Return the entries of the images in the content of a JSON file, or None if it is not VIA's format."""
+    if isinstance(content, dict) and isinstance(content.get("_via_img_metadata"), dict):
+        content = content["_via_img_metadata"]
+    entries = list(content.values()) if isinstance(content, dict) else []
+    is_via = entries and all(isinstance(e, dict) and isinstance(e.get("filename"), str) for e in entries)
+    return entries if is_via and all("regions" in entry for entry in entries) else None
+
+
+def _regions(image: dict[str, Any]) -> list[dict[str, Any]]:
+    regions = image["regions"] or []
+    return list(regions.values()) if isinstance(regions, dict) else regions
+
+
+def _object(label: str, shape: dict[str, Any], location: str) -> dict[str, Any] | None:
+    def numbers(*keys: str) -> list[float]:
+        return [number(shape.get(key, 0), f"{location}: {key}") for key in keys]
+
+    match shape.get("name"):
+        case "rect":
+            left, top, width, height = numbers("x", "y", "width", "height")
+            return box_object(label, left, top, left + width, top + height)
+        case "circle":
+            x, y, radius = numbers("cx", "cy", "r")
+            return polygon_object(label, [ellipse(x, y, radius, radius)])
+        case "ellipse":
+            # The angle is in radians.
+            *axes, angle = numbers("cx", "cy", "rx", "ry", "theta")
+            return polygon_object(label, [ellipse(*axes, math.degrees(angle))])
+        case "polygon":
+            pairs = zip(shape["all_points_x"], shape["all_points_y"], strict=False)
+            points = [number(value, f"{location}: polygon") for pair in pairs for value in pair]
+            return polygon_object(label, [points]) if len(points) >= 6 else None
+    return None

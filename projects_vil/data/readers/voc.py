@@ -1,0 +1,141 @@
+"""Read Pascal VOC's XML files, and the XML files of LabelMe's web tool and of roLabelImg."""
+
+import math
+import os
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from backbones import ConfigError
+from projects_vil.data.readers.index import SPLITS, FileIndex, Request
+from projects_vil.data.readers.shapes import (
+    Annotations,
+    Record,
+    box_object,
+    corners_of,
+    number,
+    polygon_object,
+    rotated,
+    rotated_box,
+)
+
+_SIDES = ("xmin", "ymin", "xmax", "ymax")
+
+
+def read_voc(files: list[str], index: FileIndex, folder: Path) -> Annotations:
+    """Read a dataset in Pascal VOC's format, which has one XML file per image."""
+    found, split_of = Annotations(), _listed_splits(files, index)
+    annotations = {}
+    for path in files:
+        root = next((root for root in split_of if path.startswith(root + os.sep)), None)
+        if root is not None and Path(path).stem not in split_of[root]:
+            found.unused["annotation files that ImageSets/Main does not list"].append(path)
+        else:
+            annotations[path] = parse_xml(path), None if root is None else split_of[root][Path(path).stem]
+    requests = []
+    for path, (annotation, _) in annotations.items():
+        stem, name = Path(path).stem, (annotation.findtext("filename") or "").strip()
+        # The name in the file is often outdated, so an image with the stem of the annotation has priority.
+        names = (stem + (Path(name).suffix or ".jpg"), *([name] if name else []))
+        requests.append(Request(path, names, _size(annotation, path), (stem,)))
+    for image, request in zip(index.find_images(requests), requests, strict=True):
+        path = request.annotation
+        annotation, split = annotations[path]
+        if image is None:
+            found.unused["annotation files without an image"].append(path)
+            continue
+        entries = [entry for entry in annotation.iter("object") if (entry.findtext("deleted") or "").strip() != "1"]
+        # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0.
+        texts = [entry.findtext(f"bndbox/{side}") or "" for entry in entries for side in _SIDES]
+        offset = 0 if any(re.search(r"\.0*[1-9]", text) for text in texts) else 1
+        objects = [_object(entry, offset, path) for entry in entries]
+        found.counts["objects without a box or a polygon"] += objects.count(None)
+        split = split or index.split_of(path, image)
+        found.records.append(Record(image, split, request.size, [one for one in objects if one]))
+    for root, splits in split_of.items():
+        missing = splits.keys() - {Path(path).stem for path in files if path.startswith(root + os.sep)}
+        if wrong := [name for name in missing if splits[name] != "test"]:
+            raise ConfigError(f"'{root}' has no {min(wrong)}.xml, which ImageSets/Main lists. Add the file.")
+        # The annotations of test images are often not published.
+        found.counts["test images without annotations"] += len(missing)
+    return found
+
+
+def _listed_splits(files: list[str], index: FileIndex) -> dict[str, dict[str, str]]:
+    """Return the split of each annotation file by its stem, for each folder with lists in ImageSets/Main."""
+    lists: dict[str, dict[str, str]] = defaultdict(dict)
+    for path in index.files:
+        folder, name = os.path.split(path)
+        if folder.endswith(f"{os.sep}ImageSets{os.sep}Main") and name in (f"{split}.txt" for split in SPLITS):
+            lists[os.path.dirname(os.path.dirname(folder))][name[:-4]] = path
+    split_of: dict[str, dict[str, str]] = {}
+    for root, paths in lists.items():
+        stems = {Path(path).stem for path in files if path.startswith(root + os.sep)}
+        # trainval is used only if train or val is missing.
+        names = [name for name in ("trainval", "train", "val", "test") if name in paths]
+        if {"train", "val"} <= paths.keys():
+            names = [name for name in names if name != "trainval"]
+        split_of[root] = {}
+        for name in names:
+            for line in Path(paths[name]).read_text(encoding="utf-8-sig", errors="replace").splitlines():
+                line = line.partition("#")[0].strip()
+                if line:
+                    split_of[root][_stem(line, stems)] = SPLITS[name]
+    return split_of
+
+
+def _stem(line: str, stems: set[str]) -> str:
+    """Return the stem that a line of a list names, with or without a path, a suffix and a tag such as -1."""
+    spellings = [text for word in (line, line.split()[0]) for text in (word, Path(word.replace("\\", "/")).name)]
+    spellings += [os.path.splitext(text)[0] for text in spellings]
+    return next((text for text in spellings if text in stems), line.split()[0])
+
+
+def _size(annotation: ElementTree.Element, path: str) -> tuple[int, int] | None:
+    size = []
+    for side, other in (("height", "nrows"), ("width", "ncols")):
+        text = annotation.findtext(f"size/{side}") or annotation.findtext(f"imagesize/{other}") or 0
+        size.append(int(number(text, f"{path}: {side}")))
+    return (size[0], size[1]) if min(size) > 0 else None
+
+
+def _object(entry: ElementTree.Element, offset: int, path: str) -> dict[str, Any] | None:
+    label = (entry.findtext("name") or "").strip()
+    is_difficult = int((entry.findtext("difficult") or "").strip() == "1")
+    texts = [entry.findtext(f"bndbox/{side}") for side in _SIDES]
+    if all(text and text.strip() for text in texts):
+        sides = zip(_SIDES, texts, strict=True)
+        left, top, right, bottom = (number(text, f"{path}: {side} of {label!r}") for side, text in sides)
+        (left, right), (top, bottom) = sorted((left, right)), sorted((top, bottom))
+        # Some programs count from 0 and write 0.
+        return box_object(label, max(left - offset, 0), max(top - offset, 0), right, bottom, is_difficult)
+    if (box := entry.find("robndbox")) is not None:
+        values = [number(box.findtext(key), f"{path}: {key} of {label!r}") for key in ("cx", "cy", "w", "h", "angle")]
+        x, y, w, h, angle = values
+        corners = corners_of(x - w / 2, y - h / 2, x + w / 2, y + h / 2)
+        return rotated_box(label, rotated(corners, x, y, math.degrees(angle))) | {"iscrowd": is_difficult}
+    points = [number(point.findtext(axis), f"{path}: {label}") for point in entry.iter("pt") for axis in ("x", "y")]
+    return polygon_object(label, [points]) | {"iscrowd": is_difficult} if len(points) >= 6 else None
+
+
+def parse_xml(path: str) -> ElementTree.Element:
+    """Return the root of an XML file in any encoding that Python can decode.
+
+    Raises:
+        ConfigError: If the file is not XML.
+    """
+    content = Path(path).read_bytes()
+    # This parser is safe: it loads no external files, and expat limits the expansion of entities.
+    try:
+        try:
+            return ElementTree.fromstring(content)
+        except (ValueError, LookupError):
+            # The parser itself knows no encodings with several bytes per character, such as GB2312.
+            declared = re.match(rb"\s*<\?xml[^>]*encoding=[\"']([\w.-]+)[\"']", content)
+            if declared is None:
+                raise
+            return ElementTree.fromstring(content.decode(declared[1].decode()))
+    except (ElementTree.ParseError, ValueError, LookupError) as error:
+        raise ConfigError(f"'{path}' is not XML: {error}. Repair or remove it.") from error

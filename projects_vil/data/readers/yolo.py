@@ -1,0 +1,231 @@
+"""Read YOLO datasets: a data.yaml file of Ultralytics or Roboflow, an obj.data file of Darknet, or classes.txt."""
+
+import os
+import re
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from backbones import ConfigError
+from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UnreadableImage, read_size
+from projects_vil.data.readers.index import FileIndex, Request, normalized, split_of, walk
+from projects_vil.data.readers.shapes import Annotations, Record, box_object, number, polygon_object, rotated_box
+
+# Files with one class name per line: labelImg, Darknet and CVAT, Roboflow
+CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
+_SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+_NUM_THREADS = 16
+
+
+def read_yolo(files: list[str], index: FileIndex, folder: Path) -> Annotations:
+    """Read a dataset in YOLO's format, which has one text file per image."""
+    path, found = _only_file(files, index), Annotations()
+    root, data = _settings(path, index)
+    found.classes = names = _names(path, data)
+    images: dict[tuple[str, str], None] = {}
+    for split, keys in _SPLIT_KEYS.items():
+        for entry in next((_entries(data[key]) for key in keys if data.get(key)), []):
+            images |= dict.fromkeys((split, image) for image in _images(path, root, entry, split, index, found))
+    labels = {image: _label(image, index) for _, image in images}
+    if not any(labels.values()):
+        example = f", such as '{_label_candidates(next(iter(labels)))[0]}'" if images else ""
+        raise ConfigError(f"None of the {len(images)} images of '{path}' has a label file. Add label files{example}.")
+    with ThreadPool(_NUM_THREADS) as pool:
+        sizes = dict(zip(labels, pool.map(_size_or_none, labels), strict=True))
+    # The dataset check reports unreadable images.
+    rows = {image: _rows(label) if label and sizes[image] else [] for image, label in labels.items()}
+    has_points = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
+    for split, image in images:
+        own = [(row[:5] if has_points else row, location) for row, location in rows[image]]
+        objects = [_object(row, names, sizes[image], location) for row, location in own]
+        found.records.append(Record(image, split, sizes[image], objects))
+    folders = {os.path.dirname(label) for label in labels.values() if label}
+    used = {label for label in labels.values() if label} | {path}
+    lists = {*CLASS_FILES, "train.txt", "val.txt", "valid.txt", "test.txt"}
+    found.unused["label files without an image"] = [
+        file
+        for file in index.files
+        if file.lower().endswith(".txt")
+        and os.path.dirname(file) in folders
+        and file not in used
+        and os.path.basename(file) not in lists
+    ]
+    return found
+
+
+def settings_of(path: str) -> dict[str, Any] | None:
+    """Return the content of a YAML file, or None if it is not the YAML file of a YOLO dataset."""
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        if re.search(rb"(?m)^names\s*:", Path(path).read_bytes()):
+            raise ConfigError(f"'{path}' is not YAML: {' '.join(str(error).split())}. Repair it.") from error
+        return None
+    if not isinstance(data, dict):
+        return None
+    # The arguments of a training run have "val: true".
+    return (
+        data if any(isinstance(data.get(key), (str, list)) for keys in _SPLIT_KEYS.values() for key in keys) else None
+    )
+
+
+def _only_file(files: list[str], index: FileIndex) -> str:
+    contents = {Path(file).read_bytes() for file in files}
+    if len(contents) > 1:
+        names = [os.path.relpath(file, index.root) for file in files[:2]]
+        raise ConfigError(f"'{index.root}' has several YOLO files, '{names[0]}' and '{names[1]}'. Give one file.")
+    return files[0]
+
+
+def _settings(path: str, index: FileIndex) -> tuple[str, dict[str, Any]]:
+    """Return the root of the paths in a settings file, and the settings."""
+    folder = os.path.dirname(path)
+    if os.path.basename(path) in CLASS_FILES:
+        return index.root, {"names": _lines(path), "train": "."}
+    if path.endswith(".data"):
+        pairs = [line.partition("=") for line in _lines(path) if "=" in line]
+        data: dict[str, Any] = {key.strip(): value.strip() for key, _, value in pairs}
+        names = _existing(data.get("names", ""), [folder, index.root])
+        if names is None:
+            raise ConfigError(f"'{path}' has the names file {data.get('names')!r}, which does not exist. Correct it.")
+        return folder, data | {"names": _lines(names)}
+    data = settings_of(path) or {}
+    # The path may be outdated if the dataset was moved from another computer.
+    given = os.path.join(folder, str(data.get("path") or "").replace("\\", "/"))
+    return given if os.path.isdir(given) else folder, data
+
+
+def _names(path: str, data: dict[str, Any]) -> list[str]:
+    names = data.get("names")
+    if isinstance(names, dict):
+        by_index = {str(key): name for key, name in names.items()}
+        names = [by_index.get(str(number)) for number in range(len(by_index))]
+    is_list = isinstance(names, list) and names and None not in names
+    if not is_list or not data.get("nc", len(names)) == len(names) == len(set(map(str, names))):
+        raise ConfigError(f"'{path}' has invalid 'names'. List nc different names, or map 0, 1, ... to names.")
+    return [str(name).strip() for name in names]
+
+
+def _entries(value: Any) -> list[str]:
+    return [str(entry) for entry in (value if isinstance(value, list) else [value])]
+
+
+def _images(path: str, root: str, entry: str, split: str, index: FileIndex, found: Annotations) -> list[str]:
+    """Return the images of an entry of a split: a folder, an image, or a text file with a list of images."""
+    bases = list(dict.fromkeys((root, os.path.dirname(path), index.root)))
+    place = _existing(entry, bases)
+    if place is None:
+        # Roboflow may name a test split that does not exist.
+        if split == "test":
+            return []
+        expected = os.path.normpath(os.path.join(root, entry))
+        raise ConfigError(f"'{path}' has {entry!r} for {split}, but '{expected}' does not exist. Correct it.")
+    if _is_absolute(entry.replace("\\", "/")) and not os.path.exists(entry):
+        found.notes.append(f"{split} is '{os.path.relpath(place, index.root)}', because {entry!r} does not exist")
+    if os.path.isdir(place):
+        place = os.path.normpath(place)
+        below = index.files if place == index.root or place.startswith(index.root + os.sep) else walk(place)
+        prefix = place + os.sep
+        return [file for file in below if file.startswith(prefix) and file.lower().endswith(IMAGE_SUFFIXES)]
+    if place.lower().endswith(IMAGE_SUFFIXES):
+        return [place]
+    images = []
+    for line in _lines(place):
+        name = line.replace("\\", "/")
+        folder = os.path.dirname(place) if line.startswith("./") else root
+        file = (
+            index.file(os.path.normpath(os.path.join(folder, name)))
+            or index.find_images([Request(place, (name,), split=split)])[0]
+        )
+        if file is None:
+            found.unused[f"missing images that {os.path.basename(place)} names"].append(line)
+        else:
+            images.append(file)
+    return images
+
+
+def _existing(entry: str, bases: list[str]) -> str | None:
+    """Return the path of an entry of a settings file, or None if it does not exist.
+
+    If the entry is an absolute path of another computer, its longest end that exists below one of ``bases`` is used.
+    Roboflow writes ../train/images for a folder next to data.yaml.
+    """
+    name = entry.replace("\\", "/")
+    parts = [part for part in re.sub("^[A-Za-z]:", "", name).split("/") if part not in ("", ".")]
+    paths = [os.path.join(base, text) for text in (name, name.removeprefix("../")) for base in bases]
+    if _is_absolute(name):
+        ends = [parts[start:] for start in range(len(parts))]
+        # The end must have the folder of the split, if there is one.
+        ends = [end for end in ends if split_of(end) == split_of(parts)]
+        paths += [os.path.join(base, *end) for end in ends for base in bases]
+    return next((os.path.normpath(path) for path in paths if os.path.exists(path)), None)
+
+
+def _is_absolute(name: str) -> bool:
+    return name.startswith("/") or re.match("[A-Za-z]:", name) is not None
+
+
+def _lines(path: str) -> list[str]:
+    text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _label_candidates(image: str) -> list[str]:
+    """Return the paths of the label file of an image: below labels/ instead of images/, or next to the image."""
+    name = os.path.splitext(os.path.basename(image))[0] + ".txt"
+    parts = os.path.dirname(image).split(os.sep)
+    folders = []
+    for place in [i for i, part in enumerate(parts) if normalized(part) in ("images", "jpegimages")][-1:]:
+        folders += [os.sep.join([*parts[:place], label, *parts[place + 1 :]]) for label in ("labels", "labelTxt")]
+    return [os.path.join(folder, name) for folder in (*folders, os.path.dirname(image))]
+
+
+def _label(image: str, index: FileIndex) -> str | None:
+    return next(filter(None, map(index.file, _label_candidates(image))), None)
+
+
+def _rows(label: str) -> list[tuple[list[str], str]]:
+    text = Path(label).read_text(encoding="utf-8-sig", errors="replace")
+    lines = [(line.split(), f"{label}, line {line_number}") for line_number, line in enumerate(text.splitlines(), 1)]
+    # Files of DOTA begin with the source and the resolution of the image.
+    return [(row, location) for row, location in lines if row and not row[0].startswith(("imagesource:", "gsd:"))]
+
+
+def _are_poses(rows: list[list[str]]) -> bool:
+    """Return whether all rows are a class, a box, and points with a visibility of 0, 1 or 2."""
+    visible = {"0", "1", "2"}
+    return bool(rows) and all(
+        len(row) > 5 and len(row) == len(rows[0]) and not (len(row) - 5) % 3 and _whole(row[7::3]) <= visible
+        for row in rows
+    )
+
+
+def _whole(words: list[str]) -> set[str]:
+    return {re.sub(r"\.0*$", "", word) for word in words}
+
+
+def _object(row: list[str], names: list[str], size: tuple[int, int], location: str) -> dict[str, Any]:
+    height, width = size
+    if len(row) >= 9 and row[8] in names:
+        # DOTA: four corners in pixels, the class and the difficulty
+        return rotated_box(row[8], [number(word, location) for word in row[:8]])
+    index, *values = (number(word, location) for word in row)
+    if index not in range(len(names)):
+        raise ConfigError(f"{location}: class {row[0]} does not exist. Use 0 to {len(names) - 1}, as in data.yaml.")
+    label = names[int(index)]
+    if len(values) == 4:
+        x, y, w, h = values
+        left, top = round((x - w / 2) * width, 2), round((y - h / 2) * height, 2)
+        return box_object(label, left, top, left + round(w * width, 2), top + round(h * height, 2))
+    if len(values) < 6 or len(values) % 2:
+        raise ConfigError(f"{location}: {len(row)} numbers are not an object. Write a class with a box or a polygon.")
+    return polygon_object(label, [[round(value * size[1 - i % 2], 2) for i, value in enumerate(values)]])
+
+
+def _size_or_none(path: str) -> tuple[int, int] | None:
+    try:
+        return read_size(path)
+    except UnreadableImage:
+        return None

@@ -1,0 +1,112 @@
+"""Datasets as people really have them: moved, renamed, copied and encoded in many ways."""
+
+import json
+import os
+import random
+import unicodedata
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import pytest
+from PIL import Image
+
+from projects_vil.data import check_dataset, read_dataset
+from tests.projects_vil.helpers import message
+
+STEMS = ("0", "001", "IMG_2", "my photo", "caf\u00e9", "100%", "a.b", "val_3")
+FOLDERS = ("", "day1", "day2/cam", "Raw")
+
+
+def save_image(path: Path, number: int) -> None:
+    """Save an image whose pixels have the value ``number``. Its only object has the width ``number``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L", (200, 100), number).save(path)
+
+
+def write_annotations(root: Path, name: str, images: dict[str, int], rng: random.Random, split: str) -> int:
+    """Write annotation files of images, which are named by paths below ``root``, and return their number."""
+    labels = root / rng.choice(("labels", "Annotations"))
+    moved = rng.choice(("", "C:\\Users\\me\\", "/home/me/data/"))
+    if name in ("Pascal VOC", "LabelMe"):
+        for path, number in images.items():
+            folder = rng.choice((root / Path(path).parent, labels / split / Path(path).relative_to(split).parent))
+            folder.mkdir(parents=True, exist_ok=True)
+            written = unicodedata.normalize(rng.choice(("NFC", "NFD")), f"{moved}{path}" if moved else Path(path).name)
+            stem = Path(path).stem
+            if name == "Pascal VOC":
+                box = f"<xmin>11</xmin><ymin>21</ymin><xmax>{10 + number}</xmax><ymax>60</ymax>"
+                text = f"<filename>{escape(written)}</filename><object><name>cat</name><bndbox>{box}</bndbox></object>"
+                (folder / f"{stem}.xml").write_text(f"<annotation>{text}</annotation>", encoding="utf-8-sig")
+            else:
+                shape = {"label": "cat", "points": [[10, 20], [10 + number, 60]], "shape_type": "rectangle"}
+                entry = {"note": "A" * 5000, "shapes": [shape], "imagePath": written}
+                (folder / f"{stem}.json").write_text(json.dumps(entry), encoding="utf-8-sig")
+        return len(images)
+    labels.mkdir(parents=True, exist_ok=True)
+    if name == "CVAT":
+        box = '<box label="cat" xtl="10" ytl="20" xbr="{}" ybr="60"/>'
+        text = "".join(
+            f'<image name="{escape(path)}" width="200" height="100">{box.format(10 + n)}</image>'
+            for path, n in images.items()
+        )
+        text = f"<annotations><meta><task><labels><label><name>cat</name></label></labels></task></meta>{text}"
+        (labels / f"{split}.xml").write_text(f"{text}</annotations>")
+        return 1
+    content = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "cat"}]}
+    for path, number in images.items():
+        written = path.replace("/", rng.choice(("/", "\\")))
+        content["images"].append({"id": number, "file_name": moved + written, "width": 200, "height": 100})
+        box = [10, 20, number, 40]
+        content["annotations"].append({"id": number, "image_id": number, "category_id": 1, "bbox": box, "area": 1})
+    (labels / f"{split}.json").write_text(json.dumps(content))
+    return 1
+
+
+def objects_of(dataset) -> list[tuple[int, float]]:
+    """Return the pixel value of the image and the width of the box of each object."""
+    found = []
+    for path, folder in dataset.splits.values():
+        content = json.loads(path.read_text())
+        images = {image["id"]: folder / image["file_name"] for image in content["images"]}
+        for annotation in content["annotations"]:
+            with Image.open(images[annotation["image_id"]]) as image:
+                found.append((image.getpixel((0, 0)), annotation["bbox"][2]))
+    return found
+
+
+@pytest.mark.parametrize("name", ["Pascal VOC", "LabelMe", "CVAT", "COCO"])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_file_is_counted_and_no_object_is_on_another_image(name, seed, tmp_path):
+    """Images have equal names in several folders. Some images or annotations are missing, and others are added."""
+    rng, root = random.Random(f"{name} {seed}"), tmp_path / "data"
+    paths = [f"{split}/{folder}/{stem}" for split in ("train", "val") for folder in FOLDERS for stem in STEMS]
+    numbers = {os.path.normpath(path) + ".png": n for n, path in enumerate(rng.sample(paths, 24), start=1)}
+    for path, number in numbers.items():
+        save_image(root / path, number)
+    total = 0
+    for split in ("train", "val"):
+        own = {path: number for path, number in numbers.items() if path.startswith(split)}
+        if own:
+            total += write_annotations(root, name, own, rng, split)
+    # Annotations without an image, and images without an annotation
+    gone = rng.sample(sorted(numbers), 3)
+    for path in gone:
+        (root / path).unlink()
+    save_image(root / "train/unlabeled.jpg", 250)
+    (root / "train/clip.mp4").touch()
+    (root / "notes.json").write_text('{"images": 3}')
+    dataset = read_dataset(root, tmp_path / "out", val=0)
+    found = objects_of(dataset) if name != "COCO" else []
+    assert all(pixel == width for pixel, width in found)
+    used = {
+        os.path.realpath(folder / image["file_name"])
+        for path, folder in dataset.splits.values()
+        for image in json.loads(path.read_text())["images"]
+    }
+    unused = [os.path.realpath(path) for files in dataset.unused.values() for path in files]
+    images = {os.path.realpath(path) for path in root.rglob("*.*") if path.suffix in (".png", ".jpg", ".mp4")}
+    assert images <= used | set(unused) and not used & set(unused)
+    if name in ("Pascal VOC", "LabelMe"):
+        without_image = dataset.unused["annotation files without an image"]
+        assert len(without_image) + len(found) == total and len(found) == len(numbers) - len(gone)
+    assert os.path.realpath(root / "notes.json") in unused or name in ("Pascal VOC", "CVAT")
