@@ -109,9 +109,10 @@ def read_json(path: str | Path, *, what: str = "file") -> Any:
     check_file(path, what)
     try:
         with paused_garbage_collection():
-            content = Path(path).read_bytes()
-            # The encoding may have a byte order mark.
-            return parse_json(content.decode(json.detect_encoding(content)), source=path)
+            with open(path, "rb") as file:
+                # The encoding may have a byte order mark.
+                encoding = json.detect_encoding(file.read(4))
+            return parse_json(Path(path).read_text(encoding=encoding), source=path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"Cannot read '{path}': {reason}. Check the file and its permissions.") from error

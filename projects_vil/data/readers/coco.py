@@ -72,19 +72,18 @@ def _with_images(
     """Return the content of a COCO file with valid file names, its path or None if they changed, and the folder."""
     entries = [entry for entry in content["images"] if isinstance(entry, dict)]
     names = [entry["file_name"] for entry in entries if isinstance(entry.get("file_name"), str)]
-    found, requests = {}, []
+    # Almost always, all images are in one folder.
+    bases = index.image_folders(names) if names and parts_of(names[0]) else []
+    if len(bases) == 1:
+        return content, Path(path), Path(bases[0])
+    requests = []
     for entry in entries:
         if isinstance(entry.get("file_name"), str):
             sides = entry.get("height"), entry.get("width")
             size = (sides[0], sides[1]) if all(type(side) is int for side in sides) else None
             requests.append(Request(path, (entry["file_name"],), size, split=split))
-    # Almost always, all images are in one folder.
-    bases = index.image_folders(names) if names and parts_of(names[0]) else []
-    if len(bases) == 1:
-        return content, Path(path), Path(bases[0])
-    for name, file in zip(names, index.find_images(requests), strict=True):
-        if file is not None:
-            found[name] = file
+    images = zip(names, index.find_images(requests), strict=True)
+    found = {name: file for name, file in images if file is not None}
     if not found:
         raise ConfigError(
             f"Cannot find the images of '{path}', such as '{', '.join(names[:1])}'. Put them below '{index.root}', or "

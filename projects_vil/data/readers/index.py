@@ -1,11 +1,12 @@
 """List the files of a dataset, and find the image that an annotation names."""
 
+import functools
 import hashlib
 import os
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -111,18 +112,25 @@ class FileIndex:
         self._image_root = self.root if images is None else os.path.normpath(images)
         below = self.files if images is None else walk(images)
         self.images, self.unsupported = [], []
-        self._by_name: dict[str, list[str]] = defaultdict(list)
-        self._by_stem: dict[str, list[str]] = defaultdict(list)
         for path in below:
-            stem, suffix = os.path.splitext(os.path.basename(path))
-            if suffix.lower() in IMAGE_SUFFIXES:
+            suffix = os.path.splitext(path)[1].lower()
+            if suffix in IMAGE_SUFFIXES:
                 self.images.append(path)
-                self._by_name[normalized(stem + suffix)].append(path)
-                self._by_stem[normalized(stem)].append(path)
-            elif suffix.lower() in UNSUPPORTED:
+            elif suffix in UNSUPPORTED:
                 self.unsupported.append(path)
         self._image_set = set(self.images)
-        self._by_path = {normalized(path): path for path in self.files}
+
+    @functools.cached_property
+    def _by_path(self) -> dict[str, str]:
+        return {normalized(path): path for path in self.files}
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, list[str]]:
+        return _grouped(self.images, os.path.basename)
+
+    @functools.cached_property
+    def _by_stem(self) -> dict[str, list[str]]:
+        return _grouped(self.images, lambda path: Path(path).stem)
 
     def file(self, path: str) -> str | None:
         """Return the file with this path, which may differ in case and Unicode form, or None."""
@@ -137,8 +145,7 @@ class FileIndex:
     def image_folders(self, names: list[str]) -> list[str]:
         """Return the folders below which all of these paths are images of the dataset."""
         end = os.sep + os.path.normpath(names[0])
-        paths = [path for path in self._by_name[parts_of(names[0])[-1]] if path.endswith(end)]
-        folders = [path.removesuffix(end) for path in paths]
+        folders = [path.removesuffix(end) for path in self.images if path.endswith(end)]
         return [folder for folder in folders if all(self.has_image(f"{folder}/{name}") for name in names)]
 
     def folders_of(self, path: str) -> tuple[str, ...]:
@@ -220,6 +227,13 @@ class FileIndex:
             )
             ranked[rank].append(path)
         return max(ranked.items()) if ranked else None
+
+
+def _grouped(paths: list[str], key: Callable[[str], str]) -> dict[str, list[str]]:
+    groups = defaultdict(list)
+    for path in paths:
+        groups[normalized(key(path))].append(path)
+    return groups
 
 
 def _num_common(a: tuple[str, ...], b: tuple[str, ...]) -> int:

@@ -4,14 +4,14 @@ import json
 import os
 import random
 import unicodedata
+from collections import Counter
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 import pytest
 from PIL import Image
 
-from projects_vil.data import check_dataset, read_dataset
-from tests.projects_vil.helpers import message
+from projects_vil.data import check_dataset, read_dataset, write_fixed
 
 STEMS = ("0", "001", "IMG_2", "my photo", "caf\u00e9", "100%", "a.b", "val_3")
 FOLDERS = ("", "day1", "day2/cam", "Raw")
@@ -110,3 +110,53 @@ def test_every_file_is_counted_and_no_object_is_on_another_image(name, seed, tmp
         without_image = dataset.unused["annotation files without an image"]
         assert len(without_image) + len(found) == total and len(found) == len(numbers) - len(gone)
     assert os.path.realpath(root / "notes.json") in unused or name in ("Pascal VOC", "CVAT")
+
+
+# -- datasets after public bug reports -------------------------------------------------------------
+
+# The images of each split, and the objects of each class. From the README files of the datasets.
+CASES = {
+    "coco_backslashes": ({"train": 3}, {"cat": 3}),
+    "coco_bom": ({"train": 3}, {"cat": 3}),
+    "coco_flat_segmentation": ({"train": 3}, {"cat": 3}),
+    "cvat_rotated_box": ({"train": 2}, {"cat": 4}),
+    "cvat_two_tasks": ({"train": 4}, {"cat": 2, "dog": 2}),
+    "lm_circles": ({"train": 3}, {"cat": 3, "dog": 3}),
+    "lm_label_spaces": ({"train": 2}, {"cat": 2}),
+    "lm_photo_before_shapes": ({"train": 3}, {"cat": 121}),
+    "lm_without_sizes": ({"train": 3}, {"cat": 3}),
+    "voc_gb2312": ({"train": 2}, {"\u732b": 2}),
+    "voc_lists_with_suffix": ({"train": 3, "val": 1}, {"cat": 4}),
+    "voc_object_without_box": ({"train": 2}, {"cat": 2}),
+    "voc_polygons_of_web_labelme": ({"train": 2}, {"cat": 2}),
+    "voc_same_stems_lowercase": ({"train": 3, "val": 3}, {"cat": 3, "dog": 3}),
+    "yolo_duplicate_lines": ({"train": 3}, {"cat": 3}),
+    "yolo_heic_mpo": ({"train": 10}, {"cat": 10}),
+    "yolo_labels_beside_in_images": ({"train": 8, "val": 4}, {"cat": 8, "dog": 4}),
+    "yolo_list_bom": ({"train": 3}, {"cat": 3}),
+}
+BOXES = {
+    "cvat_rotated_box": ("cat", [50, 20, 20, 40]),
+    "lm_circles": ("dog", [20, 20, 20, 20]),
+    "voc_same_stems_lowercase": ("dog", [60, 40, 40, 30]),
+    "yolo_labels_beside_in_images": ("dog", [60, 40, 40, 30]),
+}
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize("name", CASES)
+def test_datasets_after_public_bug_reports(name, tmp_path):
+    folder = Path(os.environ.get("DETECTRON2_DATASETS", "datasets")).parent / "cases" / name / "data"
+    if not folder.is_dir():
+        pytest.skip("the datasets after public bug reports are absent")
+    write_fixed(check_dataset(folder, fixed=tmp_path / "fixed")[1], tmp_path / "fixed")
+    sizes, objects, boxes = {}, Counter(), []
+    for path in sorted((tmp_path / "fixed").glob("*.json")):
+        content = json.loads(path.read_text())
+        names = {entry["id"]: entry["name"] for entry in content["categories"]}
+        sizes[path.stem] = len(content["images"])
+        assert all((tmp_path / "fixed" / image["file_name"]).is_file() for image in content["images"])
+        objects.update(names[annotation["category_id"]] for annotation in content["annotations"])
+        boxes += [(names[annotation["category_id"]], annotation["bbox"]) for annotation in content["annotations"]]
+    assert (sizes, objects) == CASES[name]
+    assert name not in BOXES or BOXES[name] in boxes
