@@ -40,7 +40,7 @@ def read_via(files: list[str], index: FileIndex, folder: Path) -> Annotations:
         if file is None:
             found.unused["missing images that an annotation file names"].append(entry["filename"])
             continue
-            objects, location = [], f"{path}: {entry['filename']}"
+        objects, location = [], f"{path}: {entry['filename']}"
         for region in _regions(entry):
             label = (region.get("region_attributes") or {}).get(key, "") if key else _NO_CLASS
             if isinstance(label, dict):

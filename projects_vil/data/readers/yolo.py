@@ -150,11 +150,16 @@ def _existing(entry: str, bases: list[str]) -> str | None:
     """Return the path of an entry of a settings file, or None if it does not exist.
 
     If the entry is an absolute path of another computer, its longest end that exists below one of ``bases`` is used.
-    Roboflow writes ../train/images for a folder next to data.yaml.
+    Roboflow writes ../train/images for a folder next to data.yaml, and Darknet data/train.txt for a file next to its
+    obj.data.
     """
     name = entry.replace("\\", "/")
     parts = [part for part in re.sub("^[A-Za-z]:", "", name).split("/") if part not in ("", ".")]
-    paths = [os.path.join(base, text) for text in (name, name.removeprefix("../")) for base in bases]
+    paths = [
+        os.path.join(base, text)
+        for text in (name, name.removeprefix("../"), name.removeprefix("data/"))
+        for base in bases
+    ]
     if _is_absolute(name):
         ends = [parts[start:] for start in range(len(parts))]
         # The end must have the folder of the split, if there is one.
