@@ -97,8 +97,8 @@ def train(
     """Train a detector and return its run. An argument that is None keeps the value of the config.
 
     Args:
-        data: a folder or a file in COCO, YOLO, Pascal VOC, LabelMe or CVAT format; None for the datasets of the config.
-            Other formats are converted to COCO format in ``OUTPUT_DIR/data``.
+        data: a folder or a file in COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA format. None is the datasets of the
+            config. Other formats are converted to COCO format in ``OUTPUT_DIR/data``.
         model: a variant, or ``"timm:NAME"`` for a model of timm (default ``"vil_tiny"``).
         detector: ``"retinanet"`` (default), ``"mask_rcnn"`` or ``"faster_rcnn"``.
         schedule: ``"1x"`` (default), or ``"3x_ms"`` for three times the iterations at several image sizes, as on COCO.

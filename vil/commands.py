@@ -27,7 +27,7 @@ from vil.arguments import (
     write_json,
 )
 
-_DATA = "dataset folder or annotation file: COCO, YOLO, Pascal VOC, LabelMe or CVAT"
+_DATA = "dataset folder or annotation file: COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA"
 _MODEL = "output directory of a run, checkpoint with config.yaml in its folder, or name in the model zoo"
 _INPUT = "image, folder, video, camera number, URL, list (.txt, .csv, .parquet), or tar files: shards-{000..127}.tar"
 
