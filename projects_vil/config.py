@@ -73,7 +73,7 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.MODEL.TRANSFORMER.COMPILE = False
     # Attention backend. "sdpa" is PyTorch's attention. "triton" uses this project's CUDA kernels for sliding-chunk
     # attention, long-short attention and full attention with a relative bias. "auto" is "triton" on GPUs where it was
-    # measured to be faster (H100 and H200, in bfloat16), and otherwise "sdpa". "reference" is quadratic and for
+    # measured to be faster (H100 and H200, in 16 bits), and otherwise "sdpa". "reference" is quadratic and for
     # debugging.
     cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"
     # ViL and LS: attention of each stage, "sliding_chunk", "long_short" or "dense". If this key or one of the following

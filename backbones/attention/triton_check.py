@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _TOLERANCES = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 # Compute capabilities and dtypes for which `make gpu` has shown that the kernels are right and faster, and the oldest
 # version of Triton in these runs. docs/performance.md has the times.
-MEASURED = {(9, 0): (torch.bfloat16,)}
+MEASURED = {(9, 0): (torch.bfloat16, torch.float16)}
 _LEAST_TRITON = (3, 6)
 
 
