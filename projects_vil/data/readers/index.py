@@ -178,8 +178,8 @@ class FileIndex:
         for number in sorted(range(len(requests)), key=lambda number: matches[number][0], reverse=True):
             (rank, paths), request = matches[number], requests[number]
             if len(paths) > 1 and request.size is not None:
-                paths = [path for path in paths if _size_or_none(path) == tuple(request.size)] or paths
-            paths = paths[:1] if len(paths) > 1 and len(set(map(_content, paths))) == 1 else paths
+                paths = [path for path in paths if size_or_none(path) == tuple(request.size)] or paths
+            paths = paths[:1] if len(paths) > 1 and len(set(map(content_hash, paths))) == 1 else paths
             if not paths or all(path in owners and owners[path][0] > rank for path in paths):
                 continue
             if len(paths) > 1:
@@ -240,12 +240,14 @@ def _num_common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
     return len(os.path.commonprefix([a, b]))
 
 
-def _size_or_none(path: str) -> tuple[int, int] | None:
+def size_or_none(path: str) -> tuple[int, int] | None:
+    """Return the height and width of an image, or None if it cannot be read."""
     try:
         return read_size(path)
     except UnreadableImage:
         return None
 
 
-def _content(path: str) -> str:
+def content_hash(path: str) -> str:
+    """Return a hash of the content of a file."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -9,13 +9,14 @@ from typing import Any
 import yaml
 
 from backbones import ConfigError
-from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UnreadableImage, read_size
-from projects_vil.data.readers.index import FileIndex, Request, normalized, split_of, walk
+from projects_vil.data.detection_utils import IMAGE_SUFFIXES
+from projects_vil.data.readers.index import FileIndex, Request, content_hash, normalized, size_or_none, split_of, walk
 from projects_vil.data.readers.shapes import Annotations, Record, box_object, number, polygon_object, rotated_box
 
 # Files with one class name per line: labelImg, Darknet and CVAT, Roboflow
 CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
 _SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+_LISTS = ("train.txt", "val.txt", "valid.txt", "test.txt")
 _NUM_THREADS = 16
 
 
@@ -26,14 +27,19 @@ def read_yolo(files: list[str], index: FileIndex, folder: Path) -> Annotations:
     found.classes = names = _names(path, data)
     images: dict[tuple[str, str], None] = {}
     for split, keys in _SPLIT_KEYS.items():
-        for entry in next((_entries(data[key]) for key in keys if data.get(key)), []):
-            images |= dict.fromkeys((split, image) for image in _images(path, root, entry, split, index, found))
+        entries = next((data[key] for key in keys if data.get(key)), [])
+        for entry in entries if isinstance(entries, list) else [entries]:
+            own = _images(path, root, str(entry), split, index, found)
+            images |= dict.fromkeys((split, image) for image in own)
     labels = {image: _label(image, index) for _, image in images}
-    if not any(labels.values()):
+    _check_ties(labels)
+    if background := list(labels.values()).count(None):
+        found.notes.append(f"{background:,} of {len(labels):,} images have no label file, so they are background")
+    if background == len(labels):
         example = f", such as '{_label_candidates(next(iter(labels)))[0]}'" if images else ""
         raise ConfigError(f"None of the {len(images)} images of '{path}' has a label file. Add label files{example}.")
     with ThreadPool(_NUM_THREADS) as pool:
-        sizes = dict(zip(labels, pool.map(_size_or_none, labels), strict=True))
+        sizes = dict(zip(labels, pool.map(size_or_none, labels), strict=True))
     # The dataset check reports unreadable images.
     rows = {image: _rows(label) if label and sizes[image] else [] for image, label in labels.items()}
     has_points = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
@@ -41,17 +47,12 @@ def read_yolo(files: list[str], index: FileIndex, folder: Path) -> Annotations:
         own = [(row[:5] if has_points else row, location) for row, location in rows[image]]
         objects = [_object(row, names, sizes[image], location) for row, location in own]
         found.records.append(Record(image, split, sizes[image], objects))
-    folders = {os.path.dirname(label) for label in labels.values() if label}
-    used = {label for label in labels.values() if label} | {path}
-    lists = {*CLASS_FILES, "train.txt", "val.txt", "valid.txt", "test.txt"}
-    found.unused["label files without an image"] = [
-        file
-        for file in index.files
-        if file.lower().endswith(".txt")
-        and os.path.dirname(file) in folders
-        and file not in used
-        and os.path.basename(file) not in lists
-    ]
+    used = {*labels.values()}
+    folders = {os.path.dirname(label) for label in used if label}
+    for file in index.files:
+        is_label = os.path.dirname(file) in folders or {"labels", "labeltxt"} & {*index.folders_of(file)}
+        if is_label and file.lower().endswith(".txt") and os.path.basename(file) not in (*CLASS_FILES, *_LISTS):
+            found.unused["label files without an image"] += [] if file in used else [file]
     return found
 
 
@@ -63,12 +64,9 @@ def settings_of(path: str) -> dict[str, Any] | None:
         if re.search(rb"(?m)^names\s*:", Path(path).read_bytes()):
             raise ConfigError(f"'{path}' is not YAML: {' '.join(str(error).split())}. Repair it.") from error
         return None
-    if not isinstance(data, dict):
-        return None
+    entries = [data.get(key) for keys in _SPLIT_KEYS.values() for key in keys] if isinstance(data, dict) else []
     # The arguments of a training run have "val: true".
-    return (
-        data if any(isinstance(data.get(key), (str, list)) for keys in _SPLIT_KEYS.values() for key in keys) else None
-    )
+    return data if any(isinstance(entry, (str, list)) for entry in entries) else None
 
 
 def _only_file(files: list[str], index: FileIndex) -> str:
@@ -108,10 +106,6 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
     return [str(name).strip() for name in names]
 
 
-def _entries(value: Any) -> list[str]:
-    return [str(entry) for entry in (value if isinstance(value, list) else [value])]
-
-
 def _images(path: str, root: str, entry: str, split: str, index: FileIndex, found: Annotations) -> list[str]:
     """Return the images of an entry of a split: a folder, an image, or a text file with a list of images."""
     bases = list(dict.fromkeys((root, os.path.dirname(path), index.root)))
@@ -133,16 +127,11 @@ def _images(path: str, root: str, entry: str, split: str, index: FileIndex, foun
         return [place]
     images = []
     for line in _lines(place):
-        name = line.replace("\\", "/")
         folder = os.path.dirname(place) if line.startswith("./") else root
-        file = (
-            index.file(os.path.normpath(os.path.join(folder, name)))
-            or index.find_images([Request(place, (name,), split=split)])[0]
-        )
-        if file is None:
-            found.unused[f"missing images that {os.path.basename(place)} names"].append(line)
-        else:
-            images.append(file)
+        file = index.file(os.path.normpath(os.path.join(folder, line.replace("\\", "/"))))
+        file = file or index.find_images([Request(place, (line,), split=split)])[0]
+        images += [] if file is None else [file]
+        found.unused["missing images that a list names"] += [line] if file is None else []
     return images
 
 
@@ -229,8 +218,12 @@ def _object(row: list[str], names: list[str], size: tuple[int, int], location: s
     return polygon_object(label, [[round(value * size[1 - i % 2], 2) for i, value in enumerate(values)]])
 
 
-def _size_or_none(path: str) -> tuple[int, int] | None:
-    try:
-        return read_size(path)
-    except UnreadableImage:
-        return None
+def _check_ties(labels: dict[str, str | None]) -> None:
+    """Raise a ConfigError if two different images, such as a.jpg and a.png, have the same label file."""
+    images: dict[str, str] = {}
+    for image, label in labels.items():
+        other = images.setdefault(label, image) if label else image
+        if other != image and content_hash(other) != content_hash(image):
+            raise ConfigError(
+                f"The label file '{label}' fits both '{other}' and '{image}'. Rename or remove one image."
+            )
