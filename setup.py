@@ -103,6 +103,7 @@ setup(
         "scale": SCALE,
         "ray": RAY,
         "serve": SERVE,
+        "heic": ["pillow-heif>=0.18"],
         "docs": DOCS,
         "dev": ["pytest>=7.4", "pytest-xdist>=3.5", *LINT, *EXPORT, *OPENVINO, *SCALE],
     },

@@ -27,6 +27,7 @@ from projects_vil.data.dataset_mapper import Mapper, check_crop
 from projects_vil.data.detection_utils import (
     IGNORED_LABEL,
     IMAGE_SUFFIXES,
+    UNSUPPORTED_SUFFIXES,
     UnreadableImage,
     label_reader,
     read_for_testing,

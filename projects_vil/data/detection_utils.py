@@ -33,6 +33,11 @@ if importlib.util.find_spec("pillow_heif") is not None:
 
     pillow_heif.register_heif_opener()
     IMAGE_SUFFIXES += (".heic", ".heif")
+# Images and videos that are not read. HEIC needs pillow-heif.
+UNSUPPORTED_SUFFIXES = {
+    *(".heic", ".heif", ".dng", ".cr2", ".nef", ".arw", ".raw", ".svg", ".dcm", ".pdf"),
+    *(".mp4", ".avi", ".mov", ".mkv", ".webm", ".wmv"),
+}.difference(IMAGE_SUFFIXES)
 # The label of pixels that training and evaluation ignore.
 IGNORED_LABEL = 255
 # The exceptions that Pillow raises for files that are damaged, too large, or not convertible to RGB.

@@ -10,12 +10,13 @@ import logging
 import os
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 from backbones import ConfigError
-from projects_vil.data import IMAGE_SUFFIXES
+from projects_vil.data import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
 from projects_vil.inference.image_loading import VIDEO_SUFFIXES, ImageSource, open_file, without_password
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz")
@@ -86,7 +87,7 @@ def list_paths(source: str, *, exclude: str | Path, column: str | None = None) -
     first = next(expand_braces(source), source)
     if "://" not in first and not os.path.exists(first):
         raise ConfigError(f"Input '{first}' does not exist. Check the path.")
-    return _listed_paths(source, _walk(source, os.path.realpath(exclude)) if is_folder else None, column)
+    return _listed_paths(source, _supported_files(source, exclude) if is_folder else None, column)
 
 
 def expand_braces(pattern: str) -> Iterator[str]:
@@ -124,13 +125,26 @@ def _listed_paths(source: str, files: Iterator[str] | None, column: str | None) 
             yield entry, entry if "://" in entry else os.path.join(os.path.dirname(path), entry)
 
 
+def _supported_files(folder: str, exclude: str | Path) -> Iterator[str]:
+    """Yield the images and archives below a folder in sorted order, and log the number of other images and videos."""
+    skipped: Counter[str] = Counter()
+    for path in _walk(folder, os.path.realpath(exclude)):
+        if suffix_of(path) in UNSUPPORTED_SUFFIXES:
+            skipped[suffix_of(path)] += 1
+        else:
+            yield path
+    if skipped:
+        types = ", ".join(f"{suffix} ({number:,})" for suffix, number in skipped.most_common())
+        _logger.warning("Skipped %d files of an unsupported type in '%s': %s.", skipped.total(), folder, types)
+
+
 def _walk(folder: str, exclude: str) -> Iterator[str]:
     """Yield the paths below a folder in sorted order. Only the names of one folder are in memory at a time."""
     with os.scandir(folder) as entries:
         names = sorted(entry.name + "/" * entry.is_dir() for entry in entries if not entry.name.startswith("."))
     for name in names:
         path = os.path.join(folder, name)
-        if suffix_of(name) in (*IMAGE_SUFFIXES, *ARCHIVES):
+        if suffix_of(name) in (*IMAGE_SUFFIXES, *ARCHIVES, *UNSUPPORTED_SUFFIXES):
             yield path
         elif name.endswith("/") and os.path.islink(path[:-1]):
             # A link may lead back to a parent folder.

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from backbones import ConfigError
 from backbones.errors import GENERATOR
-from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UnreadableImage, read_size
+from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, UnreadableImage, read_size
 
 SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
 SPLITS |= {"validation": "val", "test": "test", "testing": "test"}
@@ -21,11 +21,6 @@ SPLITS |= {"validation": "val", "test": "test", "testing": "test"}
 _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "json", "labels", "obj", "set", "xml", ""}
 # Folders of annotations with the images in another folder next to them
 ANNOTATION_FOLDERS = {"annotations", "annotation", "labels", "label", "labeltxt", "json", "xml"}
-# Images and videos that are not read. HEIC needs pillow-heif.
-UNSUPPORTED = {
-    *(".heic", ".heif", ".dng", ".cr2", ".nef", ".arw", ".raw", ".svg", ".dcm", ".pdf"),
-    *(".mp4", ".avi", ".mov", ".mkv", ".webm", ".wmv"),
-}
 # Label Studio adds eight hexadecimal digits to the names of uploaded files.
 _UPLOAD_PREFIX = re.compile("^[0-9a-f]{8}-")
 
@@ -116,7 +111,7 @@ class FileIndex:
             suffix = os.path.splitext(path)[1].lower()
             if suffix in IMAGE_SUFFIXES:
                 self.images.append(path)
-            elif suffix in UNSUPPORTED:
+            elif suffix in UNSUPPORTED_SUFFIXES:
                 self.unsupported.append(path)
         self._image_set = set(self.images)
 

@@ -148,6 +148,13 @@ def test_links_to_folders_are_skipped_with_a_warning(photos, caplog):
     assert f"{photos / 'in/a/up'}/', which is a link" in caplog.text
 
 
+def test_files_of_unsupported_types_are_counted(photos, caplog):
+    for name in ("a/clip.mp4", "IMG_1.CR2", "IMG_2.CR2"):
+        (photos / "in" / name).touch()
+    assert list(found(photos / "in").values()) == list(HEIGHTS.values())
+    assert "Skipped 3 files of an unsupported type" in caplog.text and ".cr2 (2), .mp4 (1)" in caplog.text
+
+
 def test_images_are_streamed(photos):
     (photos / "0.png").touch()
     images = find_images(photos / "{0..999999999999}.png", exclude=photos)
