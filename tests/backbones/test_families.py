@@ -27,6 +27,7 @@ from tests.backbones.helpers import (
     small_vil,
     trace,
 )
+from tests.selection import slow_except
 
 models = pytest.mark.parametrize("name", VARIANTS)
 # One trace per family runs with TorchScript's optimizer.
@@ -228,7 +229,7 @@ def test_frozen_stages_keep_weights_and_statistics(name, number):
     assert [stage.training for stage in model.stages] == [index >= number for index in range(len(model.stages))]
 
 
-@models
+@pytest.mark.parametrize("name", slow_except(VARIANTS, [*OPTIMIZED, "vil_partial", "vil_long_short", "lit_absolute"]))
 def test_trace_is_correct_for_other_sizes(name):
     model = small_model(name)
     # Fusing a traced graph takes half of the time, so only one model per family is optimized.

@@ -22,6 +22,7 @@ from research.char_lm.model import (
 from research.char_lm.text import Streams, Vocabulary, read_text
 from research.char_lm.training import Settings, Training, best_path, bits_per_character, generate, load_trained
 from tests.projects_vil.helpers import error_line, message, run_tool
+from tests.selection import slow_except
 
 TOOL = "../research/char_lm/__main__.py"
 SIZE = ModelSize(dim=16, num_heads=2, hidden_dim=24, depth=2, window_size=8, segment_length=4, rank=1)
@@ -29,6 +30,7 @@ PHASES = (
     Phase(length=16, steps=8, warmup_steps=2, learning_rate=1e-2, batch_size=4),
     Phase(length=24, steps=3, warmup_steps=1, learning_rate=5e-3, batch_size=2),
 )
+
 SETTINGS = Settings(models=MODELS, size=SIZE, phases=PHASES, dropout=0.1, weight_decay=0.01, accumulate=2, eval_every=2)
 
 
@@ -147,7 +149,7 @@ class Stopped(Exception):
 
 
 # Interrupt after the second evaluation of the first phase, at its end, and in the second phase.
-@pytest.mark.parametrize("stop", [(1, 4), (2, 2), (2, 3)])
+@pytest.mark.parametrize("stop", [(1, 4), *(pytest.param((2, n), marks=pytest.mark.slow) for n in (2, 3))], ids=str)
 def test_resumed_run_equals_an_uninterrupted_one(text, tmp_path, whole, stop):
     def interrupt(row) -> None:
         if (row["phase"], row["step"], row["model"]) == (*stop, "full"):
@@ -181,7 +183,7 @@ def test_gradient_accumulation_trains_as_one_batch(text, tmp_path):
     assert bits[0] == pytest.approx(bits[1], rel=1e-2)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_except(MODELS, ["long_short"]))
 def test_training_learns_and_generates_a_repeated_text(text, tmp_path, name):
     phases = (Phase(length=24, steps=40, warmup_steps=4, learning_rate=2e-2, batch_size=2),)
     settings = Settings(models=(name,), size=SIZE, phases=phases, dropout=0.0, weight_decay=0.0, eval_every=20)

@@ -10,6 +10,7 @@ from backbones.attention.triton_chunks import WindowInputs, triton_chunk_attenti
 from backbones.attention.triton_dense import triton_map_attention
 from tests.backbones.attention.triton_cases import ALL_INPUTS, assert_near, map_inputs
 from tests.backbones.helpers import attention_inputs, outputs_and_gradients
+from tests.selection import slow_except
 
 # The operator, its reference, and a function of height and width for its inputs.
 OPERATORS = {
@@ -57,7 +58,7 @@ def test_no_images(name):
     assert not actual["gradient of local_bias"].any() and not actual["gradient of global_bias"].any()
 
 
-@operators
+@pytest.mark.parametrize("name", slow_except(OPERATORS, ["dense"]))
 def test_operator_is_registered_as_pytorch_wants_it(name):
     inputs = {key: x.requires_grad_() for key, x in OPERATORS[name][2](2, 5, heads=1).items()}
     if name == "chunks":

@@ -58,6 +58,7 @@ def test_equals_the_reference(name):
 
 
 @interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize("queries, keys", [(16, 16), (16, 32), (32, 16)])
 def test_blocks_of_other_sizes(monkeypatch, queries, keys):
     """With partial sums of the gradient of the bias for two shares of the images."""
@@ -124,7 +125,7 @@ def trained(module, x, *size):
 
 
 @interpreted
-@pytest.mark.parametrize("num_global, update_globals", [(0, False), (2, True), (1, False)])
+@pytest.mark.parametrize("num_global, update_globals", slow_except([(0, False), (2, True), (1, False)], [2]))
 def test_module_with_activation_checkpointing(num_global, update_globals):
     results = []
     for backend in ("triton", "reference"):
@@ -134,6 +135,7 @@ def test_module_with_activation_checkpointing(num_global, update_globals):
     assert_all_close(*results, tolerance=1e-9)
 
 
+@pytest.mark.slow
 @interpreted
 def test_lit():
     """A model whose tables are resized to the feature maps."""

@@ -26,10 +26,10 @@ CASES = [
     ("torchscript", "retinanet", {}),
     ("torchscript", "mask_rcnn", BATCHES),
     ("torchscript", "retinanet", {"batched": True, "fixed_number": 100}),
-    ("openvino", "retinanet", {"fixed_number": 100}),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
+            ("openvino", "retinanet", {"fixed_number": 100}),
             ("torchscript", "cascade_mask_rcnn", {"fixed_number": 100}),
             ("openvino", "mask_rcnn", BATCHES),
             ("openvino", "cascade_mask_rcnn", {}),

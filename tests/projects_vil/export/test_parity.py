@@ -146,7 +146,7 @@ def test_a_difference_has_advice(theirs, precision, expected):
     ("name", "layer", "change"),
     [
         ("retinanet", "head.bbox_pred.bias", 0.01),
-        ("retinanet", "head.cls_score.bias", 0.003),
+        pytest.param("retinanet", "head.cls_score.bias", 0.003, marks=pytest.mark.slow),
         pytest.param("mask_rcnn", "mask_head.predictor.bias", 0.05, marks=pytest.mark.slow),
     ],
 )
