@@ -29,7 +29,9 @@ from tests.backbones.helpers import (
 )
 from tests.selection import slow_except
 
-models = pytest.mark.parametrize("name", VARIANTS)
+MECHANISMS = ["absolute", "relative", "two_globals", "separate", "exact", "dense_relative", "long_short", "partial"]
+MECHANISMS = [*(f"vil_{name}" for name in MECHANISMS), "lit_absolute", "lit_relative", "cvt"]
+models = pytest.mark.parametrize("name", slow_except(VARIANTS, MECHANISMS))
 # One trace per family runs with TorchScript's optimizer.
 OPTIMIZED = ("vil_relative", "lit_relative", "cvt")
 varied = pytest.mark.parametrize("name", [*OPTIMIZED, "vil_cyclic", "vil_partial", "vil_long_short", "lit_absolute"])

@@ -28,8 +28,8 @@ FILES = {
     "lit_s_cls": ("lit_s", None, {}),
     "ls_medium_224_cls": ("ls_medium", {}, {}),
 }
-# One file for each type of positions and each official layout.
-FAST = ["vil_tiny_rpb_det", "vil_tiny_ape_cls", "lit_ti_cls", "lit_s_det"]
+# Large models of Transformer-LS take seconds.
+FAST = ["vil_tiny_rpb_det", "lit_ti_cls"]
 
 
 def converted(reference: dict, name: str, options: dict, *, classifier: bool = False) -> torch.nn.Module:

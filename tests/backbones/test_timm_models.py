@@ -306,7 +306,9 @@ def test_unsupported_input_size_leaves_the_model_unchanged(name, options):
     assert input_size_of(model) in (None, SIZE)
 
 
-@pytest.mark.parametrize("name, options", [(SMALL, {}), (RELATIVE, {"chunk_size": (8, 12, 5, 7)})])
+@pytest.mark.parametrize(
+    "name, options", [pytest.param(SMALL, {}, marks=pytest.mark.slow), (RELATIVE, {"chunk_size": (8, 12, 5, 7)})]
+)
 def test_a_checkpoint_of_another_size_head_and_window(name, options, tmp_path):
     trained = classifier(name, num_classes=3, img_size=64)
     pretrained = saved(trained, tmp_path)

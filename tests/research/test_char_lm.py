@@ -22,7 +22,6 @@ from research.char_lm.model import (
 from research.char_lm.text import Streams, Vocabulary, read_text
 from research.char_lm.training import Settings, Training, best_path, bits_per_character, generate, load_trained
 from tests.projects_vil.helpers import error_line, message, run_tool
-from tests.selection import slow_except
 
 TOOL = "../research/char_lm/__main__.py"
 SIZE = ModelSize(dim=16, num_heads=2, hidden_dim=24, depth=2, window_size=8, segment_length=4, rank=1)
@@ -183,7 +182,8 @@ def test_gradient_accumulation_trains_as_one_batch(text, tmp_path):
     assert bits[0] == pytest.approx(bits[1], rel=1e-2)
 
 
-@pytest.mark.parametrize("name", slow_except(MODELS, ["long_short"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_training_learns_and_generates_a_repeated_text(text, tmp_path, name):
     phases = (Phase(length=24, steps=40, warmup_steps=4, learning_rate=2e-2, batch_size=2),)
     settings = Settings(models=(name,), size=SIZE, phases=phases, dropout=0.0, weight_decay=0.0, eval_every=20)

@@ -125,6 +125,7 @@ def test_figures_of_the_paper():
     assert paper_figures("cvt_ls_21", (224, 192)) == {} == paper_figures("ls_base", (64, 64))
 
 
+@pytest.mark.slow
 def test_known_predictions_on_all_sets(data, weights):
     results = evaluate(weights / "known.pth", data, *TOP, "c")
     sets = json.loads(json.dumps(results))["sets"]

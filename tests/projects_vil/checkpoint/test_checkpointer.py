@@ -1,5 +1,6 @@
 """Files that load, files that load partially, and files that raise an error with their name."""
 
+import copy
 import functools
 import shutil
 import unittest
@@ -24,9 +25,14 @@ OPTION = "MODEL.TRANSFORMER."
 BGR = ["INPUT.FORMAT", "BGR", "MODEL.PIXEL_MEAN", "[103.53, 116.28, 123.675]", "MODEL.PIXEL_STD", "[1.0, 1.0, 1.0]"]
 
 
-def detector(name: str = "retinanet", *overrides: str, seed: int = 0) -> nn.Module:
+@functools.cache
+def _built(name: str, *overrides: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return build_model(small_config(name, *overrides))
+
+
+def detector(name: str = "retinanet", *overrides: str, seed: int = 0) -> nn.Module:
+    return copy.deepcopy(_built(name, *overrides, seed=seed))
 
 
 @functools.cache

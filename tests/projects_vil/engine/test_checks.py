@@ -56,7 +56,11 @@ def test_valid_setups(shapes, trained_run):
             ["MODEL.TRANSFORMER.VARIANT", "sra64_tiny", "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION", "0.5"],
             "RANDOM_SHIFT_FRACTION",
         ),
-        (["MODEL.TRANSFORMER.COMPILE", "True", "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION", "0.5"], "COMPILE"),
+        pytest.param(
+            ["MODEL.TRANSFORMER.COMPILE", "True", "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION", "0.5"],
+            "COMPILE",
+            marks=pytest.mark.slow,
+        ),
         (["MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "0"], "FEATURE_REDRAW_PERIOD"),
         (["MODEL.FPN.NORM", "foo"], "MODEL.FPN.NORM"),
         (["DATASETS.TEST", "('shapes_vall',)"], "'shapes_val'"),

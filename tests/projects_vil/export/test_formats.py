@@ -143,6 +143,7 @@ def test_an_onnx_file_that_is_not_portable(tmp_path, nodes):
 # -- OpenVINO --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_openvino_file(written):
     model = written("retinanet", "openvino", fixed_number=100)
     openvino = import_openvino()

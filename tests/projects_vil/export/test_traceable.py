@@ -16,7 +16,6 @@ from projects_vil.export.formats import OPSET, import_openvino, openvino_core
 from projects_vil.export.traceable import grouped_nms, pool
 from tests.projects_vil.export.exporting import demo_detector, skip_without
 from tests.projects_vil.helpers import assert_same_detections, small_config
-from tests.selection import slow_except
 from tests.tolerances import FLOAT32
 
 ALL = ("retinanet", "mask_rcnn", "cascade_mask_rcnn")
@@ -166,7 +165,8 @@ class Suppression(nn.Module):
         return grouped_nms(boxes, scores, group, 3, self.threshold)
 
 
-@pytest.mark.parametrize("threshold", slow_except([0.5, 0.6, 0.7], [0.5]))
+@pytest.mark.slow
+@pytest.mark.parametrize("threshold", [0.5, 0.6, 0.7])
 @pytest.mark.parametrize("file_format", ["openvino", "onnx"])
 def test_suppression_at_the_threshold(tmp_path, file_format, threshold):
     """Scores are equal, and IoUs equal the threshold, which float32 rounds up or down."""
