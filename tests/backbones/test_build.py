@@ -113,7 +113,7 @@ def test_parameter_counts_with_uniform_merging():
         assert int((count(model.parameters()) - count(model.head.parameters())) / 1e6) == millions, name
 
 
-@pytest.mark.parametrize("name", slow_except(FEW, ["vil_tiny", "ls_tiny", "lit_ti"]))
+@pytest.mark.parametrize("name", slow_except(FEW, ["vil_tiny", "lit_ti"]))
 def test_feature_maps_and_logits(name):
     model, stages = meta(create_backbone, name), get_variant(name).stages
     strides = {"cvt": [4, 8, 16], "evi": [16]}.get(name[:3], [4, 8, 16, 32][-len(stages) :])

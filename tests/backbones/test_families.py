@@ -231,7 +231,7 @@ def test_frozen_stages_keep_weights_and_statistics(name, number):
     assert [stage.training for stage in model.stages] == [index >= number for index in range(len(model.stages))]
 
 
-@pytest.mark.parametrize("name", slow_except(VARIANTS, [*OPTIMIZED, "vil_partial", "vil_long_short", "lit_absolute"]))
+@pytest.mark.parametrize("name", slow_except(VARIANTS, OPTIMIZED))
 def test_trace_is_correct_for_other_sizes(name):
     model = small_model(name)
     # Fusing a traced graph takes half of the time, so only one model per family is optimized.

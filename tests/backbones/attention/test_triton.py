@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 operators = pytest.mark.parametrize("name", OPERATORS)
 
 
-@operators
+@pytest.mark.parametrize("name", slow_except(OPERATORS, ["dense"]))
 @pytest.mark.parametrize(
     "learned", [("query", "global_key"), ("key", "global_bias"), ("value",), ("local_bias",), ("global_bias",)], ids=str
 )

@@ -70,7 +70,7 @@ CASES = {
 
 
 @interpreted
-@pytest.mark.parametrize("name", slow_except(CASES, ["two by three chunks", "strip", "shift, cyclic"]))
+@pytest.mark.parametrize("name", slow_except(CASES, ["two by three chunks", "strip"]))
 def test_equals_the_reference(name):
     chunk_size, height, width, mode, shift, others = CASES[name]
     inputs = attention_inputs(height, width, chunk_size=chunk_size, **({"batch": 1, "heads": 1} | others))
@@ -129,7 +129,7 @@ def test_several_blocks_of_positions(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_except(MODES, ["cyclic"]))
 def test_any_strides_and_nothing_outside_the_map_is_read(mode):
     """The inputs are split heads, and slices of tensors full of NaN, which would reach the output."""
     inputs = attention_inputs(2, 5, batch=1, heads=2, num_global=1)
@@ -172,6 +172,7 @@ def test_no_global_tokens():
     assert torch.equal(triton_chunk_attention(**inputs, **none, chunk_size=3), expected)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("attention", [SlidingChunkAttention, functools.partial(LongShortAttention, rank=2)])
 def test_module_with_activation_checkpointing(attention):
@@ -187,6 +188,7 @@ def test_module_with_activation_checkpointing(attention):
         torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.slow
 @interpreted
 def test_a_bias_of_one_head_applies_to_all_heads():
     """This includes the sum of its gradient over the heads."""

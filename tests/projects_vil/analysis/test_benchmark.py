@@ -95,6 +95,7 @@ def test_baselines_have_feature_maps_of_four_strides(name):
         assert features[name].shape == (1, shape.channels, 64 // shape.stride, 96 // shape.stride)
 
 
+@pytest.mark.slow
 def test_models_that_cannot_be_measured():
     case("cvt_ls_13", "detector").build()  # CvT has three stages
     for name, options, named in (

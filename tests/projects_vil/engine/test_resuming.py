@@ -138,18 +138,20 @@ PERFORMER = ["MODEL.TRANSFORMER.VARIANT", "performer_tiny", "MODEL.TRANSFORMER.F
 PASTED = [*WORKERS, "INPUT.AUGMENTATION", "lsj_copy_paste", "INPUT.LSJ.SIZE", "64"]
 
 
-@pytest.mark.parametrize(
-    "detector, overrides",
-    [
-        ("retinanet", []),
-        *slow_except([("retinanet", [*STEPS, *WORKERS]), ("mask_rcnn", PASTED), ("retinanet", PERFORMER)], []),
-    ],
-    ids=["retinanet", "steps", "pasted", "performer"],
-)
-def test_interrupted_run_equals_uninterrupted(detector, overrides, shapes, tmp_path):
+CASES = {
+    "retinanet": ("retinanet", []),
+    "steps": ("retinanet", [*STEPS, *WORKERS]),
+    "pasted": ("mask_rcnn", PASTED),
+    "performer": ("retinanet", PERFORMER),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(CASES, ["retinanet"]))
+def test_interrupted_run_equals_uninterrupted(name, shapes, tmp_path):
+    detector, overrides = CASES[name]
     train(detector, tmp_path / "whole", *overrides)
     # Before any checkpoint; after one; right after one, so that its iteration has no metrics.
-    for iteration in (1, 5, 6):
+    for iteration in (1, 5, 6) if overrides else (5,):
         train(detector, tmp_path / "cut", *overrides, cut_at=iteration)
     train(detector, tmp_path / "cut", *overrides)
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
