@@ -1,10 +1,13 @@
 """Shared fixtures: small datasets, a short training run and exported files."""
 
+import gc
 import logging
 import multiprocessing.util
 import os
+import runpy
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +29,17 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection():
+    """Disable garbage collections until all test modules are imported."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    """Leave the modules and tests out of later garbage collections, which would take most of their time for them."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish():
     """End multiprocessing before pytest deletes its folder, which has files of the forked tools."""
@@ -45,6 +59,38 @@ def loggers_and_signals_as_before():
         logger.propagate = propagate
     for number, handler in signals.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """Return a function that runs a tool in this process and returns exit status, stdout and stderr."""
+
+    from tests.projects_vil.helpers import ROOT
+
+    def run(name: str, *args) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+        status = 0
+        try:
+            runpy.run_path(str(ROOT / "tools" / name), run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+        return status or 0, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def error_of(run_here):
+    """Return a function that runs a tool, checks that it fails, and returns the error line."""
+
+    def run(name: str, *args) -> str:
+        status, _, err = run_here(name, *args)
+        assert status in (1, 2)
+        lines = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert lines == err.splitlines()[-1:], err
+        return lines[0]
+
+    return run
 
 
 @pytest.fixture(scope="session")

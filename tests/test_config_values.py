@@ -18,12 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(
     str(path.relative_to(ROOT / "configs").with_suffix(""))
     for path in ROOT.glob("configs/**/*.yaml")
-    if path.parent.name != "base"
+    if path.parent.name not in ("base", "demo")
 )
 
 
 _OFFSETS = [["*.patch_embed.offset.*", 0.01]]
-_OURS = "none: our own runs, docs/performance.md"
 _LSJ = "detectron2 configs/new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ.py: these fractions of the run"
 # The tables "with relative positional bias" and "with absolute positional embedding".
 _RPB = "Detection README, relative bias"
@@ -31,7 +30,6 @@ _ABSOLUTE = "Detection README, absolute positions, and relative bias of vil_smal
 # By key: a pattern of configs, the value, and the source. The first matching pattern applies.
 VALUES = {
     "MODEL.TRANSFORMER.DROP_PATH": (
-        ("demo/*", 0.0, _OURS),
         ("*/*lit_ti*", 0.1, "LIT detection/mmdet/models/backbones/lit_ti.py, segmentation/mmseg/models/backbones"),
         ("*/*lit_s*", 0.2, "LIT detection/configs/lit/*_lit_s_fpn_1x_coco.py, segmentation/configs/lit/lit_s_fpn_*.py"),
         ("modern/*", 0.2, "none: as mask_rcnn/vil_small_rpb_3x_ms"),
@@ -47,8 +45,6 @@ VALUES = {
         ("*_base_*", 0.3, _RPB),
     ),
     "SOLVER.WEIGHT_DECAY": (
-        ("demo/semantic_fpn_*", 1e-4, _OURS),
-        ("demo/*", 0.1, _OURS),
         ("*/*lit_*", 1e-4, "LIT sections 4.3 and 4.4; optimizer of {detection,segmentation}/configs/lit"),
         ("*/performer_from_partial_small_1x", 0.1, "ViL Table 10: the figure is the paper's alone"),
         ("*_rpb_*", 0.05, "Detection README: 0.05 for all experiments"),
@@ -56,29 +52,21 @@ VALUES = {
         ("*", 0.05, "Detection README: 0.05 for all experiments"),
     ),
     "SOLVER.BASE_LR": (
-        ("demo/*", 1e-3, _OURS),
         ("*mask_rcnn*lit_*", 2e-4, "LIT section 4.3; detection/configs/lit/mask_rcnn_lit_*_fpn_1x_coco.py"),
         ("*/lit_*", 1e-4, "LIT sections 4.3 and 4.4; optimizer of {detection,segmentation}/configs/lit"),
         ("*/vil_base_deep_*", 8e-5, "ViL Table 10, Base-D"),
         ("*", 1e-4, "ViL Table 10; SOLVER.BASE_LR in the Detection README's command"),
     ),
     "SOLVER.LR_MULTIPLIERS": (
-        ("demo/*_lit_shapes", _OFFSETS, _OURS),
         ("*/*lit_*", _OFFSETS, "LIT section 4.1: 1e-5 for offsets, 1e-3 otherwise"),
         ("*", [], "the Detection repository's YAML files: 1.0 for every part"),
     ),
-    "SOLVER.IMS_PER_BATCH": (
-        ("demo/*", 8, _OURS),
-        ("*", 16, "ViL Table 10; LIT sections 4.3 and 4.4"),
-    ),
+    "SOLVER.IMS_PER_BATCH": (("*", 16, "ViL Table 10; LIT sections 4.3 and 4.4"),),
     "SOLVER.OPTIMIZER": (("*", "ADAMW", "ViL A.2; LIT sections 4.3 and 4.4"),),
     "SOLVER.LR_SCHEDULER_NAME": (
-        ("demo/semantic_fpn_*", "WarmupPolyLR", _OURS),
-        ("demo/*", "WarmupCosineLR", _OURS),
         ("semantic_fpn/*", "WarmupPolyLR", "LIT section 4.4"),
         ("*", "WarmupMultiStepLR", "ViL Table 10; LIT section 4.3"),
     ),
-    "SOLVER.WEIGHT_DECAY_BIAS": (("*", 0.0, "none: biases take no weight decay"),),
     "SOLVER.POLY_LR_POWER": (("*", 0.9, "LIT section 4.4"),),
     "SOLVER.BASE_LR_END": (
         ("semantic_fpn/*", 1e-6, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: min_lr"),
@@ -96,27 +84,19 @@ VALUES = {
         ("*_3x_ms", 270_000, "ViL Table 10: 180k-240k-270k"),
         ("modern/*", 270_000, _LSJ),
         ("semantic_fpn/*", 80_000, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: max_iters"),
-        ("demo/retinanet_*", 320, _OURS),
-        ("demo/*mask_rcnn_*", 300, _OURS),
-        ("demo/semantic_fpn_*", 200, _OURS),
     ),
     "SOLVER.WARMUP_ITERS": (
-        ("demo/semantic_fpn_*", 20, _OURS),
-        ("demo/*", 50, _OURS),
         ("semantic_fpn/*", 0, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: no warmup"),
         ("*/*lit_*", 500, "LIT detection/configs/_base_/schedules/schedule_1x.py: warmup_iters"),
         ("*", 1000, "the Detection repository's YAML files"),
     ),
     "SOLVER.WARMUP_FACTOR": (
-        ("demo/semantic_fpn_*", 0.001, "detectron2's default"),
-        ("demo/*", 0.01, "as the detectors"),
         ("semantic_fpn/*", 0.001, "detectron2's default, of no iterations"),
         ("*/*lit_*", 0.001, "LIT detection/configs/_base_/schedules/schedule_1x.py: warmup_ratio"),
         ("*", 0.01, "the Detection repository's YAML files"),
     ),
     "SOLVER.CLIP_GRADIENTS.ENABLED": (
         ("semantic_fpn/*", False, "LIT segmentation/configs/lit: optimizer_config with grad_clip None"),
-        ("demo/semantic_fpn_*", False, "as semantic_fpn"),
         ("*", True, "ViL A.2, Table 10"),
     ),
     "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": (("*", 1.0, "ViL A.2, Table 10: global norm 1"),),
@@ -124,8 +104,6 @@ VALUES = {
         ("*_1x", (800,), "ViL A.2; LIT section 4.3"),
         ("*_3x_ms", (640, 672, 704, 736, 768, 800), "ViL A.2"),
         ("semantic_fpn/*", (256, 1024), "LIT segmentation/configs/_base_/datasets/ade20k.py: 512, 0.5 to 2.0"),
-        ("demo/semantic_fpn_*", (96, 192), _OURS),
-        ("demo/*", (128,), _OURS),
         ("modern/*", (800,), "none: INPUT.LSJ counts"),
     ),
     "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": (
@@ -137,14 +115,12 @@ VALUES = {
     "MODEL.PIXEL_STD": (("*", [58.395, 57.12, 57.375], "ImageNet's, of the pretrained weights"),),
     "MODEL.BACKBONE.FREEZE_AT": (("*", 0, "the official repositories: nothing is frozen"),),
     "TEST.EVAL_PERIOD": (
-        ("demo/*", 0, "detectron2's default: an evaluation at the end"),
         ("modern/*", 0, "none: SOLVER.EPOCHS sets it"),
         ("semantic_fpn/*", 8000, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: interval"),
         ("*", 7330, "an epoch of the 117,266 images of train2017 with annotations"),
     ),
     "INPUT.MAX_SIZE_TRAIN": (
         ("semantic_fpn/*", 4096, "LIT segmentation/configs/_base_/datasets/ade20k.py: 2048, 0.5 to 2.0"),
-        ("demo/semantic_fpn_*", 384, _OURS),
         ("*", 1333, "ViL A.2; LIT section 4.3"),
     ),
 }

@@ -37,7 +37,6 @@ from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_servic
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
 from projects_vil.modeling import MicroBatches, autocast_detector, use_sync_free_parts
 from projects_vil.utils import read_json, stop_requests, terminate, terminating_between_calls
-from projects_vil.visualization import draw_evaluation
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Keys of parameter groups that a resumed run takes from its config.
@@ -663,6 +662,9 @@ def report_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = No
         model: fingerprint of the evaluated model.
     """
     if comm.is_main_process():
+        # Imports Matplotlib, which takes a tenth of the start of a run.
+        from projects_vil.visualization import draw_evaluation
+
         write_results(cfg, results, model=model)
         # After the last iteration the storage's iteration is one higher.
         done = min(get_event_storage().iter + 1, cfg.SOLVER.MAX_ITER) if has_event_storage() else None

@@ -31,8 +31,7 @@ from projects_vil.config import CONFIG_FILE, choose_device, first_of, load_confi
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Runner, Skipped, Video, read_ahead
 from projects_vil.inference.runners import EagerRunner, ExportedRunner, encode_masks, to_host
-from projects_vil.visualization import DRAW_THRESHOLD, draw_instances
-from vil.choices import EXPORT_SUFFIXES
+from vil.choices import EXPORT_SUFFIXES, SCORE_THRESHOLD
 
 LABEL_SIDE = 1000  # longer side in pixels above which labels grow with the image
 
@@ -56,7 +55,7 @@ class Detections:
     instances: Instances
     categories: Categories
     source: ImageSource
-    draw_threshold: float = DRAW_THRESHOLD
+    draw_threshold: float = SCORE_THRESHOLD
     encoded_masks: list[Any] | None = None
 
     def __len__(self) -> int:
@@ -128,6 +127,9 @@ class Detections:
         pixels = self.source.read()
         side = max(pixels.shape[:2])
         scale, label_size = max(longer_side / side, 1), max(side / LABEL_SIDE, 1)
+        # Imports Matplotlib, which most uses of a detector do not need.
+        from projects_vil.visualization import draw_instances
+
         return draw_instances(pixels, results, self.categories.metadata, scale=scale, label_size=label_size)
 
     def to_coco(self, image_id: int) -> list[dict]:
@@ -175,7 +177,7 @@ class Detector(HubMixin):
     ) -> None:
         self.runner = runner
         self.categories = categories or runner.categories
-        self.draw_threshold = DRAW_THRESHOLD if draw_threshold is None else draw_threshold
+        self.draw_threshold = SCORE_THRESHOLD if draw_threshold is None else draw_threshold
 
     @classmethod
     def load(

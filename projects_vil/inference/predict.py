@@ -31,8 +31,7 @@ from projects_vil.inference.detector import Detections, Detector, check_threshol
 from projects_vil.inference.image_listing import find_images, is_video
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video
 from projects_vil.utils import stop_requests
-from projects_vil.visualization import DRAW_THRESHOLD, write_image
-from vil.choices import PART_SIZE
+from vil.choices import PART_SIZE, SCORE_THRESHOLD
 
 RESULTS_FILE, IMAGES_FILE, DRAWINGS_FOLDER = "results.json", "images.json", "drawings"
 MIN_DRAWING_SIDE = 480  # smaller images are enlarged to this many pixels on the longer side
@@ -168,7 +167,7 @@ def predict(
         images, categories = _annotated_images(detector, Path(source), Path(annotations))
         detector = Detector(detector.runner, categories=categories)
     opened = Video(source) if images is None else ImageBatches(images, keep_pixels=drawings)
-    threshold = DRAW_THRESHOLD if score_threshold is None else score_threshold
+    threshold = SCORE_THRESHOLD if score_threshold is None else score_threshold
     drawer = _drawer(output / DRAWINGS_FOLDER, source, opened, workers=draw_workers or 0, threshold=threshold)
     return _write_coco(detector, opened, output, drawer if drawings else None, batch_size, threshold)
 
@@ -373,6 +372,8 @@ def _write_drawing(folder: Path, source: Path, entry: dict, drawn: np.ndarray) -
         name += ".png"
         while (source / name).exists():
             name += ".png"
+    from projects_vil.visualization import write_image
+
     write_image(folder / name, drawn)
 
 

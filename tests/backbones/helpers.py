@@ -190,3 +190,15 @@ def map_gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
     ]
     torch.stack(weighted).sum().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def without(prefix: str) -> Callable[[dict], dict]:
+    """Return a function that leaves out the names of a state dict that start with a prefix."""
+    return lambda weights: {key: tensor for key, tensor in weights.items() if not key.startswith(prefix)}
+
+
+def with_tensor(
+    name: str, *shape: int, value: float = 0.0, dtype: torch.dtype = torch.float64
+) -> Callable[[dict], dict]:
+    """Return a function that adds a constant tensor to a state dict."""
+    return lambda weights: weights | {name: torch.full(shape, value, dtype=dtype)}

@@ -10,6 +10,7 @@ from backbones import ConfigError, create_backbone, create_classifier, list_vari
 from backbones.build import get_variant
 from backbones.layers.position import fit_table
 from tests.backbones.helpers import random_images
+from tests.selection import slow_except
 
 DEMO = "vil_tiny_1_1_3_1_rpb"
 # ViL Table 9: blocks, patch size, heads and channels of each stage
@@ -112,7 +113,7 @@ def test_parameter_counts_with_uniform_merging():
         assert int((count(model.parameters()) - count(model.head.parameters())) / 1e6) == millions, name
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", slow_except(FEW, ["vil_tiny", "lit_ti"]))
 def test_feature_maps_and_logits(name):
     model, stages = meta(create_backbone, name), get_variant(name).stages
     strides = {"cvt": [4, 8, 16], "evi": [16]}.get(name[:3], [4, 8, 16, 32][-len(stages) :])
@@ -217,7 +218,7 @@ def test_linformer_is_a_classifier_only(name):
         create_backbone(name)
 
 
-@pytest.mark.parametrize("name", ["vil_tiny_1_1_3_1", "lit_s", "ls_tiny"])
+@pytest.mark.parametrize("name", slow_except(["vil_tiny_1_1_3_1", "lit_s", "ls_tiny"], ["vil_tiny_1_1_3_1"]))
 def test_both_position_interpolations_agree(name):
     """Tables are resized once for one image size, or to each feature map. For images of that size, both are equal."""
     height, width = 64, 160

@@ -11,7 +11,7 @@ from backbones.convert import convert_state_dict, detect_format
 from backbones.layers.position import resize_table
 from tests import layouts
 from tests.backbones import official_lit
-from tests.backbones.helpers import assert_all_close, random_images
+from tests.backbones.helpers import assert_all_close, random_images, with_tensor, without
 from tests.backbones.official import TINY, OfficialStage, official_state_dict
 from tests.backbones.official_lit import TI, S
 from tests.golden import golden, golden_state_dict
@@ -208,14 +208,6 @@ def test_uniform_merging_of_pvt_has_the_names_of_its_embedding():
     model, _ = loaded(create_backbone, "lit_absolute", weights, {"token_merging": "uniform"})
     assert torch.equal(model.stages[2].patch_embed.proj.weight, weights["patch_embed3.proj.weight"])
     assert torch.equal(model.stages[3].patch_embed.norm.bias, weights["patch_embed4.norm.bias"])
-
-
-def without(prefix: str):
-    return lambda weights: {key: tensor for key, tensor in weights.items() if not key.startswith(prefix)}
-
-
-def with_tensor(key: str, *shape: int, value: float = 0.0, dtype: torch.dtype = torch.float64):
-    return lambda weights: weights | {key: torch.full(shape, value, dtype=dtype)}
 
 
 BIAS = "layers.3.blocks.0.attn.relative_position_bias_table"

@@ -27,8 +27,11 @@ from tests.backbones.helpers import (
     small_vil,
     trace,
 )
+from tests.selection import slow_except
 
-models = pytest.mark.parametrize("name", VARIANTS)
+MECHANISMS = ["absolute", "relative", "two_globals", "separate", "exact", "dense_relative", "long_short", "partial"]
+MECHANISMS = [*(f"vil_{name}" for name in MECHANISMS), "lit_absolute", "lit_relative", "cvt"]
+models = pytest.mark.parametrize("name", slow_except(VARIANTS, MECHANISMS))
 # One trace per family runs with TorchScript's optimizer.
 OPTIMIZED = ("vil_relative", "lit_relative", "cvt")
 varied = pytest.mark.parametrize("name", [*OPTIMIZED, "vil_cyclic", "vil_partial", "vil_long_short", "lit_absolute"])
@@ -228,7 +231,7 @@ def test_frozen_stages_keep_weights_and_statistics(name, number):
     assert [stage.training for stage in model.stages] == [index >= number for index in range(len(model.stages))]
 
 
-@models
+@pytest.mark.parametrize("name", slow_except(VARIANTS, OPTIMIZED))
 def test_trace_is_correct_for_other_sizes(name):
     model = small_model(name)
     # Fusing a traced graph takes half of the time, so only one model per family is optimized.

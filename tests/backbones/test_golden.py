@@ -28,8 +28,8 @@ FILES = {
     "lit_s_cls": ("lit_s", None, {}),
     "ls_medium_224_cls": ("ls_medium", {}, {}),
 }
-# The other files cover the parts of ViL-Small, LS-Medium and LIT-S too.
-LARGE = {"vil_small_ape_det", "vil_small_rpb_g1_det", "lit_s_cls", "vil_small_rpb_cls", "ls_medium_224_cls"}
+# Large models of Transformer-LS take seconds.
+FAST = ["vil_tiny_rpb_det", "lit_ti_cls"]
 
 
 def converted(reference: dict, name: str, options: dict, *, classifier: bool = False) -> torch.nn.Module:
@@ -42,7 +42,7 @@ def converted(reference: dict, name: str, options: dict, *, classifier: bool = F
     return model
 
 
-@pytest.mark.parametrize("source", slow_except(FILES, set(FILES) - LARGE))
+@pytest.mark.parametrize("source", slow_except(FILES, FAST))
 def test_maps_and_logits(source):
     reference, (name, options, classifier_options) = golden(source), FILES[source]
     images = golden_images(reference)
@@ -57,6 +57,7 @@ def test_maps_and_logits(source):
             assert_close_to_golden(logits, reference["logits"])
 
 
+@pytest.mark.slow
 def test_random_shift():
     """The official model has full attention in its last two stages."""
     reference = golden("vil_tiny_rpb_shift_cls")

@@ -18,6 +18,7 @@ from pycocotools.coco import COCO
 from projects_vil import Detector
 from tests.projects_vil.helpers import ROOT
 from tests.projects_vil.inference.helpers import save_run
+from tests.selection import slow_except
 
 NEEDED = {"export_coco": (), "sliced_sahi": ("sahi",), "track_supervision": ("supervision", "trackers")}
 
@@ -60,7 +61,7 @@ def threshold_of(found) -> float:
     return round(float(np.sort(found.scores)[-3]) - 1e-4, 6)
 
 
-@pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
+@pytest.mark.parametrize("name", slow_except(["retinanet", "mask_rcnn"], ["mask_rcnn"]))
 def test_a_coco_file_has_the_detections_of_the_detector(name, run, detectors, tmp_path):
     files = [photo(tmp_path / f"photos/{letter}.png", 90 + 10 * index) for index, letter in enumerate("ba")]
     (tmp_path / "photos/notes.txt").write_text("no photo")

@@ -1,5 +1,6 @@
 """Function that a forked process of a tool calls. Importing this module imports the libraries of the tools."""
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -13,6 +14,9 @@ import projects_vil.analysis
 import projects_vil.export
 import projects_vil.inference
 import projects_vil.visualization  # noqa: F401
+
+# Garbage collections of the forked processes leave out what is imported here.
+gc.freeze()
 
 
 def run(

@@ -29,6 +29,7 @@ PHASES = (
     Phase(length=16, steps=8, warmup_steps=2, learning_rate=1e-2, batch_size=4),
     Phase(length=24, steps=3, warmup_steps=1, learning_rate=5e-3, batch_size=2),
 )
+
 SETTINGS = Settings(models=MODELS, size=SIZE, phases=PHASES, dropout=0.1, weight_decay=0.01, accumulate=2, eval_every=2)
 
 
@@ -147,7 +148,7 @@ class Stopped(Exception):
 
 
 # Interrupt after the second evaluation of the first phase, at its end, and in the second phase.
-@pytest.mark.parametrize("stop", [(1, 4), (2, 2), (2, 3)])
+@pytest.mark.parametrize("stop", [(1, 4), *(pytest.param((2, n), marks=pytest.mark.slow) for n in (2, 3))], ids=str)
 def test_resumed_run_equals_an_uninterrupted_one(text, tmp_path, whole, stop):
     def interrupt(row) -> None:
         if (row["phase"], row["step"], row["model"]) == (*stop, "full"):
@@ -181,6 +182,7 @@ def test_gradient_accumulation_trains_as_one_batch(text, tmp_path):
     assert bits[0] == pytest.approx(bits[1], rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_training_learns_and_generates_a_repeated_text(text, tmp_path, name):
     phases = (Phase(length=24, steps=40, warmup_steps=4, learning_rate=2e-2, batch_size=2),)

@@ -17,6 +17,7 @@ from research.long_range_arena.model import create_classifier
 from research.long_range_arena.tasks import settings_for
 from research.long_range_arena.training import evaluate, load_lra_classifier, measure_models, train_classifier
 from tests.projects_vil.helpers import error_line, message, run_tool
+from tests.selection import slow_except
 
 TOOL = "../research/long_range_arena/__main__.py"
 SHORT = ListOpsRules(min_length=10, max_length=60)
@@ -156,7 +157,7 @@ def quick(**changes):
     return settings_for("listops", **{**values, "steps": 20, "eval_every": 8, **changes})
 
 
-@pytest.mark.parametrize("model", ["ls", "full"])
+@pytest.mark.parametrize("model", slow_except(["ls", "full"], ["ls"]))
 def test_a_tiny_set_is_overfitted(tiny, model):
     dataset = Dataset(tiny.train, tiny.train, tiny.test)
     trained, result = train_classifier(quick(model=model, steps=60, eval_every=30), dataset)
@@ -194,6 +195,7 @@ def test_the_learning_rate_follows_run_tasks(tiny, schedule, warmup, monkeypatch
     assert rates[warmup - 1 :] == pytest.approx(after if schedule == "linear" else [1e-2, *[after[1]] * (20 - warmup)])
 
 
+@pytest.mark.slow
 def test_multiply_adds():
     def count(length: int, config: str = "fixed", **changes) -> int:
         settings = settings_for("listops", config, class_token="all_layers")

@@ -28,7 +28,7 @@ from research.robustness.sets import (
 from tests import layouts
 from tests.backbones.helpers import randomize
 from tests.backbones.official import official_state_dict
-from tests.projects_vil.helpers import error_line, message, run_tool
+from tests.projects_vil.helpers import message
 from tests.tolerances import FLOAT32
 
 TOOL = "../research/robustness/__main__.py"
@@ -125,6 +125,7 @@ def test_figures_of_the_paper():
     assert paper_figures("cvt_ls_21", (224, 192)) == {} == paper_figures("ls_base", (64, 64))
 
 
+@pytest.mark.slow
 def test_known_predictions_on_all_sets(data, weights):
     results = evaluate(weights / "known.pth", data, *TOP, "c")
     sets = json.loads(json.dumps(results))["sets"]
@@ -181,14 +182,14 @@ def test_incomplete_sets_are_evaluated_or_left_out(weights, tmp_path):
         assert name in message(evaluate, weights / "known.pth", tmp_path, name.removeprefix("imagenet-"))
 
 
-def test_folders_with_another_layout_raise(weights, tmp_path):
+def test_folders_with_another_layout_raise(weights, tmp_path, error_of):
     write_val(tmp_path)
     (tmp_path / "val/tench").mkdir()
     assert "tench" in message(evaluate, weights / "known.pth", tmp_path, "val")
     (tmp_path / "val/tench").rename(tmp_path / "val/n01531178")
     (tmp_path / "val/n01531178/a.JPEG").write_text("not an image")
-    result = run_tool(TOOL, "--weights", weights / "known.pth", "--model", VARIANT, "--data", tmp_path, "--sets", "val")
-    assert "a.JPEG" in error_line(result)
+    arguments = ["--weights", weights / "known.pth", "--model", VARIANT, "--data", tmp_path, "--sets", "val"]
+    assert "a.JPEG" in error_of(TOOL, *arguments, "--workers", 0)
     (tmp_path / "real.json").write_text("[[1]]")
     assert "real.json" in message(correct_classes, tmp_path, "real", [("a.JPEG", 0)])
     write_real(tmp_path, {1: [6]})
@@ -219,9 +220,9 @@ def timm_checkpoint(path, state_dict, **arguments):
     [
         ({"input_size": [3, 96, 64]}, (96, 64)),
         # DeiT's arguments, as in LIT-Ti's official files.
-        ({"input_size": 96}, (96, 96)),
+        pytest.param({"input_size": 96}, (96, 96), marks=pytest.mark.slow),
         ({"model_kwargs": {"img_size": 96}}, (64, 64)),
-        ({"img_size": None}, (224, 224)),
+        pytest.param({"img_size": None}, (224, 224), marks=pytest.mark.slow),
     ],
     ids=str,
 )

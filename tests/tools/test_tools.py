@@ -89,6 +89,7 @@ def test_export_model_takes_every_option(run_here, photo, tmp_path, monkeypatch)
     assert all(value.isfinite().all() for value in found.values())
 
 
+@pytest.mark.slow
 def test_analyze_model(run_here, tmp_path):
     path = tmp_path / "counts.json"
     arguments = ["--config-file", CONFIG, "--image-size", 64, 96, "--json", path]

@@ -21,6 +21,7 @@ from tests.backbones.helpers import (
     randomize,
     trace,
 )
+from tests.selection import slow_except
 
 # Height, width and chunk size: less than a chunk; one to three chunks; no multiples; two chunks or one along an axis;
 # long and thin; other chunk sizes.
@@ -51,7 +52,7 @@ def _refuse(*args, **kwargs):
 
 
 @windows
-@pytest.mark.parametrize("block_scores", [1, 700, 3000])
+@pytest.mark.parametrize("block_scores", slow_except([1, 700, 3000], [700]))
 @pytest.mark.parametrize("operator", [cpu_blocks._CPU_KERNEL, None, _refuse], ids=["private", "none", "refusing"])
 def test_result_does_not_depend_on_the_block_size(monkeypatch, kernel, block_scores, operator):
     """The kernel takes one chunk or several at a time, with and without PyTorch's private operator for log-sum-exps."""
@@ -112,7 +113,7 @@ def traced_case(kernel: str, num_global: int, biases: bool, chunk_size: int, cop
 
 
 @pytest.mark.parametrize("kernel", ["zero_pad", "exact", "cyclic", "long_short"])
-@pytest.mark.parametrize("chunk_size", [1, 3])
+@pytest.mark.parametrize("chunk_size", slow_except([1, 3], [3]))
 @pytest.mark.parametrize("num_global, biases, copied", [(0, False, False), (2, True, False), (5, True, True)])
 def test_traced_once_equals_the_reference_at_all_sizes(kernel, chunk_size, num_global, biases, copied):
     """A trace uses chunks if the eager function uses the whole map at once. Both are tested."""

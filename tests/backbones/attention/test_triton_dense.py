@@ -18,24 +18,13 @@ from tests.backbones.attention.triton_cases import (
     bytes_of_registers_in_memory,
     compile_only,
     interpreted,
+    map_inputs,
     on_this_gpu,
     skip_without_compiler,
 )
 from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images, randomize
 from tests.gpu import DEVICE
 from tests.selection import slow_except
-
-NAMES = ("query", "key", "value", "local_bias", "global_bias")
-
-
-def map_inputs(height, width, *, num_global=0, biases=True, batch=1, heads=1, channels=16, dtype=torch.float64):
-    """Random arguments of ``triton_map_attention``."""
-    shapes = {"query": (batch, heads, height, width, channels)}
-    shapes |= dict.fromkeys(("key", "value"), (batch, heads, num_global + height * width, channels))
-    shapes["local_bias"] = (heads, 2 * height - 1, 2 * width - 1)
-    if num_global and biases:
-        shapes["global_bias"] = (heads, num_global)
-    return {name: random_images(*shape, seed=seed).to(dtype) for seed, (name, shape) in enumerate(shapes.items())}
 
 
 def assert_equals_reference(inputs, *, device="cpu"):
@@ -60,15 +49,14 @@ CASES = {
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "name", slow_except(CASES, ["several blocks", "images", "one row", "global tokens without bias"])
-)
+@pytest.mark.parametrize("name", slow_except(CASES, ["images", "one row", "global tokens without bias"]))
 def test_equals_the_reference(name):
     height, width, others = CASES[name]
     assert_equals_reference(map_inputs(height, width, **others))
 
 
 @interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize("queries, keys", [(16, 16), (16, 32), (32, 16)])
 def test_blocks_of_other_sizes(monkeypatch, queries, keys):
     """With partial sums of the gradient of the bias for two shares of the images."""
@@ -110,52 +98,6 @@ def test_any_strides_and_nothing_else_is_read():
     assert_near({"output": output.detach()} | {f"gradient of {name}": x.grad for name, x in leaves.items()}, expected)
 
 
-@interpreted
-@pytest.mark.parametrize("learned", [*((name,) for name in NAMES), ("key", "global_bias")])
-def test_gradients_of_some_inputs(learned):
-    inputs = map_inputs(2, 5, num_global=1)
-    expected = outputs_and_gradients(reference.map_attention, inputs)
-    leaves = {name: x.detach().requires_grad_(name in learned) for name, x in inputs.items()}
-    output = triton_map_attention(**leaves)
-    output.backward(torch.sin(torch.arange(output.numel(), dtype=torch.float64)).view(output.shape))
-    gradients = {f"gradient of {name}": x.grad for name, x in leaves.items() if x.grad is not None}
-    assert_near(gradients, {f"gradient of {name}": expected[f"gradient of {name}"] for name in learned})
-
-
-@interpreted
-def test_bias_of_minus_infinity_hides_keys():
-    inputs = map_inputs(3, 5, num_global=1)
-    inputs["local_bias"][:, 3:], inputs["global_bias"][:] = float("-inf"), float("-inf")
-    assert_equals_reference(inputs)
-
-
-@interpreted
-def test_no_images():
-    inputs = map_inputs(3, 5, num_global=1)
-    inputs = {name: x[:0] if "bias" not in name else x for name, x in inputs.items()}
-    actual = outputs_and_gradients(triton_map_attention, inputs)
-    assert actual["output"].shape == (0, 1, 15, 16)
-    assert not actual["gradient of local_bias"].any() and not actual["gradient of global_bias"].any()
-
-
-@interpreted
-def test_operator_is_registered_as_pytorch_wants_it():
-    inputs = map_inputs(2, 3, num_global=1)
-    inputs["query"] = inputs["query"].flatten(2, 3)
-    torch.library.opcheck(torch.ops.backbones.triton_dense.default, tuple(x.requires_grad_() for x in inputs.values()))
-
-
-@pytest.mark.slow
-@interpreted
-def test_compiled_models_trace_through_the_operator():
-    """Without a graph break, for any size of the map; outputs and gradients as in eager mode."""
-    torch.compiler.reset()
-    compiled = torch.compile(triton_map_attention, backend="aot_eager", fullgraph=True, dynamic=True)
-    for height, width in ((2, 5), (4, 7)):
-        inputs = map_inputs(height, width, num_global=1)
-        assert_near(outputs_and_gradients(compiled, inputs), outputs_and_gradients(triton_map_attention, inputs))
-
-
 def test_rows_per_group():
     """Groups fill blocks of queries, with little memory."""
     assert [rows_per_group(50, width, 64) for width in (84, 42, 14, 64)] == [3, 3, 4, 1]
@@ -181,7 +123,7 @@ def trained(module, x, *size):
 
 
 @interpreted
-@pytest.mark.parametrize("num_global, update_globals", [(0, False), (2, True), (1, False)])
+@pytest.mark.parametrize("num_global, update_globals", slow_except([(0, False), (2, True), (1, False)], [2]))
 def test_module_with_activation_checkpointing(num_global, update_globals):
     results = []
     for backend in ("triton", "reference"):
@@ -191,6 +133,7 @@ def test_module_with_activation_checkpointing(num_global, update_globals):
     assert_all_close(*results, tolerance=1e-9)
 
 
+@pytest.mark.slow
 @interpreted
 def test_lit():
     """A model whose tables are resized to the feature maps."""

@@ -13,12 +13,25 @@ import pytest
 import torch
 
 from backbones.attention import triton_chunks
+from tests.backbones.helpers import random_images
 from tests.gpu import DEVICE, on_gpu
 
 # Relative to the largest value of each tensor. A gradient of the global bias is small compared with its summands.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 # Of the conftest
 interpreted = pytest.mark.usefixtures("interpreter")
+# Options of ``attention_inputs``.
+ALL_INPUTS = {"num_global": 1, "local_bias": True, "global_bias": True}
+
+
+def map_inputs(height, width, *, num_global=0, biases=True, batch=1, heads=1, channels=16, dtype=torch.float64):
+    """Return random arguments of ``triton_map_attention``."""
+    shapes = {"query": (batch, heads, height, width, channels)}
+    shapes |= dict.fromkeys(("key", "value"), (batch, heads, num_global + height * width, channels))
+    shapes["local_bias"] = (heads, 2 * height - 1, 2 * width - 1)
+    if num_global and biases:
+        shapes["global_bias"] = (heads, num_global)
+    return {name: random_images(*shape, seed=seed).to(dtype) for seed, (name, shape) in enumerate(shapes.items())}
 
 
 @functools.cache

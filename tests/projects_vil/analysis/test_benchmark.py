@@ -64,7 +64,10 @@ def test_suffixes(calls):
 
 
 @pytest.mark.parametrize("detector", slow_except(["retinanet", "mask_rcnn"], {"retinanet"}))
-@pytest.mark.parametrize("name, is_baseline", [(SMALL, False), ("r50", True), ("timm:pvt_v2_b0+checkpointing", False)])
+@pytest.mark.parametrize(
+    "name, is_baseline",
+    slow_except([(SMALL, False), ("r50", True), ("timm:pvt_v2_b0+checkpointing", False)], [SMALL]),
+)
 def test_a_training_step_changes_the_weights(calls, detector, name, is_baseline):
     step = case(name, "train-step", is_baseline=is_baseline, detector=detector).build()
     step()
@@ -81,7 +84,7 @@ def test_a_training_step_changes_the_weights(calls, detector, name, is_baseline)
     assert not calls[-1][0].training
 
 
-@pytest.mark.parametrize("name", ["r50", "swin_t", "pvt_v2_b0"])
+@pytest.mark.parametrize("name", slow_except(["r50", "swin_t", "pvt_v2_b0"], ["pvt_v2_b0"]))
 def test_baselines_have_feature_maps_of_four_strides(name):
     backbone = build_baseline(name).eval()
     with torch.no_grad():
@@ -92,6 +95,7 @@ def test_baselines_have_feature_maps_of_four_strides(name):
         assert features[name].shape == (1, shape.channels, 64 // shape.stride, 96 // shape.stride)
 
 
+@pytest.mark.slow
 def test_models_that_cannot_be_measured():
     case("cvt_ls_13", "detector").build()  # CvT has three stages
     for name, options, named in (

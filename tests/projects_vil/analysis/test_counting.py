@@ -139,20 +139,17 @@ def assert_printed(name: str, index: int, count: float) -> None:
     assert abs(count - float(printed)) <= 0.62 * unit + opened, name
 
 
-def test_parameters_of_the_papers_classifiers():
-    """ViL Tables 2, 4 and 14, LS Table 3, LIT Table 2."""
-    for name in PRINTED:
-        assert_printed(name, 0, paper_parameters(name) / 1e6)
-
-
 FAST = ["vil_tiny", "evit_full_16_small", "cvt_ls_13", "lit_ti", "linformer_tiny_1_10_1", "performer_tiny_2_9_1"]
 
 
 @pytest.mark.parametrize("name", slow_except(PRINTED, FAST))
-def test_multiply_adds_of_the_papers_classifiers(name):
+def test_the_papers_classifiers(name):
+    """Parameters and multiply-adds of ViL Tables 2, 4 and 14, LS Table 3, and LIT Table 2."""
+    assert_printed(name, 0, paper_parameters(name) / 1e6)
     assert_printed(name, 1, paper_products(name) / 1e9)
 
 
+@pytest.mark.slow
 def test_counts_of_variants(monkeypatch):
     vil, linformer = count_variants(["vil_tiny_1_10_1", "linformer_tiny_1_10_1"])[1::-1]
     assert (vil["published_parameters"], vil["published_flops"], vil["img_size"]) == (7.12, 1.27, 224)

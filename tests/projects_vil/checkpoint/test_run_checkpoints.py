@@ -19,6 +19,7 @@ from projects_vil.checkpoint import (
     slim_checkpoint,
     weights_of,
 )
+from tests.selection import slow_except
 
 
 def save(path, *, age: int = 0) -> None:
@@ -86,7 +87,7 @@ def test_removing_checkpoints(run):
     assert not list(run.iterdir())
 
 
-@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+@pytest.mark.parametrize("suffix", slow_except(["pth", "safetensors"], ["safetensors"]))
 def test_a_slim_checkpoint_is_the_same_detector(trained_run, tmp_path, suffix):
     source, output = trained_run / "model_final.pth", tmp_path / f"slim.{suffix}"
     slim_checkpoint(source, output)

@@ -62,6 +62,7 @@ def losses_of(output, normalizer):
         torch.save({"losses": torch.tensor(values), "model": model.state_dict()}, output / "values.pth")
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_losses_of_one(shapes, tmp_path):
     """Each of two processes has half of the batch, and its loss is divided by half of the positive anchors."""
     for folder in ("one", "two"):

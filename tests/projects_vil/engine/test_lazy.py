@@ -205,10 +205,8 @@ def test_the_command_line(shapes, tmp_path):
 )
 def test_mistakes(overrides, named, shapes, tmp_path):
     output = tmp_path / "run"
-    with pytest.raises(ConfigError) as caught:
-        path, given = arguments("retinanet", f"train.output_dir={output}", *overrides)
-        run_lazy_config(path, given, processes=Processes())
-    assert named in str(caught.value) and "\n" not in str(caught.value)
+    given = arguments("retinanet", f"train.output_dir={output}", *overrides)
+    assert named in message(run_lazy_config, *given, processes=Processes())
     assert not output.exists()
 
 

@@ -91,15 +91,14 @@ def train_family(detector, family, output, *options):
     return trainer, {name for name, value in trainer.model.named_parameters() if torch.equal(value, before[name])}
 
 
-@pytest.mark.parametrize(
-    "family, detector", slow_except([("ls", "retinanet"), ("lit", "mask_rcnn"), ("cvt", "mask_rcnn")], ["ls"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family, detector", [("ls", "retinanet"), ("lit", "mask_rcnn"), ("cvt", "mask_rcnn")])
 def test_every_family_trains(shapes, tmp_path, family, detector):
     _, unchanged = train_family(detector, family, tmp_path)
     assert not [n for n in unchanged if n.startswith("backbone.bottom_up.") and "dynamic_projection.bias" not in n]
 
 
-@pytest.mark.parametrize("is_on", [False, True])
+@pytest.mark.parametrize("is_on", slow_except([False, True], [True]))
 def test_evaluations_in_bfloat16(is_on, shapes, tmp_path):
     """Feature maps are computed in bfloat16 and heads return float32. Afterwards the model is unchanged."""
     cfg = small_config("mask_rcnn", "OUTPUT_DIR", str(tmp_path), *(["TEST.AMP.ENABLED", "True"] if is_on else []))

@@ -145,6 +145,7 @@ def evaluated(folder: Path, results: list[dict], shares: list[list[int]]) -> Non
         (folder / f"in {len(shares)}.json").write_text(json.dumps(metrics))
 
 
+@pytest.mark.slow
 def test_images_that_several_processes_evaluate(tmp_path):
     """Such an image counts once. The objects of an image without results count too."""
     dataset, results = drawn()

@@ -27,6 +27,7 @@ from projects_vil.evaluation import build_evaluator
 from projects_vil.evaluation.evaluators import COCOEvaluator, MatchingCOCOEvaluator, metric_names
 from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import VAL, panoptic_config
+from tests.selection import slow_except
 
 
 def evaluate(cfg, folder, predict, *, name: str = "shapes_val") -> dict:
@@ -196,7 +197,7 @@ def test_non_finite_detections(shapes, tmp_path, request, kind):
         )
 
 
-@pytest.mark.parametrize("limit", ["100", "200"])
+@pytest.mark.parametrize("limit", slow_except(["100", "200"], ["200"]))
 def test_faster_coco_eval_equals_pycocotools(shapes, tmp_path, limit):
     pytest.importorskip("faster_coco_eval")
     results = []

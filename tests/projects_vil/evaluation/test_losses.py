@@ -9,9 +9,10 @@ from projects_vil import data
 from projects_vil.evaluation import validation_loss
 from projects_vil.evaluation.losses import _as_for_testing
 from tests.projects_vil.helpers import small_config
+from tests.selection import slow_except
 
 
-@pytest.mark.parametrize("detector", ["retinanet", "cascade_mask_rcnn", "semantic_fpn"])
+@pytest.mark.parametrize("detector", slow_except(["retinanet", "cascade_mask_rcnn", "semantic_fpn"], ["retinanet"]))
 def test_losses_do_not_change_the_model(detector, request):
     request.getfixturevalue("shapes_sem_seg" if detector == "semantic_fpn" else "shapes")
     cfg = small_config(detector, "MODEL.TRANSFORMER.DROP_PATH", "0.5", "MODEL.SEM_SEG_HEAD.NORM", "BN")

@@ -26,10 +26,10 @@ CASES = [
     ("torchscript", "retinanet", {}),
     ("torchscript", "mask_rcnn", BATCHES),
     ("torchscript", "retinanet", {"batched": True, "fixed_number": 100}),
-    ("openvino", "retinanet", {"fixed_number": 100}),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
+            ("openvino", "retinanet", {"fixed_number": 100}),
             ("torchscript", "cascade_mask_rcnn", {"fixed_number": 100}),
             ("openvino", "mask_rcnn", BATCHES),
             ("openvino", "cascade_mask_rcnn", {}),
@@ -143,6 +143,7 @@ def test_an_onnx_file_that_is_not_portable(tmp_path, nodes):
 # -- OpenVINO --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_openvino_file(written):
     model = written("retinanet", "openvino", fixed_number=100)
     openvino = import_openvino()

@@ -142,12 +142,13 @@ def test_a_difference_has_advice(theirs, precision, expected):
     assert re.search(f"NOT EQUAL means that {expected}", text) if expected else "NOT EQUAL" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layer", "change"),
     [
         ("retinanet", "head.bbox_pred.bias", 0.01),
         ("retinanet", "head.cls_score.bias", 0.003),
-        pytest.param("mask_rcnn", "mask_head.predictor.bias", 0.05, marks=pytest.mark.slow),
+        ("mask_rcnn", "mask_head.predictor.bias", 0.05),
     ],
 )
 def test_an_export_of_slightly_other_weights_is_not_ok(exported, name, layer, change):

@@ -23,6 +23,7 @@ from projects_vil.export.formats import load_model
 from projects_vil.export.metadata import digest_of, with_digest
 from tests.projects_vil.export.exporting import demo_detector
 from tests.projects_vil.helpers import ROOT, assert_same_detections
+from tests.selection import slow_except
 from tests.tolerances import FLOAT32
 
 
@@ -81,6 +82,7 @@ def test_detectron2s_interface(exported, name):
 # -- damaged files ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_weights_file_of_openvino(written, tmp_path):
     model = written("retinanet", "openvino", fixed_number=100)
     weights = model.path.with_suffix(".bin")
@@ -128,12 +130,15 @@ def test_changed_metadata(written, tmp_path):
 
 @pytest.mark.parametrize(
     ("file_format", "options"),
-    [
-        ("torchscript", {}),
-        ("openvino", {"fixed_number": 100}),
-        pytest.param("onnx", {"batched": True, "fixed_number": 100}, marks=pytest.mark.slow),
-        pytest.param("torch_export", {}, marks=pytest.mark.slow),
-    ],
+    slow_except(
+        [
+            ("torchscript", {}),
+            ("openvino", {"fixed_number": 100}),
+            ("onnx", {"batched": True, "fixed_number": 100}),
+            ("torch_export", {}),
+        ],
+        ["torchscript"],
+    ),
 )
 def test_no_file_contains_a_path_of_this_machine(written, file_format, options):
     paths = [str(path).encode() for path in (ROOT, Path.home(), "site-packages", "dist-packages")]

@@ -16,6 +16,7 @@ from projects_vil.export.formats import OPSET, import_openvino, openvino_core
 from projects_vil.export.traceable import grouped_nms, pool
 from tests.projects_vil.export.exporting import demo_detector, skip_without
 from tests.projects_vil.helpers import assert_same_detections, small_config
+from tests.selection import slow_except
 from tests.tolerances import FLOAT32
 
 ALL = ("retinanet", "mask_rcnn", "cascade_mask_rcnn")
@@ -107,7 +108,7 @@ def test_images_without_detections(name):
         assert_equal(run(model, image), eager_detections(model, image))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", slow_except(ALL, ["mask_rcnn"]))
 def test_a_batch_equals_its_images_one_at_a_time(name):
     """One image has no detection. The test uses float64, because batched convolutions round differently."""
     images = torch.stack([example_image(70, 101, seed=seed) for seed in (1, 2, 3)])
@@ -165,6 +166,7 @@ class Suppression(nn.Module):
         return grouped_nms(boxes, scores, group, 3, self.threshold)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threshold", [0.5, 0.6, 0.7])
 @pytest.mark.parametrize("file_format", ["openvino", "onnx"])
 def test_suppression_at_the_threshold(tmp_path, file_format, threshold):

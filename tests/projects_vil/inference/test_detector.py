@@ -17,6 +17,7 @@ from projects_vil.inference.image_loading import ImageBatches, ImageSource
 from projects_vil.visualization import DRAW_THRESHOLD
 from tests.projects_vil.helpers import CONFIGS, assert_same_detections
 from tests.projects_vil.inference.helpers import ANY, BrightHalfRunner, picture, save, save_run
+from tests.selection import slow_except
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,8 @@ def assert_equal(ours: Detections, theirs: Detections) -> None:
     assert_same_detections(ours.instances, theirs.instances)
 
 
-@pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", slow_except(["retinanet", "mask_rcnn"], ["retinanet"]))
+@pytest.mark.parametrize("dtype", slow_except(["bfloat16", "float16"], ["bfloat16"]))
 def test_networks_in_sixteen_bits(tmp_path, name, dtype):
     """Outputs are float32, and close to the outputs of a float32 model."""
     save_run(tmp_path, name, "TEST.DETECTIONS_PER_IMAGE", "5")

@@ -27,6 +27,7 @@ pytest.importorskip("pyarrow")
 from pyarrow import parquet
 
 from projects_vil.inference.parquet_writer import SCHEMA
+from tests.selection import slow_except
 
 NUM_IMAGES = int(os.environ.get("NUM_IMAGES", "300"))  # of the slow test
 
@@ -51,7 +52,7 @@ def run(photos, output, runner=None, **options) -> str:
     return summary.lines[0].removeprefix(f"{output}: ")
 
 
-@pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
+@pytest.mark.parametrize("name", slow_except(["retinanet", "mask_rcnn"], ["mask_rcnn"]))
 def test_rows_equal_coco_results(photos, tmp_path, name):
     (tmp_path / "run").mkdir()
     save_run(tmp_path / "run", name, "TEST.DETECTIONS_PER_IMAGE", "5")

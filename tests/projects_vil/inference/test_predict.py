@@ -36,6 +36,7 @@ from tests.projects_vil.inference.helpers import (
     save_run,
     write_video,
 )
+from tests.selection import slow_except
 
 # Results
 
@@ -170,7 +171,7 @@ def test_batches_stay_within_a_window(monkeypatch):
     assert list(whole)[-3:] == list(batches(8)) == [[8, 10], [9], [11]]
 
 
-@pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
+@pytest.mark.parametrize("name", slow_except(["retinanet", "mask_rcnn"], ["mask_rcnn"]))
 @pytest.mark.parametrize("padding", [{}, {"square_size": 160}])
 def test_detections_do_not_depend_on_the_batch(tmp_path, monkeypatch, name, padding):
     save_run(tmp_path, name, "TEST.DETECTIONS_PER_IMAGE", "20")
@@ -195,7 +196,7 @@ def turn(path: Path) -> None:
     path.write_bytes(content[:-12] + chunk + content[-12:])
 
 
-@pytest.mark.parametrize("size", ["unknown", "wrong"])
+@pytest.mark.parametrize("size", slow_except(["unknown", "wrong"], ["wrong"]))
 def test_batches_are_split_if_the_size_of_an_image_was_unknown_or_wrong(tmp_path, request, size):
     """The first request for each URL fails, or the header of a file has a wrong size."""
     save_run(tmp_path, "retinanet", "TEST.DETECTIONS_PER_IMAGE", "20")
@@ -316,6 +317,7 @@ def test_damaged_videos(tmp_path):
     assert read(tmp_path / "out") == before
 
 
+@pytest.mark.slow
 def test_a_camera_is_read_until_it_is_interrupted(served, tmp_path):
     """The results of earlier frames are not in memory."""
 
@@ -383,7 +385,7 @@ def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path
         predict(detector, tmp_path / "clip.avi", tmp_path / "video", drawings=False)
 
 
-@pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
+@pytest.mark.parametrize("name", slow_except(["retinanet", "mask_rcnn"], ["retinanet"]))
 def test_images_too_thin_to_augment_are_skipped(tmp_path, name):
     save_run(tmp_path, name, "TEST.AUG.MIN_SIZES", "(48, 64)", "TEST.AUG.MAX_SIZE", "96")
     save(tmp_path / "in/a.png", picture(40, 60))

@@ -33,6 +33,7 @@ from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH, draw_la
 from projects_vil.visualization.predictions import MIN_SAMPLE_SIDE, draw_sample
 from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import panoptic_config
+from tests.selection import slow_except
 
 NAME, SEM_SEG = "shapes_val", "shapes_sem_seg_val"
 
@@ -78,7 +79,7 @@ def halves(sheet: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return below[:, :PANEL_WIDTH], below[:, PANEL_WIDTH + GAP :][:, :PANEL_WIDTH]
 
 
-@pytest.mark.parametrize("task", ["boxes", "masks", "labels"])
+@pytest.mark.parametrize("task", slow_except(["boxes", "masks", "labels"], ["masks"]))
 def test_predictions_are_drawn_next_to_ground_truth(request, tmp_path, task):
     name = SEM_SEG if task == "labels" else NAME
     dataset = request.getfixturevalue(name.removesuffix("_val"))
@@ -213,7 +214,10 @@ def read(path: Path) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "detector, keys",
-    [("mask_rcnn", ["INPUT.AUGMENTATION", "lsj_copy_paste"]), ("retinanet", ["INPUT.AUGMENTATION", "lsj"])],
+    slow_except(
+        [("mask_rcnn", ["INPUT.AUGMENTATION", "lsj_copy_paste"]), ("retinanet", ["INPUT.AUGMENTATION", "lsj"])],
+        ["mask_rcnn"],
+    ),
 )
 def test_samples_are_the_first_images_of_a_run(shapes, tmp_path, detector, keys):
     keys = [*keys, "INPUT.LSJ.SIZE", "64", "SOLVER.IMS_PER_BATCH", "3", "SEED", "11", "DATALOADER.NUM_WORKERS", "1"]

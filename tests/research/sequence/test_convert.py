@@ -7,6 +7,7 @@ import torch
 
 from backbones.errors import ConfigError
 from research.sequence import convert_sequence_state_dict, create_char_lm, create_sequence_encoder
+from tests.backbones.helpers import with_tensor, without
 from tests.golden import assert_close_to_golden, golden, golden_ids, golden_state_dict
 
 ENCODER, CHAR_LM = "ls_sequence_cls_token", "ls_char_lm"
@@ -80,14 +81,6 @@ def test_unused_norm_is_dropped():
     state_dict, report = convert_sequence_state_dict(weights, model)
     model.load_state_dict(state_dict, strict=True)
     assert {name.split(".")[2] for name in report.dropped} == {"dual_ln_s", "dconv_fc"}
-
-
-def with_tensor(name: str, *shape: int, value: float = 1.0):
-    return lambda weights: weights | {name: torch.full(shape, value)}
-
-
-def without(name: str):
-    return lambda weights: {key: tensor for key, tensor in weights.items() if key != name}
 
 
 @pytest.mark.parametrize(
