@@ -38,4 +38,3 @@ from projects_vil.data.detection_utils import (
 )
 from projects_vil.data.formats import SOURCE, Dataset, read_dataset
 from projects_vil.data.samplers import EvaluationLoader, derived_seed, seed_all
-from projects_vil.data.shapes import SHAPES_TASKS, write_shapes_dataset

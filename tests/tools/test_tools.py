@@ -27,12 +27,7 @@ def photo(tmp_path):
 # -- successful commands ---------------------------------------------------------------------------
 
 
-def test_make_datasets(run_here, shapes, tmp_path):
-    few = ["--num-train", 3, "--num-val", 2, "--short-side", 40]
-    assert run_here("make_shapes_dataset.py", tmp_path / "shapes", *few)[0] == 0
-    assert len(list((tmp_path / "shapes/train").iterdir())) == 3
-    assert run_here("make_shapes_dataset.py", tmp_path / "labels", "--task", "sem_seg", *few)[0] == 0
-    assert len(list((tmp_path / "labels/annotations/training").glob("*.png"))) == 3
+def test_make_coco_subset(run_here, shapes, tmp_path):
     source = shapes / "annotations/instances_train.json"
     assert run_here("make_coco_subset.py", source, tmp_path / "four.json", "--num-images", 4)[0] == 0
     assert len(json.loads((tmp_path / "four.json").read_text())["images"]) == 4
@@ -197,7 +192,6 @@ def test_other_tools_name_what_is_wrong(error_of, trained_run, photo, shapes, tm
         (["visualize.py", "offsets", *image], "LIT"),
         (["visualize.py", "offsets", *image, "--points", 2, "--point", 1, 2], "--point"),
         (["visualize.py", "attention", *image, "--stage", 9, "--block", 1, "--point", 2, 3], "Stage 9"),
-        (["make_shapes_dataset.py", "made", "--num-train", 0], "--num-train"),
     ):
         assert name in error_of(*words)
         assert not (tmp_path / "made").exists()
