@@ -84,12 +84,9 @@ def export_detector(
     """
     is_int8 = precision == "int8"
     if not is_int8:
-        for name, value, default in (
-            ("calibration_images", calibration_images, 100),
-            ("accept_drop", accept_drop, False),
-        ):
-            if value != default:
-                raise ConfigError(f"{name} needs precision int8. Leave it out, or export int8.")
+        unused = "accept_drop" if accept_drop else "calibration_images" if calibration_images != 100 else None
+        if unused:
+            raise ConfigError(f"{unused} needs precision int8. Leave it out, or export int8.")
     evaluate = evaluate or is_int8
     check_format(file_format)
     entry = FORMATS[file_format]
