@@ -118,12 +118,6 @@ def test_command(tmp_path, monkeypatch, capsys):
             assert len(list((tmp_path / "made/annotations/training").glob("*.png"))) == number
 
 
-def test_values_out_of_range(tmp_path):
-    for option, value in {"num_train": 0, "num_val": -1, "short_side": 8, "seed": -1, "task": "semseg"}.items():
-        assert option in message(write_shapes_dataset, tmp_path / "data", **SMALL | {option: value})
-        assert not (tmp_path / "data").exists()
-
-
 def test_nothing_is_left_after_an_interrupt(tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
