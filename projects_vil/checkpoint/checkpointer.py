@@ -4,6 +4,7 @@ import contextlib
 import copy
 import http.client
 import logging
+import math
 import os
 import warnings
 from functools import cached_property
@@ -415,8 +416,8 @@ def checkpoints_of(folder: str | Path) -> list[Path]:
 def last_checkpoints(folder: str | Path) -> list[Path]:
     """Return the checkpoints of a run, the last one first, without the best checkpoint.
 
-    The last one is the file that ``last_checkpoint`` names. If it names none, the checkpoint with the most iterations
-    comes first, because copying a folder changes modification times.
+    The last one is the file that ``last_checkpoint`` names. If it names none, ``model_final.pth`` comes first, then the
+    checkpoint with the most iterations, because copying a folder changes modification times.
     """
     files, tag = checkpoints_of(folder), Path(folder) / LAST_CHECKPOINT
     name = tag.read_text(errors="replace").strip() if tag.is_file() else ""
@@ -427,7 +428,8 @@ def last_checkpoints(folder: str | Path) -> list[Path]:
         logging.getLogger(__name__).warning(
             "%s does not name a checkpoint in its folder (%r). The newest complete one is used.", tag, name[:80]
         )
-        files.sort(key=_iteration, reverse=True)
+        numbers = {path: path.stem.removeprefix("model_") for path in files}
+        files.sort(key=lambda path: int(numbers[path]) if numbers[path].isdecimal() else math.inf, reverse=True)
     return files
 
 
@@ -523,15 +525,3 @@ def slim_checkpoint(source: str | Path, output: str | Path) -> list[str]:
     if METADATA_KEY not in contents:
         lines.append("the file has no metadata (variant, classes, input format)")
     return lines
-
-
-def _iteration(path: Path) -> int:
-    """Return the iteration in the name of a file, or else in its contents; -1 if it cannot be read."""
-    number = path.stem.removeprefix("model_")
-    if number.isdecimal():
-        return int(number)
-    try:
-        iteration = read_checkpoint(path).get("iteration")
-    except ConfigError:
-        return -1
-    return iteration if type(iteration) is int else -1
