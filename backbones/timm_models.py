@@ -1,6 +1,6 @@
 """Register every variant with timm. After the import, ``timm.create_model("vil_small_rpb")`` works.
 
-``features_only=True`` returns a list of feature maps. ``tools/timm_run.py`` imports this module and runs timm's own
+``features_only=True`` returns a list of feature maps. ``examples/timm_run.py`` imports this module and runs timm's own
 ``train.py`` or ``validate.py``. The commands are in docs/checkpoints.md.
 """
 

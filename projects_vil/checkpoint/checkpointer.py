@@ -21,7 +21,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim.swa_utils import AveragedModel
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write, check_writable, read_checkpoint, state_dict_of, write_checkpoint
+from backbones.checkpoint_files import atomic_write, read_checkpoint, state_dict_of
 from backbones.convert import detect_format
 from backbones.errors import check_file
 from projects_vil.checkpoint.categories import (
@@ -491,37 +491,3 @@ def remove_partial(folder: str | Path) -> None:
     """Remove incomplete files of processes that were killed while writing."""
     for path in Path(folder).glob(".*.partial"):
         path.unlink(missing_ok=True)
-
-
-def slim_checkpoint(source: str | Path, output: str | Path) -> list[str]:
-    """Copy the weights and metadata of a detector, without the state of optimizer, scheduler and trainer.
-
-    Use the copy for ``MODEL.WEIGHTS``, evaluation and export. Training cannot resume from it.
-
-    Args:
-        source: a ``.pth`` or ``.safetensors`` checkpoint of this project or of detectron2.
-        output: a ``.pth`` or ``.safetensors`` file. An existing file is replaced, unless it is the source.
-
-    Returns:
-        The sizes of both files and the keys that were left out, as lines of text.
-
-    Raises:
-        ConfigError: if the source cannot be read or is not a detector, if both files are the same, or if the output
-            cannot be written.
-    """
-    source, output = Path(source), Path(output)
-    check_writable(output)
-    if source.exists() and output.exists() and source.samefile(output):
-        raise ConfigError(f"The output '{output}' is the source. Choose another file.")
-    contents = read_checkpoint(source)
-    model = contents.get("model")
-    if not isinstance(model, dict) or not all(isinstance(value, Tensor) for value in model.values()):
-        raise ConfigError(f"'{source}' has no state dict of tensors under 'model'. Use a checkpoint of detectron2.")
-    kept = {key: value for key, value in contents.items() if key in ("model", METADATA_KEY)}
-    write_checkpoint(output, kept)
-    before, after = (path.stat().st_size / 1e6 for path in (source, output))
-    removed = ", ".join(sorted(str(key) for key in contents.keys() - kept.keys())) or "nothing"
-    lines = [f"{before:.1f} MB before, {after:.1f} MB now; left out: {removed}"]
-    if METADATA_KEY not in contents:
-        lines.append("the file has no metadata (variant, classes, input format)")
-    return lines

@@ -32,7 +32,7 @@ from tests.backbones.helpers import random_images, randomize
 from tests.selection import slow_except
 
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools" / "timm_run.py"
+TOOL = ROOT / "examples" / "timm_run.py"
 SMALL, RELATIVE = "vil_tiny_1_1_3_1", "vil_tiny_1_1_3_1_rpb"
 FAMILIES = [SMALL, RELATIVE, "performer_tiny", "linformer_tiny", "ls_tiny", "cvt_ls_13", "lit_ti", "lit_s"]
 SIZE = (64, 96)

@@ -26,9 +26,9 @@ def photo(tmp_path):
 
 def test_make_coco_subset(run_here, shapes, tmp_path):
     source = shapes / "annotations/instances_train.json"
-    assert run_here("make_coco_subset.py", source, tmp_path / "four.json", "--num-images", 4)[0] == 0
+    assert run_here("../examples/make_coco_subset.py", source, tmp_path / "four.json", "--num-images", 4)[0] == 0
     assert len(json.loads((tmp_path / "four.json").read_text())["images"]) == 4
-    _, out, _ = run_here("make_coco_subset.py", source, tmp_path / "all.json", "--num-images", 20)
+    _, out, _ = run_here("../examples/make_coco_subset.py", source, tmp_path / "all.json", "--num-images", 20)
     assert "16 images" in out and "20" in out
 
 
@@ -128,7 +128,7 @@ NEEDED = {
     "analyze_model.py": [*_FILE, "--no-flops"],
     "benchmark.py": ["--models", CONFIG, "--runs", 1],
     "export_model.py": [*_FILE, "--output", "unused"],
-    "plan_schedule.py": [*_FILE, "--epochs", 3],
+    "../examples/plan_schedule.py": [*_FILE, "--epochs", 3],
     "predict.py": _IMAGE,
     "visualize.py attention": [*_IMAGE, "--stage", 1, "--block", 1, "--point", 1, 1],
     "visualize.py data": [*_FILE, "--output", "unused"],
