@@ -118,16 +118,6 @@ def test_command(tmp_path, monkeypatch, capsys):
             assert len(list((tmp_path / "made/annotations/training").glob("*.png"))) == number
 
 
-def test_nothing_is_left_after_an_interrupt(tmp_path, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("examples.make_shapes_dataset.render_image", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        write_shapes_dataset(tmp_path / "data", **SMALL)
-    assert not list(tmp_path.iterdir())
-
-
 def test_label_images_agree_with_images_and_annotations(dataset, tmp_path):
     labeled = tmp_path / "labeled"
     write_shapes_dataset(labeled, task="sem_seg", **SMALL)
