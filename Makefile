@@ -27,7 +27,7 @@ help: ## list the targets
 
 demo: export DETECTRON2_DATASETS := $(CURDIR)/datasets
 demo: .venv/.stamp ## train, evaluate and export a small detector; DETECTOR=mask_rcnn for masks, ARGS=--resume to continue
-	@$(RUN) tools/make_shapes_dataset.py datasets/shapes
+	@$(RUN) examples/make_shapes_dataset.py datasets/shapes
 	@$(RUN) tools/train_net.py --config-file configs/demo/$(DETECTOR)_vil_shapes.yaml OUTPUT_DIR $(OUT) \
 		OVERWRITE_OUTPUT_DIR True $(ARGS)
 	@$(RUN) tools/export_model.py --config-file $(OUT)/config.yaml --weights $(OUT)/model_final.pth \

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from backbones.attention.dense import join_tokens, split_globals
 from backbones.errors import ConfigError, check_choice
 from backbones.layers.block import Block, call_block
-from backbones.layers.position import init_trunc_normal_, position_parameter, resize_tables
+from backbones.layers.position import init_trunc_normal_, position_parameter
 from backbones.layers.tracing import contiguous_for_export, static_size
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "reference")
@@ -386,22 +386,6 @@ class Backbone(nn.Module, abc.ABC):
         """Set whether the backward pass recomputes the activations of each block."""
         for stage in self.stages:
             stage.activation_checkpointing = enable
-
-    def set_img_size(self, img_size: tuple[int, int]) -> None:
-        """Resize all position tables in place, as in a model that is created for another image size.
-
-        Args:
-            img_size: Height and width in pixels.
-
-        Raises:
-            ConfigError: If a parameter cannot be resized, as in Linformer. Then the model is unchanged.
-        """
-        position_img_size = None if self.settings.position_img_size is None else img_size
-        settings = dataclasses.replace(self.settings, max_img_size=img_size, position_img_size=position_img_size)
-        with torch.device("meta"):
-            resized = type(self)(self.variant, settings)
-        resize_tables(self, resized)
-        self.settings = settings
 
     def train(self, mode: bool = True) -> "Backbone":
         """Set the training mode, as ``nn.Module.train``. Frozen stages stay in evaluation mode."""

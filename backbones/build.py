@@ -1,11 +1,11 @@
 """Create models by the name of their variant."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 
 from backbones import cvt, lit, vil
 from backbones.backbone import Backbone, BackboneSettings, Classifier, Variant
-from backbones.errors import ConfigError, check_whole, closest, explain_unknown_keywords
+from backbones.errors import ConfigError, check_whole, closest
 
 VARIANTS: dict[str, Variant] = {**vil.VARIANTS, **cvt.VARIANTS, **lit.VARIANTS}
 _FAMILIES: dict[type[Variant], type[Backbone]] = {
@@ -14,27 +14,28 @@ _FAMILIES: dict[type[Variant], type[Backbone]] = {
     lit.LITVariant: lit.LIT,
 }
 OPTIONS = {option for family in _FAMILIES for option in family.options}
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
 
 
-def _checked(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    return explain_unknown_keywords(function, also=OPTIONS)
+def get_variant(name: str, options: Mapping[str, object] | None = None, *, keywords: Iterable[str] = ()) -> Variant:
+    """Return the variant ``name`` with other options. Options of any family that are None are ignored.
 
-
-def get_variant(name: str, options: Mapping[str, object] | None = None) -> Variant:
-    """Return the variant ``name`` with other options. Options that are None are ignored.
+    Args:
+        name: One of :func:`list_variants`.
+        options: The options by name.
+        keywords: Other valid names, for the suggestion in an error.
 
     Raises:
-        ConfigError: If the name is unknown, or the family does not have an option.
+        ConfigError: If the name is unknown, or the family does not have an option. The message suggests the closest
+            valid name or keyword.
     """
     if name not in VARIANTS:
         hint = closest(str(name), VARIANTS) or f". Choose one of {', '.join(sorted(VARIANTS))}."
         raise ConfigError(f"Unknown variant {name!r}{hint}")
     variant, given = VARIANTS[name], {}
     for option, value in (options or {}).items():
-        if value is not None and option not in variant.options:
-            raise ConfigError(f"{name} has no option {option}. Its options are {', '.join(variant.options)}.")
+        if option not in (OPTIONS if value is None else variant.options):
+            hint = closest(option, (*variant.options, *keywords)) or "."
+            raise ConfigError(f"{name} has no option {option!r}{hint} Its options are {', '.join(variant.options)}.")
         if value is not None:
             given[option] = value
     return variant.with_options(**given) if given else variant
@@ -52,7 +53,6 @@ def list_variants(prefix: str = "") -> list[str]:
     return sorted(name for name in VARIANTS if name.startswith(prefix))
 
 
-@_checked
 def create_backbone(
     name: str,
     *,
@@ -103,7 +103,7 @@ def create_backbone(
         >>> features["stage4"].shape
         torch.Size([1, 768, 15, 20])
     """
-    variant = get_variant(name, options)
+    variant = get_variant(name, options, keywords=inspect.signature(create_backbone).parameters)
     if any(getattr(stage, "attention", None) == "linformer" for stage in variant.stages):
         raise ConfigError(
             f"{name} cannot be a backbone, because Linformer works with one image size only. Use create_classifier."
@@ -118,7 +118,6 @@ def create_backbone(
     return _FAMILIES[type(variant)](variant, settings)
 
 
-@_checked
 def create_classifier(
     name: str,
     *,
@@ -151,7 +150,7 @@ def create_classifier(
         >>> logits.shape
         torch.Size([2, 10])
     """
-    variant = get_variant(name, options)
+    variant = get_variant(name, options, keywords=inspect.signature(create_classifier).parameters)
     check_whole("num_classes", num_classes)
     size = height_and_width("img_size", img_size)
     settings = BackboneSettings(

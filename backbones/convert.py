@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from backbones import lit, vil
 from backbones.build import create_backbone, create_classifier
 from backbones.checkpoint_files import state_dict_of
-from backbones.errors import ConfigError, explain_unknown_keywords
+from backbones.errors import ConfigError
 from backbones.layers.position import GridRelativeBias, fit_table
 
 # A regular expression for whole parts of a dotted name, and its replacement
@@ -114,7 +114,6 @@ def detect_format(contents: Mapping[str, object]) -> OfficialCheckpoint | None:
     return None
 
 
-@explain_unknown_keywords
 def convert_state_dict(
     official: Mapping[str, Tensor],
     name: str,

@@ -1,15 +1,10 @@
 """The exception for user mistakes, and checks that raise it."""
 
 import difflib
-import functools
-import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
 # A file with this text in its first bytes was written by this project and may be replaced.
 GENERATOR = "written by vil-detectron2"
 _NUM_FIRST_BYTES = 4096
@@ -95,26 +90,3 @@ def check_whole(name: str, value: object, *, least: int = 1) -> None:
     """Raise a :class:`ConfigError` unless the argument ``name`` is a whole number of at least ``least``."""
     if type(value) is not int or value < least:
         raise ConfigError(f"{name}={value!r} is not valid. Give a whole number of at least {least}.")
-
-
-def explain_unknown_keywords(
-    function: Callable[_Parameters, _Result], also: Iterable[str] = ()
-) -> Callable[_Parameters, _Result]:
-    """Decorate ``function`` so that an unknown keyword raises a :class:`ConfigError` with the closest valid one.
-
-    Args:
-        function: A function with ``**options``.
-        also: Valid keywords besides the parameters of the function.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    keywords = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD] + sorted(also)
-
-    @functools.wraps(function)
-    def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        for keyword in kwargs:
-            if keyword not in keywords:
-                hint = closest(keyword, keywords) or f". Its keywords are {', '.join(keywords)}."
-                raise ConfigError(f"{function.__name__} has no keyword {keyword!r}{hint}")
-        return function(*args, **kwargs)
-
-    return checked

@@ -1,6 +1,6 @@
 """Register every variant with timm. After the import, ``timm.create_model("vil_small_rpb")`` works.
 
-``features_only=True`` returns a list of feature maps. ``tools/timm_run.py`` imports this module and runs timm's own
+``features_only=True`` returns a list of feature maps. ``examples/timm_run.py`` imports this module and runs timm's own
 ``train.py`` or ``validate.py``. The commands are in docs/checkpoints.md.
 """
 
@@ -28,7 +28,7 @@ from backbones.attention.dense import join_tokens
 from backbones.attention.efficient import PerformerAttention, redraw_features
 from backbones.attention.sliding_chunk import sample_shifts
 from backbones.backbone import Backbone, Classifier, init_linear
-from backbones.build import OPTIONS, create_backbone, create_classifier, get_variant, height_and_width, list_variants
+from backbones.build import OPTIONS, create_backbone, create_classifier, get_variant, list_variants
 from backbones.errors import ConfigError, check_choice, check_whole
 from backbones.layers.position import fit_table
 from backbones.layers.token_merging import DeformableTokenMerging
@@ -180,29 +180,6 @@ class TimmClassifier(Classifier):
         if prune_head or is_shorter:
             self.reset_classifier(0, "")
         return sorted(chosen)
-
-    def set_input_size(
-        self, img_size: int | Sequence[int] | None = None, patch_size: int | Sequence[int] | None = None
-    ) -> None:
-        """Resize the position tables for images of another size. The parameters remain the same objects.
-
-        Args:
-            img_size: Image side, or height and width, in pixels. None for no change.
-            patch_size: The patch size of the model, or None.
-
-        Raises:
-            ConfigError: If the patch size differs, or the model is a Linformer, which works with one image size only.
-        """
-        if patch_size is not None:
-            check_choice("patch_size", patch_size, (self.backbone.variant.downsample_factors[0],))
-        if img_size is None:
-            return
-        size = height_and_width("img_size", img_size)
-        self.backbone.set_img_size(size)
-        # timm saves these with the weights, and reads them for its transforms.
-        for record in ("_traits", "_model_args"):
-            if hasattr(self, record):
-                setattr(self, record, {**getattr(self, record), "img_size": size})
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Set whether the backward pass recomputes the activations of each block."""

@@ -5,7 +5,7 @@ run resumes from its last checkpoint. OUTPUT_DIR, the data and this repository m
 
 Example:
     pip install "ray[train]"
-    python tools/make_shapes_dataset.py datasets/shapes
+    python examples/make_shapes_dataset.py datasets/shapes
     python examples/ray_train.py --num-workers 2 --config-file configs/demo/retinanet_vil_shapes.yaml \\
         MODEL.DEVICE cpu OUTPUT_DIR /shared/output/demo
 """

@@ -7,11 +7,11 @@ import logging
 import multiprocessing
 import os
 import re
-import secrets
 import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import warnings
 from collections import Counter
@@ -242,14 +242,13 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     Yields:
         The path of the temporary folder.
     """
-    # The name is chosen first. If a signal arrives during mkdir, the folder is still deleted.
-    unfinished, is_new = folder / f".unfinished-{secrets.token_hex(4)}", not folder.exists()
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
+        with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as unfinished:
+            yield Path(unfinished)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if is_new and folder.is_dir() and not any(folder.iterdir()):
+        if is_new and not any(folder.iterdir()):
             folder.rmdir()
 
 

@@ -128,7 +128,7 @@ def _datasets_root(name: str, **options):
 
     @pytest.fixture(scope="session")
     def datasets_root(made_once):
-        from projects_vil.data import write_shapes_dataset
+        from examples.make_shapes_dataset import write_shapes_dataset
 
         return made_once(name, lambda root: write_shapes_dataset(root / name, short_side=64, **options))
 

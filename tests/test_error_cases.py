@@ -19,7 +19,7 @@ from pathlib import Path
 import PIL.Image
 import pytest
 
-from projects_vil.data import write_shapes_dataset
+from examples.make_shapes_dataset import write_shapes_dataset
 from tests.projects_vil.helpers import PATIENCE, ROOT, last_child, run_tool, small_config, start_tool
 from tests.selection import slow_except
 

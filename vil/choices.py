@@ -15,4 +15,3 @@ PART_SIZE = 1024
 SCORE_THRESHOLD = 0.3
 BENCHMARK_PARTS = ("attention", "backbone", "detector", "train-step")
 DTYPES = ("float32", "bfloat16", "float16")
-SHAPES_TASKS = ("detection", "sem_seg", "panoptic")

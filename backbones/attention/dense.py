@@ -184,7 +184,6 @@ class DenseAttention(TokenAttention):
     """
 
     backends = BACKENDS | dict.fromkeys(("auto", "triton"), dense_attention)
-    sized = ("num_groups",)
 
     def __init__(
         self,

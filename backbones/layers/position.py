@@ -193,7 +193,6 @@ class GridRelativeBias(nn.Module):
     """
 
     no_weight_decay_names = ("table", "local_to_global", "global_to_local", "global_to_global")
-    sized = ("size",)
 
     def __init__(
         self,
@@ -333,34 +332,3 @@ def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, made_for: tuple[in
     if not is_grid or rows * cols != len(tensor) or owner.offsets == (rows, cols):
         return tensor
     return resize_table(tensor.unflatten(0, (rows, cols)), owner.offsets, mode=owner.resize_mode).flatten(0, 1)
-
-
-def resize_tables(model: nn.Module, resized: nn.Module) -> None:
-    """Resize the position tables of a model in place, with :func:`fit_table`.
-
-    Args:
-        model: The model. Its parameters remain the same objects. Resized ones lose their gradients.
-        resized: The same model created for another image size, on any device.
-
-    Raises:
-        ConfigError: If a parameter cannot be resized. Then the model is unchanged.
-    """
-    resized_modules, tables, sized = dict(resized.named_modules()), [], []
-    for path, module in model.named_modules():
-        other = resized_modules.get(path)
-        sized += [(module, name, getattr(other, name)) for name in getattr(other, "sized", ())]
-        made_for = module.size if isinstance(module, GridRelativeBias) else None
-        for leaf, parameter in module.named_parameters(recurse=False):
-            tensor, wanted = parameter.detach(), getattr(other, leaf, parameter)
-            table = fit_table(tensor, other, leaf, made_for=made_for)
-            if table.shape != wanted.shape:
-                raise ConfigError(
-                    f"'{path}.{leaf}' of shape {tuple(tensor.shape)} cannot be resized to another image size. Create "
-                    "the model with that img_size."
-                )
-            if table is not tensor:
-                tables.append((parameter, table))
-    for parameter, table in tables:
-        parameter.data, parameter.grad = table, None
-    for module, name, value in sized:
-        setattr(module, name, value)

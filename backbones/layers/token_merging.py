@@ -5,7 +5,6 @@ or width is padded with zeros at the bottom or on the right.
 """
 
 import contextlib
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -152,33 +151,3 @@ def sampled_positions(offsets: Sequence[Tensor], row: int, col: int) -> Tensor:
         regular = 2 * torch.stack([rows, cols], dim=-1)[:, None, None] + grid
         positions = (regular + offset[rows, cols]).flatten(0, 2)
     return positions
-
-
-def with_deformable_merging(swin: nn.Module, *, norm: str = "BN") -> nn.Module:
-    """Return a copy of timm's Swin with new deformable token merging modules (LIT Table 4, "Swin-Ti + DTM").
-
-    The PVT-S of this table is not supported. timm has only PVT v2, which has overlapping 3 x 3 embeddings.
-
-    Args:
-        swin: A model such as ``timm.create_model("swin_tiny_patch4_window7_224")``, also with ``features_only=True``.
-        norm: See :class:`DeformableTokenMerging`.
-
-    Raises:
-        ConfigError: If the model has no Swin token merging.
-    """
-    swin = copy.deepcopy(swin)
-    names = [name for name, module in swin.named_modules() if isinstance(module, PatchMerging)]
-    if not names:
-        raise ConfigError(f"{type(swin).__name__} has no PatchMerging to replace. Pass a Swin model of timm.")
-    for name in names:
-        old = swin.get_submodule(name)
-        new = _SwinMerging(old.dim, old.out_dim, norm=norm)
-        parent, _, attribute = name.rpartition(".")
-        setattr(swin.get_submodule(parent), attribute, new.to(old.reduction.weight))
-    return swin.train(swin.training)
-
-
-class _SwinMerging(DeformableTokenMerging):
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the merged tokens (B, ceil(H / 2), ceil(W / 2), D) of tokens (B, H, W, C)."""
-        return super().forward(tokens.permute(0, 3, 1, 2))

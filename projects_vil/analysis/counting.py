@@ -33,6 +33,8 @@ _SAME_FORMULA = {
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
 }
+# Parts of the names of operators, and their types. The others are matrix products.
+_OPERATOR_TYPES = {"attention": "attention", "conv": "convolution"}
 for _operator, _known in _SAME_FORMULA.items():
     flop_registry.setdefault(getattr(torch.ops.aten, _operator), flop_registry[getattr(torch.ops.aten, _known)])
 
@@ -165,25 +167,9 @@ def count_flops(model: nn.Module, *inputs: Any) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for operator, flops in counter.get_flop_counts().get("Global", {}).items():
         # The counter counts a multiply-add as two operations.
-        counts[operator_type(str(operator).rpartition(".")[2])] += flops // 2
+        kind = next((kind for part, kind in _OPERATOR_TYPES.items() if part in str(operator)), "matmul")
+        counts[kind] += flops // 2
     return dict(counts)
-
-
-def operator_type(name: str) -> str:
-    """Return the type of a PyTorch operator: attention, matmul, convolution, norm, copy or other."""
-    if name in ("mm", "addmm", "bmm", "baddbmm", "baddbmm_"):
-        return "matmul"
-    for part, label in (("attention", "attention"), ("conv", "convolution"), ("norm", "norm")):
-        if part in name:
-            return label
-    return "copy" if name in _COPIES else "other"
-
-
-_COPIES = {
-    *("_to_copy", "as_strided_scatter", "cat", "clone", "constant_pad_nd", "copy_", "fill_", "flip", "index"),
-    *("index_put", "index_put_", "index_select", "new_zeros", "repeat", "roll", "select_backward", "slice_backward"),
-    *("stack", "zero_", "zeros", "zeros_like"),
-}
 
 
 def format_variants(counts: Sequence[dict[str, Any]]) -> str:

@@ -17,7 +17,6 @@ from projects_vil.checkpoint.checkpointer import (
     remove_old,
     remove_partial,
     remove_run,
-    slim_checkpoint,
     weights_of,
 )
 from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, fingerprint, versions

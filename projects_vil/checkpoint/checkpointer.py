@@ -4,6 +4,7 @@ import contextlib
 import copy
 import http.client
 import logging
+import math
 import os
 import warnings
 from functools import cached_property
@@ -20,7 +21,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim.swa_utils import AveragedModel
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write, check_writable, read_checkpoint, state_dict_of, write_checkpoint
+from backbones.checkpoint_files import atomic_write, read_checkpoint, state_dict_of
 from backbones.convert import detect_format
 from backbones.errors import check_file
 from projects_vil.checkpoint.categories import (
@@ -415,8 +416,8 @@ def checkpoints_of(folder: str | Path) -> list[Path]:
 def last_checkpoints(folder: str | Path) -> list[Path]:
     """Return the checkpoints of a run, the last one first, without the best checkpoint.
 
-    The last one is the file that ``last_checkpoint`` names. If it names none, the checkpoint with the most iterations
-    comes first, because copying a folder changes modification times.
+    The last one is the file that ``last_checkpoint`` names. If it names none, ``model_final.pth`` comes first, then the
+    checkpoint with the most iterations, because copying a folder changes modification times.
     """
     files, tag = checkpoints_of(folder), Path(folder) / LAST_CHECKPOINT
     name = tag.read_text(errors="replace").strip() if tag.is_file() else ""
@@ -427,7 +428,8 @@ def last_checkpoints(folder: str | Path) -> list[Path]:
         logging.getLogger(__name__).warning(
             "%s does not name a checkpoint in its folder (%r). The newest complete one is used.", tag, name[:80]
         )
-        files.sort(key=_iteration, reverse=True)
+        numbers = {path: path.stem.removeprefix("model_") for path in files}
+        files.sort(key=lambda path: int(numbers[path]) if numbers[path].isdecimal() else math.inf, reverse=True)
     return files
 
 
@@ -489,49 +491,3 @@ def remove_partial(folder: str | Path) -> None:
     """Remove incomplete files of processes that were killed while writing."""
     for path in Path(folder).glob(".*.partial"):
         path.unlink(missing_ok=True)
-
-
-def slim_checkpoint(source: str | Path, output: str | Path) -> list[str]:
-    """Copy the weights and metadata of a detector, without the state of optimizer, scheduler and trainer.
-
-    Use the copy for ``MODEL.WEIGHTS``, evaluation and export. Training cannot resume from it.
-
-    Args:
-        source: a ``.pth`` or ``.safetensors`` checkpoint of this project or of detectron2.
-        output: a ``.pth`` or ``.safetensors`` file. An existing file is replaced, unless it is the source.
-
-    Returns:
-        The sizes of both files and the keys that were left out, as lines of text.
-
-    Raises:
-        ConfigError: if the source cannot be read or is not a detector, if both files are the same, or if the output
-            cannot be written.
-    """
-    source, output = Path(source), Path(output)
-    check_writable(output)
-    if source.exists() and output.exists() and source.samefile(output):
-        raise ConfigError(f"The output '{output}' is the source. Choose another file.")
-    contents = read_checkpoint(source)
-    model = contents.get("model")
-    if not isinstance(model, dict) or not all(isinstance(value, Tensor) for value in model.values()):
-        raise ConfigError(f"'{source}' has no state dict of tensors under 'model'. Use a checkpoint of detectron2.")
-    kept = {key: value for key, value in contents.items() if key in ("model", METADATA_KEY)}
-    write_checkpoint(output, kept)
-    before, after = (path.stat().st_size / 1e6 for path in (source, output))
-    removed = ", ".join(sorted(str(key) for key in contents.keys() - kept.keys())) or "nothing"
-    lines = [f"{before:.1f} MB before, {after:.1f} MB now; left out: {removed}"]
-    if METADATA_KEY not in contents:
-        lines.append("the file has no metadata (variant, classes, input format)")
-    return lines
-
-
-def _iteration(path: Path) -> int:
-    """Return the iteration in the name of a file, or else in its contents; -1 if it cannot be read."""
-    number = path.stem.removeprefix("model_")
-    if number.isdecimal():
-        return int(number)
-    try:
-        iteration = read_checkpoint(path).get("iteration")
-    except ConfigError:
-        return -1
-    return iteration if type(iteration) is int else -1

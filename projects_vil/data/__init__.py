@@ -39,4 +39,3 @@ from projects_vil.data.detection_utils import (
 )
 from projects_vil.data.readers import SOURCE, Dataset, read_dataset
 from projects_vil.data.samplers import EvaluationLoader, derived_seed, seed_all
-from projects_vil.data.shapes import SHAPES_TASKS, write_shapes_dataset

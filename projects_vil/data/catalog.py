@@ -20,7 +20,6 @@ from backbones import ConfigError
 from backbones.errors import check_file, closest
 from projects_vil.config import first_of
 from projects_vil.data.detection_utils import IGNORED_LABEL, IMAGE_SUFFIXES
-from projects_vil.data.shapes import SHAPES_SEM_SEG_CLASSES
 from projects_vil.utils import read_json
 
 # The colors in visualizations match the images: red circles, green squares and blue triangles.
@@ -61,7 +60,7 @@ def register_built_in_datasets() -> None:
                 _register_coco(f"{name}_{split}", annotations, root / name / split, labels=labels)
                 MetadataCatalog.get(f"{name}_{split}").thing_colors = SHAPES_COLORS
         for name, parent, classes in (
-            ("shapes_sem_seg", root / "shapes_sem_seg", SHAPES_SEM_SEG_CLASSES),
+            ("shapes_sem_seg", root / "shapes_sem_seg", ("background", "circle", "square", "triangle")),
             ("ade20k", root / "ADEChallengeData2016", ADE20K_SEM_SEG_CATEGORIES),
         ):
             images, labels = parent / "images" / folder, parent / "annotations" / folder

@@ -20,21 +20,13 @@ from projects_vil.config import (
     check_device,
     is_panoptic,
     is_point_rend,
-    is_segmentor,
     value_of,
     with_overrides,
 )
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.trainer import AMP_DTYPES
 from projects_vil.engine.writers import check_services
-from projects_vil.evaluation import (
-    COCO_APIS,
-    EVALUATION_FILE,
-    LOSS_TASK,
-    check_coco_api,
-    check_metric,
-    split_metric_name,
-)
+from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_coco_api, check_metric
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta, check_roi_heads, max_input_side
 from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
 
@@ -269,41 +261,8 @@ def check_values(cfg: CfgNode) -> None:
             "SOLVER.REFERENCE_BATCH_SIZE and SOLVER.REFERENCE_WORLD_SIZE both scale the learning rate. Set one of them "
             "to 0."
         )
-    if cfg.TEST.BEST_METRIC:
-        _check_best_metric(cfg)
     if cfg.SOLVER.EARLY_STOPPING_PATIENCE and not (cfg.TEST.BEST_METRIC and cfg.TEST.EVAL_PERIOD):
         raise ConfigError(
             "SOLVER.EARLY_STOPPING_PATIENCE needs evaluations and a metric. Set TEST.EVAL_PERIOD, and TEST.BEST_METRIC "
             "to a metric such as bbox/AP."
         )
-
-
-def _check_best_metric(cfg: CfgNode) -> None:
-    """Check the dataset and the task of TEST.BEST_METRIC.
-
-    :func:`check_metric` checks the rest of the name after the datasets are registered.
-    """
-    metric, tests = cfg.TEST.BEST_METRIC, cfg.DATASETS.TEST
-    dataset, task, _ = split_metric_name(cfg)
-    tasks = _tasks(cfg)
-    if task not in tasks or (len(tests) > 1 and not dataset):
-        prefix = "DATASET/" if len(tests) > 1 else ""
-        raise ConfigError(
-            f"TEST.BEST_METRIC is '{metric}'. Write {prefix}TASK/METRIC as in metrics.json. TASK must be "
-            f"{' or '.join(tasks)}."
-        )
-    if task == LOSS_TASK and not cfg.TEST.VALIDATION_LOSS:
-        raise ConfigError(f"TEST.BEST_METRIC '{metric}' needs the validation loss. Set TEST.VALIDATION_LOSS True.")
-
-
-def _tasks(cfg: CfgNode) -> list[str]:
-    """Return the tasks that an evaluation of this model reports."""
-    if is_segmentor(cfg):
-        return ["sem_seg", LOSS_TASK]
-    has_rois = cfg.MODEL.META_ARCHITECTURE in ("GeneralizedRCNN", "PanopticFPN")
-    is_evaluated = {
-        "segm": has_rois and cfg.MODEL.MASK_ON,
-        "keypoints": has_rois and cfg.MODEL.KEYPOINT_ON,
-        "sem_seg": is_panoptic(cfg),
-    }
-    return ["bbox", *(task for task, evaluated in is_evaluated.items() if evaluated), LOSS_TASK]

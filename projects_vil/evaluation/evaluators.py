@@ -1,11 +1,9 @@
 """Build the evaluator of a dataset, and list its metrics."""
 
-import copy
 import functools
 import importlib.util
 import json
 import logging
-import math
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -32,7 +30,7 @@ from pycocotools.coco import COCO
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import check_choice, closest
-from projects_vil.config import is_panoptic
+from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data import class_names, class_order, ground_truth, label_reader
 from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
@@ -184,7 +182,7 @@ class FiniteVOCEvaluator(_Finite, PascalVOCDetectionEvaluator):
 
 
 class COCOEvaluator(_Finite, coco_evaluation.COCOEvaluator):
-    """detectron2's COCO evaluator. Its table of classes omits classes without objects; their AP is nan.
+    """detectron2's COCO evaluator, also for annotations that are already read and checked.
 
     Args:
         dataset_name: a name in detectron2's catalog.
@@ -193,9 +191,7 @@ class COCOEvaluator(_Finite, coco_evaluation.COCOEvaluator):
         max_dets_per_image: maximum number of detections per image and class.
     """
 
-    def __init__(
-        self, dataset_name: str, truth: COCO | None = None, *, output_dir: str, max_dets_per_image: int = 100
-    ) -> None:
+    def __init__(self, dataset_name: str, truth: COCO | None, *, output_dir: str, max_dets_per_image: int) -> None:
         if truth is None:
             super().__init__(dataset_name, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
             return
@@ -206,24 +202,6 @@ class COCOEvaluator(_Finite, coco_evaluation.COCOEvaluator):
         self._cpu_device = torch.device("cpu")
         self._metadata, self._coco_api = MetadataCatalog.get(dataset_name), truth
         self._do_evaluation, self._kpt_oks_sigmas = "annotations" in truth.dataset, ()
-
-    def _derive_coco_results(
-        self, coco_eval: Any, iou_type: str, class_names: Sequence[str] | None = None
-    ) -> dict[str, float]:
-        if coco_eval is None or class_names is None or len(class_names) < 2:
-            return super()._derive_coco_results(coco_eval, iou_type, class_names)
-        # (IoU, recall, class, area, detections); -1 without objects
-        precision = coco_eval.eval["precision"]
-        has_objects = (precision[..., 0, -1] > -1).any(axis=(0, 1))
-        shown = copy.copy(coco_eval)
-        shown.eval = coco_eval.eval | {"precision": precision[:, :, has_objects]}
-        names = [name for name, is_there in zip(class_names, has_objects, strict=True) if is_there]
-        results = super()._derive_coco_results(shown, iou_type, names)
-        if len(names) == 1:
-            # detectron2 omits the AP of a single class.
-            results[f"AP-{names[0]}"] = results["AP"]
-        by_class = {f"AP-{name}": results.pop(f"AP-{name}", math.nan) for name in class_names}
-        return results | by_class
 
 
 class FasterCOCOEvaluator(COCOEvaluator):
@@ -394,8 +372,17 @@ def check_metric(cfg: CfgNode) -> None:
     Args:
         cfg: a config whose ``DATASETS.TEST`` are registered. The metric is ``task/name`` or ``dataset/task/name``.
     """
-    metric = cfg.TEST.BEST_METRIC
+    metric, tests = cfg.TEST.BEST_METRIC, cfg.DATASETS.TEST
     dataset, task, name = split_metric_name(cfg)
+    tasks = _tasks(cfg)
+    if task not in tasks or (len(tests) > 1 and not dataset):
+        prefix = "DATASET/" if len(tests) > 1 else ""
+        raise ConfigError(
+            f"TEST.BEST_METRIC is '{metric}'. Write {prefix}TASK/METRIC as in metrics.json. TASK must be "
+            f"{' or '.join(tasks)}."
+        )
+    if task == LOSS_TASK and not cfg.TEST.VALIDATION_LOSS:
+        raise ConfigError(f"TEST.BEST_METRIC '{metric}' needs the validation loss. Set TEST.VALIDATION_LOSS True.")
     if task == LOSS_TASK:
         if name != TOTAL_LOSS and not name.startswith("loss_"):
             raise ConfigError(
@@ -407,6 +394,19 @@ def check_metric(cfg: CfgNode) -> None:
         also = f", and per class as {per_class[0]}" if per_class else ""
         near = closest(name, (*metrics, *per_class), most=3)
         raise ConfigError(f"TEST.BEST_METRIC is {metric}. Use one of {', '.join(metrics)}{also}{near or '.'}")
+
+
+def _tasks(cfg: CfgNode) -> list[str]:
+    """Return the tasks that an evaluation of this model reports."""
+    if is_segmentor(cfg):
+        return ["sem_seg", LOSS_TASK]
+    has_rois = cfg.MODEL.META_ARCHITECTURE in ("GeneralizedRCNN", "PanopticFPN")
+    is_evaluated = {
+        "segm": has_rois and cfg.MODEL.MASK_ON,
+        "keypoints": has_rois and cfg.MODEL.KEYPOINT_ON,
+        "sem_seg": is_panoptic(cfg),
+    }
+    return ["bbox", *(task for task, evaluated in is_evaluated.items() if evaluated), LOSS_TASK]
 
 
 def split_metric_name(cfg: CfgNode) -> tuple[str, str, str]:

@@ -20,7 +20,7 @@ from projects_vil.checkpoint import load_detector
 from projects_vil.config import with_overrides
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import FORMATS, check_format
-from projects_vil.export.metadata import check_sides, describe_model, digest_of, metadata_path, with_digest
+from projects_vil.export.metadata import check_sides, describe_model, digest_of, metadata_path
 from projects_vil.export.parity import check_export, example_image, parity_images
 from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, quantize
 from projects_vil.export.runtime import ExportedModel
@@ -84,12 +84,9 @@ def export_detector(
     """
     is_int8 = precision == "int8"
     if not is_int8:
-        for name, value, default in (
-            ("calibration_images", calibration_images, 100),
-            ("accept_drop", accept_drop, False),
-        ):
-            if value != default:
-                raise ConfigError(f"{name} needs precision int8. Leave it out, or export int8.")
+        unused = "accept_drop" if accept_drop else "calibration_images" if calibration_images != 100 else None
+        if unused:
+            raise ConfigError(f"{unused} needs precision int8. Leave it out, or export int8.")
     evaluate = evaluate or is_int8
     check_format(file_format)
     entry = FORMATS[file_format]
@@ -158,7 +155,6 @@ def export_detector(
             if is_int8:
                 quantize(source, new, file_format, calibration, read)
                 metadata["quantization"] = {"calibration_images": len(calibration), "float_layers": FLOAT_LAYERS}
-            metadata = with_digest(metadata)
             entry.embed(new, metadata)
             own, *others = entry.files(new)
             digests = {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}

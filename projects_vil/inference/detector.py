@@ -43,6 +43,8 @@ T = TypeVar("T")
 class Detections:
     """The N detections of one image on the CPU, by descending score, in pixels of the upright image.
 
+    Iteration yields objects of this class with one detection each.
+
     Attributes:
         instances: detectron2's Instances with ``pred_boxes``, ``scores``, ``pred_classes`` and, for Mask R-CNN,
             ``pred_masks``. :meth:`Detector.detect` sets ``encoded_masks`` instead of ``pred_masks``.
@@ -60,6 +62,16 @@ class Detections:
 
     def __len__(self) -> int:
         return len(self.instances)
+
+    def __getitem__(self, index: int | slice | np.ndarray) -> "Detections":
+        """Return some of the detections, as in ``detections[0]`` or ``detections[detections.scores > 0.5]``."""
+        chosen: Any = np.arange(len(self))[index].reshape(-1)
+        masks = None if self.encoded_masks is None else [self.encoded_masks[number] for number in chosen]
+        return dataclasses.replace(self, instances=self.instances[chosen], encoded_masks=masks)
+
+    def __iter__(self) -> Iterator["Detections"]:
+        """Yield each detection, by descending score."""
+        return (self[number] for number in range(len(self)))
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{number} {name}" for name, number in Counter(self.names).most_common())
@@ -216,6 +228,7 @@ class Detector(HubMixin):
         if score_threshold is not None:
             check_threshold(score_threshold)
         given: dict[Any, Any] = dict(zip(overrides[::2], overrides[1::2], strict=False))
+        device_name = "MODEL.DEVICE" if device is None else "device"
         weights, device = weights or given.get("MODEL.WEIGHTS"), device or given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's last checkpoint
@@ -238,7 +251,10 @@ class Detector(HubMixin):
         cfg.INFERENCE.DTYPE = dtype or cfg.INFERENCE.DTYPE
         if score_threshold is not None:
             cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
-        cfg = choose_device(cfg, requested=device is not None)
+        try:
+            cfg = choose_device(cfg, requested=device is not None)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("MODEL.DEVICE", device_name)) from error
         file = os.fspath(weights or cfg.MODEL.WEIGHTS)
         file = file if os.path.exists(file) else find_weights(file)
         return cls(EagerRunner(cfg, file, tta=tta), draw_threshold=score_threshold)
@@ -313,8 +329,7 @@ class Detector(HubMixin):
             assert detections is not None
             if score_threshold is None:
                 return detections
-            kept = detections.instances[detections.instances.scores >= score_threshold]
-            return dataclasses.replace(detections, instances=kept, draw_threshold=score_threshold)
+            return dataclasses.replace(detections[detections.scores >= score_threshold], draw_threshold=score_threshold)
 
         results = list(self.detect(ImageBatches(sources), select, batch_size=batch_size, dense_masks=True))
         return results[0] if single else results

@@ -43,9 +43,9 @@ class DetectionMetrics:
     f1: float
     images: list[tuple[dict[str, Any], list[Match]]]
 
-    def ap(self, task: str, *, iou: float | None = None, category: int | None = None, size: int = 0) -> float:
+    def ap(self, task: str, *, iou: float | None = None, category: int | None = None) -> float:
         """Return the AP in percent of all classes, or of the class at an index; nan without objects."""
-        values = self._precision(task, iou, category)[..., size]
+        values = self._precision(task, iou, category)[..., 0]
         return float(100 * values[values > -1].mean()) if (values > -1).any() else float("nan")
 
     def curve(self, task: str, *, iou: float | None = None, category: int | None = None) -> np.ndarray:

@@ -27,7 +27,7 @@ from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
 from projects_vil.report import figures
 from projects_vil.report.coco_metrics import DetectionMetrics, confusion_matrix, evaluate_detections
 from projects_vil.report.figures import TASK_NAMES
-from projects_vil.utils import parse_json
+from projects_vil.utils import parse_json, read_json
 from projects_vil.visualization import predictions_file
 
 REPORT_FILE = "report.html"
@@ -123,11 +123,8 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
             run.metrics.append({name: value for name, value in values.items() if isinstance(value, (int, float))})
     if len(run.metrics) < len(lines):
         run.omitted.append(f"{len(lines) - len(run.metrics)} of {len(lines)} lines of {METRICS} are damaged")
-    try:
-        evaluation = parse_json(read(EVALUATION, "metrics of the evaluation") or "{}", source=folder / EVALUATION)
-        run.evaluation = {name: {task: dict(v) for task, v in tasks.items()} for name, tasks in evaluation.items()}
-    except (AttributeError, TypeError, ValueError):
-        run.omitted.append(f"metrics of the evaluation: {EVALUATION} is damaged")
+    with run.omit_on_error("metrics of the evaluation"):
+        run.evaluation = read_json(folder / EVALUATION)
     return run
 
 
@@ -179,13 +176,6 @@ def _evaluate(run: RunFolder, name: str) -> DetectionMetrics | None:
 
 def _summary(tasks: dict[str, dict[str, Any]], metrics: DetectionMetrics | None) -> dict[str, Any]:
     """Return the table with the AP or mIoU of each task, and notes."""
-    options = {"AP": {}, "AP50": {"iou": 0.5}, "AP75": {"iou": 0.75}}
-    options |= {name: {"size": index} for index, name in enumerate(("APs", "APm", "APl"), start=1)}
-    if not tasks and metrics is not None:
-        tasks = {
-            task: {name: metrics.ap(task, **keywords) for name, keywords in options.items()}
-            for task in metrics.precision
-        }
     columns = [name for name in _METRICS if any(name in values for values in tasks.values())]
     summary = [
         (TASK_NAMES.get(task, task), [values.get(name) for name in columns])

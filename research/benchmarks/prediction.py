@@ -15,7 +15,7 @@ from statistics import median
 from tabulate import tabulate
 
 from backbones import ConfigError
-from projects_vil.data import write_shapes_dataset
+from examples.make_shapes_dataset import write_shapes_dataset
 
 _RAY = "two Ray workers"
 _INTERVAL = 0.2  # seconds between two memory samples

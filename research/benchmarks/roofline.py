@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from projects_vil.analysis import counting  # noqa: F401  registers formulas of operators
 from projects_vil.analysis.benchmark import seconds_of
-from projects_vil.analysis.counting import operator_type
 
 BOUNDS = ("arithmetic", "memory", "overhead")
 OPERATOR_TYPES = ("attention", "matmul", "convolution", "norm", "copy", "other")
@@ -26,6 +26,11 @@ _WRITES = {"copy_", "zero_", "fill_"}
 # Operators that read or write as many rows of a tensor as there are indices.
 _GATHERS, _SCATTERS = {"index", "index_select", "gather", "embedding"}, {"index_put_", "_index_put_impl_"}
 _COPIED_NUMBERS = 2**26
+_COPIES = {
+    *("_to_copy", "as_strided_scatter", "cat", "clone", "constant_pad_nd", "copy_", "fill_", "flip", "index"),
+    *("index_put", "index_put_", "index_select", "new_zeros", "repeat", "roll", "select_backward", "slice_backward"),
+    *("stack", "zero_", "zeros", "zeros_like"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +104,16 @@ class _OperatorCounter(TorchDispatchMode):
         self.seconds[operator_type(name)] += seconds
         self.operators += 1
         return output
+
+
+def operator_type(name: str) -> str:
+    """Return the type of a PyTorch operator, one of ``OPERATOR_TYPES``."""
+    if name in ("mm", "addmm", "bmm", "baddbmm", "baddbmm_"):
+        return "matmul"
+    for part, label in (("attention", "attention"), ("conv", "convolution"), ("norm", "norm")):
+        if part in name:
+            return label
+    return "copy" if name in _COPIES else "other"
 
 
 def _tensors(values: object) -> list[Tensor]:

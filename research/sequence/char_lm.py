@@ -16,7 +16,7 @@ from backbones.attention import chunks
 from backbones.attention.dense import merge_heads, pytorch_attention, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
 from backbones.backbone import Backbone
-from backbones.errors import ConfigError, check_whole, explain_unknown_keywords
+from backbones.errors import ConfigError, check_whole
 from backbones.layers.tracing import at_least_float32, padding_to_multiple
 from research.sequence.encoder import EncoderLayer, check_heads
 
@@ -379,4 +379,4 @@ def _initialize(module: nn.Module) -> None:
         nn.init.normal_(module.query_bias, std=0.02)
 
 
-create_char_lm = explain_unknown_keywords(CharLM)
+create_char_lm = CharLM

@@ -14,7 +14,7 @@ from backbones.attention import chunks
 from backbones.attention.dense import merge_heads, pytorch_attention, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
 from backbones.backbone import Backbone
-from backbones.errors import ConfigError, check_choice, check_whole, explain_unknown_keywords
+from backbones.errors import ConfigError, check_choice, check_whole
 from backbones.layers.block import Mlp
 from backbones.layers.tracing import at_least_float32, padding_to_multiple
 
@@ -326,4 +326,4 @@ def check_heads(dim: int, num_heads: int) -> None:
         raise ConfigError(f"num_heads={num_heads} does not divide dim={dim}")
 
 
-create_sequence_encoder = explain_unknown_keywords(SequenceEncoder)
+create_sequence_encoder = SequenceEncoder

@@ -32,7 +32,7 @@ from tests.backbones.helpers import random_images, randomize
 from tests.selection import slow_except
 
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools" / "timm_run.py"
+TOOL = ROOT / "examples" / "timm_run.py"
 SMALL, RELATIVE = "vil_tiny_1_1_3_1", "vil_tiny_1_1_3_1_rpb"
 FAMILIES = [SMALL, RELATIVE, "performer_tiny", "linformer_tiny", "ls_tiny", "cvt_ls_13", "lit_ti", "lit_s"]
 SIZE = (64, 96)
@@ -180,8 +180,6 @@ def test_intermediates_pruning_and_heads(name, tmp_path):
     assert model.num_classes == 0
 
     whole.reset_classifier(6, "")
-    if not name.startswith("linformer"):
-        whole.set_input_size((96, 64))
     size = input_size_of(whole) or whole.default_cfg["input_size"][1:]
     save_for_hf(whole.float(), tmp_path)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).double().eval()
@@ -268,42 +266,6 @@ def test_fixed_input_size_means_larger_images_raise(name, options, is_fixed):
             model(larger)
     else:
         model(larger)
-
-
-@pytest.mark.parametrize("name", slow_except([n for n in FAMILIES if n != "linformer_tiny"], [SMALL]))
-@torch.no_grad()
-def test_set_input_size_equals_loading_into_a_model_of_that_size(name, tmp_path):
-    model = classifier(name, img_size=64)
-    wanted = timm.create_model(name, num_classes=4, img_size=SIZE, **saved(model, tmp_path)).eval()
-    before = [id(parameter) for parameter in model.parameters()]
-    unchanged = None if model.default_cfg["fixed_input_size"] else model(images())
-    model.set_input_size(SIZE)
-    assert [id(parameter) for parameter in model.parameters()] == before
-    state_dict = model.backbone.state_dict()
-    for key, tensor in wanted.backbone.state_dict().items():
-        assert_close(tensor, state_dict[key].to(tensor))
-    if unchanged is not None:
-        # Those tables are resized to each feature map anyway.
-        assert_close(unchanged, model(images()))
-    assert input_size_of(model) in (None, SIZE)
-    # A relative bias for 2 x 14 tokens has as many offsets as one for 14 x 2.
-    model.set_input_size(SIZE[::-1])
-    fresh = timm.create_model(name, num_classes=4, img_size=SIZE[::-1]).double().eval()
-    fresh.load_state_dict(model.state_dict())
-    assert_close(fresh(images(*SIZE[::-1])), model(images(*SIZE[::-1])))
-
-
-@pytest.mark.parametrize(
-    "name, options",
-    [("linformer_tiny", {"img_size": 224}), (SMALL, {"img_size": (64, 64, 3)}), (SMALL, {"patch_size": 8})],
-)
-def test_unsupported_input_size_leaves_the_model_unchanged(name, options):
-    model = classifier(name)
-    logits = model(images())
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        model.set_input_size(**options)
-    assert_close(model(images()), logits)
-    assert input_size_of(model) in (None, SIZE)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ import mockcuda
 from detectron2.engine import HookBase
 from detectron2.engine.hooks import CallbackHook
 
+from examples.make_shapes_dataset import write_shapes_dataset
 from projects_vil import Trainer
-from projects_vil.data import register_datasets, write_shapes_dataset
+from projects_vil.data import register_datasets
 from tests.projects_vil.helpers import small_config
 
 # Metrics are written every fourth iteration. The first iterations allocate permanent buffers.

@@ -246,15 +246,15 @@ def test_invalid_epochs(overrides):
 
 def test_the_tool_prints_a_table_and_overrides(datasets_root, tmp_path):
     arguments = ["--images", 50, "--epochs", "20,40", "--batch", 8]
-    lines = run_tool("plan_schedule.py", *arguments).stdout.splitlines()
+    lines = run_tool("../examples/plan_schedule.py", *arguments).stdout.splitlines()
     assert ["40", "250", "167,", "222", "13", "100", "100"] in [line.split() for line in lines]
     assert "SOLVER.IMS_PER_BATCH 8 SOLVER.EPOCHS 40" in lines
     assert lines[-1].startswith("SOLVER.MAX_ITER 250 SOLVER.STEPS '(167, 222)'")
     arguments = ["--config-file", CONFIGS["retinanet"], "--epochs", 9]
     # Images without annotations are not counted.
-    assert run_tool("plan_schedule.py", *arguments, datasets_root=datasets_root).stdout.startswith("16 ")
-    assert run_tool("plan_schedule.py", "--images", 5, "--epochs=3,").returncode == 2
-    assert "--images" in error_line(run_tool("plan_schedule.py", "--epochs", 3, datasets_root=tmp_path))
+    assert run_tool("../examples/plan_schedule.py", *arguments, datasets_root=datasets_root).stdout.startswith("16 ")
+    assert run_tool("../examples/plan_schedule.py", "--images", 5, "--epochs=3,").returncode == 2
+    assert "--images" in error_line(run_tool("../examples/plan_schedule.py", "--epochs", 3, datasets_root=tmp_path))
 
 
 def test_the_learning_rate_is_scaled_to_the_batch_once():

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,6 @@ from projects_vil.utils import (
     memory_of,
     peak_in_new_process,
     run_lock,
-    silence_known_warnings,
     stop_requests,
     terminate,
     terminating_between_calls,
@@ -71,22 +69,6 @@ def test_where_a_run_logs(loggers, tmp_path, capsys):
     except ConfigError:
         logging.getLogger("detectron2.engine.train_loop").exception("Exception during training:")
     assert capsys.readouterr().out == "" and "no image 7.jpg" in (tmp_path / "log.txt").read_text()
-
-
-def test_known_warnings_and_records_are_left_out_by_their_text(caplog):
-    known = ("torch.meshgrid: in an upcoming release", UserWarning)
-    other = ("`torch.jit.trace` is deprecated", FutureWarning)
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
-        silence_known_warnings()
-        for text, category in (known, other):
-            warnings.warn(text, category, stacklevel=1)
-    assert [str(warning.message) for warning in shown] == [other[0]]
-    for text in ("No CUDA runtime is found, using CUDA_HOME='/usr/local'", "the compiler is too old"):
-        log("torch.utils.cpp_extension", logging.WARNING, text)
-    text = "\nCategory ids in annotations are not in [1, #categories]! We'll apply a mapping for you.\n"
-    log("detectron2.data.datasets.coco", logging.WARNING, text)
-    assert caplog.messages == ["the compiler is too old"]
 
 
 # -- folders ---------------------------------------------------------------------------------------

@@ -1,10 +1,7 @@
 """The files, output and errors of the tools."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import cv2
 import pytest
@@ -12,7 +9,7 @@ import torch
 
 from projects_vil.export import ExportedModel, example_image
 from projects_vil.export.parity import TOLERANCES
-from tests.projects_vil.helpers import CONFIGS, PATIENCE, ROOT, SMALL, small_config, untrained_detector
+from tests.projects_vil.helpers import CONFIGS, SMALL, small_config, untrained_detector
 
 CONFIG = CONFIGS["retinanet"]
 
@@ -27,37 +24,12 @@ def photo(tmp_path):
 # -- successful commands ---------------------------------------------------------------------------
 
 
-def test_make_datasets(run_here, shapes, tmp_path):
-    few = ["--num-train", 3, "--num-val", 2, "--short-side", 40]
-    assert run_here("make_shapes_dataset.py", tmp_path / "shapes", *few)[0] == 0
-    assert len(list((tmp_path / "shapes/train").iterdir())) == 3
-    assert run_here("make_shapes_dataset.py", tmp_path / "labels", "--task", "sem_seg", *few)[0] == 0
-    assert len(list((tmp_path / "labels/annotations/training").glob("*.png"))) == 3
+def test_make_coco_subset(run_here, shapes, tmp_path):
     source = shapes / "annotations/instances_train.json"
-    assert run_here("make_coco_subset.py", source, tmp_path / "four.json", "--num-images", 4)[0] == 0
+    assert run_here("../examples/make_coco_subset.py", source, tmp_path / "four.json", "--num-images", 4)[0] == 0
     assert len(json.loads((tmp_path / "four.json").read_text())["images"]) == 4
-    _, out, _ = run_here("make_coco_subset.py", source, tmp_path / "all.json", "--num-images", 20)
+    _, out, _ = run_here("../examples/make_coco_subset.py", source, tmp_path / "all.json", "--num-images", 20)
     assert "16 images" in out and "20" in out
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="NumPy 1.23 has no wheels for Python 3.12 and later")
-def test_training_with_the_lowest_numpy_of_setup_py(datasets_root, tmp_path):
-    """One iteration and an evaluation with NumPy 1.23 and a Matplotlib version that supports it."""
-    site = tmp_path / "site"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:", "--target", site]
-    if subprocess.run([*pip, "numpy==1.23.*", "matplotlib==3.6.*"], timeout=PATIENCE, check=False).returncode:
-        pytest.skip("pip cannot download NumPy 1.23")
-    keys = [*SMALL["retinanet"], "SOLVER.MAX_ITER", "1", "SOLVER.WARMUP_ITERS", "0", "OUTPUT_DIR", tmp_path / "run"]
-    environment = os.environ | {"PYTHONPATH": f"{site}:{ROOT}", "DETECTRON2_DATASETS": str(datasets_root)}
-    code = "import numpy; assert numpy.__version__.startswith('1.23.'); import runpy, sys; sys.argv.pop(0)"
-    code += "; runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", code, ROOT / "tools/train_net.py", "--config-file", CONFIG, *keys]
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "run/evaluation.json").is_file()
 
 
 @pytest.mark.slow
@@ -157,7 +129,7 @@ NEEDED = {
     "analyze_model.py": [*_FILE, "--no-flops"],
     "benchmark.py": ["--models", CONFIG, "--runs", 1],
     "export_model.py": [*_FILE, "--output", "unused"],
-    "plan_schedule.py": [*_FILE, "--epochs", 3],
+    "../examples/plan_schedule.py": [*_FILE, "--epochs", 3],
     "predict.py": _IMAGE,
     "visualize.py attention": [*_IMAGE, "--stage", 1, "--block", 1, "--point", 1, 1],
     "visualize.py data": [*_FILE, "--output", "unused"],
@@ -198,7 +170,6 @@ def test_other_tools_name_what_is_wrong(error_of, trained_run, photo, shapes, tm
         (["visualize.py", "offsets", *image], "LIT"),
         (["visualize.py", "offsets", *image, "--points", 2, "--point", 1, 2], "--point"),
         (["visualize.py", "attention", *image, "--stage", 9, "--block", 1, "--point", 2, 3], "Stage 9"),
-        (["make_shapes_dataset.py", "made", "--num-train", 0], "--num-train"),
     ):
         assert name in error_of(*words)
         assert not (tmp_path / "made").exists()

@@ -45,12 +45,8 @@ ABSENT = {
     "convert_checkpoint.py": "absent.pth out.pth --model vil_tiny",
     "export_model.py": f"{' '.join(FILE)} --output out --weights absent.pth",
     "lazyconfig_train_net.py": "--config-file absent",
-    "make_coco_subset.py": "absent out.json",
-    "plan_schedule.py": "--config-file absent --epochs 3",
     "predict.py": f"{' '.join(FILE)} --input absent --output out",
     "report.py": "absent",
-    "slim_checkpoint.py": "absent out.pth",
-    "timm_run.py": "absent",
     "train_net.py": "--config-file absent",
     "visualize.py": "results absent",
 }

@@ -13,7 +13,6 @@ from projects_vil.checkpoint import (
     CheckpointMetadata,
     check_weights,
     dataset_categories,
-    known_categories,
     load_detector,
 )
 from projects_vil.data import register_datasets
@@ -33,18 +32,6 @@ AGNOSTIC = ["MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG", "True", "MODEL.ROI_MASK_
 
 
 # Ids and names
-
-
-def test_known_categories(shapes):
-    """Ids and names come from the file, colors from a dataset. Without metadata, all come from a dataset."""
-    known = known_categories(SHAPES.names, (9, 4, 6), number=3, datasets=("absent", "shapes_val"))
-    assert known == Categories((9, 4, 6), SHAPES.names) and len(known.colors) == 3
-    assert known_categories(None, None, number=3, datasets=("shapes_val",)) == SHAPES
-    counted = Categories((1, 2), ("class 1", "class 2"))
-    assert known_categories(None, None, number=2, datasets=("shapes_val",)) == counted
-    coco = dataset_categories(["coco_2017_val"], 80)
-    assert coco.ids[11:13] == (13, 14) and coco.names[79] == "toothbrush"
-    assert len(known_categories(coco.names, coco.ids, number=80).colors) == 80
 
 
 def test_categories_of_a_dataset_are_sorted_by_id(tmp_path):

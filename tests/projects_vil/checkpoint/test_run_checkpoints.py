@@ -7,6 +7,7 @@ import torch
 
 from backbones import ConfigError
 from backbones.checkpoint_files import read_checkpoint
+from examples.slim_checkpoint import slim_checkpoint
 from projects_vil import load_config
 from projects_vil.checkpoint import (
     METADATA_KEY,
@@ -16,7 +17,6 @@ from projects_vil.checkpoint import (
     remove_old,
     remove_partial,
     remove_run,
-    slim_checkpoint,
     weights_of,
 )
 from tests.selection import slow_except

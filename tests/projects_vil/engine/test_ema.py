@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from backbones import ConfigError
-from projects_vil.checkpoint import load_detector, slim_checkpoint
+from examples.slim_checkpoint import slim_checkpoint
+from projects_vil.checkpoint import load_detector
 from projects_vil.data import register_datasets
 from projects_vil.engine import Trainer
 from projects_vil.engine.hooks import ExponentialAverage

@@ -107,34 +107,6 @@ def test_unknown_classes_of_a_validation_file(shapes, tmp_path, request):
         assert all(part in text for part in ("'own'", "'Square'", "'shapes_train'", "Did you mean 'square'?"))
 
 
-@pytest.mark.parametrize("present", [("square",), ("square", "triangle")])
-def test_the_table_of_classes_omits_classes_without_objects(shapes, tmp_path, caplog, present):
-    """Their AP is nan, and the order of the classes does not change."""
-    dataset = json.loads((shapes / "annotations/instances_val.json").read_text())
-    ids = [one["id"] for one in dataset["categories"] if one["name"] in present]
-    dataset["annotations"] = [one for one in dataset["annotations"] if one["category_id"] in ids]
-    (tmp_path / "few.json").write_text(json.dumps(dataset))
-    name = f"few_{len(present)}"
-    cfg = small_config("retinanet", "DATASETS.COCO", f"[['{name}', '{tmp_path}/few.json', '{shapes}/val']]")
-    register_datasets(cfg)
-
-    def predict(record):
-        boxes = [BoxMode.convert(one["bbox"], one["bbox_mode"], BoxMode.XYXY_ABS) for one in record["annotations"]]
-        classes = torch.tensor([one["category_id"] for one in record["annotations"]])
-        return torch.tensor(boxes).reshape(-1, 4), torch.full((len(boxes),), 0.5), classes
-
-    with caplog.at_level("INFO"):
-        metrics = evaluate(cfg, tmp_path, predict, name=name)["bbox"]
-    assert metrics["AP"] == pytest.approx(100)
-    names = ("circle", "square", "triangle")
-    assert [key for key in metrics if "-" in key] == [f"AP-{name}" for name in names]
-    for name in names:
-        expected = 100 if name in present else float("nan")
-        assert metrics[f"AP-{name}"] == pytest.approx(expected, nan_ok=True)
-    tables = [record.getMessage() for record in caplog.records if "Per-category" in record.getMessage()]
-    assert len(tables) == (len(present) > 1) and not any("nan" in table or "circle" in table for table in tables)
-
-
 def test_stuff_is_evaluated_for_panoptic_models(panoptic_root, tmp_path, monkeypatch):
     """For Mask R-CNN on the same dataset, only things are evaluated."""
     monkeypatch.setenv("DETECTRON2_DATASETS", str(panoptic_root))

@@ -118,12 +118,6 @@ def check_onnx_file(model: ExportedModel) -> None:
 # -- ONNX ------------------------------------------------------------------------------------------
 
 
-def test_the_description_of_an_onnx_file(tmp_path):
-    found = check_onnx(onnx_file(tmp_path, "a = Relu(x) b = Relu(a) y = Cast<to = 7>(b)", output="int64"))
-    assert list(found["operators"].items()) == [("Relu", 2), ("Cast", 1)]
-    assert "CPUExecutionProvider" in found["providers"]
-
-
 @pytest.mark.parametrize(
     "nodes",
     [

@@ -11,11 +11,10 @@ from torch import Tensor
 from backbones import ConfigError
 from projects_vil.data import load_dataset
 from projects_vil.export import ExportedModel, export_detector, parity
-from projects_vil.export.formats import import_openvino, load_model
-from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, fold_transposes, quantize, stays_float
+from projects_vil.export.formats import import_openvino
+from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, quantize, stays_float
 from tests.projects_vil.export.exporting import FEW_LEVELS, demo_detector, onnx_file, shallow_variants, skip_without
 from tests.projects_vil.helpers import small_config, untrained_detector
-from tests.tolerances import FLOAT32
 
 
 def test_layers_that_stay_float_exist():
@@ -120,26 +119,6 @@ def test_products_without_weights_stay_float(tmp_path, file_format):
         # CPUs without VNNI add two products of an unsigned and a signed byte in 16 bits.
         weights = map(onnx.numpy_helper.to_array, onnx.load(path).graph.initializer)
         assert max(abs(weight.astype(int)).max() for weight in weights if weight.ndim == 2) in (63, 64)
-
-
-def test_folded_transposes(tmp_path):
-    onnx = pytest.importorskip("onnx")
-    # t is used twice, "b.weight" also without Transpose, and v and w are no transposed weights.
-    nodes = """
-        t = Transpose<perm = [1, 0]>("a.weight") c = MatMul(x, t) d = MatMul(c, t)
-        u = Transpose("b.weight") e = MatMul(d, u) f = MatMul(e, "b.weight")
-        v = Transpose<perm = [1, 0]>(x) w = Transpose<perm = [1, 0]>(v) y = Add(w, f)
-    """
-    values = ", ".join(map(str, np.random.default_rng(0).normal(size=16).round(3)))
-    weights = ", ".join(f'float[4, 4] "{name}" = {{{values}}}' for name in ("a.weight", "b.weight"))
-    path, image = onnx_file(tmp_path, nodes, weights=weights), torch.rand(3, 4)
-    (expected,) = load_model(path)[0](image)
-    model = onnx.load(path)
-    fold_transposes(model.graph)
-    assert {tensor.name for tensor in model.graph.initializer} == {"a.weight.t", "b.weight", "b.weight.u"}
-    assert [one.op_type for one in model.graph.node] == ["MatMul"] * 4 + ["Transpose"] * 2 + ["Add"]
-    onnx.save(model, path)
-    torch.testing.assert_close(load_model(path)[0](image)[0], expected, **FLOAT32)
 
 
 def test_calibration_images(shapes, weights, tmp_path, monkeypatch):

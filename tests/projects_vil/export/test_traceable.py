@@ -188,19 +188,6 @@ def test_suppression_at_the_threshold(tmp_path, file_format, threshold):
     assert found.tolist() == batched_nms(*values, threshold).tolist() == module(*values).tolist()
 
 
-@pytest.mark.parametrize("margin", [1e-4, -1e-4])
-def test_small_boxes_of_the_last_class(margin):
-    """The IoU of two boxes of 30 pixels, far from the origin, is within 1e-4 of the threshold."""
-    overlap = 0.5 + margin
-    # Shifted by s, two squares of side a overlap by (a - s) / (a + s).
-    shift = torch.tensor([30 * (1 - overlap) / (1 + overlap), 0]).repeat(2)
-    for corner in torch.tensor([1290.0, 760.0]) + random(40, 2) * 10:
-        one = torch.cat([corner, corner + 30])
-        boxes = torch.stack([torch.tensor([0.0, 0, 1333, 800]), one, one + shift])
-        kept = grouped_nms(boxes, torch.tensor([0.9, 0.8, 0.7]), torch.tensor([0, 79, 79]), 80, 0.5)
-        assert kept.tolist() == ([0, 1] if margin > 0 else [0, 1, 2])
-
-
 @pytest.mark.parametrize(("pooler_type", "dtype"), [("ROIAlignV2", torch.float32), ("ROIAlign", torch.float16)])
 def test_pooling(pooler_type, dtype):
     """Boxes in two images: one landscape and one portrait box of each area, on all levels."""

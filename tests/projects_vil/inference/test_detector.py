@@ -86,6 +86,11 @@ def test_encoded_and_dense_masks_are_the_same(tmp_path):
     assert not encoded.instances.has("pred_masks") and np.array_equal(encoded.masks, dense.masks)
     assert encoded.rles == dense.rles and encoded.to_coco(3) == dense.to_coco(3)
     assert np.array_equal(encoded.draw(score_threshold=0), dense.draw(score_threshold=0))
+    for found in (encoded, dense):
+        assert [one.scores for one in found] == [[score] for score in dense.scores]
+        assert np.array_equal(found[-1].masks, dense.masks[6:]) and len(found[found.scores > dense.scores[2]]) == 2
+        with pytest.raises(IndexError):
+            found[7]
     empty = detector(image, score_threshold=1)
     assert empty.masks.shape == (0, 50, 70) and empty.rles == []
 
@@ -256,6 +261,7 @@ def test_exports_give_the_same(detector, exported_run, trained_run, photos):
         ("segmentor", {}, "SemanticSegmentor"),
         ("run", {"weights": "absent.pth"}, r"absent\.pth"),
         ("run", {"score_threshold": 1.5}, "score_threshold"),
+        ("run", {"device": "gpu"}, "^device is gpu"),
         ("run", {"overrides": ["INPUT.FORMAT", "L"]}, r"INPUT\.FORMAT"),
         ("run", {"tta": True, "overrides": ["TEST.AUG.MIN_SIZES", "(0,)"]}, r"TEST\.AUG\.MIN_SIZES"),
         ("model.ts", {"device": "cuda"}, "device"),

@@ -18,12 +18,10 @@ import pytest
 from backbones import ConfigError
 from backbones.errors import GENERATOR
 from projects_vil import Detector
-from projects_vil.checkpoint import Categories
 from projects_vil.engine import Trainer
 from projects_vil.export import metadata_path
 from projects_vil.inference import image_loading, predict
-from projects_vil.inference.image_loading import ImageBatches, ImageSource, Video, read_ahead
-from projects_vil.inference.predict import categories_as_annotated, progress_bar
+from projects_vil.inference.image_loading import ImageBatches, ImageSource, Video
 from tests.projects_vil.export.exporting import write
 from tests.projects_vil.helpers import assert_same_detections, message, run_tool
 from tests.projects_vil.inference.helpers import (
@@ -115,22 +113,6 @@ def test_a_run_is_no_output_directory(tmp_path):
             run_on(tmp_path / "a.png", tmp_path / "run", file_format=file_format)
     assert sorted((tmp_path / "run").iterdir()) == before
     assert run_on(tmp_path / "a.png", tmp_path / "run/predictions").num_images == 1
-
-
-def test_the_progress_bar_counts_images(capsys):
-    with progress_bar("image", total=3) as progress:
-        progress.update()
-    assert "images/s" in capsys.readouterr().err and progress.format_dict["unit"] == " images"
-
-
-def test_categories_as_annotated():
-    model, colors = Categories((1, 2, 3), ("circle", "square", "triangle")), [(9, 0, 0), (8, 0, 0), (7, 0, 0)]
-    found = categories_as_annotated(model, Categories((10, 20, 30), ("triangle", "circle", "square"), colors))
-    assert found == Categories((20, 30, 10), model.names) and found.colors == [colors[1], colors[2], colors[0]]
-    assert categories_as_annotated(model, Categories((10, 20, 30), ("a", "b", "c"))).names == ("a", "b", "c")
-    for names in (("triangle", "circle", "b"), tuple("abcdef")):
-        with pytest.raises(ConfigError, match=names[0]):
-            categories_as_annotated(model, Categories(tuple(range(len(names))), names))
 
 
 # Files
@@ -349,20 +331,6 @@ def test_streams_that_cannot_be_opened(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_reading_ahead_is_bounded_and_raises():
-    made = []
-
-    def numbers():
-        for number in range(20):
-            made.append(number)
-            yield number
-        raise ConfigError("the end")
-
-    with pytest.raises(ConfigError, match="the end"):
-        for number in read_ahead(numbers(), depth=2):
-            assert made[number] == number and len(made) <= number + 3
-
-
 # Invalid images and arguments
 
 
@@ -371,7 +339,6 @@ def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path
         save(tmp_path / f"in/{name}.png", picture(*size))
     path = write(tmp_path, "retinanet", "torchscript")
     metadata = json.loads(metadata_path(path).read_text())
-    del metadata["metadata_sha256"]
     metadata["input"]["sides"], metadata["resizing"]["short_side"] = [32, 256], None
     metadata_path(path).write_text(json.dumps(metadata))
     detector = Detector.load(path)

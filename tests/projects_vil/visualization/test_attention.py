@@ -123,14 +123,6 @@ def test_weights_and_values_give_the_output(attention_type, num_global, options)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 
 
-def test_softmax_by_hand():
-    module, tokens, _ = build(DenseAttention, 0, {})
-    query, key = module.qkv(tokens.flatten(1, 2))[0, :, : 2 * DIM].unflatten(1, (2, HEADS, -1)).unbind(1)
-    scores = torch.einsum("md,lmd->ml", query[3 * WIDTH + 6], key) * (DIM // HEADS) ** -0.5
-    weights = weights_at(module, tokens, None, 3, 6).direct.flatten(1)
-    torch.testing.assert_close(weights, scores.softmax(dim=1))
-
-
 def test_projected_weights_are_spread_by_the_dynamic_projection():
     module, tokens, _ = build(LongShortAttention, 0, {"chunk_size": 2, "rank": 3})
     attention = weights_at(module, tokens, None, 3, 6)

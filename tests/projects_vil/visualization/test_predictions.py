@@ -25,7 +25,6 @@ from projects_vil.visualization import (
     draw_instances,
     draw_results,
     draw_samples,
-    predictions_file,
     summarize_run,
     write_image,
 )
@@ -164,15 +163,6 @@ def test_summary_of_a_run(tmp_path):
     for content in ("{", "[]", '{"other": {"bbox": {"AP": 1}}}', '{"val": {"bbox": null}}'):
         (tmp_path / "evaluation.json").write_text(content)
         assert "evaluation.json" in message(summarize_run, tmp_path, "val", **options)
-
-
-def test_a_run_on_several_datasets_has_a_folder_for_each(shapes_sem_seg, tmp_path):
-    assert predictions_file(tmp_path, NAME) == tmp_path / "inference/coco_instances_results.json"
-    own = tmp_path / "inference" / SEM_SEG / "sem_seg_predictions.json"
-    assert predictions_file(tmp_path, SEM_SEG) == tmp_path / "inference/sem_seg_predictions.json"
-    own.parent.mkdir(parents=True)
-    own.write_text("[]")
-    assert predictions_file(tmp_path, SEM_SEG) == own
 
 
 @pytest.mark.parametrize("draw", ["objects", "labels"])

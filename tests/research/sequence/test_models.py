@@ -223,7 +223,6 @@ def test_dropout_acts_only_in_training(create):
 @pytest.mark.parametrize(
     "create, changes",
     [
-        (create_sequence_encoder, {"windowsize": 4}),
         (create_sequence_encoder, {"num_heads": 3}),
         (create_sequence_encoder, {"window_size": -1}),
         (create_sequence_encoder, {"rank": -1}),

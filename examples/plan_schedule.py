@@ -1,8 +1,8 @@
 """Print the training schedule for SOLVER.EPOCHS and the size of a dataset. Nothing is trained.
 
 Example:
-    python tools/plan_schedule.py --images 50 --epochs 20,40,80 --batch 8
-    python tools/plan_schedule.py --config-file configs/retinanet/vil_tiny_rpb_1x.yaml --epochs 12 \\
+    python examples/plan_schedule.py --images 50 --epochs 20,40,80 --batch 8
+    python examples/plan_schedule.py --config-file configs/retinanet/vil_tiny_rpb_1x.yaml --epochs 12 \\
         DATASETS.TRAIN "('mine',)"
 """
 

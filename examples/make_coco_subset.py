@@ -1,7 +1,7 @@
 """Write a COCO annotation file with a few images of another file, for example to test whether a detector overfits.
 
 Example:
-    python tools/make_coco_subset.py datasets/coco/annotations/instances_train2017.json eight.json --num-images 8
+    python examples/make_coco_subset.py datasets/coco/annotations/instances_train2017.json eight.json --num-images 8
 """
 
 from vil.arguments import ToolParser, existing_path, output_file, positive, run_tool

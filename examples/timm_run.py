@@ -4,9 +4,9 @@ The scripts are in timm's repository (https://github.com/huggingface/pytorch-ima
 scripts from the tag of your timm version.
 
 Example:
-    python tools/timm_run.py train.py --model vil_small_rpb --data-dir imagenet --epochs 300
-    torchrun --nproc_per_node 8 tools/timm_run.py train.py --model lit_s --opt litadamw --data-dir imagenet
-    python tools/timm_run.py validate.py --model vil_small_rpb --data-dir imagenet --checkpoint model_best.pth.tar
+    python examples/timm_run.py train.py --model vil_small_rpb --data-dir imagenet --epochs 300
+    torchrun --nproc_per_node 8 examples/timm_run.py train.py --model lit_s --opt litadamw --data-dir imagenet
+    python examples/timm_run.py validate.py --model vil_small_rpb --data-dir imagenet --checkpoint model_best.pth.tar
 """
 
 import argparse

@@ -2,6 +2,10 @@
 
 The images show bright circles, squares and triangles on dim noise. Each class has its own outline and hue. Hues, sizes
 and rotations vary, objects overlap slightly, and images have different sizes.
+
+Example:
+    python examples/make_shapes_dataset.py datasets/shapes --num-train 400 --num-val 100
+    python examples/make_shapes_dataset.py datasets/shapes_sem_seg --task sem_seg
 """
 
 import colorsys
@@ -15,6 +19,7 @@ import numpy as np
 
 from backbones.errors import ConfigError, check_choice, check_whole
 from projects_vil.utils import read_json
+from vil.arguments import ToolParser, run_tool
 
 SPLITS = ("train", "val")
 SHAPES_TASKS = ("detection", "sem_seg", "panoptic")
@@ -22,7 +27,7 @@ SHAPES_CLASSES = ("circle", "square", "triangle")
 SHAPES_SEM_SEG_CLASSES = ("background", *SHAPES_CLASSES)
 
 GENERATOR_VERSION = 1
-DESCRIPTION = "Drawn shapes on dim noise, written by tools/make_shapes_dataset.py"
+DESCRIPTION = "Drawn shapes on dim noise, written by make_shapes_dataset.py"
 
 CLASS_HUES = (0.0, 1 / 3, 0.62)  # red, green and blue, as fractions of the color wheel
 HUE_SPREAD = 0.05
@@ -334,3 +339,27 @@ def _shading(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     angle = rng.uniform(0, 2 * np.pi)
     across = np.sin(angle) * np.linspace(-1, 1, height)[:, None] + np.cos(angle) * np.linspace(-1, 1, width)
     return (1 + 0.15 * across / np.sqrt(2))[..., None]
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = ToolParser(__doc__)
+    parser.add_argument("output", metavar="OUT", help="folder to write, such as datasets/shapes")
+    parser.add_argument(
+        "--task", choices=SHAPES_TASKS, default=SHAPES_TASKS[0], help="task of the annotations (default detection)"
+    )
+    parser.add_argument("--num-train", type=int, default=400, metavar="N", help="training images (default 400)")
+    parser.add_argument("--num-val", type=int, default=100, metavar="N", help="validation images (default 100)")
+    parser.add_argument(
+        "--short-side", type=int, default=128, metavar="S", help="mean shorter side in pixels (default 128)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="K", help="random seed (default 0)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing shapes dataset in OUT")
+    options = vars(parser.parse_args())
+    print(write_shapes_dataset(options.pop("output"), **options))
+
+
+if __name__ == "__main__":
+    run_tool(main)
