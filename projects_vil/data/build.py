@@ -16,9 +16,8 @@ from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
 from projects_vil.data.augmentation import CopyPaste
 from projects_vil.data.catalog import add_stuff, check_files, match_classes, read_categories
 from projects_vil.data.coco import CHECK_MODES, fixed_coco, fixed_key, is_coco, load_coco, state_of_files
-from projects_vil.data.coco_checks import missing_files
 from projects_vil.data.dataset_mapper import Mapper
-from projects_vil.data.detection_utils import IGNORED_LABEL
+from projects_vil.data.detection_utils import IGNORED_LABEL, missing_files
 from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededRecords, TrainLoader, serialized
 from projects_vil.data.shared_records import SHARED, read_and_share
 from projects_vil.utils import paused_garbage_collection

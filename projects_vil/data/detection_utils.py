@@ -3,10 +3,13 @@
 import contextlib
 import functools
 import io
+import logging
 import os
 import struct
+import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ from detectron2.data import transforms as T
 from detectron2.data.detection_utils import _apply_exif_orientation, convert_PIL_to_numpy
 from detectron2.structures import BitMasks, Boxes
 from detectron2.utils.file_io import PathManager
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from backbones import ConfigError
 
@@ -28,11 +31,17 @@ IMAGE_SUFFIXES = (
 )
 # The label of pixels that training and evaluation ignore.
 IGNORED_LABEL = 255
+# The key of an input for damaged images: a dict from the file name to the damage.
+DAMAGED = "damaged"
+# The damaged images that this process has logged.
+_logged: set[str] = set()
 # The exceptions that Pillow raises for files that are damaged, too large, or not convertible to RGB.
 _DAMAGED = (
     *(OSError, SyntaxError, ValueError, EOFError, RuntimeError, OverflowError, MemoryError),
     *(struct.error, zlib.error, Image.DecompressionBombError),
 )
+# A network disk has a high latency, so many headers are read at the same time.
+_NUM_THREADS, _FILES_PER_TASK = 16, 64
 _ROTATED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 # A detector resizes the longest side to 1333 pixels. With this ratio the short side then has about three pixels.
 _LARGEST_RATIO = 400
@@ -42,12 +51,25 @@ class UnreadableImage(ConfigError):
     """Raised if an image file cannot be read.
 
     Attributes:
+        path: The file name.
         reason: The reason, without the file name.
     """
 
     def __init__(self, path: str | Path, reason: str) -> None:
         super().__init__(f"Cannot read image '{path}': {reason}. Fix or remove it.")
-        self.reason = reason
+        self.path, self.reason = str(path), reason
+
+
+class _OnlyInThisThread:
+    """A value of Pillow's global ``LOAD_TRUNCATED_IMAGES`` that is false in other threads."""
+
+    lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self.thread
 
 
 @contextlib.contextmanager
@@ -76,11 +98,19 @@ def _unreadable_image(name: str | Path) -> Iterator[None]:
         raise UnreadableImage(name, reason) from error
 
 
-def read_image(path: str | Path, image_format: str | None = "RGB", *, content: bytes | None = None) -> np.ndarray:
+def read_image(
+    path: str | Path,
+    image_format: str | None = "RGB",
+    *,
+    content: bytes | None = None,
+    damaged: dict[str, str] | None = None,
+) -> np.ndarray:
     """Read an image file as (H, W, channels) uint8, rotated according to its EXIF orientation.
 
+    Like browsers and OpenCV, this function returns the part of a damaged image that can be decoded.
+
     Like detectron2's ``read_image``, this function converts the first frame to ``image_format`` with Pillow and drops
-    transparency. There are three differences:
+    transparency. There are three more differences:
 
     - 16-bit channels keep their upper 8 bits. Pillow clips gray 16-bit channels at 255, which gives a white image.
     - 32-bit channels raise an error because their range is unknown.
@@ -90,12 +120,43 @@ def read_image(path: str | Path, image_format: str | None = "RGB", *, content: b
         path: A local path, or a path that detectron2's ``PathManager`` supports.
         image_format: ``"RGB"``, ``"BGR"`` or another format of detectron2.
         content: The bytes of the file. If they are given, ``path`` is only used in messages.
+        damaged: A dict that receives the path and the damage of a damaged image. Without it, the damage is logged.
 
     Raises:
-        UnreadableImage: If the file is missing, truncated, damaged or not an image.
+        UnreadableImage: If the file is missing or not an image, or if no part of it can be decoded.
     """
-    with _opened(path, content) as image:
-        return _pixels(image, image_format)
+
+    def decode() -> np.ndarray:
+        with _opened(path, content) as image:
+            return _pixels(image, image_format)
+
+    try:
+        return decode()
+    except UnreadableImage as error:
+        with _OnlyInThisThread.lock:
+            before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, _OnlyInThisThread()
+            try:
+                pixels = decode()
+            finally:
+                ImageFile.LOAD_TRUNCATED_IMAGES = before
+        damage = f"{error.reason}. The part that can be decoded is used"
+        if damaged is None:
+            log_damaged({str(path): damage})
+        else:
+            damaged[str(path)] = damage
+        return pixels
+
+
+def log_damaged(damaged: Mapping[str, str]) -> None:
+    """Log each damaged image once per process, with the number of damaged images.
+
+    Args:
+        damaged: A dict from the file name to the damage.
+    """
+    for path in damaged.keys() - _logged:
+        _logged.add(path)
+        text = "Image '%s' is damaged: %s (damaged images so far: %d)."
+        logging.getLogger(__name__).warning(text, path, damaged[path], len(_logged))
 
 
 def read_size(path: str | Path, *, content: bytes | None = None) -> tuple[int, int]:
@@ -106,6 +167,39 @@ def read_size(path: str | Path, *, content: bytes | None = None) -> tuple[int, i
     """
     with _opened(path, content) as image:
         return upright_size(image)
+
+
+def missing_files(paths: Iterable[str]) -> Iterator[str]:
+    """Yield the paths that do not exist. Each folder is listed once, which is faster than a test per file."""
+    folders: dict[str, set[str]] = {}
+    for path in paths:
+        folder, _, name = path.rpartition(os.sep)
+        if folder not in folders:
+            folders[folder] = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+        if name not in folders[folder]:
+            yield path
+
+
+def read_sizes(
+    paths: Iterable[str | Path], *, pixels: bool = False
+) -> Iterator[tuple[tuple[int, int] | None, str | None]]:
+    """Yield the height and width of each image, or None if it cannot be read, and the damage of a damaged image.
+
+    Args:
+        paths: The image files. They are read in threads.
+        pixels: Whether to decode the images. Otherwise only their headers are read.
+    """
+
+    def read(path: str | Path) -> tuple[tuple[int, int] | None, str | None]:
+        damaged: dict[str, str] = {}
+        try:
+            size = read_image(path, damaged=damaged).shape[:2] if pixels else read_size(path)
+        except UnreadableImage as error:
+            return None, error.reason
+        return size, damaged.get(str(path))
+
+    with ThreadPool((os.cpu_count() or 1) if pixels else _NUM_THREADS) as pool:
+        yield from pool.imap(read, paths, chunksize=1 if pixels else _FILES_PER_TASK)
 
 
 def upright_pixels(image: Image.Image, image_format: str | None = "RGB", *, name: str = "the image") -> np.ndarray:
