@@ -34,6 +34,8 @@ def check_dataset(
         contents: dict[str, Any] = {}
         dataset = None if images else read_dataset(data, folder, val=0, contents=contents)
         splits = dataset.splits if dataset else {"": (data, images)}
+        if dataset and options.get("masks") is None:
+            options["masks"] = dataset.has_masks
         if report and any(os.path.realpath(report) == os.path.realpath(path) for path, _ in splits.values()):
             raise ConfigError(f"--json: '{report}' is an annotation file of the dataset. Name another file.")
         files = {split: CocoFile(*paths, dataset=contents.get(split), **options) for split, paths in splits.items()}

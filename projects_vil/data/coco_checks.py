@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import shlex
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,11 +20,12 @@ from pycocotools import mask as mask_util
 from backbones import ConfigError
 from projects_vil.data.detection_utils import missing_files, read_sizes
 from projects_vil.data.formats import SOURCE, read_coco
-from projects_vil.data.segmentation import FAR, box_of, check_segmentation, has_mask, have_masks, rectangle, rle_of
+from projects_vil.data.segmentation import FAR, box_of, check_segmentation, count_masks, has_mask, rectangle, rle_of
 from projects_vil.utils import paused_garbage_collection
 
 NUM_EXAMPLES = 5
-_NUMBERS = {int, float}
+# Larger numbers could overflow.
+_LARGEST = 1e300
 # The check for [left, top, right, bottom] boxes needs at least this many boxes and this fraction beyond their images.
 _MIN_BOXES, _BEYOND_FRACTION = 20, 0.2
 # The images of a file with at most this many images are always decoded.
@@ -45,7 +45,8 @@ class CocoFile:
     Args:
         path: The annotation file.
         image_root: The image folder.
-        masks: Whether to check segmentations. None checks them if the file has masks (:func:`have_masks`).
+        masks: Whether to check segmentations, if there are any. None checks them if at least half of the objects have
+            one.
         pixels: Whether to decode every image file, even if the file has more than 2,000 images.
         progress: A function that is called with the number of image files read so far.
         num_examples: The maximum number of examples per finding.
@@ -80,7 +81,8 @@ class CocoFile:
         self.dataset = read_coco(path) if dataset is None else dataset
         self.images, self.categories = self.dataset["images"], self.dataset["categories"]
         self.annotations = self.dataset.get("annotations", [])
-        self.masks = have_masks(self.annotations) if masks is None else masks
+        number, total = count_masks(self.annotations)
+        self.masks = masks is not False and number > 0 and (masks or 2 * number >= total)
         self.pixels, self.progress = pixels, progress
         self.heights, self.widths = np.zeros((2, len(self.images)), np.int64)
         self.image_of, self.category_of = np.full((2, len(self.annotations)), -1)
@@ -335,17 +337,21 @@ def find_in_annotations(file: CocoFile) -> Findings:
         if entry.get("ignore") and crowd not in (1, "1"):
             yield "ignore_flag", index, None
         area, box = entry.get("area"), entry.get("bbox")
-        is_box = type(box) is list and len(box) == 4 and set(map(type, box)) <= _NUMBERS
-        is_valid = type(area) in _NUMBERS and 0 <= area <= largest_areas[image]
-        if not is_valid or (is_box and not fits_box(area, box)):
+        is_valid = type(area) in (int, float) and 0 <= area <= largest_areas[image]
+        if not is_valid or (is_box(box) and not fits_box(area, box)):
             yield "missing_or_invalid_area", index, None if area is None else f"area {_shortened(area)}"
+
+
+def is_box(box: Any) -> bool:
+    """Return whether a value is a list of four finite numbers."""
+    are_numbers = type(box) is list and len(box) == 4 and set(map(type, box)) <= {int, float}
+    return are_numbers and all(-_LARGEST < number < _LARGEST for number in box)
 
 
 def fits_box(area: float, box: list[float]) -> bool:
     """Return whether an object with a box may have an area. The limits allow for rounded values and thin objects."""
     width, height = abs(box[2]), abs(box[3])
-    has_area = 0 < width < 2**31 and 0 < height < 2**31
-    return not has_area or 1e-3 * width * height <= area <= 2 * (width + 1) * (height + 1)
+    return not (width and height) or 1e-3 * width * height <= area <= 2 * (width + 1) * (height + 1)
 
 
 def find_in_masks(file: CocoFile) -> Findings:
@@ -370,7 +376,7 @@ def find_in_boxes(file: CocoFile) -> Findings:
         if not isinstance(entry, dict):
             continue
         box = entry.get("bbox")
-        if type(box) is list and len(box) == 4 and set(map(type, box)) <= _NUMBERS:
+        if is_box(box):
             indices.append(index)
             rows.append(box)
         elif "bbox" in entry:
@@ -379,10 +385,7 @@ def find_in_boxes(file: CocoFile) -> Findings:
             yield "missing_bbox_and_mask" if box_of_mask(file, index, entry) is None else "missing_bbox", index, None
     if not rows:
         return
-    try:
-        boxes = np.array(rows, np.float64)
-    except OverflowError:
-        boxes = np.array([[x if abs(x) < sys.float_info.max else math.inf for x in box] for box in rows], np.float64)
+    boxes = np.array(rows, np.float64)
     for name, where in _box_problems(file, np.array(indices), boxes):
         yield from ((name, indices[row], rows[row]) for row in np.flatnonzero(where).tolist())
     keys = np.column_stack([file.image_of[indices], file.category_of[indices], boxes])
@@ -397,17 +400,15 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
     """Yield the name of a check and the boxes with this problem as (N,) bool, for boxes (N, 4)."""
     images = file.image_of[indices]
     heights, widths = np.append(file.heights, 0)[images], np.append(file.widths, 0)[images]
-    has_size, finite = (heights > 0) & (widths > 0), np.isfinite(boxes).all(1)
-    left, top, wide, high = np.where(finite[:, None], boxes, 0).T
-    yield "invalid_bbox", ~finite
+    has_size, (left, top, wide, high) = (heights > 0) & (widths > 0), boxes.T
     yield "swapped_bbox_corners", (wide < 0) | (high < 0)
     left, top, wide, high = np.minimum(left, left + wide), np.minimum(top, top + high), abs(wide), abs(high)
-    right, bottom, far, valid = left + wide, top + high, FAR * np.maximum(heights, widths), finite
+    right, bottom, far = left + wide, top + high, FAR * np.maximum(heights, widths)
     is_far = (np.minimum(left, top) < -far) | (right > widths + far) | (bottom > heights + far)
-    is_far &= valid & has_size
-    empty = valid & ~is_far & ((wide == 0) | (high == 0))
+    is_far &= has_size
+    empty = ~is_far & ((wide == 0) | (high == 0))
     yield "zero_area_bbox", empty
-    valid = valid & has_size & ~is_far & ~empty
+    valid = has_size & ~is_far & ~empty
     outside = valid & ((right <= 0) | (bottom <= 0) | (left >= widths) | (top >= heights))
     yield "bbox_outside_image", outside | is_far
     beyond = valid & ((left < -1) | (top < -1) | (right > widths + 1) | (bottom > heights + 1))

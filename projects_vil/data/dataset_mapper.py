@@ -30,7 +30,7 @@ from projects_vil.data.detection_utils import (
     DAMAGED,
     IGNORED_LABEL,
     boxes_of_masks,
-    read_image,
+    decode_image,
     read_labels,
     read_size,
 )
@@ -98,9 +98,9 @@ class Mapper(DatasetMapper):
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
         record = copy.deepcopy(dataset_dict)
         label_file, first_label = record.pop("sem_seg_file_name", None), record.pop("first_label", 0)
-        labels, damaged = None, {}
+        labels = None
         try:
-            image = read_image(record["file_name"], self.image_format, damaged=damaged)
+            image, damaged = decode_image(record["file_name"], self.image_format)
             check_image_size(record, image)
             if label_file:
                 if (size := read_size(label_file)) != image.shape[:2]:

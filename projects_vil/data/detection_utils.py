@@ -98,20 +98,13 @@ def _unreadable_image(name: str | Path) -> Iterator[None]:
         raise UnreadableImage(name, reason) from error
 
 
-def read_image(
-    path: str | Path,
-    image_format: str | None = "RGB",
-    *,
-    content: bytes | None = None,
-    damaged: dict[str, str] | None = None,
-) -> np.ndarray:
+def read_image(path: str | Path, image_format: str | None = "RGB", *, content: bytes | None = None) -> np.ndarray:
     """Read an image file as (H, W, channels) uint8, rotated according to its EXIF orientation.
 
-    Like browsers and OpenCV, this function returns the part of a damaged image that can be decoded.
-
     Like detectron2's ``read_image``, this function converts the first frame to ``image_format`` with Pillow and drops
-    transparency. There are three more differences:
+    transparency. There are four differences:
 
+    - The part of a damaged image that can be decoded is returned, as in browsers and OpenCV. A warning is logged.
     - 16-bit channels keep their upper 8 bits. Pillow clips gray 16-bit channels at 255, which gives a white image.
     - 32-bit channels raise an error because their range is unknown.
     - A TIFF file is rotated once, not twice.
@@ -120,31 +113,33 @@ def read_image(
         path: A local path, or a path that detectron2's ``PathManager`` supports.
         image_format: ``"RGB"``, ``"BGR"`` or another format of detectron2.
         content: The bytes of the file. If they are given, ``path`` is only used in messages.
-        damaged: A dict that receives the path and the damage of a damaged image. Without it, the damage is logged.
 
     Raises:
         UnreadableImage: If the file is missing or not an image, or if no part of it can be decoded.
     """
+    pixels, damage = decode_image(path, image_format, content=content)
+    log_damaged(damage)
+    return pixels
+
+
+def decode_image(
+    path: str | Path, image_format: str | None = "RGB", *, content: bytes | None = None
+) -> tuple[np.ndarray, dict[str, str]]:
+    """Return the image of :func:`read_image`, and a dict from its path to its damage, which is empty without damage."""
 
     def decode() -> np.ndarray:
         with _opened(path, content) as image:
             return _pixels(image, image_format)
 
     try:
-        return decode()
+        return decode(), {}
     except UnreadableImage as error:
         with _OnlyInThisThread.lock:
             before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, _OnlyInThisThread()
             try:
-                pixels = decode()
+                return decode(), {str(path): f"{error.reason}. The part that can be decoded is used"}
             finally:
                 ImageFile.LOAD_TRUNCATED_IMAGES = before
-        damage = f"{error.reason}. The part that can be decoded is used"
-        if damaged is None:
-            log_damaged({str(path): damage})
-        else:
-            damaged[str(path)] = damage
-        return pixels
 
 
 def log_damaged(damaged: Mapping[str, str]) -> None:
@@ -169,15 +164,10 @@ def read_size(path: str | Path, *, content: bytes | None = None) -> tuple[int, i
         return upright_size(image)
 
 
-def missing_files(paths: Iterable[str]) -> Iterator[str]:
-    """Yield the paths that do not exist. Each folder is listed once, which is faster than a test per file."""
-    folders: dict[str, set[str]] = {}
-    for path in paths:
-        folder, _, name = path.rpartition(os.sep)
-        if folder not in folders:
-            folders[folder] = set(os.listdir(folder)) if os.path.isdir(folder) else set()
-        if name not in folders[folder]:
-            yield path
+def missing_files(paths: Iterable[str]) -> list[str]:
+    """Return the paths that do not exist. Each folder is listed once, which is faster than a test per file."""
+    names = functools.cache(lambda folder: set(os.listdir(folder)) if os.path.isdir(folder) else set())
+    return [path for path in paths if os.path.basename(path) not in names(os.path.dirname(path))]
 
 
 def read_sizes(
@@ -191,12 +181,13 @@ def read_sizes(
     """
 
     def read(path: str | Path) -> tuple[tuple[int, int] | None, str | None]:
-        damaged: dict[str, str] = {}
         try:
-            size = read_image(path, damaged=damaged).shape[:2] if pixels else read_size(path)
+            if not pixels:
+                return read_size(path), None
+            image, damage = decode_image(path)
         except UnreadableImage as error:
             return None, error.reason
-        return size, damaged.get(str(path))
+        return image.shape[:2], damage.get(str(path))
 
     with ThreadPool((os.cpu_count() or 1) if pixels else _NUM_THREADS) as pool:
         yield from pool.imap(read, paths, chunksize=1 if pixels else _FILES_PER_TASK)

@@ -24,6 +24,8 @@ from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable
 from projects_vil.config import first_of
 from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UnreadableImage, read_size
+from projects_vil.data.segmentation import count_masks
+from projects_vil.data.splits import compare_splits
 from projects_vil.utils import read_json
 
 VAL_FRACTION = 0.2
@@ -58,7 +60,7 @@ class Dataset:
             ``"test"`` if the dataset has them.
         sizes: A dict from the split to the number of images.
         classes: The class names in the order of the category ids. The classes of a detector have the same order.
-        has_masks: Whether every object that is not a crowd has a mask.
+        has_masks: Whether at least half of the objects that are not crowds have a mask.
         notes: Messages about choices and skipped entries.
     """
 
@@ -141,7 +143,7 @@ def read_dataset(
     elif val:
         number = len(parts["val"][0]["images"])
         raise ConfigError(f"'{source}' already has a validation split of {number} images. Leave out val_fraction.")
-    splits, sizes, masks = {}, {}, []
+    splits, sizes, objects = {}, {}, []
     written = {split: Path(folder) / f"{split}.json" for split, (_, path, _) in parts.items() if path is None}
     read = set(map(os.path.realpath, files))
     for path in written.values():
@@ -161,13 +163,18 @@ def read_dataset(
         if contents is not None:
             contents[split] = content
         splits[split], sizes[split] = (path, images), len(content["images"])
-        objects = [entry for entry in content.get("annotations", ()) if isinstance(entry, dict)]
-        masks += [bool(entry.get("segmentation")) for entry in objects if not entry.get("iscrowd")]
+        objects += content.get("annotations", ())
     categories = [entry for entry in parts["train"][0]["categories"] if isinstance(entry, dict)]
     names = {entry["id"]: str(entry.get("name")) for entry in categories if type(entry.get("id")) is int}
     # detectron2 sorts the classes by category id.
     classes = tuple(names[number] for number in sorted(names))
-    return Dataset(source, name, splits, sizes, classes, bool(masks) and all(masks), tuple(notes))
+    number, total = count_masks(objects)
+    has_masks = 0 < 2 * number >= total
+    if 0 < number < total:
+        effect = "the others get the rectangle of their box as a mask" if has_masks else "all are read as boxes"
+        notes.append(f"{number:,} of {total:,} objects have masks, so {effect}")
+    notes += compare_splits({split: (content, images) for split, (content, _, images) in parts.items()})
+    return Dataset(source, name, splits, sizes, classes, has_masks, tuple(notes))
 
 
 def detect_format(source: Path) -> tuple[str, list[Path], Path]:
@@ -430,9 +437,6 @@ def _to_coco(source: Path, read: _Read, notes: list[str]) -> _Parts:
     if not classes:
         details = f" ({'; '.join(notes)})" if notes else ""
         raise ConfigError(f"'{source}' has {len(records)} images, but no object{details}. Add annotations.")
-    polygons = sum(bool(one.get("segmentation")) for one in objects)
-    if 0 < polygons < len(objects):
-        notes.append(f"{polygons:,} of {len(objects):,} objects have polygons, so all are read as boxes")
     ids = {label: index for index, label in enumerate(classes, start=1)}
     categories = [{"id": index, "name": label} for label, index in ids.items()]
     files = {record.file: Path(os.path.abspath(record.file)) for record in records}
@@ -447,7 +451,7 @@ def _to_coco(source: Path, read: _Read, notes: list[str]) -> _Parts:
                 raise ConfigError(f"An object in '{record.file}' has no class. Add its class.")
             entry = {"id": len(content["annotations"]) + 1, "image_id": number, "category_id": ids[one["label"]]}
             entry |= {"bbox": one["bbox"], "area": one["bbox"][2] * one["bbox"][3], "iscrowd": one["iscrowd"]}
-            if polygons == len(objects):
+            if one.get("segmentation"):
                 entry |= {"area": sum(map(_area, one["segmentation"])), "segmentation": one["segmentation"]}
             content["annotations"].append(entry)
     return parts

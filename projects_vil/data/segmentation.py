@@ -16,10 +16,13 @@ def has_mask(segmentation: Any) -> bool:
     return any(segmentation) if isinstance(segmentation, list) else bool(segmentation)
 
 
-def have_masks(annotations: Iterable[Any]) -> bool:
-    """Return whether a dataset has masks: at least half of its objects that are not crowds have a mask."""
+def count_masks(annotations: Iterable[Any]) -> tuple[int, int]:
+    """Return the number of objects with a mask, and the number of all objects. Crowds are not counted.
+
+    A dataset has masks if at least half of its objects have one.
+    """
     objects = [entry for entry in annotations if isinstance(entry, dict) and entry.get("iscrowd") not in (1, "1")]
-    return 0 < len(objects) <= 2 * sum(has_mask(entry.get("segmentation")) for entry in objects)
+    return sum(has_mask(entry.get("segmentation")) for entry in objects), len(objects)
 
 
 def rectangle(box: list[float]) -> list[list[float]]:

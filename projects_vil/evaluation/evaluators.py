@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from itertools import islice
@@ -27,6 +28,7 @@ from detectron2.evaluation import (
     coco_evaluation,
 )
 from detectron2.utils import comm
+from detectron2.utils.logger import log_first_n
 from pycocotools.coco import COCO
 
 from backbones import ConfigError
@@ -140,6 +142,8 @@ def coco_evaluator(
 ) -> coco_evaluation.COCOEvaluator:
     """Build the evaluator of a COCO dataset. It reads the annotations as training does.
 
+    If an image has more objects than ``max_dets_per_image``, a warning gives the largest possible recall.
+
     Args:
         dataset_name: a name in detectron2's catalog.
         output_dir: the folder for ``coco_instances_results.json``.
@@ -152,9 +156,17 @@ def coco_evaluator(
         ConfigError: if the check rejects the annotations, or if the API is not installed.
     """
     check_coco_api(api)
-    evaluator = FasterCOCOEvaluator if api == "faster_coco_eval" else MatchingCOCOEvaluator
+    evaluator_class = FasterCOCOEvaluator if api == "faster_coco_eval" else MatchingCOCOEvaluator
     truth = ground_truth(dataset_name, check=check, masks=masks)
-    return evaluator(dataset_name, truth, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
+    evaluator = evaluator_class(dataset_name, truth, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
+    objects = evaluator._coco_api.dataset.get("annotations", ())
+    numbers = Counter(one["image_id"] for one in objects if not one.get("iscrowd")).values()
+    if (most := max(numbers, default=0)) > max_dets_per_image:
+        share = sum(min(number, max_dets_per_image) for number in numbers) / sum(numbers)
+        text = f"{dataset_name} has up to {most} objects in an image, but TEST.DETECTIONS_PER_IMAGE is "
+        text += f"{max_dets_per_image}. Recall can be at most {100 * share:.1f}%, which lowers AP and AR. "
+        log_first_n(logging.WARNING, f"{text}Set TEST.DETECTIONS_PER_IMAGE {most}.", name=__name__, key="message")
+    return evaluator
 
 
 def check_coco_api(name: str) -> None:

@@ -91,6 +91,13 @@ def test_box_dataset_for_a_mask_detector(copy):
     assert len(load(copy, detector="mask_rcnn", train=False)) == 8
 
 
+def test_too_many_objects_for_the_memory(copy, monkeypatch):
+    monkeypatch.setattr("projects_vil.data.build.os.sysconf", lambda name: 300)
+    text = message(load, copy)
+    assert f"'{copy}/images/" in text and " objects. " in text and "INPUT.MAX_SIZE_TRAIN" in text
+    assert len(load(copy, train=False)) == 8
+
+
 # -- loaders ---------------------------------------------------------------------------------------
 
 

@@ -293,8 +293,8 @@ def test_skipped_shapes_are_reported(written, read):
     path.write_text(json.dumps(entry | {"shapes": [*entry["shapes"], *others, box]}))
     dataset = read(path.parents[1])
     assert "__ignore__: 1 skipped; circle: 1 skipped; polygon of 2 points: 1 skipped" in dataset.line()
-    # There are no masks because only some objects have polygons.
-    assert dataset.classes == ("box", *CLASSES) and not dataset.has_masks
+    # The masks stay. The check gives the rectangle a mask.
+    assert dataset.classes == ("box", *CLASSES) and dataset.has_masks and "objects have masks, so" in dataset.line()
     (found,) = [a for a in content_of(dataset, "train")["annotations"] if a["category_id"] == 1]
     assert (found["image_id"], found["bbox"], found["area"]) == (16, [3, 4, 6, 4], 24) and "segmentation" not in found
 
