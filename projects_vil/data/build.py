@@ -244,15 +244,10 @@ def _check_memory(cfg: CfgNode, records: list[dict[str, Any]]) -> None:
     Without this check, the operating system would kill the run in the first iteration.
     """
     record = max(records, key=lambda record: len(record.get("annotations", ())))
-    number, height, width = len(record.get("annotations", ())), max(cfg.INPUT.MIN_SIZE_TRAIN), cfg.INPUT.MAX_SIZE_TRAIN
-    if cfg.INPUT.AUGMENTATION != "default":
-        height = width = cfg.INPUT.LSJ.SIZE
-    on_gpu = cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory = torch.cuda.get_device_properties(cfg.MODEL.DEVICE).total_memory if on_gpu else memory
-    # With a stride of 4 and 3 anchors per position, there is an anchor for 4 pixels. With a stride of 8 and 9 anchors
-    # per position, there are fewer. detectron2's pairwise_iou needs 24 bytes per object and anchor.
-    needed = 24 * number * height * width // 4
+    number, memory = len(record.get("annotations", ())), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Mask R-CNN has one anchor for 4 pixels, and RetinaNet has fewer. If they do not fit on the GPU, detectron2 matches
+    # them on the CPU. Its pairwise_iou needs 24 bytes per object and anchor.
+    needed = 24 * number * max(cfg.INPUT.MIN_SIZE_TRAIN) * cfg.INPUT.MAX_SIZE_TRAIN // 4
     if needed > memory:
         raise ConfigError(
             f"'{record['file_name']}' has {number:,} objects. Training on it needs about {needed / 1e9:.0f} GB, but "

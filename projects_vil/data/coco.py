@@ -176,9 +176,8 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
             first = next(iter(file.findings("error")), None)
             reason = "" if first is None else f" ({file.describe(first)})"
             raise ConfigError(f"A fixed copy of '{file.path}' would have none of the {what}{reason}. Repair the file.")
-    number = 0
-    if not file.masks and "annotations" in dataset:
-        number = count_masks(dataset["annotations"])[0]
+    num_masks = 0 if file.masks else count_masks(dataset.get("annotations", ()))[0]
+    if num_masks:
         boxes = [{key: entry[key] for key in entry if key != "segmentation"} for entry in dataset["annotations"]]
         dataset["annotations"] = boxes
     with atomic_write(output) as partial:
@@ -188,7 +187,7 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
     return (
         f"{images:,} images, {annotations:,} annotations; removed {counts['images']:,} images and "
         f"{counts['annotations']:,} annotations, changed {counts['changed']:,}"
-        + (f", left out {number:,} masks" if number else "")
+        + (f", left out {num_masks:,} masks" if num_masks else "")
     )
 
 

@@ -93,7 +93,7 @@ class CocoFile:
         self.annotation_by_id: dict[int, int] = {}
         self.found: dict[str, list[int]] = defaultdict(list)
         self.examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for find in _FINDERS:
+        for find in (*_FINDERS, find_without_objects):
             for name, index, value in find(self):
                 self.found[name].append(index)
                 if len(self.examples[name]) < num_examples:
@@ -604,10 +604,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
     ),
 }.items() for row in rows}
 # fmt: on
-_FINDERS = (
-    *(find_in_categories, find_in_images, find_in_files, find_in_annotations, find_in_masks, find_in_boxes),
-    find_without_objects,
-)
+_FINDERS = (find_in_categories, find_in_images, find_in_files, find_in_annotations, find_in_masks, find_in_boxes)
 
 
 def _shortened(value: object) -> str:

@@ -29,6 +29,7 @@ IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".dib", ".tif", ".tiff", ".webp", ".gif"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"),
 )
+SizeAndDamage = tuple[tuple[int, int] | None, str | None]
 # The label of pixels that training and evaluation ignore.
 IGNORED_LABEL = 255
 # The key of an input for damaged images: a dict from the file name to the damage.
@@ -170,9 +171,7 @@ def missing_files(paths: Iterable[str]) -> list[str]:
     return [path for path in paths if os.path.basename(path) not in names(os.path.dirname(path))]
 
 
-def read_sizes(
-    paths: Iterable[str | Path], *, pixels: bool = False
-) -> Iterator[tuple[tuple[int, int] | None, str | None]]:
+def read_sizes(paths: Iterable[str | Path], *, pixels: bool = False) -> Iterator[SizeAndDamage]:
     """Yield the height and width of each image, or None if it cannot be read, and the damage of a damaged image.
 
     Args:
@@ -180,7 +179,7 @@ def read_sizes(
         pixels: Whether to decode the images. Otherwise only their headers are read.
     """
 
-    def read(path: str | Path) -> tuple[tuple[int, int] | None, str | None]:
+    def read(path: str | Path) -> SizeAndDamage:
         try:
             if not pixels:
                 return read_size(path), None

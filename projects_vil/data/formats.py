@@ -12,7 +12,6 @@ import os
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from multiprocessing.pool import ThreadPool
 from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
@@ -23,7 +22,7 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable
 from projects_vil.config import first_of
-from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UnreadableImage, read_size
+from projects_vil.data.detection_utils import IMAGE_SUFFIXES, read_sizes
 from projects_vil.data.segmentation import count_masks
 from projects_vil.data.splits import compare_splits
 from projects_vil.utils import read_json
@@ -46,7 +45,6 @@ _CLASS_NAMES_FILE = "classes.txt"
 # Formats with one annotation file per image.
 _FILE_PER_IMAGE = ("LabelMe", "Pascal VOC")
 _UNANNOTATED = "images without an annotation file"
-_NUM_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -605,10 +603,8 @@ def _read_yolo(files: list[Path], root: Path) -> _Read:
             f"None of the {len(found)} images of '{path}' has a label file. Add label files"
             f"{f', such as {str(labels[0])!r}' if found else ''}."
         )
-    with ThreadPool(_NUM_THREADS) as pool:
-        sizes = pool.map(_size_or_none, [file for _, file in found])
-    records = []
-    for (split, file), label, size in zip(found, labels, sizes, strict=True):
+    records, sizes = [], read_sizes([file for _, file in found])
+    for (split, file), label, (size, _) in zip(found, labels, sizes, strict=True):
         # The dataset check reports unreadable images later.
         lines = label.read_text(encoding="utf-8", errors="replace").split("\n") if size and label.is_file() else []
         rows = [(line.split(), f"{label}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
@@ -664,13 +660,6 @@ def _yolo_object(row: list[str], names: list[str], size: tuple[int, int], locati
     if len(values) < 6 or len(values) % 2:
         raise ConfigError(f"{location}: {len(row)} numbers are not an object. Write a class with a box or a polygon.")
     return _polygon_object(label, [[round(value * size[1 - i % 2], 2) for i, value in enumerate(values)]])
-
-
-def _size_or_none(path: Path) -> tuple[int, int] | None:
-    try:
-        return read_size(path)
-    except UnreadableImage:
-        return None
 
 
 _READERS = {"YOLO": _read_yolo, "Pascal VOC": _read_voc, "LabelMe": _read_labelme, "CVAT": _read_cvat}
