@@ -548,7 +548,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("duplicate_file_name", "note", "images with a repeated file_name", None, "used as two images"),
         ("missing_image_file", "error", "images whose file is missing", remove, _WITH_OBJECTS),
         ("unreadable_image_file", "error", "images whose file cannot be read", remove, _WITH_OBJECTS),
-        ("damaged_image_file", "note", "images whose file is damaged", None, "the part that can be decoded is used"),
+        ("damaged_image_file", "note", "images whose file is damaged", None, "the decoded part is used"),
         ("image_size_mismatch", "error", "images whose size differs from the annotation", remove, _WITH_OBJECTS),
         ("image_without_objects", "note", "images without objects", None,
          "used in evaluation, and in training only if DATALOADER.FILTER_EMPTY_ANNOTATIONS is False"),

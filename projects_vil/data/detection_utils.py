@@ -138,7 +138,7 @@ def decode_image(
         with _OnlyInThisThread.lock:
             before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, _OnlyInThisThread()
             try:
-                return decode(), {str(path): f"{error.reason}. The part that can be decoded is used"}
+                return decode(), {str(path): f"{error.reason}. Only a part of it is decoded"}
             finally:
                 ImageFile.LOAD_TRUNCATED_IMAGES = before
 
