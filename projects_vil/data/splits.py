@@ -1,5 +1,6 @@
 """Compare the splits of a dataset."""
 
+import functools
 import hashlib
 import os
 from collections import defaultdict
@@ -16,24 +17,25 @@ def compare_splits(splits: Mapping[str, tuple[dict[str, Any], Path]]) -> Iterato
     Args:
         splits: A dict from the split to the content of its COCO file and its image folder.
     """
-    # Path -> split of files with the same size, and of files with the same content.
-    by_size: dict[int, dict[str, str]] = defaultdict(dict)
+    # The split and path of files with the same size, a file of each split with the same content, and used classes.
+    by_size: dict[int, list[tuple[str, str]]] = defaultdict(list)
     by_content: dict[bytes, dict[str, str]] = defaultdict(dict)
     by_class: dict[str, set[str]] = defaultdict(set)
+    digest = functools.cache(lambda path: hashlib.sha256(Path(path).read_bytes()).digest())
     for split, (content, folder) in splits.items():
         for path in (os.path.join(folder, str(image["file_name"])) for image in _entries(content, "file_name")):
             if os.path.isfile(path):
-                by_size[os.path.getsize(path)][path] = split
+                by_size[os.path.getsize(path)].append((split, path))
         used = {str(entry["category_id"]) for entry in _entries(content, "category_id")}
         for category in _entries(content, "name"):
             if str(category.get("id")) in used:
                 by_class[str(category["name"])].add(split)
     for files in by_size.values():
-        for path in files if len({*files.values()}) > 1 else ():
-            by_content[hashlib.sha256(Path(path).read_bytes()).digest()][path] = files[path]
-    if shared := [files for files in by_content.values() if len({*files.values()}) > 1]:
-        first = {split: f"'{path}' in {split}" for path, split in shared[0].items()}
-        yield f"{len(shared):,} images are in several splits, such as {' and '.join(first.values())}"
+        for split, path in files if len(dict(files)) > 1 else ():
+            by_content[digest(path)][split] = path
+    if shared := [files for files in by_content.values() if len(files) > 1]:
+        first = [f"'{path}' in {split}" for split, path in shared[0].items()]
+        yield f"{len(shared):,} images are in several splits, such as {' and '.join(first)}"
     alone = [f"{name!r} ({min(own)})" for name, own in by_class.items() if len(own) == 1]
     if alone and len(set().union(*by_class.values())) > 1:
         yield f"only one split has objects of {first_of(alone, 5)}"

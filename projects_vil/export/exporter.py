@@ -170,11 +170,8 @@ def export_detector(
             raise ConfigError(f"Cannot write '{path}': {reason}. Check the folder and the free space.") from error
         report = check_export(cfg, reference, ExportedModel(new), compared, evaluate=evaluate, accept_drop=accept_drop)
         low_threshold = with_overrides(cfg, dict.fromkeys(_SCORE_THRESHOLDS, 0.0))
-        if (
-            not is_int8
-            and low_threshold != cfg
-            and not any(row["detections"] + row["detections_exported"] for row in report["images"])
-        ):
+        has_detections = any(row["detections"] + row["detections_exported"] for row in report["images"])
+        if not (has_detections or is_int8 or low_threshold == cfg):
             # Without detections, compare the candidates of a second file that has no score threshold.
             options = {"file_format": file_format, "precision": precision, "input_dtype": input_dtype, "opset": opset}
             options |= {"batched": batched, "fixed_detections": fixed_detections, "size": size, "images": images}
