@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +16,9 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import ConfigError
-from backbones.errors import check_choice, closest
-from projects_vil.checkpoint import checkpoints_of, read_zoo, weights_of
+from backbones.checkpoint_files import atomic_write, read_checkpoint
+from backbones.errors import GENERATOR, check_choice, check_replaceable, closest
+from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, read_zoo, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
     config_path,
@@ -41,6 +43,7 @@ DETECTORS: dict[str, tuple[str, dict[str, object]]] = {
     "faster_rcnn": ("mask_rcnn", {"MODEL.MASK_ON": False}),
 }
 DATA_FOLDER = "data"
+CLASSES = "classes"
 # On COCO the schedules count iterations.
 DEFAULT_EPOCHS = 50
 # Config keys that do not change the results of an evaluation.
@@ -232,8 +235,9 @@ def evaluate(
     Args:
         model: output directory of a run, name of the model zoo, checkpoint next to its ``config.yaml``, or a resolved
             config; None with ``predictions``.
-        data: evaluated on its test images, else its validation images, else all images; None for ``DATASETS.TEST`` of
-            the config.
+        data: evaluated on its test images, else its validation images, else all images. Test images without
+            annotations are not used. Classes are matched by name and may be missing. None for ``DATASETS.TEST`` of the
+            config.
         predictions: Parquet files of ``vil predict``, or folders of them, to evaluate instead of a model.
         output: folder for the results. The default is the output directory of the run. With ``data``, ``overrides`` or
             a checkpoint other than the last one, it is a folder in it, such as ``evaluation_DATA``,
@@ -277,14 +281,19 @@ def evaluate(
         print(f"The results may differ from the results of the run, so they are written to '{folder}'.", flush=True)
     with cleanup_on_failure(folder):
         if data is not None:
-            dataset = read_dataset(data, folder / DATA_FOLDER, val=0)
-            test = next(split for split in ("test", "val", "train") if split in dataset.splits)
+            contents: dict[str, dict] = {}
+            dataset = read_dataset(data, folder / DATA_FOLDER, val=0, contents=contents)
+            present = [split for split in ("test", "val", "train") if split in dataset.splits]
+            test = next((split for split in present if contents[split].get("annotations")), present[0])
             images = "all images, including training images" if test == "train" else f"split {test}"
+            images += f" (split {present[0]} has no annotations)" if test != present[0] else ""
             print(f"{dataset.line()}; evaluated: {images}", flush=True)
-            values = _register(dataset, folder.name, test=test)
-            if not predictions and len(dataset.classes) != number_of_classes(begun)[1]:
-                # Classes are matched by name to the dataset that the detector was trained on.
-                values["DATASETS.COCO"] += [list(e) for e in begun.DATASETS.COCO if e[0] in begun.DATASETS.TRAIN]
+            # Classes are matched by name to the classes of the checkpoint, or else of its training dataset.
+            classes = None if predictions else _write_classes(cfg.MODEL.WEIGHTS, folder / DATA_FOLDER)
+            if classes is not None:
+                dataset = dataclasses.replace(dataset, splits=dataset.splits | {CLASSES: (classes, folder)})
+            values = _register(dataset, folder.name, train=CLASSES if classes else "train", test=test)
+            if classes is None and not predictions:
                 values["DATASETS.TRAIN"] = begun.DATASETS.TRAIN
             cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
         if predictions:
@@ -292,6 +301,20 @@ def evaluate(
         else:
             launch_run(cfg, processes, eval_only=True, resume=resume, overridden=given)
     return Run(folder).results
+
+
+def _write_classes(weights: str, folder: Path) -> Path | None:
+    """Write the classes of a checkpoint as a COCO file without images. Return None if they are unknown."""
+    names = CheckpointMetadata.from_contents(read_checkpoint(weights)).classes if os.path.isfile(weights) else None
+    if names is None:
+        return None
+    path = folder / f"{CLASSES}.json"
+    check_replaceable(path, advice="Choose another output directory.")
+    categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps({"info": {"description": GENERATOR}, "images": [], "categories": categories}))
+    return path
 
 
 def folder_of(config: Path) -> Path:
@@ -417,7 +440,7 @@ def _suggest_weights(variant: str) -> None:
         print(f"Training starts from random weights. {advice}", flush=True)
 
 
-def _register(dataset: Dataset, name: str, *, test: str = "val") -> dict[str, Any]:
+def _register(dataset: Dataset, name: str, *, train: str = "train", test: str = "val") -> dict[str, Any]:
     """Return the config keys of a dataset, and free the names of its splits, which an earlier run may have used."""
     for split in dataset.splits:
         if f"{name}_{split}" in _registered & set(DatasetCatalog.list()):
@@ -426,7 +449,7 @@ def _register(dataset: Dataset, name: str, *, test: str = "val") -> dict[str, An
         _registered.add(f"{name}_{split}")
     return {
         "DATASETS.COCO": [[f"{name}_{split}", *map(os.path.abspath, files)] for split, files in dataset.splits.items()],
-        "DATASETS.TRAIN": (f"{name}_train",),
+        "DATASETS.TRAIN": (f"{name}_{train}",),
         "DATASETS.TEST": (f"{name}_{test}",) if test in dataset.splits else (),
     }
 

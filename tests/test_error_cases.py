@@ -78,14 +78,6 @@ def write(name: str, content: str | bytes = "") -> Callable[[Path], object]:
     return lambda folder: ((folder / name).parent.mkdir(exist_ok=True), (folder / name).write_bytes(data))
 
 
-def truncate(*patterns: str) -> Callable[[Path], object]:
-    def change(folder: Path) -> None:
-        for path in (path for pattern in patterns for path in folder.glob(pattern)):
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-    return change
-
-
 def replace_by(pattern: str, make: Callable[[Path], object] | None) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         for path in sorted(folder.glob(pattern)):
@@ -157,8 +149,11 @@ CASES = {
     "images that are gone, and a folder with a file": Case(
         f"{TRAIN} OUTPUT_DIR mine", replace_by("datasets/shapes/train/*.jpg", None), ".jpg", writes=("mine/log.txt",)
     ),
-    "images that break off": Case(
-        f"{TRAIN} DATALOADER.NUM_WORKERS 1", truncate("datasets/shapes/train/*.jpg"), ".jpg", writes=OUTPUT
+    "images that are all unreadable": Case(
+        f"{TRAIN} DATALOADER.NUM_WORKERS 1 DATASETS.CHECK off",
+        replace_by("datasets/shapes/train/*.jpg", Path.touch),
+        ".jpg",
+        writes=OUTPUT,
     ),
     "findings over their own input": Case(
         f"{CHECK} --json mine/link.json",

@@ -317,7 +317,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all findings and the unused files as JSON")
     fix_help = "write a cleaned copy: a folder with a COCO file per split, or a file if IMAGES is given; must not exist"
     parser.add_argument("--fix", metavar="OUT", help=fix_help)
-    parser.add_argument("--deep", action="store_true", help="decode every image instead of reading its header")
+    parser.add_argument("--deep", action="store_true", help="decode every image, even if there are more than 2,000")
     parser.add_argument("--boxes", action="store_true", help="ignore masks, for detectors without masks")
     args = parser.parse_args(words)
     if args.fix and os.path.lexists(args.fix):

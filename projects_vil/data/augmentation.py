@@ -15,7 +15,7 @@ from detectron2.structures import BitMasks, Instances
 from backbones import ConfigError
 from backbones.errors import check_choice
 from projects_vil.config import is_segmentor
-from projects_vil.data.detection_utils import boxes_of_masks
+from projects_vil.data.detection_utils import DAMAGED, boxes_of_masks
 
 AUGMENTATIONS = ("default", "lsj", "lsj_copy_paste")
 # Probability that an object is pasted. The paper pastes a random subset of the objects.
@@ -135,4 +135,6 @@ class CopyPaste:
         if np.random.uniform() >= self.probability:
             return sample
         other = self.mapper(self.records[np.random.randint(len(self.records))])
+        if damaged := sample.get(DAMAGED, {}) | other.get(DAMAGED, {}):
+            sample[DAMAGED] = damaged
         return paste(sample, other, np.random.uniform(size=len(other["instances"])) < PASTE_PROBABILITY)

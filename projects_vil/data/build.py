@@ -1,5 +1,6 @@
 """Load the records of datasets, check them against the config, and build the data loaders."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,13 +13,12 @@ from detectron2.utils import comm
 
 from backbones import ConfigError
 from backbones.errors import check_choice, closest
-from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
+from projects_vil.config import first_of, is_panoptic, is_segmentor, number_of_classes
 from projects_vil.data.augmentation import CopyPaste
 from projects_vil.data.catalog import add_stuff, check_files, match_classes, read_categories
 from projects_vil.data.coco import CHECK_MODES, fixed_coco, fixed_key, is_coco, load_coco, state_of_files
-from projects_vil.data.coco_checks import missing_files
 from projects_vil.data.dataset_mapper import Mapper
-from projects_vil.data.detection_utils import IGNORED_LABEL
+from projects_vil.data.detection_utils import IGNORED_LABEL, missing_files
 from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededRecords, TrainLoader, serialized
 from projects_vil.data.shared_records import SHARED, read_and_share
 from projects_vil.utils import paused_garbage_collection
@@ -75,12 +75,13 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
         raise ConfigError(f"'{files}' has no images{' with annotations' if train else ''}. Use another dataset.")
     _check_task(cfg, files, records)
     is_checked = cfg.DATASETS.CHECK != "off" and all(map(is_coco, names))
-    if not is_checked and (missing := list(missing_files(record["file_name"] for record in records))):
+    if not is_checked and (missing := missing_files(record["file_name"] for record in records)):
         raise ConfigError(
             f"{len(missing)} of the {len(records)} images of '{files}' are missing, such as '{missing[0]}'. "
             "Add the files, or correct the image folder."
         )
     if train and not is_segmentor(cfg):
+        _check_memory(cfg, records)
         print_instances_class_histogram(records, model_classes(cfg)[1] or class_names(cfg, names[0]))
     return records
 
@@ -237,6 +238,23 @@ def _check_task(cfg: CfgNode, files: str, records: list[dict[str, Any]]) -> None
         raise ConfigError(f"MODEL.MASK_ON is True, but '{files}' has no masks. Set MODEL.MASK_ON False.")
 
 
+def _check_memory(cfg: CfgNode, records: list[dict[str, Any]]) -> None:
+    """Raise a :class:`ConfigError` if an image has too many objects for the memory.
+
+    Without this check, the operating system would kill the run in the first iteration.
+    """
+    record = max(records, key=lambda record: len(record.get("annotations", ())))
+    number, memory = len(record.get("annotations", ())), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Mask R-CNN has one anchor for 4 pixels, and RetinaNet has fewer. If they do not fit on the GPU, detectron2 matches
+    # them on the CPU. Its pairwise_iou needs 24 bytes per object and anchor.
+    needed = 24 * number * max(cfg.INPUT.MIN_SIZE_TRAIN) * cfg.INPUT.MAX_SIZE_TRAIN // 4
+    if needed > memory:
+        raise ConfigError(
+            f"'{record['file_name']}' has {number:,} objects. Training on it needs about {needed / 1e9:.0f} GB, but "
+            f"there are {memory / 1e9:.0f} GB. Divide the image into tiles, or lower INPUT.MAX_SIZE_TRAIN."
+        )
+
+
 def model_classes(cfg: CfgNode) -> tuple[str | None, list[str] | None]:
     """Return the name of the reference dataset, and its class names in the order of the model's outputs.
 
@@ -284,9 +302,10 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
     matched = match_classes(classes, ours)
     unknown = [label for index, label in enumerate(classes) if index not in matched]
     if unknown:
+        text = first_of([repr(label) for label in unknown], 5)
         raise ConfigError(
-            f"Class {unknown[0]!r} of {name!r} does not exist in {reference!r}, whose classes the model uses"
-            f"{closest(unknown[0], ours) or '.'} Rename or remove it."
+            f"{name!r} has classes that do not exist in {reference!r}, whose classes the model uses: {text}"
+            f"{closest(unknown[0], ours) or '.'} Rename or remove them."
         )
     return [matched[index] for index in range(len(classes))]
 

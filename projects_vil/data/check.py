@@ -44,6 +44,8 @@ def check_dataset(
             extracted = None if fixed is None else Path(fixed, "images")
             dataset = read_dataset(data, folder, val=0, images=images, contents=contents, extracted=extracted)
         splits = dataset.splits if dataset else {"": (data, images)}
+        if dataset and options.get("masks") is None:
+            options["masks"] = dataset.has_masks
         if report and any(os.path.realpath(report) == os.path.realpath(path) for path, _ in splits.values()):
             raise ConfigError(f"--json: '{report}' is an annotation file of the dataset. Name another file.")
         files = {split: CocoFile(*paths, dataset=contents.get(split), **options) for split, paths in splits.items()}

@@ -16,7 +16,7 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import read_coco
-from projects_vil.data.segmentation import rle_of
+from projects_vil.data.segmentation import count_masks, rle_of
 from projects_vil.data.shared_records import SHARED
 from projects_vil.utils import paused_garbage_collection
 
@@ -55,7 +55,7 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dic
     metadata = MetadataCatalog.get(name)
     if check == "off":
         return read_coco(metadata.json_file)
-    file = CocoFile(metadata.json_file, metadata.image_root, masks=None if masks else False)
+    file = CocoFile(metadata.json_file, metadata.image_root, masks=masks)
     findings = file.findings()
     if not findings:
         return file.dataset
@@ -176,6 +176,10 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
             first = next(iter(file.findings("error")), None)
             reason = "" if first is None else f" ({file.describe(first)})"
             raise ConfigError(f"A fixed copy of '{file.path}' would have none of the {what}{reason}. Repair the file.")
+    num_masks = 0 if file.masks else count_masks(dataset.get("annotations", ()))[0]
+    if num_masks:
+        boxes = [{key: entry[key] for key in entry if key != "segmentation"} for entry in dataset["annotations"]]
+        dataset["annotations"] = boxes
     with atomic_write(output) as partial:
         # json.dumps is much faster than json.dump, which writes each number separately.
         partial.write_text(json.dumps(dataset), encoding="utf-8")
@@ -183,6 +187,7 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
     return (
         f"{images:,} images, {annotations:,} annotations; removed {counts['images']:,} images and "
         f"{counts['annotations']:,} annotations, changed {counts['changed']:,}"
+        + (f", left out {num_masks:,} masks" if num_masks else "")
     )
 
 

@@ -4,16 +4,13 @@
 function. Several checks share one loop because a file may have millions of objects.
 """
 
-import functools
 import itertools
 import math
 import os
 import shlex
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,17 +18,18 @@ import numpy as np
 from pycocotools import mask as mask_util
 
 from backbones import ConfigError
-from projects_vil.data.detection_utils import UnreadableImage, read_image, read_size
+from projects_vil.data.detection_utils import missing_files, read_sizes
 from projects_vil.data.readers import SOURCE, read_coco
-from projects_vil.data.segmentation import FAR, box_of, check_segmentation, rle_of
+from projects_vil.data.segmentation import FAR, box_of, check_segmentation, count_masks, has_mask, rectangle, rle_of
 from projects_vil.utils import paused_garbage_collection
 
 NUM_EXAMPLES = 5
-_NUMBERS = {int, float}
+# Larger numbers could overflow.
+_LARGEST = 1e300
 # The check for [left, top, right, bottom] boxes needs at least this many boxes and this fraction beyond their images.
 _MIN_BOXES, _BEYOND_FRACTION = 20, 0.2
-# A network disk has a high latency, so many files are opened at the same time.
-_NUM_THREADS, _FILES_PER_TASK = 16, 64
+# The images of a file with at most this many images are always decoded.
+_NUM_DECODED = 2000
 _EXAMPLE_KEYS = {
     "annotations": {"annotation": "id", "image": "image_id"},
     "images": {"image": "id", "file": "file_name"},
@@ -47,8 +45,9 @@ class CocoFile:
     Args:
         path: The annotation file.
         image_root: The image folder.
-        masks: Whether to check segmentations. None checks them if any object has a segmentation.
-        pixels: Whether to decode every image file, instead of only reading its header.
+        masks: Whether to check segmentations, if there are any. None checks them if at least half of the objects have
+            one.
+        pixels: Whether to decode every image file, even if the file has more than 2,000 images.
         progress: A function that is called with the number of image files read so far.
         num_examples: The maximum number of examples per finding.
         dataset: The content of the file, if it has been read already.
@@ -63,6 +62,7 @@ class CocoFile:
         heights: The height of each image in pixels, or 0 if it is unknown.
         widths: The width of each image in pixels, or 0 if it is unknown.
         image_of: The index of the image of each annotation, or -1 if it is unknown.
+        category_of: The index of the category of each annotation, or -1 if it is unknown.
     """
 
     @paused_garbage_collection()
@@ -81,12 +81,11 @@ class CocoFile:
         self.dataset = read_coco(path) if dataset is None else dataset
         self.images, self.categories = self.dataset["images"], self.dataset["categories"]
         self.annotations = self.dataset.get("annotations", [])
-        if masks is None:
-            masks = any(isinstance(entry, dict) and entry.get("segmentation") for entry in self.annotations)
-        self.masks = masks
+        number, total = count_masks(self.annotations)
+        self.masks = masks is not False and number > 0 and (masks or 2 * number >= total)
         self.pixels, self.progress = pixels, progress
         self.heights, self.widths = np.zeros((2, len(self.images)), np.int64)
-        self.image_of = np.full(len(self.annotations), -1)
+        self.image_of, self.category_of = np.full((2, len(self.annotations)), -1)
         # The index of the first valid entry with each id.
         self.image_by_id: dict[Any, int] = {}
         self.image_by_number: dict[int, int] = {}
@@ -94,7 +93,7 @@ class CocoFile:
         self.annotation_by_id: dict[int, int] = {}
         self.found: dict[str, list[int]] = defaultdict(list)
         self.examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for find in _FINDERS:
+        for find in (*_FINDERS, find_without_objects):
             for name, index, value in find(self):
                 self.found[name].append(index)
                 if len(self.examples[name]) < num_examples:
@@ -217,6 +216,18 @@ class CocoFile:
         return dataset, counts | {"changed": len(changed["annotations"].keys() - removed["annotations"])}
 
 
+def as_int(value: object) -> int | None:
+    """Return an id as an integer, or None if it is not a whole number or the text of one."""
+    if isinstance(value, bool):
+        return None
+    try:
+        if isinstance(value, float):
+            return int(value) if value.is_integer() else None
+        return int(value) if isinstance(value, (int, str)) else None
+    except ValueError:
+        return None
+
+
 # -- find: yield findings as (name of a check, index, value) ---------------------------------------
 
 
@@ -224,15 +235,17 @@ def find_in_categories(file: CocoFile) -> Findings:
     names = set()
     for index, entry in enumerate(file.categories):
         number = as_int(entry.get("id")) if isinstance(entry, dict) else None
-        if number is None or not isinstance(entry.get("name"), str):
+        if number is None or not (isinstance(entry.get("name"), str) or as_int(entry.get("name")) is not None):
             yield "invalid_category_entry", index, None
         elif number in file.category_by_id:
             yield "duplicate_category_id", index, None
         else:
             file.category_by_id[number] = index
-            if entry["name"] in names:
+            if str(entry["name"]) in names:
                 yield "duplicate_category_name", index, None
-            names.add(entry["name"])
+            names.add(str(entry["name"]))
+            if not isinstance(entry["name"], str):
+                yield "category_name_not_text", index, None
             if type(entry["id"]) is not int:
                 yield "category_id_not_integer", index, None
 
@@ -275,38 +288,18 @@ def find_in_files(file: CocoFile) -> Findings:
     missing = set(missing_files(paths.values()))
     yield from (("missing_image_file", index, None) for index, path in paths.items() if path in missing)
     opened = {index: path for index, path in paths.items() if path not in missing}
-    with ThreadPool((os.cpu_count() or 1) if file.pixels else _NUM_THREADS) as pool:
-        read = functools.partial(_size_or_reason, pixels=file.pixels)
-        sizes = pool.imap(read, opened.values(), chunksize=_FILES_PER_TASK)
-        for count, (index, size) in enumerate(zip(opened, sizes, strict=True), start=1):
-            if file.progress is not None:
-                file.progress(count)
-            expected = int(file.heights[index]), int(file.widths[index])
-            if isinstance(size, str):
-                yield "unreadable_image_file", index, size
-            elif index in unsized:
-                file.heights[index], file.widths[index] = size
-            elif size != expected:
-                value = f"(height, width) is {size} in the file, {expected} in the annotations"
-                yield "image_size_mismatch", index, value
-
-
-def _size_or_reason(path: str, *, pixels: bool) -> tuple[int, int] | str:
-    try:
-        return read_image(path).shape[:2] if pixels else read_size(path)
-    except UnreadableImage as error:
-        return error.reason
-
-
-def missing_files(paths: Iterable[str]) -> Iterator[str]:
-    """Yield the paths that do not exist. Each folder is listed once, which is faster than a test per file."""
-    folders: dict[str, set[str]] = {}
-    for path in paths:
-        folder, _, name = path.rpartition(os.sep)
-        if folder not in folders:
-            folders[folder] = set(os.listdir(folder)) if os.path.isdir(folder) else set()
-        if name not in folders[folder]:
-            yield path
+    sizes = read_sizes(opened.values(), pixels=file.pixels or len(opened) <= _NUM_DECODED)
+    for count, (index, (size, damage)) in enumerate(zip(opened, sizes, strict=True), start=1):
+        if file.progress is not None:
+            file.progress(count)
+        expected = int(file.heights[index]), int(file.widths[index])
+        if damage is not None:
+            yield "unreadable_image_file" if size is None else "damaged_image_file", index, damage
+        if size is not None and index in unsized:
+            file.heights[index], file.widths[index] = size
+        elif size not in (None, expected):
+            value = f"(height, width) is {size} in the file, {expected} in the annotations"
+            yield "image_size_mismatch", index, value
 
 
 def find_in_annotations(file: CocoFile) -> Findings:
@@ -327,6 +320,7 @@ def find_in_annotations(file: CocoFile) -> Findings:
         elif are_mixed or file.images[image]["id"] != name:
             yield "image_id_type_mismatch", index, None
         category = entry.get("category_id")
+        file.category_of[index] = file.category_by_id.get(as_int(category), -1)
         if type(category) is not int or category not in file.category_by_id:
             name = "category_id_type_mismatch" if as_int(category) in file.category_by_id else "unknown_category_id"
             yield name, index, f"category_id {_shortened(category)}"
@@ -336,21 +330,28 @@ def find_in_annotations(file: CocoFile) -> Findings:
         elif file.annotation_by_id.setdefault(number, index) != index:
             yield "duplicate_annotation_id", index, None
         crowd = entry.get("iscrowd")
-        if crowd is None:
+        if crowd in (None, "0", "1"):
             yield "missing_iscrowd", index, None
         elif type(crowd) not in (int, bool, float) or crowd not in (0, 1):
             yield "invalid_iscrowd", index, f"iscrowd {_shortened(crowd)}"
-        if entry.get("ignore") and not crowd:
+        if entry.get("ignore") and crowd not in (1, "1"):
             yield "ignore_flag", index, None
         area, box = entry.get("area"), entry.get("bbox")
-        largest, is_empty = largest_areas[image], False
-        if type(box) is list and len(box) == 4 and set(map(type, box)) <= _NUMBERS:
-            is_empty = not (box[2] > 0 and box[3] > 0)
-            if not entry.get("segmentation"):
-                # The margin allows for rounded boxes and areas.
-                largest = min(largest, 2 * (box[2] + 1) * (box[3] + 1))
-        if type(area) not in _NUMBERS or not 0 <= area <= largest or (area == 0 and not is_empty):
+        is_valid = type(area) in (int, float) and 0 <= area <= largest_areas[image]
+        if not is_valid or (is_box(box) and not fits_box(area, box)):
             yield "missing_or_invalid_area", index, None if area is None else f"area {_shortened(area)}"
+
+
+def is_box(box: Any) -> bool:
+    """Return whether a value is a list of four finite numbers."""
+    are_numbers = type(box) is list and len(box) == 4 and set(map(type, box)) <= {int, float}
+    return are_numbers and all(-_LARGEST < number < _LARGEST for number in box)
+
+
+def fits_box(area: float, box: list[float]) -> bool:
+    """Return whether an object with a box may have an area. The limits allow for rounded values and thin objects."""
+    width, height = abs(box[2]), abs(box[3])
+    return not (width and height) or 1e-3 * width * height <= area <= 2 * (width + 1) * (height + 1)
 
 
 def find_in_masks(file: CocoFile) -> Findings:
@@ -358,7 +359,7 @@ def find_in_masks(file: CocoFile) -> Findings:
         if not isinstance(entry, dict):
             continue
         segmentation = entry.get("segmentation")
-        if not segmentation:
+        if not has_mask(segmentation):
             yield "missing_segmentation", index, None
             continue
         height, width = file.size_of_image(index)
@@ -375,7 +376,7 @@ def find_in_boxes(file: CocoFile) -> Findings:
         if not isinstance(entry, dict):
             continue
         box = entry.get("bbox")
-        if type(box) is list and len(box) == 4 and set(map(type, box)) <= _NUMBERS:
+        if is_box(box):
             indices.append(index)
             rows.append(box)
         elif "bbox" in entry:
@@ -384,28 +385,30 @@ def find_in_boxes(file: CocoFile) -> Findings:
             yield "missing_bbox_and_mask" if box_of_mask(file, index, entry) is None else "missing_bbox", index, None
     if not rows:
         return
-    try:
-        boxes = np.array(rows, np.float64)
-    except OverflowError:
-        boxes = np.array([[x if abs(x) < sys.float_info.max else math.inf for x in box] for box in rows], np.float64)
+    boxes = np.array(rows, np.float64)
     for name, where in _box_problems(file, np.array(indices), boxes):
         yield from ((name, indices[row], rows[row]) for row in np.flatnonzero(where).tolist())
+    keys = np.column_stack([file.image_of[indices], file.category_of[indices], boxes])
+    order = np.lexsort(keys.T)
+    for row in np.flatnonzero((keys[order[1:]] == keys[order[:-1]]).all(1)).tolist():
+        first, second = (indices[place] for place in order[row : row + 2])
+        if file.annotations[first].get("segmentation") == file.annotations[second].get("segmentation"):
+            yield "duplicate_object", second, None
 
 
 def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the name of a check and the boxes with this problem as (N,) bool, for boxes (N, 4)."""
     images = file.image_of[indices]
     heights, widths = np.append(file.heights, 0)[images], np.append(file.widths, 0)[images]
-    has_size, finite = (heights > 0) & (widths > 0), np.isfinite(boxes).all(1)
-    left, top, wide, high = np.where(finite[:, None], boxes, 0).T
+    has_size, (left, top, wide, high) = (heights > 0) & (widths > 0), boxes.T
+    yield "swapped_bbox_corners", (wide < 0) | (high < 0)
+    left, top, wide, high = np.minimum(left, left + wide), np.minimum(top, top + high), abs(wide), abs(high)
     right, bottom, far = left + wide, top + high, FAR * np.maximum(heights, widths)
-    valid = finite & (wide >= 0) & (high >= 0)
-    yield "invalid_bbox", ~valid
     is_far = (np.minimum(left, top) < -far) | (right > widths + far) | (bottom > heights + far)
-    is_far &= valid & has_size
-    empty = valid & ~is_far & ((wide == 0) | (high == 0))
+    is_far &= has_size
+    empty = ~is_far & ((wide == 0) | (high == 0))
     yield "zero_area_bbox", empty
-    valid &= has_size & ~is_far & ~empty
+    valid = has_size & ~is_far & ~empty
     outside = valid & ((right <= 0) | (bottom <= 0) | (left >= widths) | (top >= heights))
     yield "bbox_outside_image", outside | is_far
     beyond = valid & ((left < -1) | (top < -1) | (right > widths + 1) | (bottom > heights + 1))
@@ -423,8 +426,10 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
 def find_without_objects(file: CocoFile) -> Findings:
     used = {*file.image_of.tolist(), *file.found["invalid_image_entry"]}
     yield from (("image_without_objects", index, None) for index in range(len(file.images)) if index not in used)
-    used = {as_int(entry.get("category_id")) for entry in file.annotations if isinstance(entry, dict)}
-    yield from (("category_without_objects", index, None) for n, index in file.category_by_id.items() if n not in used)
+    for index in sorted({*file.category_by_id.values()} - {*file.category_of.tolist()}):
+        name, others = file.categories[index]["name"], {*file.category_by_id.values()} - {index}
+        is_group = any(file.categories[other].get("supercategory") == name for other in others)
+        yield "category_without_objects", index, "the supercategory of other categories" if is_group else None
 
 
 # -- fix: return the fixed entry, or None to remove it ---------------------------------------------
@@ -436,12 +441,12 @@ def remove(file: CocoFile, index: int, entry: Any) -> None:
     return None
 
 
-def set_values(**values: Any) -> Fix:
-    return lambda file, index, entry: entry | values
+def as_crowd(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"iscrowd": 1, "ignore": 0}
 
 
-def to_int(key: str) -> Fix:
-    return lambda file, index, entry: entry | {key: as_int(entry[key])}
+def convert(key: str, to: Callable[[Any], Any]) -> Fix:
+    return lambda file, index, entry: entry | {key: to(entry.get(key))}
 
 
 def set_file_size(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
@@ -457,9 +462,13 @@ def set_image_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str,
     return entry | {"image_id": image + 1 if file.found["mixed_image_id_types"] else file.images[image]["id"]}
 
 
-def valid_mask(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any] | None:
-    mask = file.mask(index, entry)
-    return None if mask is None else entry | {"segmentation": mask}
+def valid_mask(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"segmentation": file.mask(index, entry) or rectangle(entry["bbox"])}
+
+
+def ordered_corners(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    left, top, width, height = entry["bbox"]
+    return entry | {"bbox": [min(left, left + width), min(top, top + height), abs(width), abs(height)]}
 
 
 def box_of_mask(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any] | None:
@@ -480,8 +489,9 @@ def new_id_unless_equal(file: CocoFile, index: int, entry: dict[str, Any]) -> di
 def area_of_mask_or_box(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
     mask = file.mask(index, entry)
     area = 0 if mask is None else float(mask_util.area(rle_of(mask, *file.size_of_image(index))))
+    box_area = float(entry["bbox"][2]) * float(entry["bbox"][3])
     # The area of a very thin mask may be 0 pixels.
-    return entry | {"area": area or float(entry["bbox"][2]) * float(entry["bbox"][3])}
+    return entry | {"area": area if area and fits_box(area, entry["bbox"]) else box_area}
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -511,7 +521,7 @@ class Check:
 
 SEVERITIES = ("error", "fixed", "note")
 _OUT, _WITH_OBJECTS = "removed", "removed, with their objects"
-_BOX, _MASK = "replaced by the box of the mask, or removed without a mask", "removed if no other polygon is valid"
+_BOX, _MASK = "replaced by the box of the mask, or removed without a mask", "replaced by the valid polygons, or the box"
 _INT = "read as an integer"
 
 # The checks of each list: name, severity, description, fix, and effect. Fixes run in this order. New ids and areas come
@@ -521,7 +531,9 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
     "categories": (
         ("invalid_category_entry", "error", "categories without an id and a name", remove, _WITH_OBJECTS),
         ("duplicate_category_id", "error", "categories with a repeated id", remove, "the first one is kept"),
-        ("category_id_not_integer", "fixed", "categories whose id is text or has a decimal point", to_int("id"), _INT),
+        ("category_id_not_integer", "fixed", "categories whose id is text or has a decimal point",
+         convert("id", as_int), _INT),
+        ("category_name_not_text", "fixed", "categories whose name is a number", convert("name", str), "read as text"),
         ("duplicate_category_name", "note", "categories with a repeated name", None, "different classes"),
         ("category_without_objects", "note", "categories without objects", None,
          "not learned from training images, and no AP in evaluation"),
@@ -536,6 +548,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("duplicate_file_name", "note", "images with a repeated file_name", None, "used as two images"),
         ("missing_image_file", "error", "images whose file is missing", remove, _WITH_OBJECTS),
         ("unreadable_image_file", "error", "images whose file cannot be read", remove, _WITH_OBJECTS),
+        ("damaged_image_file", "note", "images whose file is damaged", None, "the decoded part is used"),
         ("image_size_mismatch", "error", "images whose size differs from the annotation", remove, _WITH_OBJECTS),
         ("image_without_objects", "note", "images without objects", None,
          "used in evaluation, and in training only if DATALOADER.FILTER_EMPTY_ANNOTATIONS is False"),
@@ -547,59 +560,51 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
          set_image_id, "replaced by the id of the image"),
         ("unknown_category_id", "error", "annotations with an unknown category_id", remove, _OUT),
         ("category_id_type_mismatch", "fixed", "annotations whose category_id is text or has a decimal point",
-         to_int("category_id"), _INT),
-        ("missing_iscrowd", "fixed", "annotations without iscrowd", set_values(iscrowd=0), "set to 0"),
+         convert("category_id", as_int), _INT),
+        ("missing_iscrowd", "fixed", "annotations whose iscrowd is missing or text",
+         convert("iscrowd", lambda crowd: int(crowd or 0)), "read as an integer, or set to 0"),
         ("invalid_iscrowd", "error", "annotations whose iscrowd is neither 0 nor 1", remove, _OUT),
-        ("missing_segmentation", "error", "annotations without a segmentation in a file with masks", remove, _OUT),
-        ("invalid_segmentation", "error", "segmentations that are neither polygons of finite numbers nor RLE",
-         valid_mask, _MASK),
-        ("empty_mask", "error", "masks without a polygon of three points in the image", valid_mask, _OUT),
-        ("polygon_far_outside_image", "error", "masks with a polygon more than ten image sides beyond the image",
-         valid_mask, _MASK),
-        ("empty_polygon", "fixed", "masks with a polygon of fewer than three points or outside the image",
-         valid_mask, "the other polygons are kept"),
-        ("invalid_rle", "error", "RLE whose size or counts do not match the image", valid_mask, _OUT),
-        ("rle_without_iscrowd", "note", "RLE masks of objects that are not crowds", None,
-         "all masks of the image are read as bitmaps"),
         ("boxes_in_xyxy_format", "error", "boxes that fit their images only as [left, top, right, bottom]", None,
          "convert them to [left, top, width, height]"),
         ("boxes_in_normalized_coordinates", "error", "boxes that are fractions of the image, not pixels", None,
          "multiply them by the width and height"),
         ("missing_bbox_and_mask", "error", "annotations without a bbox and without a valid mask", remove, _OUT),
         ("missing_bbox", "fixed", "annotations without a bbox but with a mask", box_of_mask, "set to the mask's box"),
-        ("invalid_bbox", "error", "boxes that are not finite [left, top, width >= 0, height >= 0]", box_of_mask, _BOX),
+        ("invalid_bbox", "error", "boxes that are not four finite numbers", box_of_mask, _BOX),
+        ("swapped_bbox_corners", "fixed", "boxes with a negative width or height", ordered_corners,
+         "read as boxes between the same corners"),
         ("bbox_outside_image", "error", "boxes outside the image, or more than ten image sides beyond it",
          box_of_mask, _BOX),
         ("zero_area_bbox", "note", "boxes without area", None, "skipped in training, never matched in evaluation"),
         ("bbox_exceeds_image", "note", "boxes more than a pixel beyond the image", None,
          "clipped in training, unchanged in evaluation"),
+        ("duplicate_object", "fixed", "objects with the box, category and mask of another one", remove,
+         "the first one is kept"),
+        ("missing_segmentation", "fixed", "annotations without a segmentation in a file with masks", valid_mask,
+         "set to the rectangle of the box"),
+        ("flat_segmentation", "fixed", "segmentations that are one list of numbers", valid_mask, "read as one polygon"),
+        ("invalid_segmentation", "error", "segmentations that are neither polygons of finite numbers nor RLE",
+         valid_mask, _MASK),
+        ("empty_mask", "error", "masks without a polygon of three points in the image", valid_mask, _MASK),
+        ("polygon_far_outside_image", "error", "masks with a polygon more than ten image sides beyond the image",
+         valid_mask, _MASK),
+        ("empty_polygon", "fixed", "masks with a polygon of fewer than three points or outside the image",
+         valid_mask, "the other polygons are kept"),
+        ("invalid_rle", "error", "RLE whose size or counts do not match the image", valid_mask, _MASK),
+        ("rle_without_iscrowd", "note", "RLE masks of objects that are not crowds", None,
+         "all masks of the image are read as bitmaps"),
         ("ignore_flag", "error", "annotations with ignore, which detectron2 does not support",
-         set_values(iscrowd=1, ignore=0), "changed to a crowd (iscrowd 1): ignored in training and evaluation"),
+         as_crowd, "changed to a crowd (iscrowd 1): ignored in training and evaluation"),
         ("invalid_annotation_id", "fixed", "annotations without an id above 0, which COCO's evaluation needs", new_id,
          "replaced by a new id"),
         ("duplicate_annotation_id", "error", "annotations whose id is not unique", new_id_unless_equal,
          "an equal annotation is removed, and a different one gets a new id"),
-        ("missing_or_invalid_area", "fixed", "annotations whose area is missing, not positive or too large",
+        ("missing_or_invalid_area", "fixed", "annotations whose area is missing or does not fit the box",
          area_of_mask_or_box, "set to the area of the mask, or of the box without a mask"),
     ),
 }.items() for row in rows}
 # fmt: on
-_FINDERS = (
-    *(find_in_categories, find_in_images, find_in_files, find_in_annotations, find_in_masks, find_in_boxes),
-    find_without_objects,
-)
-
-
-def as_int(value: object) -> int | None:
-    """Return an id as an integer, or None if it is not a whole number or the text of one."""
-    if isinstance(value, bool):
-        return None
-    try:
-        if isinstance(value, float):
-            return int(value) if value.is_integer() else None
-        return int(value) if isinstance(value, (int, str)) else None
-    except ValueError:
-        return None
+_FINDERS = (find_in_categories, find_in_images, find_in_files, find_in_annotations, find_in_masks, find_in_boxes)
 
 
 def _shortened(value: object) -> str:

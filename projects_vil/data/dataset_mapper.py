@@ -27,10 +27,10 @@ from backbones.errors import check_choice
 from projects_vil.config import is_segmentor
 from projects_vil.data.augmentation import color_augmentation, large_scale_jitter
 from projects_vil.data.detection_utils import (
+    DAMAGED,
     IGNORED_LABEL,
-    UnreadableImage,
     boxes_of_masks,
-    read_image,
+    decode_image,
     read_labels,
     read_size,
 )
@@ -41,8 +41,9 @@ CROP_TYPES = ("relative_range", "relative", "absolute", "absolute_range")
 class Mapper(DatasetMapper):
     """detectron2's mapper, which reads images and labels with :mod:`projects_vil.data.detection_utils`.
 
-    An image that cannot be read, or whose size differs from its record, raises a :class:`ConfigError` with the file
-    name. ``INPUT.PHOTOMETRIC_DISTORTION`` is applied after detectron2's augmentations.
+    An image that cannot be read raises an :class:`UnreadableImage`. If only a part of an image can be decoded, the key
+    ``damaged`` of the input has the file name and the damage. An image whose size differs from its record raises a
+    :class:`ConfigError`. ``INPUT.PHOTOMETRIC_DISTORTION`` is applied after detectron2's augmentations.
 
     ``INPUT.MASK_FORMAT`` selects polygons or bitmaps. Masks are always bitmaps if an object of the image has RLE, or if
     images are cropped (``INPUT.CROP``, ``INPUT.AUGMENTATION``, ``recompute_boxes``). After a crop, boxes enclose the
@@ -99,7 +100,7 @@ class Mapper(DatasetMapper):
         label_file, first_label = record.pop("sem_seg_file_name", None), record.pop("first_label", 0)
         labels = None
         try:
-            image = read_image(record["file_name"], self.image_format)
+            image, damaged = decode_image(record["file_name"], self.image_format)
             check_image_size(record, image)
             if label_file:
                 if (size := read_size(label_file)) != image.shape[:2]:
@@ -109,12 +110,9 @@ class Mapper(DatasetMapper):
                     )
                 if self.is_train:
                     labels = read_labels(label_file, first_label=first_label, num_classes=self.num_labels)
-        except UnreadableImage as error:
-            raise ConfigError(
-                f"{error} 'vil check DATA --deep --fix OUT' writes a dataset without unreadable images."
-            ) from error
         except SizeMismatchError as error:
             raise ConfigError(f"{str(error).rstrip('.')}. Correct the annotations, or run 'vil check'.") from error
+        record |= {DAMAGED: damaged} if damaged else {}
         inputs = T.AugInput(image, sem_seg=labels)
         transforms = self.augmentations(inputs)
         height, width = inputs.image.shape[:2]
@@ -151,8 +149,8 @@ class Mapper(DatasetMapper):
         objects = [entry for entry in dataset_dict.pop("annotations") if entry.get("iscrowd", 0) == 0]
         if self.use_instance_mask and not all("segmentation" in entry for entry in objects):
             raise ConfigError(
-                f"Image '{dataset_dict['file_name']}' has an object without a mask. Set DATASETS.CHECK warn to remove "
-                "such objects, or MODEL.MASK_ON False to train on boxes only."
+                f"Image '{dataset_dict['file_name']}' has an object without a mask. Set DATASETS.CHECK warn to use its "
+                "box as its mask, or MODEL.MASK_ON False to train on boxes only."
             )
         has_rle = self.use_instance_mask and any(isinstance(entry["segmentation"], dict) for entry in objects)
         mask_format = "bitmask" if has_rle or self.recompute_boxes else self.instance_mask_format

@@ -4,10 +4,13 @@ import contextlib
 import functools
 import importlib.util
 import io
+import logging
 import os
 import struct
+import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +21,7 @@ from detectron2.data import transforms as T
 from detectron2.data.detection_utils import _apply_exif_orientation, convert_PIL_to_numpy
 from detectron2.structures import BitMasks, Boxes
 from detectron2.utils.file_io import PathManager
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from backbones import ConfigError
 
@@ -38,13 +41,20 @@ UNSUPPORTED_SUFFIXES = {
     *(".heic", ".heif", ".dng", ".cr2", ".nef", ".arw", ".raw", ".svg", ".dcm", ".pdf"),
     *(".mp4", ".avi", ".mov", ".mkv", ".webm", ".wmv"),
 }.difference(IMAGE_SUFFIXES)
+SizeAndDamage = tuple[tuple[int, int] | None, str | None]
 # The label of pixels that training and evaluation ignore.
 IGNORED_LABEL = 255
+# The key of an input for damaged images: a dict from the file name to the damage.
+DAMAGED = "damaged"
+# The damaged images that this process has logged.
+_logged: set[str] = set()
 # The exceptions that Pillow raises for files that are damaged, too large, or not convertible to RGB.
 _DAMAGED = (
     *(OSError, SyntaxError, ValueError, EOFError, RuntimeError, OverflowError, MemoryError),
     *(struct.error, zlib.error, Image.DecompressionBombError),
 )
+# A network disk has a high latency, so many headers are read at the same time.
+_NUM_THREADS, _FILES_PER_TASK = 16, 64
 _ROTATED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 # A detector resizes the longest side to 1333 pixels. With this ratio the short side then has about three pixels.
 _LARGEST_RATIO = 400
@@ -54,12 +64,25 @@ class UnreadableImage(ConfigError):
     """Raised if an image file cannot be read.
 
     Attributes:
+        path: The file name.
         reason: The reason, without the file name.
     """
 
     def __init__(self, path: str | Path, reason: str) -> None:
         super().__init__(f"Cannot read image '{path}': {reason}. Fix or remove it.")
-        self.reason = reason
+        self.path, self.reason = str(path), reason
+
+
+class _OnlyInThisThread:
+    """A value of Pillow's global ``LOAD_TRUNCATED_IMAGES`` that is false in other threads."""
+
+    lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self.thread
 
 
 @contextlib.contextmanager
@@ -92,8 +115,9 @@ def read_image(path: str | Path, image_format: str | None = "RGB", *, content: b
     """Read an image file as (H, W, channels) uint8, rotated according to its EXIF orientation.
 
     Like detectron2's ``read_image``, this function converts the first frame to ``image_format`` with Pillow and drops
-    transparency. There are three differences:
+    transparency. There are four differences:
 
+    - The part of a damaged image that can be decoded is returned, as in browsers and OpenCV. A warning is logged.
     - 16-bit channels keep their upper 8 bits. Pillow clips gray 16-bit channels at 255, which gives a white image.
     - 32-bit channels raise an error because their range is unknown.
     - A TIFF file is rotated once, not twice.
@@ -104,10 +128,43 @@ def read_image(path: str | Path, image_format: str | None = "RGB", *, content: b
         content: The bytes of the file. If they are given, ``path`` is only used in messages.
 
     Raises:
-        UnreadableImage: If the file is missing, truncated, damaged or not an image.
+        UnreadableImage: If the file is missing or not an image, or if no part of it can be decoded.
     """
-    with _opened(path, content) as image:
-        return _pixels(image, image_format)
+    pixels, damage = decode_image(path, image_format, content=content)
+    log_damaged(damage)
+    return pixels
+
+
+def decode_image(
+    path: str | Path, image_format: str | None = "RGB", *, content: bytes | None = None
+) -> tuple[np.ndarray, dict[str, str]]:
+    """Return the image of :func:`read_image`, and a dict from its path to its damage, which is empty without damage."""
+
+    def decode() -> np.ndarray:
+        with _opened(path, content) as image:
+            return _pixels(image, image_format)
+
+    try:
+        return decode(), {}
+    except UnreadableImage as error:
+        with _OnlyInThisThread.lock:
+            before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, _OnlyInThisThread()
+            try:
+                return decode(), {str(path): f"{error.reason}. Only a part of it is decoded"}
+            finally:
+                ImageFile.LOAD_TRUNCATED_IMAGES = before
+
+
+def log_damaged(damaged: Mapping[str, str]) -> None:
+    """Log each damaged image once per process, with the number of damaged images.
+
+    Args:
+        damaged: A dict from the file name to the damage.
+    """
+    for path in damaged.keys() - _logged:
+        _logged.add(path)
+        text = "Image '%s' is damaged: %s (damaged images so far: %d)."
+        logging.getLogger(__name__).warning(text, path, damaged[path], len(_logged))
 
 
 def read_size(path: str | Path, *, content: bytes | None = None) -> tuple[int, int]:
@@ -118,6 +175,33 @@ def read_size(path: str | Path, *, content: bytes | None = None) -> tuple[int, i
     """
     with _opened(path, content) as image:
         return upright_size(image)
+
+
+def missing_files(paths: Iterable[str]) -> list[str]:
+    """Return the paths that do not exist. Each folder is listed once, which is faster than a test per file."""
+    names = functools.cache(lambda folder: set(os.listdir(folder)) if os.path.isdir(folder) else set())
+    return [path for path in paths if os.path.basename(path) not in names(os.path.dirname(path))]
+
+
+def read_sizes(paths: Iterable[str | Path], *, pixels: bool = False) -> Iterator[SizeAndDamage]:
+    """Yield the height and width of each image, or None if it cannot be read, and the damage of a damaged image.
+
+    Args:
+        paths: The image files. They are read in threads.
+        pixels: Whether to decode the images. Otherwise only their headers are read.
+    """
+
+    def read(path: str | Path) -> SizeAndDamage:
+        try:
+            if not pixels:
+                return read_size(path), None
+            image, damage = decode_image(path)
+        except UnreadableImage as error:
+            return None, error.reason
+        return image.shape[:2], damage.get(str(path))
+
+    with ThreadPool((os.cpu_count() or 1) if pixels else _NUM_THREADS) as pool:
+        yield from pool.imap(read, paths, chunksize=1 if pixels else _FILES_PER_TASK)
 
 
 def upright_pixels(image: Image.Image, image_format: str | None = "RGB", *, name: str = "the image") -> np.ndarray:

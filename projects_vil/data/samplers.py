@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from detectron2.data import DatasetFromList, MapDataset
+from detectron2.data import DatasetFromList
 from detectron2.data.build import trivial_batch_collator
 from detectron2.data.samplers import InferenceSampler
 from detectron2.utils import comm
@@ -28,12 +28,15 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from backbones import ConfigError
 from projects_vil.config import one_line
+from projects_vil.data.detection_utils import DAMAGED, UnreadableImage, log_damaged
 from projects_vil.utils import STOP_SIGNALS
 
 # An image of a batch: the index of its record, and the seed of its augmentation.
 Item = tuple[int, int]
 # Worker processes need open files for their pipes, and for each tensor that they send.
 _MIN_FILES = 256
+# If this many images in a row cannot be read, training stops, because the disk has probably failed.
+_MAX_UNREADABLE = 20
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EROFS)
 
 
@@ -72,8 +75,8 @@ def serialized(records: Sequence[Any]) -> DatasetFromList:
     return records if isinstance(records, DatasetFromList) else DatasetFromList(records, copy=False)
 
 
-class SeededRecords(Dataset):
-    """A dataset that maps each record with its own seed, so that the result does not depend on the worker process.
+class MappedRecords(Dataset):
+    """A dataset that maps records. An image that cannot be read becomes an input with only its damage.
 
     Args:
         records: detectron2's records, serialized so that the worker processes share them.
@@ -86,10 +89,35 @@ class SeededRecords(Dataset):
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getitem__(self, item: Item) -> dict[str, Any]:
-        index, seed = item
-        with seeded(seed):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        try:
             return self.mapper(self.records[index])
+        except UnreadableImage as error:
+            return {DAMAGED: {error.path: f"{error.reason}. It is evaluated as an image without detections"}}
+
+
+class SeededRecords(MappedRecords):
+    """A dataset that maps each record with its own seed, so that the result does not depend on the worker process.
+
+    If an image cannot be read, another record is mapped instead. The seed selects it, so that a resumed run uses the
+    same one.
+    """
+
+    def __getitem__(self, item: Item) -> dict[str, Any]:
+        (index, seed), skipped = item, {}
+        with seeded(seed):
+            for _ in range(_MAX_UNREADABLE):
+                try:
+                    sample = self.mapper(self.records[index])
+                except UnreadableImage as error:
+                    skipped[error.path] = f"{error.reason}. Another image is used instead"
+                    index = random.randrange(len(self.records))
+                else:
+                    return sample | {DAMAGED: skipped | sample.get(DAMAGED, {})} if skipped else sample
+        path, reason = skipped.popitem()
+        raise ConfigError(
+            f"{_MAX_UNREADABLE} images in a row are unreadable, such as '{path}': {reason}. Check the disk."
+        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -132,6 +160,8 @@ class _Loader(DataLoader):
 
     The main process stops the workers after it has saved a checkpoint. A SIGTERM to a worker is raised again in the
     main process. If a worker cannot share a batch, the main process raises a :class:`ConfigError`.
+
+    The main process logs each damaged image once.
     """
 
     def __init__(self, dataset: Dataset, **options: Any) -> None:
@@ -165,7 +195,10 @@ class _Loader(DataLoader):
                 for batch in batches:
                     if self._is_terminated is not None and self._is_terminated.value:
                         signal.raise_signal(signal.SIGTERM)
-                    yield batch
+                    for sample in batch:
+                        log_damaged(sample.pop(DAMAGED, {}))
+                    if readable := [sample for sample in batch if sample]:
+                        yield readable
         finally:
             _stop_workers(batches)
 
@@ -193,7 +226,7 @@ class TrainLoader(_Loader):
 
 
 class EvaluationLoader(_Loader):
-    """detectron2's inference loader with one image per batch.
+    """detectron2's inference loader with one image per batch. It skips images that cannot be read.
 
     Args:
         records: The records of the images in detectron2's dataset format.
@@ -204,7 +237,7 @@ class EvaluationLoader(_Loader):
     def __init__(
         self, records: Sequence[dict[str, Any]], mapper: Callable[[dict[str, Any]], dict[str, Any]], *, num_workers: int
     ) -> None:
-        dataset = MapDataset(serialized(records), mapper)
+        dataset = MappedRecords(serialized(records), mapper)
         super().__init__(dataset, num_workers=num_workers, sampler=InferenceSampler(len(records)))
 
 

@@ -1,6 +1,7 @@
 """Check COCO segmentations without pycocotools, because some malformed segmentations crash pycocotools."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,26 @@ from pycocotools import mask as mask_util
 
 # Coordinates are invalid if their distance from the image is more than this multiple of its longer side.
 FAR = 10
+
+
+def has_mask(segmentation: Any) -> bool:
+    """Return whether a segmentation has content. Some programs write ``[]`` or ``[[]]`` for boxes."""
+    return any(segmentation) if isinstance(segmentation, list) else bool(segmentation)
+
+
+def count_masks(annotations: Iterable[Any]) -> tuple[int, int]:
+    """Return the number of objects with a mask, and the number of all objects. Crowds are not counted.
+
+    A dataset has masks if at least half of its objects have one.
+    """
+    objects = [entry for entry in annotations if isinstance(entry, dict) and entry.get("iscrowd") not in (1, "1")]
+    return sum(has_mask(entry.get("segmentation")) for entry in objects), len(objects)
+
+
+def rectangle(box: list[float]) -> list[list[float]]:
+    """Return a box [left, top, width, height] as a polygon."""
+    left, top, right, bottom = box[0], box[1], box[0] + box[2], box[1] + box[3]
+    return [[left, top, right, top, right, bottom, left, bottom]]
 
 
 def check_segmentation(segmentation: Any, height: int, width: int) -> tuple[list[str], Any]:
@@ -27,6 +48,9 @@ def check_segmentation(segmentation: Any, height: int, width: int) -> tuple[list
         return ([problem], None) if problem else ([], segmentation)
     if not isinstance(segmentation, list):
         return ["invalid_segmentation"], None
+    if len(segmentation) >= 6 and all(type(number) in (int, float) for number in segmentation):
+        problems, valid = check_segmentation([segmentation], height, width)
+        return ["flat_segmentation", *problems], valid
     found = [_polygon_problem(polygon, height, width) for polygon in segmentation]
     if not any(found):
         return [], segmentation

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from itertools import islice
@@ -25,6 +26,7 @@ from detectron2.evaluation import (
     coco_evaluation,
 )
 from detectron2.utils import comm
+from detectron2.utils.logger import log_first_n
 from pycocotools.coco import COCO
 
 from backbones import ConfigError
@@ -138,6 +140,8 @@ def coco_evaluator(
 ) -> coco_evaluation.COCOEvaluator:
     """Build the evaluator of a COCO dataset. It reads the annotations as training does.
 
+    If an image has more objects than ``max_dets_per_image``, a warning gives the largest possible recall.
+
     Args:
         dataset_name: a name in detectron2's catalog.
         output_dir: the folder for ``coco_instances_results.json``.
@@ -150,9 +154,21 @@ def coco_evaluator(
         ConfigError: if the check rejects the annotations, or if the API is not installed.
     """
     check_coco_api(api)
-    evaluator = FasterCOCOEvaluator if api == "faster_coco_eval" else MatchingCOCOEvaluator
+    evaluator_class = FasterCOCOEvaluator if api == "faster_coco_eval" else MatchingCOCOEvaluator
     truth = ground_truth(dataset_name, check=check, masks=masks)
-    return evaluator(dataset_name, truth, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
+    evaluator = evaluator_class(dataset_name, truth, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
+    objects = evaluator._coco_api.dataset.get("annotations", ())
+    numbers = Counter(one["image_id"] for one in objects if not one.get("iscrowd")).values()
+    if (most := max(numbers, default=0)) > max_dets_per_image:
+        share = sum(min(number, max_dets_per_image) for number in numbers) / sum(numbers)
+        text = (
+            f"{dataset_name} has up to {most} objects in an image. TEST.DETECTIONS_PER_IMAGE is {max_dets_per_image}, "
+        )
+        text += (
+            f"so recall can be at most {100 * share:.1f}%. To raise AP and AR, set TEST.DETECTIONS_PER_IMAGE {most}."
+        )
+        log_first_n(logging.WARNING, text, name=__name__, key="message")
+    return evaluator
 
 
 def check_coco_api(name: str) -> None:

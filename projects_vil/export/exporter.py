@@ -7,6 +7,7 @@ exported model normalizes them and applies the score threshold and non-maximum s
 import copy
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from projects_vil.utils import atomic_folder, check_output_folder, deferred_sign
 # The dtypes of the network. An int8 file is quantized from fp32.
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
 PRECISIONS = tuple(_DTYPES)
+_SCORE_THRESHOLDS = ("MODEL.RETINANET.SCORE_THRESH_TEST", "MODEL.ROI_HEADS.SCORE_THRESH_TEST")
 # The size of the tracing example. The parity check uses other sizes.
 EXAMPLE_SIZE = (160, 224)
 
@@ -163,6 +165,16 @@ def export_detector(
             reason = error.strerror or error
             raise ConfigError(f"Cannot write '{path}': {reason}. Check the folder and the free space.") from error
         report = check_export(cfg, reference, ExportedModel(new), compared, evaluate=evaluate, accept_drop=accept_drop)
+        low_threshold = with_overrides(cfg, dict.fromkeys(_SCORE_THRESHOLDS, 0.0))
+        has_detections = any(row["detections"] + row["detections_exported"] for row in report["images"])
+        if not (has_detections or is_int8 or low_threshold == cfg):
+            # Without detections, compare the candidates of a second file that has no score threshold.
+            options = {"file_format": file_format, "precision": precision, "input_dtype": input_dtype, "opset": opset}
+            options |= {"batched": batched, "fixed_detections": fixed_detections, "size": size, "images": images}
+            with tempfile.TemporaryDirectory() as folder:
+                _, low = export_detector(low_threshold, weights, folder, **options)
+            report |= {"images": low["images"], "score_threshold": 0.0}
+            report["ok"] = low["ok"] and all(row["ok"] for row in report.get("evaluation", ()))
         report_path(new).write_text(json.dumps(report, indent=2) + "\n")
         with deferred_signals():
             for file in (*entry.files(path), metadata_path(path), report_path(path)):

@@ -339,6 +339,8 @@ def describe_report(report: dict) -> str:
             f"{row['height']} x {row['width']}: {row['detections']} detections, {row['detections_exported']} exported"
             f"{extra}; largest difference: {differences}{_VERDICTS[row['ok']]}"
         )
+    if "score_threshold" in report:
+        lines.append("No detection exceeds the score threshold, so the images were compared without a score threshold.")
     lines += _advice(report)
     if not any(row["detections"] or row["detections_exported"] for row in report["images"]):
         lines.append(

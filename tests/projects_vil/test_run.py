@@ -67,6 +67,21 @@ def test_train_evaluate_and_predict(data, monkeypatch):
     ((_, two),) = evaluate(run.folder, data.parent / "two").items()
     classes = {name: again["bbox"]["per_class"][name] for name in ("triangle", "circle")}
     assert two["bbox"]["per_class"] == classes
+    # The classes come from the checkpoint. The training data may be on another machine, and a test split without
+    # annotations is not evaluated.
+    shutil.copytree(run.folder, data.parent / "moved")
+    config = data.parent / "moved/config.yaml"
+    config.write_text(config.read_text().replace(f"{data}/", "/absent/"))
+    content["images"] = content["images"][:1]
+    (data.parent / "two/test.json").write_text(json.dumps(content | {"annotations": []}))
+    (data.parent / "two/two.json").rename(data.parent / "two/val.json")
+    shutil.copy(data.parent / "two/val.json", data.parent / "two/train.json")
+    ((name, moved),) = evaluate(data.parent / "moved", data.parent / "two").items()
+    assert name == "evaluation_two_val" and moved["bbox"] == two["bbox"]
+    content["categories"] = [{"id": 1, "name": "Circle"}, {"id": 2, "name": "star"}, {"id": 3, "name": "square"}]
+    (data.parent / "two/val.json").write_text(json.dumps(content))
+    text = message(evaluate, run.folder, data.parent / "two", output="unknown")
+    assert "'Circle', 'star'" in text and "Did you mean 'circle'" in text
     # A resumed run keeps its settings. This run is complete, so nothing is trained.
     folder = run.folder.absolute()
     (folder.parent / "elsewhere").mkdir()

@@ -26,6 +26,8 @@ from projects_vil.data.readers.shapes import Annotations, area
 from projects_vil.data.readers.via import read_via
 from projects_vil.data.readers.voc import read_voc
 from projects_vil.data.readers.yolo import read_yolo
+from projects_vil.data.segmentation import count_masks
+from projects_vil.data.splits import compare_splits
 
 VAL_FRACTION = 0.2
 # The key in "info" of a converted COCO file for the path of the original dataset.
@@ -46,7 +48,7 @@ class Dataset:
             ``"test"`` if the dataset has them.
         sizes: A dict from the split to the number of images.
         classes: The class names in the order of the category ids. The classes of a detector have the same order.
-        has_masks: Whether every object that is not a crowd has a mask.
+        has_masks: Whether at least half of the objects that are not crowds have a mask.
         notes: Messages about choices, and about skipped entries and files.
         unused: A dict from a reason to the files of the dataset that are not used for it.
     """
@@ -128,16 +130,19 @@ def read_dataset(
         number = len(parts["val"][0]["images"])
         raise ConfigError(f"'{source}' already has a validation split of {number} images. Leave out val_fraction.")
     splits = _write(source, Path(folder), parts, set(map(os.path.realpath, files)), contents)
-    sizes, masks = {split: len(parts[split][0]["images"]) for split in splits}, []
-    for split in splits:
-        objects = [entry for entry in parts[split][0].get("annotations", ()) if isinstance(entry, dict)]
-        masks += [bool(entry.get("segmentation")) for entry in objects if not entry.get("iscrowd")]
+    sizes = {split: len(parts[split][0]["images"]) for split in splits}
     categories = [entry for entry in parts["train"][0]["categories"] if isinstance(entry, dict)]
     names = {entry["id"]: str(entry.get("name")) for entry in categories if type(entry.get("id")) is int}
     # detectron2 sorts the classes by category id.
     classes = tuple(names[number] for number in sorted(names))
     unused = {reason: paths for reason, paths in unused.items() if paths}
-    return Dataset(source, name, splits, sizes, classes, bool(masks) and all(masks), tuple(notes), unused)
+    number, total = count_masks(entry for content, _, _ in parts.values() for entry in content.get("annotations", ()))
+    has_masks = 0 < 2 * number >= total
+    if 0 < number < total:
+        effect = "the others get the rectangle of their box as a mask" if has_masks else "all are read as boxes"
+        notes.append(f"{number:,} of {total:,} objects have masks, so {effect}")
+    notes += compare_splits({split: (content, root) for split, (content, _, root) in parts.items()})
+    return Dataset(source, name, splits, sizes, classes, has_masks, tuple(notes), unused)
 
 
 def _write(
@@ -218,13 +223,6 @@ def _to_coco(source: Path, annotations: Annotations, notes: list[str]) -> Parts:
         details = f" ({'; '.join([*notes, *unused])})" if notes or unused else ""
         missing = "no object" if records else "none of its annotations has an image"
         raise ConfigError(f"'{source}' has {len(records)} images, but {missing}{details}. Add annotations or images.")
-    boxes = sum(one["is_box"] for one in objects)
-    # A dataset with more polygons than boxes has masks.
-    has_masks = 2 * boxes < len(objects)
-    if boxes and has_masks:
-        notes.append(f"{boxes:,} of {len(objects):,} objects are boxes, and their masks are the boxes")
-    elif 0 < boxes < len(objects):
-        notes.append(f"{len(objects) - boxes:,} of {len(objects):,} objects have polygons, so all are read as boxes")
     ids = {label: index for index, label in enumerate(classes, start=1)}
     categories = [{"id": index, "name": label} for label, index in ids.items()]
     files = {record.file: Path(os.path.abspath(record.file)) for record in records}
@@ -239,7 +237,7 @@ def _to_coco(source: Path, annotations: Annotations, notes: list[str]) -> Parts:
                 raise ConfigError(f"An object in '{record.file}' has no class. Add its class.")
             entry = {"id": len(content["annotations"]) + 1, "image_id": number, "category_id": ids[one["label"]]}
             entry |= {"bbox": one["bbox"], "area": one["bbox"][2] * one["bbox"][3], "iscrowd": one["iscrowd"]}
-            if has_masks:
+            if one.get("segmentation"):
                 entry |= {"area": area(one["segmentation"]), "segmentation": one["segmentation"]}
             content["annotations"].append(entry)
     return parts

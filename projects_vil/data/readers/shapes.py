@@ -22,8 +22,7 @@ class Record:
         file: The image file.
         split: The split, or None if it is unknown.
         size: The height and width in pixels, or None if they are unknown.
-        objects: COCO annotations without ids and area. They have ``label``, the class name, and ``is_box``, which tells
-            whether the shape is only a box.
+        objects: COCO annotations without ids and area, and with ``label``, the class name.
     """
 
     file: str
@@ -70,8 +69,7 @@ def box_object(label: str, left: float, top: float, right: float, bottom: float,
     """Return an object with a box, whose corners may be swapped."""
     (left, right), (top, bottom) = sorted((left, right)), sorted((top, bottom))
     box = [left, top, round(right - left, 4), round(bottom - top, 4)]
-    corners = corners_of(left, top, right, bottom)
-    return {"label": label, "bbox": box, "iscrowd": iscrowd, "segmentation": [corners], "is_box": True}
+    return {"label": label, "bbox": box, "iscrowd": iscrowd}
 
 
 def corners_of(left: float, top: float, right: float, bottom: float) -> list[float]:
@@ -82,7 +80,7 @@ def corners_of(left: float, top: float, right: float, bottom: float) -> list[flo
 def polygon_object(label: str, polygons: list[list[float]]) -> dict[str, Any]:
     """Return an object with polygons ``[x0, y0, x1, y1, ...]`` in pixels."""
     xs, ys = [x for points in polygons for x in points[::2]], [y for points in polygons for y in points[1::2]]
-    return box_object(label, min(xs), min(ys), max(xs), max(ys)) | {"segmentation": polygons, "is_box": False}
+    return box_object(label, min(xs), min(ys), max(xs), max(ys)) | {"segmentation": polygons}
 
 
 def mask_object(label: str, mask: np.ndarray, left: int, top: int, height: int, width: int) -> dict[str, Any] | None:
@@ -95,7 +93,7 @@ def mask_object(label: str, mask: np.ndarray, left: int, top: int, height: int, 
     rle = mask_util.encode(full)
     x, y, w, h = mask_util.toBbox(rle).tolist()
     rle["counts"] = rle["counts"].decode()
-    return box_object(label, x, y, x + w, y + h) | {"segmentation": rle, "is_box": False}
+    return box_object(label, x, y, x + w, y + h) | {"segmentation": rle}
 
 
 def ellipse(x: float, y: float, radius_x: float, radius_y: float, degrees: float = 0) -> list[float]:
@@ -114,8 +112,8 @@ def rotated(points: list[float], x: float, y: float, degrees: float) -> list[flo
 
 
 def rotated_box(label: str, corners: list[float]) -> dict[str, Any]:
-    """Return an object with a rotated box of four corners."""
-    return polygon_object(label, [corners]) | {"is_box": True}
+    """Return an object with the box around a rotated box of four corners."""
+    return box_object(label, min(corners[::2]), min(corners[1::2]), max(corners[::2]), max(corners[1::2]))
 
 
 def objects_of(shapes: list[tuple[str, str, Any, list[float]]], counts: Counter) -> list[dict[str, Any]]:

@@ -2,22 +2,20 @@
 
 import os
 import re
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from backbones import ConfigError
-from projects_vil.data.detection_utils import IMAGE_SUFFIXES
-from projects_vil.data.readers.index import FileIndex, Request, content_hash, normalized, size_or_none, split_of, walk
+from projects_vil.data.detection_utils import IMAGE_SUFFIXES, read_sizes
+from projects_vil.data.readers.index import FileIndex, Request, content_hash, normalized, split_of, walk
 from projects_vil.data.readers.shapes import Annotations, Record, box_object, number, polygon_object, rotated_box
 
 # Files with one class name per line: labelImg, Darknet and CVAT, Roboflow
 CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
 _SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 _LISTS = ("train.txt", "val.txt", "valid.txt", "test.txt")
-_NUM_THREADS = 16
 
 
 def read_yolo(files: list[str], index: FileIndex, folder: Path) -> Annotations:
@@ -38,8 +36,7 @@ def read_yolo(files: list[str], index: FileIndex, folder: Path) -> Annotations:
     if background == len(labels):
         example = f", such as '{_label_candidates(next(iter(labels)))[0]}'" if images else ""
         raise ConfigError(f"None of the {len(images)} images of '{path}' has a label file. Add label files{example}.")
-    with ThreadPool(_NUM_THREADS) as pool:
-        sizes = dict(zip(labels, pool.map(size_or_none, labels), strict=True))
+    sizes = {image: size for image, (size, _) in zip(labels, read_sizes(labels), strict=True)}
     # The dataset check reports unreadable images.
     rows = {image: _rows(label) if label and sizes[image] else [] for image, label in labels.items()}
     has_points = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])

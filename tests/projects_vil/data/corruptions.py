@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.projects_vil.data.custom_dataset import truncate
+
 
 def second(of: str, *removed: str, **changes: Any) -> Callable[[dict, Path], None]:
     """Return a function that changes and removes keys of the second entry of a list."""
@@ -67,7 +69,7 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     # boxes
     "box of NaN": ("invalid_bbox", annotation(bbox=[math.nan, 2.0, 5.0, 5.0])),
     "box of infinity": ("invalid_bbox", annotation(bbox=[1.0, 2.0, math.inf, 5.0])),
-    "box of negative width": ("invalid_bbox", annotation(bbox=[20.0, 2.0, -5.0, 5.0])),
+    "box of negative width": ("swapped_bbox_corners", annotation(bbox=[20.0, 2.0, -5.0, 5.0])),
     "box null": ("invalid_bbox", annotation(bbox=None)),
     "box of text": ("invalid_bbox", annotation(bbox=["1", 2, 3, 4])),
     "box of three": ("invalid_bbox", annotation(bbox=[1, 2, 3])),
@@ -81,7 +83,7 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     # masks
     "polygon of NaN": ("invalid_segmentation", polygon([math.nan, 1.0, 9.0, 9.0, 3.0, 4.0])),
     "polygon of text": ("invalid_segmentation", polygon(["1", "1", "9", "9", "3", "4"])),
-    "polygon not in a list": ("invalid_segmentation", annotation(segmentation=[1.0, 1.0, 9.0, 9.0, 3.0, 4.0])),
+    "polygon not in a list": ("flat_segmentation", annotation(segmentation=[1.0, 1.0, 9.0, 9.0, 3.0, 4.0])),
     "segmentation of text": ("invalid_segmentation", annotation(segmentation="circle")),
     "polygon of 1e12": ("polygon_far_outside_image", polygon([1e12, 1.0, 9.0, 9.0, 3.0, 4.0])),
     "polygon of an odd number": ("empty_mask", polygon([1.0, 1.0, 9.0, 9.0, 3.0, 4.0, 5.0])),
@@ -101,11 +103,13 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "annotation that is a number": ("invalid_annotation_entry", lambda c, i: c["annotations"].append(17)),
     "annotation id twice": ("duplicate_annotation_id", annotation(id=1)),
     "annotation twice": ("duplicate_annotation_id", again("annotations")),
+    "object twice": ("duplicate_object", again("annotations", id=10**6)),
     "annotation id missing": ("invalid_annotation_id", annotation("id")),
     "annotation id as text": ("invalid_annotation_id", annotation(id="obj9")),
     "annotation id 0": ("invalid_annotation_id", annotation(id=0)),
     "iscrowd missing": ("missing_iscrowd", annotation("iscrowd")),
-    "iscrowd as text": ("invalid_iscrowd", annotation(iscrowd="0")),
+    "iscrowd as text": ("missing_iscrowd", annotation(iscrowd="0")),
+    "iscrowd of 2": ("invalid_iscrowd", annotation(iscrowd=2)),
     "ignored object": ("ignore_flag", annotation(ignore=1)),
     "area missing": ("missing_or_invalid_area", annotation("area")),
     "area of NaN": ("missing_or_invalid_area", annotation(area=math.nan)),
@@ -121,6 +125,7 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     # categories
     "category id twice": ("duplicate_category_id", second("categories", id=1)),
     "category id as text": ("category_id_not_integer", second("categories", id="2")),
+    "category name that is a number": ("category_name_not_text", second("categories", name=7)),
     "category without a name": ("invalid_category_entry", second("categories", "name")),
     "category name twice": ("duplicate_category_name", second("categories", name="circle")),
     "category without an object": ("category_without_objects", again("categories", id=9, name="star")),
@@ -136,6 +141,7 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "image without an object": ("image_without_objects", lambda c, i: c.update(annotations=[
         a for a in c["annotations"] if a["image_id"] != c["images"][1]["id"]])),
     "file missing": ("missing_image_file", file(Path.unlink)),
+    "file cut off": ("damaged_image_file", file(truncate)),
     "file empty": ("unreadable_image_file", file(lambda path: path.write_bytes(b""))),
     "file that is a pipe": ("unreadable_image_file", file(lambda path: [path.unlink(), os.mkfifo(path)])),
     "file that is a folder": ("unreadable_image_file", file(lambda path: [path.unlink(), path.mkdir()])),

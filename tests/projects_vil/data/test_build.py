@@ -91,6 +91,13 @@ def test_box_dataset_for_a_mask_detector(copy):
     assert len(load(copy, detector="mask_rcnn", train=False)) == 8
 
 
+def test_too_many_objects_for_the_memory(copy, monkeypatch):
+    monkeypatch.setattr("projects_vil.data.build.os.sysconf", lambda name: 300)
+    text = message(load, copy)
+    assert f"'{copy}/images/" in text and " objects. " in text and "INPUT.MAX_SIZE_TRAIN" in text
+    assert len(load(copy, train=False)) == 8
+
+
 # -- loaders ---------------------------------------------------------------------------------------
 
 
@@ -168,7 +175,7 @@ def test_the_first_process_of_a_machine_reads_and_checks_once_for_all(copy, tmp_
         assert first == second and named in first[0]
         return
     assert first[0] == second[0] == 7 and not set(first[1]) & set(second[1])
-    assert sorted(first[2][0]) == sorted([*(path.name for path in (copy / "images").iterdir()), "annotations.json"])
+    assert set(first[2][0]) == {*(path.name for path in (copy / "images").iterdir()), "annotations.json"}
     assert second[2][0] == []
     # The loaders and evaluators of both processes skip the unreadable image, and no file is read again.
     assert first[2][1:] == ([], 4, 7) and second[2][1:] == ([], 3, 7)

@@ -8,11 +8,14 @@ import pytest
 import torch
 from pycocotools.coco import COCO
 
-from projects_vil.data import CocoFile, Mapper, write_cleaned
+from projects_vil.data import CocoFile, Mapper, check_dataset, write_cleaned, write_fixed
 from projects_vil.data.coco_checks import CHECKS
 from tests.projects_vil.data.corruptions import CORRUPTIONS, corrupt
 from tests.projects_vil.data.custom_dataset import edit, load, truncate
 from tests.projects_vil.helpers import message, small_config
+
+KEPT = "invalid_segmentation empty_mask polygon_far_outside_image invalid_rle missing_segmentation flat_segmentation"
+KEPT += " swapped_bbox_corners missing_iscrowd category_name_not_text missing_or_invalid_area"
 
 
 def check(folder, file: str = "annotations.json", **options):
@@ -42,6 +45,10 @@ def test_corruption(copy, name):
     # A fixed copy has no findings, and the original file is not changed.
     write_cleaned(file, copy / "clean.json")
     assert not check(copy, "clean.json").findings("error", "fixed")
+    if row.name in KEPT:
+        # The object and its box are kept.
+        contents = [json.loads((copy / file).read_text())["annotations"] for file in ("annotations.json", "clean.json")]
+        assert len(contents[0]) == len(contents[1]) and all(one["segmentation"] for one in contents[1])
     assert "annotations.json" in message(write_cleaned, file, copy / "annotations.json")
     assert (copy / "annotations.json").read_bytes() == before
     # Training stops, or continues with records that the mapper can read.
@@ -57,6 +64,25 @@ def test_corruption(copy, name):
         assert len(instances) == 0 or instances.has("gt_masks")
 
 
+@pytest.mark.parametrize(
+    "share, options, has_masks", [(0.6, {}, True), (0.4, {}, False), (0.6, {"masks": False}, False)]
+)
+def test_boxes_and_polygons_mixed(copy, share, options, has_masks):
+    def mix(content) -> None:
+        for one in content["annotations"][round(share * len(content["annotations"])) :]:
+            one["segmentation"] = ([], [[]])[one["id"] % 2]
+
+    edit(copy, mix)
+    number = len(json.loads((copy / "annotations.json").read_text())["annotations"])
+    dataset, files = check_dataset(copy, **options)
+    assert dataset.has_masks == (share == 0.6) and f"of {number} objects have masks, so" in dataset.line()
+    write_fixed(files, copy / "out")
+    fixed = json.loads((copy / "out/train.json").read_text())["annotations"]
+    assert [bool(one.get("segmentation")) for one in fixed] == [has_masks] * number
+    dataset, files = check_dataset(copy / "out")
+    assert dataset.has_masks == has_masks and not any(file.findings("error", "fixed") for file in files.values())
+
+
 def test_detectors_of_boxes_need_no_masks(copy):
     corrupt(copy, "polygon of NaN")
     records = load(copy)
@@ -64,10 +90,12 @@ def test_detectors_of_boxes_need_no_masks(copy):
     assert found(copy, masks=False) == {}
 
 
-def test_truncated_pixels_are_found_by_decoding_them(copy):
+def test_pixels_of_many_images_are_decoded_on_request(copy, monkeypatch):
     truncate(min((copy / "images").iterdir()))
+    assert found(copy) == {"damaged_image_file": 1}
+    monkeypatch.setattr("projects_vil.data.coco_checks._NUM_DECODED", 0)
     assert found(copy) == {}
-    assert found(copy, pixels=True) == {"unreadable_image_file": 1}
+    assert found(copy, pixels=True) == {"damaged_image_file": 1}
 
 
 def test_rle_is_read_as_the_polygons_that_it_is_made_of(copy):
@@ -123,6 +151,13 @@ def test_missing_areas_and_boxes_are_computed_from_the_mask(copy):
     after = json.loads((copy / "clean.json").read_text())["annotations"][1]
     assert after["area"] == pytest.approx(before["area"], rel=0.1)
     assert after["bbox"] == pytest.approx(before["bbox"], abs=2)
+
+
+def test_the_supercategory_of_other_categories_is_recognized(copy):
+    edit(copy, lambda content: content["categories"].insert(0, {"id": 0, "name": "shapes", "supercategory": "none"}))
+    edit(copy, lambda content: [one.update(supercategory="shapes") for one in content["categories"][1:]])
+    (example,) = check(copy).examples["category_without_objects"]
+    assert example == {"category": 0, "name": "shapes", "value": "the supercategory of other categories"}
 
 
 @pytest.mark.real_data

@@ -10,12 +10,13 @@ from tests.projects_vil.helpers import message, small_config
 
 
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("damage", [truncate, lambda path: path.write_text("text")])
-def test_unreadable_image_is_named(copy, damage, train):
+def test_damaged_and_unreadable_images_are_named(copy, train):
     records, mapper = load(copy), Mapper(config(), is_train=train)
-    damage(first_image(copy))
+    truncate(first_image(copy))
+    assert mapper(records[0])["damaged"].keys() == {str(first_image(copy))}
+    first_image(copy).write_text("text")
     assert str(first_image(copy)) in message(mapper, records[0])
-    assert mapper(records[1])["image"].shape[0] == 3
+    assert "damaged" not in mapper(records[1])
 
 
 def test_image_of_another_size_than_its_record(copy):

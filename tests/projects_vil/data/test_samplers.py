@@ -4,6 +4,7 @@ import random
 import signal
 from itertools import chain, islice
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from detectron2.utils import comm
 from projects_vil.data import build_test_loader, build_train_loader
 from projects_vil.data.samplers import BatchStream, seed_all, seeded
 from projects_vil.utils import STOP_SIGNALS
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.data.custom_dataset import NAME, config, entry, load, truncate
+from tests.projects_vil.helpers import message, small_config
 
 GROUPS = [0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0]
 
@@ -102,3 +104,31 @@ def test_batches_do_not_depend_on_worker_processes_or_on_resuming(shapes, detect
         assert any("pasted_from" in sample for sample in whole)
     else:
         assert len({sample["image"].shape for sample in whole}) > 1
+
+
+def test_damaged_images_do_not_end_a_run(copy, caplog):
+    """The damage appears after the check of the dataset."""
+    keys = ["SOLVER.IMS_PER_BATCH", "3", "DATALOADER.ASPECT_RATIO_GROUPING", "False", "DATASETS.CHECK", "off"]
+    records = load(copy, *keys)
+    cut, empty, *_, last = (Path(record["file_name"]) for record in records)
+    truncate(cut), empty.write_bytes(b"")
+
+    def names(*, workers: int, first: int, number: int) -> list[str]:
+        cfg = config(entry(copy), overrides=[*keys, "DATALOADER.NUM_WORKERS", str(workers)])
+        loader = build_train_loader(cfg)
+        loader.start(seed=7, iteration=first)
+        samples = list(chain(*islice(loader, number)))
+        loader.stop()
+        return [(sample["file_name"], *sample["image"].flatten()[:50].tolist()) for sample in samples]
+
+    whole = names(workers=0, first=0, number=8)
+    assert len(whole) == 24 and {str(cut), str(last)} <= {name for name, *_ in whole} and str(empty) not in str(whole)
+    assert names(workers=2, first=0, number=5) + names(workers=1, first=5, number=3) == whole
+    cfg = config(entry(copy), overrides=[*keys, "DATALOADER.NUM_WORKERS", "1"])
+    tested = [batch[0]["file_name"] for batch in build_test_loader(cfg, NAME)]
+    assert tested == [record["file_name"] for record in records if record["file_name"] != str(empty)]
+    texts = [record.getMessage() for record in caplog.records if "is damaged: " in record.getMessage()]
+    assert [sum(str(path) in text for text in texts) for path in (cut, empty, last)] == [1, 1, 0]
+    for record in records:
+        Path(record["file_name"]).write_bytes(b"")
+    assert "Check the disk" in message(names, workers=0, first=0, number=1)

@@ -223,7 +223,7 @@ def test_drawing_workers_write_the_same_drawings(shapes, tmp_path):
         assert len({tuple((path.name, path.read_bytes()) for path in listed) for listed in files}) == 1
 
 
-def test_unreadable_files_are_skipped(tmp_path, capsys):
+def test_unreadable_files_are_skipped_and_damaged_ones_are_used(tmp_path, capsys, caplog):
     source = tmp_path / "in"
     save(source / "b.png", picture(40, 60))
     save(source / "below/deep.png", picture(40, 60, bright="right")[..., 0].astype(np.uint16) * 257)
@@ -236,11 +236,12 @@ def test_unreadable_files_are_skipped(tmp_path, capsys):
     for _ in range(2):  # the output folder is not an input
         summary = run_on(source, source / "out", drawings=True, batch_size=2)
         results, images = read(source / "out")
-        assert [image["file_name"] for image in images["images"]] == ["b.png", "below/deep.png"]
-    assert [(r["image_id"], r["category_id"]) for r in results] == [(1, 3), (2, 7)]
+        assert [image["file_name"] for image in images["images"]] == ["b.png", "below/deep.png", "cut.jpg"]
+    assert "cut.jpg' is damaged: image file is truncated" in caplog.text
+    assert [(r["image_id"], r["category_id"]) for r in results][:2] == [(1, 3), (2, 7)]
     assert results[1]["score"] == pytest.approx(200 / 255, abs=0.01)
     names, errors = [item["file_name"] for item in images["skipped"]], capsys.readouterr().err
-    assert names == ["cut.jpg", "empty.PNG", "text.jpeg", "thin.png"] and summary.num_skipped == 4
+    assert names == ["empty.PNG", "text.jpeg", "thin.png"] and summary.num_skipped == 3
     assert all(f"skipped {item['file_name']}: {item['reason']}" in errors for item in images["skipped"])
 
 
