@@ -134,7 +134,7 @@ CASES = {
     "voc_object_without_box": ({"train": 2}, {"cat": 2}),
     "voc_polygons_of_web_labelme": ({"train": 2}, {"cat": 2}),
     "voc_same_stems_lowercase": ({"train": 3, "val": 3}, {"cat": 3, "dog": 3}),
-    "yolo_duplicate_lines": ({"train": 3}, {"cat": 3}),
+    "yolo_duplicate_lines": ({"train": 3}, {"cat": 5}),
     "yolo_heic_mpo": ({"train": 10}, {"cat": 10}),
     "yolo_labels_beside_in_images": ({"train": 8, "val": 4}, {"cat": 8, "dog": 4}),
     "yolo_list_bom": ({"train": 3}, {"cat": 3}),
