@@ -194,7 +194,8 @@ class Detector(HubMixin):
         Args:
             source: one of the following:
 
-                - the output directory of a run or its ``config.yaml``, for the last checkpoint of the run;
+                - the output directory of a run or its ``config.yaml``, for the best checkpoint (``TEST.BEST_METRIC``)
+                  or else the last one;
                 - a folder written by :meth:`save_pretrained`;
                 - another config with ``MODEL.WEIGHTS``;
                 - a checkpoint with a ``config.yaml`` in its folder;
@@ -216,7 +217,7 @@ class Detector(HubMixin):
         given: dict[Any, Any] = dict(zip(overrides[::2], overrides[1::2], strict=False))
         weights, device = weights or given.get("MODEL.WEIGHTS"), device or given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
-            weights = None  # the run's last checkpoint
+            weights = None  # the run's best or last checkpoint
         for path in (weights, source):
             if not path or not str(path).endswith(EXPORT_SUFFIXES):
                 continue
