@@ -41,8 +41,8 @@ RECIPES: dict[str, dict[str, Any]] = {
 _REFERENCE_BATCH = 4
 # The learning rate of a pretrained transformer is this factor of the recipe's.
 _TRANSFORMER_FACTOR = 0.2
-# Range of the training sizes, as factors of the image size.
-_MULTI_SCALE = (0.8, 1.2)
+# Sizes of the training images, as factors of the image size.
+_SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
 # Values by device: automatic image sizes in pixels, images per iteration, images that a run trains on, and limits of
 # the epochs that follow from it. On the CPU, this number of images is for 256 pixels and about 300 s of one core.
 IMAGE_SIZES = {"cpu": range(256, 641, 32), "cuda": range(512, 801, 32)}
@@ -120,14 +120,13 @@ def with_recipe(
 
 def _values_for(cfg: CfgNode, recipe: str, size: int, batch: int) -> dict[str, Any]:
     """Return the config keys of a recipe that depend on the model, the image size or the batch size."""
-    low, high = (round(factor * size) for factor in _MULTI_SCALE)
+    sizes = tuple(round(factor * size) for factor in _SCALES)
     scale = max(math.sqrt(batch / _REFERENCE_BATCH), 1)
     if recipe == "finetune" and not cfg.MODEL.TRANSFORMER.VARIANT.startswith(TIMM_PREFIX):
         scale *= _TRANSFORMER_FACTOR
     values = {
-        "INPUT.MIN_SIZE_TRAIN": (low, high),
-        "INPUT.MIN_SIZE_TRAIN_SAMPLING": "range",
-        "INPUT.MAX_SIZE_TRAIN": round(high * LONGER_SIDE),
+        "INPUT.MIN_SIZE_TRAIN": sizes,
+        "INPUT.MAX_SIZE_TRAIN": round(max(sizes) * LONGER_SIDE),
         "SOLVER.IMS_PER_BATCH": batch,
         "SOLVER.BASE_LR": RECIPES[recipe]["SOLVER.BASE_LR"] * scale,
     }
