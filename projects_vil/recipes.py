@@ -9,35 +9,21 @@ from detectron2.config import CfgNode
 
 from backbones import ConfigError
 from projects_vil.checkpoint import find_weights, is_zoo_name, read_zoo, zoo_entry
-from projects_vil.config import config_path, detector_name, load_config, with_overrides
+from projects_vil.config import (
+    config_items,
+    config_path,
+    detector_name,
+    load_config,
+    load_yaml_with_base,
+    with_overrides,
+)
 from projects_vil.data.object_sizes import LONGER_SIDE, choose_size, objects_of
 from projects_vil.modeling import TIMM_PREFIX
 
 # Models that are trained without --model, with and without pretrained weights.
 STARTER, STARTER_WEIGHTS = "timm:tf_efficientnet_lite0", "efficientnet_lite0_in1k"
 SMALL_MODEL = "vil_tiny_1_1_3_1_rpb"
-_SMALL_DATA = {
-    "SOLVER.OPTIMIZER": "ADAMW",
-    # Up to _REFERENCE_BATCH images per iteration. For larger batches it is scaled by the square root.
-    "SOLVER.BASE_LR": 0.001,
-    "SOLVER.BASE_LR_END": 0.0,
-    "SOLVER.WEIGHT_DECAY": 0.05,
-    "SOLVER.LR_SCHEDULER_NAME": "WarmupCosineLR",
-    # SOLVER.EPOCHS limits it to 5 % of the run.
-    "SOLVER.WARMUP_ITERS": 500,
-    "MODEL.EMA.ENABLED": True,
-    "INPUT.PHOTOMETRIC_DISTORTION": True,
-    "TEST.BEST_METRIC": "bbox/AP",
-    "SOLVER.EARLY_STOPPING_PATIENCE": 10,
-    "SOLVER.CHECKPOINT_MAX_TO_KEEP": 2,
-}
-# Config keys of each recipe. "paper" keeps the config.
-RECIPES: dict[str, dict[str, Any]] = {
-    # Small batches have no useful batch statistics.
-    "finetune": _SMALL_DATA | {"MODEL.TRANSFORMER.NORM": "FrozenBN"},
-    "scratch": _SMALL_DATA,
-    "paper": {},
-}
+# The learning rate of a recipe is for batches up to this size.
 _REFERENCE_BATCH = 4
 # The learning rate of a pretrained transformer is this factor of the recipe's.
 _TRANSFORMER_FACTOR = 0.2
@@ -45,7 +31,7 @@ _TRANSFORMER_FACTOR = 0.2
 _SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
 # Values by device: automatic image sizes in pixels, images per iteration, images that a run trains on, and limits of
 # the epochs that follow from it. On the CPU, this number of images is for 256 pixels and about 300 s of one core.
-IMAGE_SIZES = {"cpu": range(256, 641, 32), "cuda": range(512, 801, 32)}
+IMAGE_SIZES = {"cpu": range(192, 641, 32), "cuda": range(512, 801, 32)}
 _BATCH = {"cpu": 2, "cuda": 8}
 _IMAGES = {"cpu": 800, "cuda": 8000}
 _EPOCHS = {"cpu": (3, 100), "cuda": (12, 100)}
@@ -68,7 +54,7 @@ def with_recipe(
 
     Args:
         cfg: The config of the run.
-        recipe: A name in ``RECIPES``.
+        recipe: ``"finetune"`` or ``"scratch"`` (``configs/base/recipe_*.yaml``), or ``"paper"`` to keep the config.
         content: The content of the COCO file of the training images; None without a dataset.
         image_size: Shorter side of the images in pixels; ``"auto"`` to choose it from the objects; None for the size of
             the config with the recipe ``"paper"`` or with an image size in ``given``, and otherwise ``"auto"``.
@@ -76,10 +62,12 @@ def with_recipe(
         num_processes: Number of processes.
     """
     device = "cuda" if cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available() else "cpu"
-    is_paper = recipe == "paper"
+    is_paper, objects = recipe == "paper", objects_of(content) if content else ()
     is_auto = image_size == "auto" or not (image_size or is_paper or given & size_values(1).keys())
-    values, size = dict(RECIPES[recipe]), cfg.INPUT.MIN_SIZE_TEST
-    objects = objects_of(content) if content else ()
+    values: dict[str, Any] = {}
+    if "SOLVER.IMS_PER_BATCH" not in given:
+        values["SOLVER.GRADIENT_ACCUMULATION_STEPS"] = "auto"
+    size = cfg.INPUT.MIN_SIZE_TEST
     if len(objects) and (is_auto or not is_paper):
         # The weights of a detector belong to its anchors.
         is_detector = is_zoo_name(cfg.MODEL.WEIGHTS) and zoo_entry(cfg.MODEL.WEIGHTS).config is not None
@@ -88,13 +76,13 @@ def with_recipe(
         print(choice.line(), flush=True)
         size = choice.size
         values |= choice.anchors | (size_values(size) if is_auto else {})
-    if "SOLVER.IMS_PER_BATCH" not in given:
-        values["SOLVER.GRADIENT_ACCUMULATION_STEPS"] = "auto"
     if is_paper:
         values |= {"SOLVER.EPOCHS": _PAPER_EPOCHS} if content else {}
     else:
-        batch = num_processes * max(_BATCH[device] // num_processes, 1)
-        values |= _values_for(cfg, recipe, size, cfg.SOLVER.IMS_PER_BATCH if "SOLVER.IMS_PER_BATCH" in given else batch)
+        batch = cfg.SOLVER.IMS_PER_BATCH
+        if "SOLVER.IMS_PER_BATCH" not in given:
+            batch = num_processes * max(_BATCH[device] // num_processes, 1)
+        values |= _recipe_values(cfg, recipe, size, batch)
         if content:
             images = _IMAGES[device] * (_SCRATCH_FACTOR if recipe == "scratch" else 1)
             images *= (256 / size) ** 2 if device == "cpu" else 1
@@ -103,36 +91,30 @@ def with_recipe(
     if "SOLVER.MAX_ITER" in given:
         values.pop("SOLVER.EPOCHS", None)
     cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
+    if not is_paper:
+        solver = cfg.SOLVER
+        length = f"{solver.EPOCHS} epochs" if solver.EPOCHS else f"{solver.MAX_ITER} iterations"
+        rate = f"batch {solver.IMS_PER_BATCH}, learning rate {solver.BASE_LR:.3g}"
+        print(f"Recipe {recipe}: {length}, {rate}, image size {size}", flush=True)
     if image_size or not is_paper:
         # Position tables must cover the longer side.
         longest = max(cfg.INPUT.MAX_SIZE_TRAIN, cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE)
         cfg = with_overrides(cfg, {"MODEL.TRANSFORMER.MAX_IMG_SIZE": longest})
-    if not is_paper:
-        solver = cfg.SOLVER
-        length = f"{solver.EPOCHS} epochs" if solver.EPOCHS else f"{solver.MAX_ITER} iterations"
-        print(
-            f"Recipe {recipe}: {length}, batch {solver.IMS_PER_BATCH}, learning rate {solver.BASE_LR:.3g}, image size "
-            f"{size}",
-            flush=True,
-        )
     return cfg
 
 
-def _values_for(cfg: CfgNode, recipe: str, size: int, batch: int) -> dict[str, Any]:
-    """Return the config keys of a recipe that depend on the model, the image size or the batch size."""
+def _recipe_values(cfg: CfgNode, recipe: str, size: int, batch: int) -> dict[str, Any]:
+    """Return the config keys of a recipe for a model, an image size and a batch size."""
+    content = config_items(load_yaml_with_base(config_path(f"base/recipe_{recipe}")))
+    values = {key: value for key, value in content if not isinstance(value, dict)}
     sizes = tuple(round(factor * size) for factor in _SCALES)
-    scale = max(math.sqrt(batch / _REFERENCE_BATCH), 1)
+    values |= {"INPUT.MIN_SIZE_TRAIN": sizes, "INPUT.MAX_SIZE_TRAIN": round(max(sizes) * LONGER_SIDE)}
+    values |= {"SOLVER.IMS_PER_BATCH": batch}
+    values["SOLVER.BASE_LR"] *= max(math.sqrt(batch / _REFERENCE_BATCH), 1)
     if recipe == "finetune" and not cfg.MODEL.TRANSFORMER.VARIANT.startswith(TIMM_PREFIX):
-        scale *= _TRANSFORMER_FACTOR
-    values = {
-        "INPUT.MIN_SIZE_TRAIN": sizes,
-        "INPUT.MAX_SIZE_TRAIN": round(max(sizes) * LONGER_SIDE),
-        "SOLVER.IMS_PER_BATCH": batch,
-        "SOLVER.BASE_LR": RECIPES[recipe]["SOLVER.BASE_LR"] * scale,
-    }
+        values["SOLVER.BASE_LR"] *= _TRANSFORMER_FACTOR
     if not cfg.MODEL.TRANSFORMER.NORM:
-        # The model has no batch norm.
-        values["MODEL.TRANSFORMER.NORM"] = ""
+        values.pop("MODEL.TRANSFORMER.NORM", None)
     if cfg.MODEL.MASK_ON:
         values["TEST.BEST_METRIC"] = "segm/AP"
     if not cfg.DATASETS.TEST:
@@ -156,14 +138,13 @@ def default_model(weights: str, *, is_random: bool) -> str:
     """
     if weights:
         return zoo_entry(weights).variant if is_zoo_name(weights) else STARTER
-    if is_random:
-        return SMALL_MODEL
     try:
         find_weights(STARTER_WEIGHTS)
     except ConfigError as error:
-        print(f"{error} Without them, a small model is trained from random weights.", flush=True)
-        return SMALL_MODEL
-    return STARTER
+        if not is_random:
+            print(f"{error} Without them, a small model is trained from random weights.", flush=True)
+        is_random = True
+    return SMALL_MODEL if is_random else STARTER
 
 
 def starts_pretrained(cfg: CfgNode) -> bool:
@@ -175,28 +156,24 @@ def starts_pretrained(cfg: CfgNode) -> bool:
 def best_weights(cfg: CfgNode) -> str:
     """Return the name of the best available weights of a model, or an empty string, and print a line about them.
 
-    A detector that was trained on COCO comes first, then an ImageNet backbone. Weights that cannot be downloaded are
-    skipped with a message. timm loads the weights of a model with a tag itself.
+    The model zoo lists detectors that were trained on COCO first, then ImageNet backbones. Weights that cannot be
+    downloaded are skipped with a message. timm loads the weights of a model with a tag itself.
     """
     variant = cfg.MODEL.TRANSFORMER.VARIANT
     if starts_pretrained(cfg):
         print(f"Weights: timm's {variant.removeprefix(TIMM_PREFIX)}, from the Hugging Face Hub", flush=True)
         return ""
-    known = {name: entry for name, entry in read_zoo().items() if entry.variant == variant}
-    detectors = [
-        name
-        for name, entry in known.items()
-        if entry.config and detector_name(load_config(config_path(entry.config))) == detector_name(cfg)
-    ]
-    for name in (*detectors, *(name for name, entry in known.items() if not entry.config)):
-        if "unreachable" in known[name].group:
+    for name, entry in read_zoo().items():
+        if entry.variant != variant or "unreachable" in entry.group:
+            continue
+        if entry.config and detector_name(load_config(config_path(entry.config))) != detector_name(cfg):
             continue
         try:
             find_weights(name)
         except ConfigError as error:
             print(error, flush=True)
             continue
-        print(f"Weights: {name} ({known[name].group['trained_on']})", flush=True)
+        print(f"Weights: {name} ({entry.group['trained_on']})", flush=True)
         return name
     print(f"Weights: random, because no pretrained weights of {variant} can be downloaded", flush=True)
     return ""

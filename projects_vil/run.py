@@ -31,16 +31,9 @@ from projects_vil.engine import Processes, check_output_dir, launch_run
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
 from projects_vil.modeling import TIMM_PREFIX, stage_names
-from projects_vil.recipes import (
-    RECIPES,
-    best_weights,
-    default_model,
-    size_values,
-    starts_pretrained,
-    with_recipe,
-)
+from projects_vil.recipes import best_weights, default_model, size_values, starts_pretrained, with_recipe
 from projects_vil.utils import cleanup_on_failure, read_json, run_lock
-from vil.choices import NAMES_OF_OTHERS, SCHEDULES
+from vil.choices import NAMES_OF_OTHERS, RECIPES, SCHEDULES
 
 # Detector -> its folder in configs/, and the config keys in which it differs.
 DETECTORS: dict[str, tuple[str, dict[str, object]]] = {

@@ -1,13 +1,12 @@
 """``train`` without options: model, weights, recipe, image size and anchors."""
 
-import math
 import shutil
 
 import pytest
 
 from projects_vil import load_config, recipes, train
 from projects_vil.config import config_path
-from projects_vil.recipes import RECIPES, STARTER, STARTER_WEIGHTS
+from projects_vil.recipes import STARTER, STARTER_WEIGHTS
 from tests.projects_vil.helpers import message
 
 
@@ -39,8 +38,8 @@ def test_the_default_of_own_photos(start, capsys):
     cfg = start(epochs=7, batch=16, **given)
     assert (cfg.SOLVER.EPOCHS, cfg.SOLVER.WEIGHT_DECAY, cfg.INPUT.MIN_SIZE_TEST) == (7, 0.5, 64)
     assert cfg.INPUT.MIN_SIZE_TRAIN == (64,)
-    rate = RECIPES["finetune"]["SOLVER.BASE_LR"]
-    assert math.isclose(cfg.SOLVER.BASE_LR, 2 * rate) and start(batch=1).SOLVER.BASE_LR == rate
+    rates = [start(batch=batch).SOLVER.BASE_LR for batch in (1, 4, 16)]
+    assert rates[0] == rates[1] == pytest.approx(rates[2] / 2)
     assert start(lr=0.5).SOLVER.BASE_LR == 0.5
     assert start(val_fraction=None, detector="mask_rcnn").TEST.BEST_METRIC == "segm/AP"
 
