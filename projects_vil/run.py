@@ -124,7 +124,7 @@ def train(
         output: output directory (default ``output/DATA_MODEL_DETECTOR``).
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one. Training on a GPU uses mixed precision
             unless ``config`` is given or ``SOLVER.AMP.ENABLED`` is False.
-        resume: continue the interrupted run in ``output`` with its schedule and images. If there is none, ``data``,
+        resume: continue the interrupted run in ``output`` with its recipe and images. If there is none, ``data``,
             ``model``, ``detector`` or ``config`` starts a new run, so that a job has the same command for each start.
         num_gpus: processes on this machine, as for detectron2's ``launch``. New processes do not import your script. If
             it registers datasets or models, start it with ``torchrun`` instead.
@@ -169,12 +169,13 @@ def train(
     elif data is None or config is not None:
         recipe = "paper"
     processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
-    if model is None and config is None and data is not None:
-        model = default_model(given.get("MODEL.WEIGHTS", ""), is_random=is_random or recipe == "scratch")
     if model is not None and is_random:
         # timm would load the weights of the tag.
         model = model.partition(".")[0]
-    base, name = _choose_config(model, detector, schedule, config)
+    chosen = model
+    if model is None and config is None and data is not None:
+        chosen = default_model(given.get("MODEL.WEIGHTS", ""), is_random=is_random or recipe == "scratch")
+    base, name = _choose_config(chosen, detector, schedule, config)
     folder = given.pop("OUTPUT_DIR", None)
     cfg = merge_overrides(base, [*chain.from_iterable(given.items())])
     if isinstance(config, CfgNode):
