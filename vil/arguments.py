@@ -112,6 +112,8 @@ def positive(text: str) -> int:
 
 def positive_or_auto(text: str) -> int | str:
     """Return a whole number of at least 1, or ``"auto"``. This is an argparse type."""
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a whole number nor auto")
     return text if text == "auto" else positive(text)
 
 

@@ -148,6 +148,9 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, mod
     ("arguments", "named"),
     [
         ({"epoch": 3}, "'epochs'"),
+        ({"imgsz": 320}, "'image_size'"),
+        ({"image_size": "large"}, "image_size is 'large'"),
+        ({"recipe": "finetuned"}, "'finetune'"),
         ({"model": "vil_tinny"}, "'vil_tiny"),
         ({"detector": "retinaned"}, "'retinanet'"),
         ({"config": "retinanet/vil_tiny_rpb1x"}, "'retinanet/vil_tiny_rpb_1x'"),

@@ -18,10 +18,8 @@ def content(*, number: int = 40, side: float, height: int = 300, width: int = 40
     annotations = [{"image_id": 1, "bbox": [*map(float, (*c, *s))]} for c, s in zip(corners, sizes, strict=True)]
     wrong = [{"image_id": 7, "bbox": [0, 0, 5, 5]}, {"image_id": 1, "bbox": [0, 0, -5, 5]}, {"image_id": 1}, None]
     crowd = {"image_id": 1, "bbox": [0, 0, 5, 5], "iscrowd": 1}
-    return {
-        "images": [{"id": 1, "height": height, "width": width}, "x"],
-        "annotations": [*annotations, *wrong, crowd],
-    }
+    image = {"id": 1, "height": height, "width": width}
+    return {"images": [image, "x"], "annotations": [*annotations, *wrong, crowd]}
 
 
 @pytest.mark.parametrize("base", ["retinanet", "mask_rcnn"])
