@@ -64,10 +64,10 @@ def with_recipe(
     device = "cuda" if cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available() else "cpu"
     is_paper, objects = recipe == "paper", objects_of(content) if content else ()
     is_auto = image_size == "auto" or not (image_size or is_paper or given & size_values(1).keys())
-    values: dict[str, Any] = {}
+    batch, size, values = cfg.SOLVER.IMS_PER_BATCH, cfg.INPUT.MIN_SIZE_TEST, {}
     if "SOLVER.IMS_PER_BATCH" not in given:
+        batch = batch if is_paper else num_processes * max(_BATCH[device] // num_processes, 1)
         values["SOLVER.GRADIENT_ACCUMULATION_STEPS"] = "auto"
-    size = cfg.INPUT.MIN_SIZE_TEST
     if len(objects) and (is_auto or not is_paper):
         # The weights of a detector belong to its anchors.
         is_detector = is_zoo_name(cfg.MODEL.WEIGHTS) and zoo_entry(cfg.MODEL.WEIGHTS).config is not None
@@ -79,9 +79,6 @@ def with_recipe(
     if is_paper:
         values |= {"SOLVER.EPOCHS": _PAPER_EPOCHS} if content else {}
     else:
-        batch = cfg.SOLVER.IMS_PER_BATCH
-        if "SOLVER.IMS_PER_BATCH" not in given:
-            batch = num_processes * max(_BATCH[device] // num_processes, 1)
         values |= _recipe_values(cfg, recipe, size, batch)
         if content:
             images = _IMAGES[device] * (_SCRATCH_FACTOR if recipe == "scratch" else 1)
@@ -92,10 +89,11 @@ def with_recipe(
         values.pop("SOLVER.EPOCHS", None)
     cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
     if not is_paper:
-        solver = cfg.SOLVER
-        length = f"{solver.EPOCHS} epochs" if solver.EPOCHS else f"{solver.MAX_ITER} iterations"
-        rate = f"batch {solver.IMS_PER_BATCH}, learning rate {solver.BASE_LR:.3g}"
-        print(f"Recipe {recipe}: {length}, {rate}, image size {size}", flush=True)
+        length = f"{cfg.SOLVER.EPOCHS} epochs" if cfg.SOLVER.EPOCHS else f"{cfg.SOLVER.MAX_ITER} iterations"
+        print(
+            f"Recipe {recipe}: {length}, batch {batch}, learning rate {cfg.SOLVER.BASE_LR:.3g}, image size {size}",
+            flush=True,
+        )
     if image_size or not is_paper:
         # Position tables must cover the longer side.
         longest = max(cfg.INPUT.MAX_SIZE_TRAIN, cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE)
@@ -109,7 +107,7 @@ def _recipe_values(cfg: CfgNode, recipe: str, size: int, batch: int) -> dict[str
     values = {key: value for key, value in content if not isinstance(value, dict)}
     sizes = tuple(round(factor * size) for factor in _SCALES)
     values |= {"INPUT.MIN_SIZE_TRAIN": sizes, "INPUT.MAX_SIZE_TRAIN": round(max(sizes) * LONGER_SIDE)}
-    values |= {"SOLVER.IMS_PER_BATCH": batch}
+    values["SOLVER.IMS_PER_BATCH"] = batch
     values["SOLVER.BASE_LR"] *= max(math.sqrt(batch / _REFERENCE_BATCH), 1)
     if recipe == "finetune" and not cfg.MODEL.TRANSFORMER.VARIANT.startswith(TIMM_PREFIX):
         values["SOLVER.BASE_LR"] *= _TRANSFORMER_FACTOR
@@ -124,9 +122,8 @@ def _recipe_values(cfg: CfgNode, recipe: str, size: int, batch: int) -> dict[str
 
 def size_values(size: int) -> dict[str, Any]:
     """Return the config keys of an image size, the shorter side of the images in pixels."""
-    longest = round(size * LONGER_SIDE)
-    keys = ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST")
-    return {f"INPUT.{key}": value for key, value in zip(keys, ((size,), longest, size, longest), strict=True)}
+    longest = dict.fromkeys(("INPUT.MAX_SIZE_TRAIN", "INPUT.MAX_SIZE_TEST"), round(size * LONGER_SIDE))
+    return {"INPUT.MIN_SIZE_TRAIN": (size,), "INPUT.MIN_SIZE_TEST": size} | longest
 
 
 def default_model(weights: str, *, is_random: bool) -> str:

@@ -162,7 +162,7 @@ def train(
     given |= {
         key: str(value) if isinstance(value, Path) else value for key, value in named.items() if value is not None
     }
-    if is_random := given.get("MODEL.WEIGHTS") == "none":
+    if is_random := given.get("MODEL.WEIGHTS") in ("none", ""):
         given["MODEL.WEIGHTS"] = ""
     if recipe is not None:
         check_choice("recipe", recipe, RECIPES)
@@ -224,7 +224,7 @@ def train(
                     f"Mask R-CNN needs masks, but '{data}' has only boxes. Use --detector faster_rcnn or retinanet."
                 )
             values = _register(dataset, output.name) | {number_of_classes(cfg)[0]: len(dataset.classes)}
-            if config is None and not is_random and not cfg.MODEL.WEIGHTS and recipe != "scratch":
+            if config is None and "MODEL.WEIGHTS" not in given and recipe != "scratch":
                 values["MODEL.WEIGHTS"] = best_weights(cfg)
             cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
         if not (is_begun or isinstance(config, CfgNode)):
