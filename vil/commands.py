@@ -21,6 +21,7 @@ from vil.arguments import (
     not_negative,
     output_file,
     positive,
+    positive_or_auto,
     shard,
     show,
     weights_file,
@@ -38,36 +39,49 @@ _INPUT = "image, folder, video, camera number, URL, list (.txt, .csv, .parquet),
 def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     """Train a detector on your photos, or on COCO.
 
-    Without DATA, the command trains on the datasets in the config. In all configs of this project that is COCO 2017,
-    which must be in $DETECTRON2_DATASETS/coco.
+    Without options, the command chooses the model, the pretrained weights, the image size, the anchors and the recipe
+    for your photos and your device. Without DATA, it trains on the datasets in the config. In all configs of this
+    project that is COCO 2017, which must be in $DETECTRON2_DATASETS/coco.
 
     Example:
-        vil train photos --model vil_tiny --detector retinanet --epochs 50
+        vil train photos
+        vil train photos --epochs 50 --image-size 640 --output output/mine
         vil train photos/data.yaml --model lit_ti --detector mask_rcnn --batch 4 --lr 5e-5
         vil train --config mask_rcnn/vil_small_rpb_1x --num-gpus 8
-        vil train --resume --output output/photos_vil_tiny_retinanet
+        vil train --resume --output output/mine
     """
     parser.add_argument("data", nargs="?", type=existing_path, metavar="DATA", help=_DATA)
-    parser.add_argument("--model", metavar="NAME", help="variant (default vil_tiny), or timm:NAME for a timm model")
-    parser.add_argument("--detector", choices=choices.DETECTORS, help="detector (default retinanet)")
-    schedule_help = "1x (default), or 3x_ms (images of several sizes, and three times the iterations on COCO)"
-    parser.add_argument("--schedule", choices=choices.SCHEDULES, help=schedule_help)
-    config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
-    parser.add_argument("--config", metavar="NAME", help=config_help)
-    epochs_help = "passes over the training images (default 50; without DATA, the schedule of the config)"
+    epochs_help = "passes over the training images (default: by recipe, number of images and device)"
     parser.add_argument("--epochs", type=positive, metavar="N", help=epochs_help)
-    batch_help = (
-        "images per iteration (default 16, split by gradient accumulation if the memory is too small). Without --lr, "
-        "the learning rate is scaled in proportion"
-    )
+    batch_help = "images per iteration (default: by recipe and device). Without --lr, the learning rate is scaled to it"
     parser.add_argument("--batch", type=positive, metavar="N", help=batch_help)
+    size_help = "shorter side of the images in pixels, or auto (default): chosen from the sizes of the objects"
+    parser.add_argument("--image-size", type=positive_or_auto, metavar="PX", help=size_help)
+    parser.add_argument("--output", metavar="DIR", help="output directory (default: output/DATA_MODEL_DETECTOR)")
+    device_help = "cpu or cuda (config key MODEL.DEVICE; default: the GPU if there is one)"
+    parser.add_argument("--device", metavar="DEVICE", help=device_help)
+    add_resume_argument(parser)
+    model_help = "variant, or timm:NAME for a timm model (default: a small model with ImageNet weights)"
+    parser.add_argument("--model", metavar="NAME", help=model_help)
+    parser.add_argument("--detector", choices=choices.DETECTORS, help="detector (default retinanet)")
+    weights_help = (
+        "checkpoint, name in the model zoo, or none for random weights (config key MODEL.WEIGHTS; default: the best "
+        "available weights of the model)"
+    )
+    parser.add_argument("--weights", metavar="FILE", help=weights_help)
+    recipe_help = (
+        "optimizer, schedule and augmentation: finetune (default with pretrained weights), scratch (default with "
+        "random weights), or paper (the values of the config; default with --config, or without DATA)"
+    )
+    parser.add_argument("--recipe", choices=choices.RECIPES, help=recipe_help)
     parser.add_argument("--lr", type=float, metavar="RATE", help="learning rate (config key SOLVER.BASE_LR)")
-    parser.add_argument("--image-size", type=positive, metavar="PX", help="shorter side of the images in pixels")
     parser.add_argument("--workers", type=not_negative, metavar="N", help="data loader processes (default: at most 4)")
     val_help = "fraction of the images for validation if DATA has no validation images (default 0.2)"
     parser.add_argument("--val-fraction", type=float, metavar="F", help=val_help)
-    parser.add_argument("--output", metavar="DIR", help="output directory (default: output/DATA_MODEL_DETECTOR)")
-    add_resume_argument(parser)
+    config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
+    parser.add_argument("--config", metavar="NAME", help=config_help)
+    schedule_help = "1x (default), or 3x_ms (images of several sizes, and three times the iterations on COCO)"
+    parser.add_argument("--schedule", choices=choices.SCHEDULES, help=schedule_help)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
 
@@ -314,7 +328,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument("data", type=existing_path, metavar="DATA", help="folder or annotation file of a dataset")
     images_help = "folder with the images, if it is elsewhere"
     parser.add_argument("images", type=existing_path, nargs="?", metavar="IMAGES", help=images_help)
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all findings and the unused files as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write findings and unused files as JSON")
     fix_help = "write a cleaned copy: a folder with a COCO file per split, or a file if IMAGES is given; must not exist"
     parser.add_argument("--fix", metavar="OUT", help=fix_help)
     parser.add_argument("--deep", action="store_true", help="decode every image, even if there are more than 2,000")
@@ -323,7 +337,10 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     if args.fix and os.path.lexists(args.fix):
         parser.error(f"argument --fix: '{args.fix}' already exists. Give a new file or folder")
 
+    from projects_vil.config import config_path, load_config
     from projects_vil.data import check_dataset, write_fixed
+    from projects_vil.data.object_sizes import choose_size, objects_of
+    from projects_vil.recipes import IMAGE_SIZES
 
     def progress(number: int) -> None:
         if not number % 10_000:
@@ -337,6 +354,9 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         show(dataset.line())
     for file in files.values():
         show(*file.lines())
+    objects = objects_of(files["train"].dataset) if "train" in files else ()
+    if len(objects):
+        show(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=IMAGE_SIZES["cpu"]).line())
     found = {split: file.to_json() for split, file in files.items()}
     unused = {"notes": dataset.notes, "unused": dataset.unused} if dataset else {}
     write_json(args.json, found.get("") or {"splits": found, **unused})
@@ -621,7 +641,7 @@ def install(parser: ToolParser, words: Sequence[str]) -> None:
 
 # Commands and the options of their parsers. None means that a command has no config keys.
 COMMANDS: dict[str, tuple[Callable[[Any, Sequence[str]], None], dict[str, Any] | None]] = {
-    "train": (train, {"config_file": False, "weights": True}),
+    "train": (train, {"config_file": False, "devices": ()}),
     "eval": (evaluate, {"config_file": False}),
     "predict": (predict, {"config_required": False, "weights": True}),
     "export": (export, {"config_required": False, "weights": True, "devices": ("cpu",)}),

@@ -434,8 +434,8 @@ def last_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def weights_of(run: str | Path) -> Path | None:
-    """Return the last checkpoint of a run, or else its best one, or the weights of a published folder, or None."""
-    for path in (*last_checkpoints(run), Path(run) / BEST_CHECKPOINT, Path(run) / PUBLISHED_WEIGHTS):
+    """Return the best checkpoint of a run, or else its last one, or the weights of a published folder, or None."""
+    for path in (Path(run) / BEST_CHECKPOINT, *last_checkpoints(run), Path(run) / PUBLISHED_WEIGHTS):
         if path.is_file():
             return path
     return None

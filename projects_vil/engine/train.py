@@ -156,7 +156,7 @@ def run_training(
         resume: Continue from the last checkpoint.
 
     Returns:
-        The results of the last evaluation, or ``None`` without one.
+        The results of the best checkpoint, or of the last evaluation without ``TEST.BEST_METRIC``, or ``None``.
     """
     is_new = not (resume and checkpoints_of(cfg.OUTPUT_DIR))
     comm.synchronize()
@@ -187,7 +187,7 @@ def run_training(
     trainer.resume_or_load(resume=resume)
     # The checkpoint of a resumed run is loaded first. If that fails, config.yaml is unchanged.
     save_config(trainer.cfg, write_config)
-    return trainer.train()
+    return trainer.evaluate_best(trainer.train())
 
 
 def run_evaluation(

@@ -30,7 +30,7 @@ from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention
 from backbones.checkpoint_files import atomic_write
 from projects_vil import data, evaluation, solver
-from projects_vil.checkpoint import Checkpointer, fingerprint
+from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer, fingerprint
 from projects_vil.config import one_line, with_overrides
 from projects_vil.engine import hooks
 from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_service_writers
@@ -431,6 +431,8 @@ class Trainer(DefaultTrainer):
         self.log_period = log_period
         self.start_iter, self.max_iter = 0, options.MAX_ITER
         self.seed = cfg.SEED if cfg.SEED >= 0 else comm.shared_random_seed()
+        # In rank 0, with TEST.BEST_METRIC.
+        self._best: hooks.BestCheckpointer | None = None
         # Whether the last iteration of the resumed checkpoint may lack its evaluation and metrics.
         self._is_unfinished = False
         self._metrics_file: MetricsFile | None = None
@@ -461,17 +463,16 @@ class Trainer(DefaultTrainer):
         self._saving = hooks.PeriodicCheckpointer(
             self.checkpointer, period=options.CHECKPOINT_PERIOD, max_to_keep=options.CHECKPOINT_MAX_TO_KEEP
         )
-        best = None
         after: list[HookBase] = [EvalHook(eval_period, self._evaluate)]
-        if test.BEST_METRIC and is_main:
+        if test.BEST_METRIC and self.cfg.DATASETS.TEST and is_main:
             mode = "min" if split_metric_name(self.cfg)[1] == LOSS_TASK else "max"
-            best = hooks.BestCheckpointer(eval_period, self.checkpointer, test.BEST_METRIC, mode)
-            after.append(best)
+            self._best = hooks.BestCheckpointer(eval_period, self.checkpointer, test.BEST_METRIC, mode)
+            after.append(self._best)
         if is_main:
             after.append(hooks.PeriodicWriter(self.build_writers(), self.log_period))
         after.append(CallbackHook(after_step=self._saving.save_evaluated))
         if options.EARLY_STOPPING_PATIENCE:
-            after.append(hooks.EarlyStopping(best, self._saving))
+            after.append(hooks.EarlyStopping(self._best, self._saving))
         # A resumed run may have to repeat these for the iteration of its checkpoint.
         self._after_saving = after
         return [*before, self._saving, *after]
@@ -553,6 +554,24 @@ class Trainer(DefaultTrainer):
                 # A traceback may keep the iterator alive, and with it the workers.
                 if hasattr(self._trainer.data_loader, "stop"):
                     self._trainer.data_loader.stop()
+
+    def evaluate_best(self, results: OrderedDict | None) -> OrderedDict | None:
+        """Evaluate ``model_best.pth`` after training, unless the last evaluation was the best.
+
+        ``evaluation.json`` and the predictions then belong to the checkpoint that ``Detector.load`` loads.
+
+        Args:
+            results: the last evaluation, which is returned if it was the best, or without ``TEST.BEST_METRIC``.
+        """
+        best = self._best
+        waited, iteration = comm.all_gather((best.evaluations_since_best, best.best_iter) if best else (0, None))[0]
+        if not waited or iteration is None:
+            return results
+        logging.getLogger(__name__).info("Evaluating the best checkpoint, of iteration %d", iteration)
+        model = unwrapped(self.model) if self.averaged is None else self.averaged.module
+        best_checkpoint = Path(self.cfg.OUTPUT_DIR) / BEST_CHECKPOINT
+        Checkpointer(model, cfg=self.cfg, complete=True).load(str(best_checkpoint), checkpointables=[])
+        return self.test(self.cfg, model)
 
     def stop_signal(self) -> int:
         """Return the signal after which all processes stop with this iteration, or 0."""

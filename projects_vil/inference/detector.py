@@ -208,7 +208,8 @@ class Detector(HubMixin):
         Args:
             source: one of the following:
 
-                - the output directory of a run or its ``config.yaml``, for the last checkpoint of the run;
+                - the output directory of a run or its ``config.yaml``, for the best checkpoint (``TEST.BEST_METRIC``)
+                  or else the last one;
                 - a folder written by :meth:`save_pretrained`;
                 - another config with ``MODEL.WEIGHTS``;
                 - a checkpoint with a ``config.yaml`` in its folder;
@@ -231,7 +232,7 @@ class Detector(HubMixin):
         device_name = "MODEL.DEVICE" if device is None else "device"
         weights, device = weights or given.get("MODEL.WEIGHTS"), device or given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
-            weights = None  # the run's last checkpoint
+            weights = None  # the run's best or last checkpoint
         for path in (weights, source):
             if not path or not str(path).endswith(EXPORT_SUFFIXES):
                 continue

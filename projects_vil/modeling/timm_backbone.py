@@ -133,7 +133,8 @@ class TimmBackbone(Backbone):
         """Return a state dict for ``net`` with timm's pretrained weights, downloaded once, or a classifier's.
 
         Args:
-            classifier: a state dict with names of timm, or names that timm can convert.
+            classifier: a state dict with names of timm, names that timm can convert, or the names of
+                lukemelas/EfficientNet-PyTorch.
 
         Raises:
             ConfigError: if the weights cannot be downloaded, or do not fit.
@@ -141,6 +142,11 @@ class TimmBackbone(Backbone):
         overlay: dict[str, object] = {}
         if classifier is not None:
             classifier = {key.removeprefix("module."): tensor for key, tensor in classifier.items()}
+            if "_conv_stem.weight" in classifier:
+                # The tensors are in the order of timm's. Only the names differ.
+                with torch.device("meta"):
+                    names = timm.create_model(self.name).state_dict()
+                classifier = dict(zip(names, classifier.values(), strict=False))
             overlay["state_dict"] = classifier
             heads = timm.get_pretrained_cfg(self.name).classifier or ()
             for head in [heads] if isinstance(heads, str) else heads:

