@@ -85,6 +85,7 @@ def train(
     lr: float | None = None,
     image_size: int | str | None = None,
     workers: int | None = None,
+    images: str | Path | None = None,
     val_fraction: float | None = None,
     weights: str | Path | None = None,
     output: str | Path | None = None,
@@ -121,6 +122,7 @@ def train(
             ``"auto"`` is the smallest size at which the anchors match 98 % of the objects, and the default with
             ``data``, except for the recipe ``"paper"``.
         workers: data loader processes (``DATALOADER.NUM_WORKERS``).
+        images: the folder with the images, if it is not the folder of ``data``.
         val_fraction: fraction of the images for validation if ``data`` has no validation images (default 0.2).
         weights: a checkpoint, a name of the model zoo, or ``"none"`` for random weights. With ``data``, the default is
             the best available weights of the model.
@@ -204,7 +206,7 @@ def train(
         if model or detector or config:
             _check_same_model(cfg, begun, output)
         if data is not None:
-            _check_same_data(data, val_fraction, begun, output)
+            _check_same_data(data, images, val_fraction, begun, output)
         data, cfg = None, merge_overrides(begun, [*chain.from_iterable(given.items())])
         cfg = with_overrides(cfg, {"OUTPUT_DIR": str(output)})
     elif resume and not (data or model or detector or config) and "DATASETS.TRAIN" not in given:
@@ -220,7 +222,7 @@ def train(
         if data is not None:
             with run_lock(output) if processes.is_first else contextlib.nullcontext():
                 check_output_dir(cfg, resume=resume)
-                dataset = read_dataset(data, output / DATA_FOLDER, val=val_fraction, contents=contents)
+                dataset = read_dataset(data, output / DATA_FOLDER, val=val_fraction, images=images, contents=contents)
             print(dataset.line(), flush=True)
             if cfg.MODEL.MASK_ON and not dataset.has_masks:
                 raise ConfigError(
@@ -243,6 +245,7 @@ def evaluate(
     model: str | Path | CfgNode | None,
     data: str | Path | None = None,
     *,
+    images: str | Path | None = None,
     predictions: Sequence[str | Path] = (),
     output: str | Path | None = None,
     resume: bool = False,
@@ -261,6 +264,7 @@ def evaluate(
         data: evaluated on its test images, else its validation images, else all images. Test images without
             annotations are not used. Classes are matched by name and may be missing. None for ``DATASETS.TEST`` of the
             config.
+        images: the folder with the images, if it is not the folder of ``data``.
         predictions: Parquet files of ``vil predict``, or folders of them, to evaluate instead of a model.
         output: folder for the results. The default is the output directory of the run. With ``data``, ``overrides`` or
             a checkpoint other than the last one, it is a folder in it, such as ``evaluation_DATA``,
@@ -305,7 +309,7 @@ def evaluate(
     with cleanup_on_failure(folder):
         if data is not None:
             contents: dict[str, dict] = {}
-            dataset = read_dataset(data, folder / DATA_FOLDER, val=0, contents=contents)
+            dataset = read_dataset(data, folder / DATA_FOLDER, val=0, images=images, contents=contents)
             present = [split for split in ("test", "val", "train") if split in dataset.splits]
             test = next((split for split in present if contents[split].get("annotations")), present[0])
             images = "all images, including training images" if test == "train" else f"split {test}"
@@ -391,13 +395,15 @@ def _check_same_model(cfg: CfgNode, begun: CfgNode, output: Path) -> None:
         )
 
 
-def _check_same_data(data: str | Path, val: float | None, begun: CfgNode, output: Path) -> None:
+def _check_same_data(
+    data: str | Path, images: str | Path | None, val: float | None, begun: CfgNode, output: Path
+) -> None:
     """Raise a ConfigError if the dataset differs from the dataset with which the run in ``output`` started."""
     entries = {name: (Path(file), root) for name, file, root in begun.DATASETS.COCO}
     names = [*begun.DATASETS.TRAIN, *begun.DATASETS.TEST]
     contents: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
-        splits = read_dataset(data, folder, val=val, contents=contents).splits
+        splits = read_dataset(data, folder, val=val, images=images, contents=contents).splits
     used = [split for split in ("train", "val") if split in splits]
 
     def is_same(name: str, split: str) -> bool:

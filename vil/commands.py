@@ -1,6 +1,5 @@
 """The commands of ``vil``. Each command parses its arguments, imports the library and calls one function."""
 
-import argparse
 import math
 import os
 import sys
@@ -28,6 +27,7 @@ from vil.arguments import (
     write_json,
 )
 
+_IMAGES = "folder with the images, if it is not in DATA"
 _DATA = "dataset folder or annotation file: COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA"
 _MODEL = "output directory of a run, checkpoint with config.yaml in its folder, or name in the model zoo"
 _INPUT = "image, folder, video, camera number, URL, list (.txt, .csv, .parquet), or tar files: shards-{000..127}.tar"
@@ -76,6 +76,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add_argument("--recipe", choices=choices.RECIPES, help=recipe_help)
     parser.add_argument("--lr", type=float, metavar="RATE", help="learning rate (config key SOLVER.BASE_LR)")
     parser.add_argument("--workers", type=not_negative, metavar="N", help="data loader processes (default: at most 4)")
+    parser.add_argument("--images", type=existing_path, metavar="DIR", help=_IMAGES)
     val_help = "fraction of the images for validation if DATA has no validation images (default 0.2)"
     parser.add_argument("--val-fraction", type=float, metavar="F", help=val_help)
     config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
@@ -108,6 +109,7 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL}. Leave it out with --predictions")
     data_help = f"{_DATA} (default: the dataset of the run). The test images are used, or else the validation images"
     parser.add_argument("data", nargs="?", type=existing_path, metavar="DATA", help=data_help)
+    parser.add_argument("--images", type=existing_path, metavar="DIR", help=_IMAGES)
     predictions_help = "evaluate Parquet files from vil predict, or folders with such files, instead of a model"
     parser.add_argument(
         "--predictions", nargs="+", default=[], type=existing_path, metavar="PATH", help=predictions_help
@@ -323,13 +325,13 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     Example:
         vil check photos
         vil check photos --fix photos_coco
-        vil check mine/train.json mine/images --deep --fix mine/train_clean.json
+        vil check mine/train.json --images mine/images --deep --fix mine/train_clean.json
     """
     parser.add_argument("data", type=existing_path, metavar="DATA", help="folder or annotation file of a dataset")
-    images_help = "folder with the images, if it is elsewhere"
-    parser.add_argument("images", type=existing_path, nargs="?", metavar="IMAGES", help=images_help)
+    parser.add_argument("--images", type=existing_path, metavar="DIR", help=_IMAGES)
+    parser.add_argument("folder", type=existing_path, nargs="?", metavar="IMAGES", help="the same as --images")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write findings and unused files as JSON")
-    fix_help = "write a cleaned copy: a folder with a COCO file per split, or a file if IMAGES is given; must not exist"
+    fix_help = "write a cleaned copy: a folder with a COCO file per split, or a file for a COCO file with --images; must not exist"
     parser.add_argument("--fix", metavar="OUT", help=fix_help)
     parser.add_argument("--deep", action="store_true", help="decode every image, even if there are more than 2,000")
     parser.add_argument("--boxes", action="store_true", help="ignore masks, for detectors without masks")
@@ -349,7 +351,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     options: dict[str, Any] = {"masks": False if args.boxes else None, "pixels": args.deep, "progress": progress}
     if args.json:
         options |= {"num_examples": math.inf, "report": args.json}
-    dataset, files = check_dataset(args.data, args.images, fixed=args.fix, **options)
+    dataset, files = check_dataset(args.data, args.images or args.folder, fixed=args.fix, **options)
     if dataset:
         show(dataset.line())
     for file in files.values():
