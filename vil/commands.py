@@ -1,5 +1,6 @@
 """The commands of ``vil``. Each command parses its arguments, imports the library and calls one function."""
 
+import argparse
 import math
 import os
 import sys
@@ -331,7 +332,10 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument("--images", type=existing_path, metavar="DIR", help=_IMAGES)
     parser.add_argument("folder", type=existing_path, nargs="?", metavar="IMAGES", help="the same as --images")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write findings and unused files as JSON")
-    fix_help = "write a cleaned copy: a folder with a COCO file per split, or a file for a COCO file with --images; must not exist"
+    fix_help = (
+        "write a cleaned copy: a folder with a COCO file per split, or a file for a COCO file with --images; must not "
+        "exist"
+    )
     parser.add_argument("--fix", metavar="OUT", help=fix_help)
     parser.add_argument("--deep", action="store_true", help="decode every image, even if there are more than 2,000")
     parser.add_argument("--boxes", action="store_true", help="ignore masks, for detectors without masks")
