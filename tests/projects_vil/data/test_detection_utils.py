@@ -93,9 +93,16 @@ def test_threads_recognize_each_damaged_file(tmp_path):
     assert all(size == (90, 70) and damage for size, damage in sizes)
 
 
-@pytest.mark.parametrize("name", ["text.jpg", "empty.png", "absent.jpg", "folder.jpg"])
+@pytest.mark.parametrize("name", ["text.jpg", "empty.png", "absent.jpg", "folder.jpg", "header.png"])
 def test_unreadable_files_raise_an_error(tmp_path, name):
     path = tmp_path / name
+    if name.startswith("header"):
+        Image.fromarray(gradient()).save(path)
+        path.write_bytes(path.read_bytes()[:60])
+        assert read_size(path) == (HEIGHT, WIDTH)
+        with pytest.raises(UnreadableImage, match="truncated"):
+            read_image(path)
+        return
     if name.startswith("folder"):
         path.mkdir()
     elif not name.startswith("absent"):
