@@ -312,6 +312,7 @@ def evaluate(
             dataset = read_dataset(data, folder / DATA_FOLDER, val=0, images=images, contents=contents)
             present = [split for split in ("test", "val", "train") if split in dataset.splits]
             test = next((split for split in present if contents[split].get("annotations")), present[0])
+            contents.clear()  # frees its memory
             images = "all images, including training images" if test == "train" else f"split {test}"
             images += f" (split {present[0]} has no annotations)" if test != present[0] else ""
             print(f"{dataset.line()}; evaluated: {images}", flush=True)

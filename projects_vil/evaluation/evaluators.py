@@ -161,12 +161,9 @@ def coco_evaluator(
     numbers = Counter(one["image_id"] for one in objects if not one.get("iscrowd")).values()
     if (most := max(numbers, default=0)) > max_dets_per_image:
         share = sum(min(number, max_dets_per_image) for number in numbers) / sum(numbers)
-        text = (
-            f"{dataset_name} has up to {most} objects in an image. TEST.DETECTIONS_PER_IMAGE is {max_dets_per_image}, "
-        )
-        text += (
-            f"so recall can be at most {100 * share:.1f}%. To raise AP and AR, set TEST.DETECTIONS_PER_IMAGE {most}."
-        )
+        key, now = "TEST.DETECTIONS_PER_IMAGE", f"{dataset_name} has up to {most} objects in an image"
+        text = f"{now}, but {key} is {max_dets_per_image}, so recall can be at most {100 * share:.1f}%. "
+        text += f"To raise AP and AR, set {key} {most}."
         log_first_n(logging.WARNING, text, name=__name__, key="message")
     return evaluator
 
