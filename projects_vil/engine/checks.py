@@ -283,11 +283,10 @@ def _check_best_metric(cfg: CfgNode) -> None:
 
     :func:`check_metric` checks the rest of the name after the datasets are registered.
     """
-    metric, tests = cfg.TEST.BEST_METRIC, cfg.DATASETS.TEST
-    dataset, task, _ = split_metric_name(cfg)
-    tasks = _tasks(cfg)
-    if task not in tasks or (len(tests) > 1 and not dataset):
-        prefix = "DATASET/" if len(tests) > 1 else ""
+    metric, tasks = cfg.TEST.BEST_METRIC, _tasks(cfg)
+    _, task, _ = split_metric_name(cfg)
+    if task not in tasks:
+        prefix = "DATASET/" if len(cfg.DATASETS.TEST) > 1 else ""
         raise ConfigError(
             f"TEST.BEST_METRIC is '{metric}'. Write {prefix}TASK/METRIC as in metrics.json. TASK must be "
             f"{' or '.join(tasks)}."
