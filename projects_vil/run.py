@@ -150,7 +150,7 @@ def train(
     for argument, value in {"epochs": epochs, "batch": batch, "image_size": image_size}.items():
         if value is not None and value != "auto" and (isinstance(value, str) or value < 1):
             raise ConfigError(f"{argument} is {value!r}. It must be at least 1.")
-    pixels = None if image_size == "auto" else image_size
+    pixels = image_size if isinstance(image_size, int) else None
     named = {
         "OUTPUT_DIR": output,
         "SOLVER.EPOCHS": epochs,
