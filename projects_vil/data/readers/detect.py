@@ -121,14 +121,3 @@ def _json_format(path: str) -> str | None:
     if isinstance(content.get("images"), list) and isinstance(content.get("categories"), list):
         return "COCO"
     return "VIA" if images_of(content) is not None else None
-
-
-def wrong_format(path: str | Path) -> str:
-    """Return an error message for a path that is not a COCO file, or an empty string if its format is unknown."""
-    try:
-        name = annotation_format(str(path)) if Path(path).is_file() else detect_format(Path(path))[0]
-    except ConfigError:
-        return ""
-    if name == "COCO":
-        return f"'{path}' is a folder. Name the annotation file in it." if Path(path).is_dir() else ""
-    return name and f"'{path}' is {name}, not a COCO file. Use 'vil train' or 'vil check', which read this format."
