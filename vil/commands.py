@@ -148,6 +148,12 @@ def _keywords(parser: ConfigToolParser, words: Sequence[str]) -> dict[str, Any]:
     return options | dict(zip(keys[::2], keys[1::2], strict=True))
 
 
+def _options(args: argparse.Namespace, *others: str) -> dict[str, Any]:
+    """Return the arguments as keyword arguments of the library, without config keys and the arguments ``others``."""
+    others = (*others, "config_file", "device", "devices", "opts", "weights")
+    return {name: value for name, value in vars(args).items() if name not in others}
+
+
 # Prediction and export -----------------------------------------------------------------------------------------------
 
 
@@ -171,7 +177,8 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         "output folder (default: predictions). Earlier results are replaced, drawings of other images are kept"
     )
     parser.add_argument("--output", default="predictions", metavar="DIR", help=output_help)
-    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="maximum images per batch (default 1)")
+    batch_help = "maximum images per batch (default 1)"
+    parser.add_argument("--batch", dest="batch_size", type=positive, default=1, metavar="N", help=batch_help)
     tta_help = "test-time augmentation: predict on several sizes and flips of each image"
     parser.add_argument("--tta", action="store_true", help=tta_help)
     annotations_help = (
@@ -179,7 +186,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     )
     parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
     format_help = "format of the results: coco (default), or parquet (part files, no drawings)"
-    parser.add_argument("--format", choices=choices.PREDICTION_FORMATS, help=format_help)
+    parser.add_argument("--format", dest="file_format", choices=choices.PREDICTION_FORMATS, help=format_help)
     part_help = f"images (rows) per Parquet file (default {choices.PART_SIZE})"
     parser.add_argument("--part-size", type=positive, metavar="N", help=part_help)
     shard_help = "predict only shard I of N shards, numbered from 0; needs --format parquet"
@@ -190,7 +197,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument("--ray", action="store_true", help=ray_help)
     workers_help = "minimum and maximum number of Ray workers (default: 1 and one per GPU, or CPU cores minus 1)"
     parser.add_argument("--ray-workers", nargs=2, type=positive, metavar=("MIN", "MAX"), help=workers_help)
-    parser.add_argument("--no-drawings", action="store_true", help="do not write drawings")
+    parser.add_argument("--no-drawings", dest="drawings", action="store_false", help="do not write drawings")
     threshold_help = f"minimum score of detections in drawings (default {choices.SCORE_THRESHOLD})"
     parser.add_argument("--score-threshold", type=float, metavar="T", help=threshold_help)
     drawing_help = "processes for drawings (default 0: draw in the main process between batches)"
@@ -215,24 +222,8 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
 
     from projects_vil.inference import predict
 
-    summary = predict(
-        model,
-        source,
-        args.output,
-        file_format=args.format,
-        batch_size=args.batch,
-        column=args.column,
-        annotations=args.annotations,
-        drawings=not args.no_drawings,
-        score_threshold=args.score_threshold,
-        draw_workers=args.draw_workers,
-        part_size=args.part_size,
-        shard=args.shard,
-        ray=args.ray,
-        ray_workers=args.ray_workers,
-        tta=args.tta,
-        overrides=args.opts,
-    )
+    options = _options(args, "model", "input", "named_input", "output")
+    summary = predict(model, source, args.output, overrides=args.opts, **options)
     show(*summary.lines)
     if summary.num_skipped:
         sys.exit(2)
@@ -252,16 +243,18 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL)
     parser.add_argument("--output", metavar="DIR", help="output folder (default: export/ in the folder of MODEL)")
     formats, precisions, dtypes = choices.EXPORT_FORMATS, choices.PRECISIONS, choices.INPUT_DTYPES
-    parser.add_argument("--format", choices=formats, default=formats[0], help=f"file format (default {formats[0]})")
+    format_help = f"file format (default {formats[0]})"
+    parser.add_argument("--format", dest="file_format", choices=formats, default=formats[0], help=format_help)
     parser.add_argument("--precision", choices=precisions, default="fp32", help="model precision (default fp32)")
     parser.add_argument("--input-dtype", choices=dtypes, default="uint8", help="dtype of the images (default uint8)")
     parser.add_argument("--batched", action="store_true", help="export a model with batches as input (B, 3, H, W)")
     fixed_help = "always return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"
     parser.add_argument("--fixed-detections", action="store_true", help=fixed_help)
-    _add_image_size(parser, "fixed size of the input images (default: any size)")
+    _add_image_size(parser, "fixed size of the input images (default: any size)", dest="size")
     parser.add_argument("--opset", type=positive, metavar="N", help="ONNX opset, at least 18 (default 20)")
     images_help = "images for the parity check (default: synthetic images)"
-    parser.add_argument("--parity-images", nargs="+", type=existing_path, default=[], metavar="FILE", help=images_help)
+    parity = {"dest": "images", "nargs": "+", "type": existing_path, "default": [], "metavar": "FILE"}
+    parser.add_argument("--parity-images", **parity, help=images_help)
     parser.add_argument("--evaluate", action="store_true", help="also compare the AP on the images of DATASETS.TEST")
     calibration_help = "maximum number of images from DATASETS.TRAIN for int8 calibration (default 100)"
     parser.add_argument("--calibration-images", type=positive, default=100, metavar="N", help=calibration_help)
@@ -279,28 +272,14 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     from projects_vil.inference import find_model
     from projects_vil.run import folder_of
 
+    options = _options(args, "model", "output", "triton")
     if args.triton:
-        options = {"file_format": args.format, "batched": args.batched, "fixed_detections": args.fixed_detections}
-        check_triton(args.triton, **options)
+        check_triton(args.triton, **{key: options[key] for key in ("file_format", "batched", "fixed_detections")})
     path, weights = find_model(Path(source), args.weights)
     args.opts += [] if weights is None else ["MODEL.WEIGHTS", str(weights)]
     cfg = config_of(args, path)
-    path, report = export_detector(
-        cfg,
-        cfg.MODEL.WEIGHTS,
-        args.output or str(folder_of(path) / "export"),
-        file_format=args.format,
-        precision=args.precision,
-        input_dtype=args.input_dtype,
-        batched=args.batched,
-        fixed_detections=args.fixed_detections,
-        size=args.image_size and tuple(args.image_size),
-        images=args.parity_images,
-        evaluate=args.evaluate,
-        calibration_images=args.calibration_images,
-        accept_drop=args.accept_drop,
-        opset=args.opset,
-    )
+    output = args.output or str(folder_of(path) / "export")
+    path, report = export_detector(cfg, cfg.MODEL.WEIGHTS, output, **options)
     show(*describe_report(report).splitlines(), f"wrote {path}")
     if not report["ok"]:
         sys.exit(1)

@@ -15,19 +15,12 @@ from backbones import ConfigError
 from backbones.errors import check_choice, check_replaceable
 from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
-from projects_vil.config import (
-    CONFIG_FILE,
-    check_device,
-    is_panoptic,
-    is_point_rend,
-    value_of,
-    with_overrides,
-)
+from projects_vil.config import CONFIG_FILE, check_device, is_panoptic, value_of, with_overrides
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.trainer import AMP_DTYPES
 from projects_vil.engine.writers import check_services
 from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_coco_api, check_metric
-from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta, check_roi_heads, max_input_side
+from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta, max_input_side
 from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
 
 _CHOICES: dict[str, Collection[str]] = {
@@ -252,8 +245,6 @@ def check_values(cfg: CfgNode) -> None:
     data.check_crop(cfg)
     if cfg.INPUT.AUGMENTATION != "default":
         data.check_augmentation(cfg)
-    if is_point_rend(cfg) or cfg.MODEL.ROI_HEADS.NAME == "CascadeROIHeads":
-        check_roi_heads(cfg)
     if is_panoptic(cfg) and not cfg.MODEL.MASK_ON:
         raise ConfigError("MODEL.MASK_ON is False, but PanopticFPN needs instance masks. Set it to True.")
     if cfg.SOLVER.REFERENCE_BATCH_SIZE and cfg.SOLVER.REFERENCE_WORLD_SIZE:
