@@ -129,25 +129,14 @@ class ToolParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
         # A shell does not expand ~ in quotes or in --output=~/x.
-        words = args = [
+        words = [
             re.sub(r"^(--[\w-]+=)?(~[^/]*)", lambda found: (found[1] or "") + os.path.expanduser(found[2]), word)
             for word in (sys.argv[1:] if args is None else args)
         ]
-        known = {*SECTIONS, *self._option_string_actions}
-        # Unknown arguments are reported before argparse reports a required argument as missing, because it may be
-        # misspelled. A remainder and the arguments of subcommands are parsed elsewhere.
-        if any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions):
-            words = []
-        unknown = [
-            flag
-            for word in words
-            if (flag := word.partition("=")[0]).startswith("--") and flag not in {*known, "--", "--opts"}
-        ]
-        parsed = argparse.Namespace()
-        if not unknown:
-            parsed, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
-            self.error(f"unknown argument '{unknown[0]}'{self._hint(unknown[0])}")
+            flag = unknown[0].partition("=")[0]
+            self.error(f"unknown argument '{flag}'{self._hint(flag)}")
         return parsed
 
     def _hint(self, flag: str) -> str:

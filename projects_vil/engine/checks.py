@@ -236,10 +236,6 @@ def check_values(cfg: CfgNode) -> None:
     if len(cfg.MODEL.PIXEL_MEAN) != 3 or len(cfg.MODEL.PIXEL_STD) != 3:
         mean, std = cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD
         raise ConfigError(f"MODEL.PIXEL_MEAN is {mean!r} and MODEL.PIXEL_STD is {std!r}. Set each to three numbers.")
-    if len(cfg.INPUT.LSJ.SCALE) != 2 or cfg.INPUT.LSJ.SCALE[0] > cfg.INPUT.LSJ.SCALE[1]:
-        raise ConfigError(
-            f"INPUT.LSJ.SCALE is {cfg.INPUT.LSJ.SCALE!r}. It must be the smallest and the largest factor."
-        )
     if cfg.TEST.COCO_API != COCO_APIS[0]:
         check_coco_api(cfg.TEST.COCO_API)
     data.check_crop(cfg)

@@ -164,7 +164,7 @@ def test_short_forms_are_their_keys(tmp_path):
         ([*FILE, "SEED=3"], ["SEED 3"]),
         (["SEED", *FILE], ["SEED"]),
         ([*FILE, "SOLVER.MAX_ITER", "OUTPUT_DIR", "out"], ["SOLVER.MAX_ITER has no value"]),
-        (["--weight", "a.pth"], ["'--weight'. Did", "'--weights'"]),
+        ([*FILE, "--weight", "a.pth"], ["'--weight'. Did", "'--weights'"]),
         ([*FILE, "MODEL.DEVICE", "cuda", "--device", "cpu"], ["--device cpu", "MODEL.DEVICE cuda"]),
         ([*FILE, "--weights", "absent.pth"], ["absent.pth"]),
         ([*FILE, "--json", FILE[1]], ["--json"]),

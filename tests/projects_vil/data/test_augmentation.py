@@ -291,7 +291,6 @@ def test_share_of_images_with_pasted_objects(tmp_path):
         ("retinanet", [*STRONG, "MODEL.MASK_ON", "True"], "INPUT.COPY_PASTE.PROBABILITY 0.0"),
         ("mask_rcnn", [*STRONG, "MODEL.MASK_ON", "False"], "INPUT.COPY_PASTE.PROBABILITY 0.0"),
         ("mask_rcnn", [*STRONG, "MODEL.KEYPOINT_ON", "True"], "INPUT.COPY_PASTE.PROBABILITY 0.0"),
-        ("mask_rcnn", [*STRONG, "DATALOADER.SAMPLER_TRAIN", "RandomSubsetTrainingSampler"], "DATALOADER.SAMPLER_TRAIN"),
         ("semantic_fpn", LSJ, "INPUT.AUGMENTATION"),
     ],
 )
