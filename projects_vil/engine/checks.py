@@ -68,12 +68,7 @@ _PlainLoader.add_multi_constructor("", lambda loader, suffix, node: None)
 
 
 def check_setup(
-    cfg: CfgNode,
-    *,
-    processes: int = 1,
-    eval_only: bool = False,
-    resume: bool = False,
-    model: nn.Module | None = None,
+    cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, resume: bool = False, model: nn.Module | None = None
 ) -> None:
     """Check the values, model, device, datasets and weights of a run. This takes about a second.
 

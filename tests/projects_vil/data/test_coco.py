@@ -11,14 +11,7 @@ from detectron2.data.datasets import load_coco_json
 from detectron2.structures import Boxes, BoxMode, Instances
 from detectron2.utils.events import EventStorage
 
-from projects_vil.data import (
-    CocoFile,
-    build_train_loader,
-    fixed_coco,
-    load_dataset,
-    register_datasets,
-    write_cleaned,
-)
+from projects_vil.data import CocoFile, build_train_loader, fixed_coco, load_dataset, register_datasets, write_cleaned
 from projects_vil.evaluation import LOSS_TASK, build_evaluator
 from projects_vil.evaluation.evaluators import coco_evaluator
 from projects_vil.report.coco_metrics import evaluate_detections
