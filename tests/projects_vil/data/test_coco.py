@@ -165,16 +165,8 @@ def test_a_run_on_data_that_the_check_mends(copy, tmp_path):
     out = tmp_path / "out"
     keys = ["DATASETS.COCO", repr([entry(copy)]), "DATASETS.TRAIN", f"('{NAME}',)", "DATASETS.TEST", f"('{NAME}',)"]
     keys += [*SMALL["retinanet"], "DATASETS.CHECK", "warn", "SOLVER.MAX_ITER", "2", "SOLVER.IMS_PER_BATCH", "2"]
-    keys += [
-        "SOLVER.WARMUP_ITERS",
-        "0",
-        "TEST.VALIDATION_LOSS",
-        "True",
-        "TEST.NUM_VISUALIZED_IMAGES",
-        "8",
-        "OUTPUT_DIR",
-        out,
-    ]
+    keys += ["SOLVER.WARMUP_ITERS", "0", "TEST.VALIDATION_LOSS", "True", "TEST.NUM_VISUALIZED_IMAGES", "8"]
+    keys += ["OUTPUT_DIR", out]
     result = run_tool("train_net.py", "--config-file", CONFIGS["retinanet"], *keys)
     assert result.returncode == 0, result.stderr
     assert (out / "model_final.pth").exists() and len(list((out / "drawings").iterdir())) == 1
