@@ -150,7 +150,7 @@ def train(
     for argument, value in {"epochs": epochs, "batch": batch, "image_size": image_size}.items():
         if value is not None and value != "auto" and (isinstance(value, str) or value < 1):
             raise ConfigError(f"{argument} is {value!r}. It must be at least 1.")
-    pixels = None if image_size == "auto" else image_size
+    pixels = image_size if isinstance(image_size, int) else None
     named = {
         "OUTPUT_DIR": output,
         "SOLVER.EPOCHS": epochs,
@@ -312,6 +312,7 @@ def evaluate(
             dataset = read_dataset(data, folder / DATA_FOLDER, val=0, images=images, contents=contents)
             present = [split for split in ("test", "val", "train") if split in dataset.splits]
             test = next((split for split in present if contents[split].get("annotations")), present[0])
+            contents.clear()  # frees its memory
             images = "all images, including training images" if test == "train" else f"split {test}"
             images += f" (split {present[0]} has no annotations)" if test != present[0] else ""
             print(f"{dataset.line()}; evaluated: {images}", flush=True)

@@ -339,7 +339,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         show(dataset.line())
     for file in files.values():
         show(*file.lines())
-    objects = objects_of(files["train"].dataset) if "train" in files else ()
+    objects = objects_of(files["train"].dataset if "train" in files else {"images": ()})
     if len(objects):
         show(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=IMAGE_SIZES["cpu"]).line())
     found = {split: file.to_json() for split, file in files.items()}

@@ -150,9 +150,13 @@ def decode_image(
         with _OnlyInThisThread.lock:
             before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, _OnlyInThisThread()
             try:
-                return decode(), {str(path): f"{error.reason}. Only a part of it is decoded"}
+                pixels = decode()
             finally:
                 ImageFile.LOAD_TRUNCATED_IMAGES = before
+        # Pillow fills the missing part with one color.
+        if (pixels == pixels[0, 0]).all():
+            raise
+        return pixels, {str(path): f"{error.reason}. Only a part of it is decoded"}
 
 
 def log_damaged(damaged: Mapping[str, str]) -> None:

@@ -465,8 +465,10 @@ class Trainer(DefaultTrainer):
         )
         after: list[HookBase] = [EvalHook(eval_period, self._evaluate)]
         if test.BEST_METRIC and self.cfg.DATASETS.TEST and is_main:
-            mode = "min" if split_metric_name(self.cfg)[1] == LOSS_TASK else "max"
-            self._best = hooks.BestCheckpointer(eval_period, self.checkpointer, test.BEST_METRIC, mode)
+            dataset, task, name = split_metric_name(self.cfg)
+            metric = f"{dataset}/{task}/{name}" if len(self.cfg.DATASETS.TEST) > 1 else f"{task}/{name}"
+            mode = "min" if task == LOSS_TASK else "max"
+            self._best = hooks.BestCheckpointer(eval_period, self.checkpointer, metric, mode)
             after.append(self._best)
         if is_main:
             after.append(hooks.PeriodicWriter(self.build_writers(), self.log_period))

@@ -161,12 +161,9 @@ def coco_evaluator(
     numbers = Counter(one["image_id"] for one in objects if not one.get("iscrowd")).values()
     if (most := max(numbers, default=0)) > max_dets_per_image:
         share = sum(min(number, max_dets_per_image) for number in numbers) / sum(numbers)
-        text = (
-            f"{dataset_name} has up to {most} objects in an image. TEST.DETECTIONS_PER_IMAGE is {max_dets_per_image}, "
-        )
-        text += (
-            f"so recall can be at most {100 * share:.1f}%. To raise AP and AR, set TEST.DETECTIONS_PER_IMAGE {most}."
-        )
+        key, now = "TEST.DETECTIONS_PER_IMAGE", f"{dataset_name} has up to {most} objects in an image"
+        text = f"{now}, but {key} is {max_dets_per_image}, so recall can be at most {100 * share:.1f}%. "
+        text += f"To raise AP and AR, set {key} {most}."
         log_first_n(logging.WARNING, text, name=__name__, key="message")
     return evaluator
 
@@ -391,7 +388,7 @@ def check_metric(cfg: CfgNode) -> None:
     metric, tests = cfg.TEST.BEST_METRIC, cfg.DATASETS.TEST
     dataset, task, name = split_metric_name(cfg)
     tasks = _tasks(cfg)
-    if task not in tasks or (len(tests) > 1 and not dataset):
+    if task not in tasks:
         prefix = "DATASET/" if len(tests) > 1 else ""
         raise ConfigError(
             f"TEST.BEST_METRIC is '{metric}'. Write {prefix}TASK/METRIC as in metrics.json. TASK must be "
@@ -428,11 +425,12 @@ def _tasks(cfg: CfgNode) -> list[str]:
 def split_metric_name(cfg: CfgNode) -> tuple[str, str, str]:
     """Split ``TEST.BEST_METRIC`` into dataset, task and name. Names of datasets and classes may contain a ``/``.
 
-    The metric starts with a dataset if ``DATASETS.TEST`` has several. Missing parts are empty.
+    If ``DATASETS.TEST`` has several datasets, the metric may start with one of them. The default is the first dataset.
+    Missing parts are empty.
     """
     metric, dataset = cfg.TEST.BEST_METRIC, "".join(cfg.DATASETS.TEST[:1])
     if len(cfg.DATASETS.TEST) > 1:
-        dataset = next((name for name in cfg.DATASETS.TEST if metric.startswith(f"{name}/")), "")
+        dataset = next((name for name in cfg.DATASETS.TEST if metric.startswith(f"{name}/")), dataset)
         metric = metric.removeprefix(f"{dataset}/")
     task, _, name = metric.partition("/")
     return dataset, task, name

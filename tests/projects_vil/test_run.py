@@ -306,7 +306,8 @@ def test_a_run_that_waited_for_another_does_not_train_over_it(data, trained_run,
 
 def test_errors_in_the_data_of_another_format(data):
     """The message has the path of the dataset, not the path of a COCO file that is deleted at the end."""
-    folder = write_voc(data.parent / "voc", sorted((data / "train").iterdir())[:4], left=30)
+    folder = write_voc(data.parent / "voc", sorted((data / "train").iterdir())[:4])
+    min(folder.glob("*.jpg")).write_bytes(b"")
     text = message(train, folder, epochs=1, batch=2)
     assert f"vil check {folder}" in text and not list((data.parent / "work").rglob("*.*"))
 
