@@ -620,8 +620,10 @@ def install(parser: ToolParser, words: Sequence[str]) -> None:
     Example:
         vil install-detectron2
     """
-    install_detectron2.add_arguments(parser)
-    install_detectron2.install_or_exit(parser.parse_args(words).source)
+    sources = ("auto", *install_detectron2.SOURCES)
+    source_help = "git: the official repository; index: a pure-Python copy on PyPI; auto (default): git, then index"
+    parser.add_argument("--source", choices=sources, default="auto", help=source_help)
+    install_detectron2.install(parser.parse_args(words).source)
 
 
 # Commands and the options of their parsers. None means that a command has no config keys.
