@@ -33,7 +33,7 @@ _SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
 # the epochs that follow from it. On the CPU, this number of images is for 256 pixels and about 300 s of one core.
 IMAGE_SIZES = {"cpu": range(192, 641, 32), "cuda": range(512, 801, 32)}
 _BATCH = {"cpu": 2, "cuda": 8}
-_IMAGES = {"cpu": 800, "cuda": 8000}
+_IMAGES = {"cpu": 800, "cuda": 3200}
 _EPOCHS = {"cpu": (3, 100), "cuda": (12, 100)}
 # Random weights need more images. The model that starts from them is smaller.
 _SCRATCH_FACTOR = 1.5
