@@ -139,6 +139,12 @@ class ToolParser(argparse.ArgumentParser):
             self.error(f"unknown argument '{flag}'{self._hint(flag)}")
         return parsed
 
+    def add(self, name: str, help_text: str, **options: Any) -> None:
+        """Add an argument with its help. A whole number is shown as ``N``."""
+        if options.get("type") in (positive, not_negative):
+            options.setdefault("metavar", "N")
+        self.add_argument(name, help=help_text, **options)
+
     def _hint(self, flag: str) -> str:
         return closest(flag, {*SECTIONS, *self._option_string_actions})
 

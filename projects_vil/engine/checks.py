@@ -20,7 +20,7 @@ from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.trainer import AMP_DTYPES
 from projects_vil.engine.writers import check_services
 from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_coco_api, check_metric
-from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta, max_input_side
+from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
 from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
 
 _CHOICES: dict[str, Collection[str]] = {
@@ -42,7 +42,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "INPUT.LSJ.SIZE": (MIN_EXPORT_SIDE, MAX_EXPORT_SIDE),
     "MODEL.EMA.DECAY": (0, 1 - 1e-12),
     "MODEL.PIXEL_STD": (1e-30, math.inf),
-    "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD": (1, math.inf),
     "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION": (0, 1),
     "SOLVER.BASE_LR": (1e-30, math.inf),
     "SOLVER.CHECKPOINT_MAX_TO_KEEP": (0, math.inf),
@@ -51,11 +50,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "SOLVER.EARLY_STOPPING_PATIENCE": (0, math.inf),
     "SOLVER.IMS_PER_BATCH": (1, math.inf),
     "SOLVER.MAX_ITER": (1, math.inf),
-    "SOLVER.POLY_LR_POWER": (1e-30, math.inf),
     "SOLVER.WARMUP_FACTOR": (0, 1),
     "TEST.DETECTIONS_PER_IMAGE": (1, math.inf),
     "TEST.NUM_VISUALIZED_IMAGES": (0, 32),
-    "TEST.EVAL_PERIOD": (0, math.inf),
 }
 _OTHER_FOLDER = "Choose another OUTPUT_DIR."
 
@@ -191,12 +188,6 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: b
         raise ConfigError(
             f"SOLVER.IMS_PER_BATCH is {batch}. It must be a multiple of {divisor} (processes) x {steps} "
             "(SOLVER.GRADIENT_ACCUMULATION_STEPS)."
-        )
-    size = cfg.INPUT.LSJ.SIZE
-    if cfg.INPUT.AUGMENTATION != "default" and size > (limit := max_input_side(model) or math.inf):
-        raise ConfigError(
-            f"INPUT.LSJ.SIZE is {size}, but the position tables are made for images of at most {limit} pixels. Lower "
-            "INPUT.LSJ.SIZE, or raise MODEL.TRANSFORMER.MAX_IMG_SIZE."
         )
     if transformer.RANDOM_SHIFT_FRACTION:
         if transformer.COMPILE:

@@ -72,11 +72,8 @@ def detect_format(source: Path, images: Path | None = None) -> tuple[str, list[s
         damaged = [path for path in others if Path(path).suffix.lower() in suffixes]
         damaged = [path for path in damaged if Path(path).stem in stems or not os.path.getsize(path)]
         if damaged:
-            number = f"{len(damaged)} annotation files are" if len(damaged) > 1 else "An annotation file is"
-            raise ConfigError(
-                f"{number} empty or not in the format {name}: {first_of(damaged, 5)}. Repair or remove "
-                f"{'them' if len(damaged) > 1 else 'it'}."
-            )
+            first = first_of(damaged, 5)
+            raise ConfigError(f"Files that are empty or not in the format {name}: {first}. Repair or remove them.")
     return name, files, index, others
 
 
