@@ -382,20 +382,8 @@ def _explain(error: Exception, cfg: CfgNode) -> str:
         message,
     )
     if mismatch is not None:
-        words = {
-            "int": "a whole number (int)",
-            "float": "a number (float)",
-            "CfgNode": "a section with keys of its own",
-            "str": "text",
-        }
-        expected = words.get(mismatch[1], f"a {mismatch[1]}")
-        value = (
-            repr(mismatch[3])
-            if mismatch[2] == "str"
-            else f"{{{mismatch[3]}}}"
-            if mismatch[2] == "CfgNode"
-            else mismatch[3]
-        )
+        expected = "a section with keys of its own" if mismatch[1] == "CfgNode" else f"of type {mismatch[1]}"
+        value = repr(mismatch[3]) if mismatch[2] == "str" else mismatch[3]
         is_broken = mismatch[1] in ("list", "tuple") and mismatch[3].startswith(("[", "("))
         hint = " A comma, a quote or a bracket is missing." if is_broken else ""
         return f"{mismatch[4]} is {value}. It must be {expected}.{hint}"

@@ -16,7 +16,8 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
@@ -419,7 +420,7 @@ def peak_in_new_process(build: Callable[[], Callable[[], object]], *, what: str,
         return None
     try:
         return call_in_new_process(_peak, build, torch.get_num_threads())
-    except EOFError as error:
+    except BrokenProcessPool as error:
         raise ConfigError(f"{what}: the process that measures the memory was killed. {instead}") from error
 
 
@@ -455,48 +456,14 @@ def hidden_main_module() -> Iterator[None]:
 def call_in_new_process(function: Callable[..., Any], *args: object) -> Any:
     """Call ``function(*args)`` in a new interpreter and return the result.
 
-    The new process always ends with this call, also if this process is killed.
-
     Args:
         function: A function that can be imported from a module other than the main module.
         args: Picklable arguments.
 
     Raises:
-        EOFError: If the process is killed, for example because the memory is too small.
+        BrokenProcessPool: If the process is killed, for example because the memory is too small.
         Exception: Any exception that ``function`` raises.
     """
     context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(sender, function, args))
-    try:
-        with deferred_signals(), hidden_main_module():
-            # The new process inherits the signal mask: Ctrl-C ends this process, which then kills the new one.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-            try:
-                process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        sender.close()
-        result, error = receiver.recv()
-    finally:
-        if process.pid is not None:
-            process.kill()
-            process.join()
-    if error is not None:
-        raise error
-    return result
-
-
-def _send_result(sender: Connection, function: Callable[..., Any], args: tuple) -> None:
-    # If the parent process is killed, it cannot end this process. The thread does.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        sent = function(*args), None
-    except Exception as error:
-        sent = None, error
-    sender.send(sent)
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
+    with hidden_main_module(), ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *args).result()

@@ -1,6 +1,6 @@
-"""Alias of ``vil install-detectron2``. It runs in a clone in which the project is not installed."""
+"""Alias of ``vil install-detectron2``."""
 
-from vil.install_detectron2 import main
+from vil.cli import main
 
 if __name__ == "__main__":
-    main()
+    main("install-detectron2")

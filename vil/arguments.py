@@ -27,21 +27,10 @@ if TYPE_CHECKING:
 
 # Arguments that set a config key.
 SHORT_FORMS = {"weights": "MODEL.WEIGHTS", "device": "MODEL.DEVICE"}
-# Common arguments of other training programs, and the config key with the same effect.
-_KEYS_OF_OTHERS = {
-    **dict.fromkeys(("--batch", "--batch-size"), "SOLVER.IMS_PER_BATCH {}"),
-    "--epochs": "SOLVER.EPOCHS {}",
-    **dict.fromkeys(("--img-size", "--imgsz"), "INPUT.MIN_SIZE_TRAIN '({},)'"),
-    **dict.fromkeys(("--learning-rate", "--lr"), "SOLVER.BASE_LR {}"),
-    "--max-iter": "SOLVER.MAX_ITER {}",
-    **dict.fromkeys(("--output", "--output-dir"), "OUTPUT_DIR {}"),
-    "--seed": "SEED {}",
-    "--weights": "MODEL.WEIGHTS {}",
-    "--workers": "DATALOADER.NUM_WORKERS {}",
-}
 # Flags that set a config key. An error about the key names the flag.
-_FLAGS = {"--device": "MODEL.DEVICE", "--image-size": "INPUT.MIN_SIZE_TRAIN"}
-_FLAGS |= {flag: override.partition(" ")[0] for flag, override in _KEYS_OF_OTHERS.items()}
+_FLAGS = {f"--{name}": key for name, key in SHORT_FORMS.items()}
+_FLAGS |= {"--batch": "SOLVER.IMS_PER_BATCH", "--epochs": "SOLVER.EPOCHS", "--image-size": "INPUT.MIN_SIZE_TRAIN"}
+_FLAGS |= {"--lr": "SOLVER.BASE_LR", "--output": "OUTPUT_DIR", "--workers": "DATALOADER.NUM_WORKERS"}
 # First parts of all config keys.
 SECTIONS = frozenset(
     (
@@ -60,17 +49,10 @@ _TORCHRUN_SECONDS = 10
 # Types of arguments --------------------------------------------------------------------------------------------------
 
 
-# Suffixes for which an error suggests a similar file. A folder of photos may have too many files to compare.
-_CONFIGS = (".py", ".yaml", ".yml")
-
-
 def existing_path(text: str) -> str:
     """Return ``text`` if it is an existing file or folder, or a URL. This is an argparse type."""
     if "://" not in text and not Path(text).exists():
-        path = Path(text)
-        siblings = path.parent.glob(f"*{path.suffix}") if path.suffix in _CONFIGS else ()
-        near = closest(path.name, [sibling.name for sibling in siblings]) or ". Check the path"
-        raise argparse.ArgumentTypeError(f"'{text}' does not exist{near}")
+        raise argparse.ArgumentTypeError(f"'{text}' does not exist. Check the path")
     return text
 
 
@@ -103,25 +85,21 @@ def output_file(text: str) -> str:
     return text
 
 
-def positive(text: str) -> int:
-    """Return a whole number of at least 1. This is an argparse type."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+def positive(text: str, *, least: int = 1) -> int:
+    """Return a whole number of at least ``least``. This is an argparse type."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least {least}")
     return int(text)
 
 
 def positive_or_auto(text: str) -> int | str:
     """Return a whole number of at least 1, or ``"auto"``. This is an argparse type."""
-    if text != "auto" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is neither a whole number nor auto")
     return text if text == "auto" else positive(text)
 
 
 def not_negative(text: str) -> int:
     """Return a whole number of at least 0. This is an argparse type."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 0")
-    return int(text)
+    return positive(text, least=0)
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -130,11 +108,6 @@ def shard(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a shard. Write I/N, such as 0/16")
     number, total = text.split("/")
     return int(number), int(total)
-
-
-def _is_same_file(first: str, second: str) -> bool:
-    """Return whether two paths are the same existing file. Links are followed."""
-    return os.path.exists(first) and os.path.exists(second) and os.path.samefile(first, second)
 
 
 # Parsers -------------------------------------------------------------------------------------------------------------
@@ -156,32 +129,23 @@ class ToolParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
         # A shell does not expand ~ in quotes or in --output=~/x.
-        words = args = [
+        words = [
             re.sub(r"^(--[\w-]+=)?(~[^/]*)", lambda found: (found[1] or "") + os.path.expanduser(found[2]), word)
             for word in (sys.argv[1:] if args is None else args)
         ]
-        known = {*SECTIONS, *self._option_string_actions}
-        # Unknown arguments are reported before argparse reports a required argument as missing, because it may be
-        # misspelled. A remainder and the arguments of subcommands are parsed elsewhere.
-        if any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions):
-            words = []
-        unknown = [
-            flag
-            for word in words
-            if (flag := word.partition("=")[0]).startswith("--") and flag not in {*known, "--", "--opts"}
-        ]
-        parsed = argparse.Namespace()
-        if not unknown:
-            parsed, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
-            self.error(f"unknown argument '{unknown[0]}'{self._hint(unknown[0], args)}")
-        json_path = getattr(parsed, "json", None)
-        others = [value for name, value in vars(parsed).items() if name != "json" and isinstance(value, str)]
-        if json_path and any(value == json_path or _is_same_file(value, json_path) for value in others):
-            self.error(f"argument --json: '{json_path}' is used by another argument of this command. Give another file")
+            flag = unknown[0].partition("=")[0]
+            self.error(f"unknown argument '{flag}'{self._hint(flag)}")
         return parsed
 
-    def _hint(self, flag: str, words: Sequence[str]) -> str:
+    def add(self, name: str, help_text: str, **options: Any) -> None:
+        """Add an argument with its help. A whole number is shown as ``N``."""
+        if options.get("type") in (positive, not_negative):
+            options.setdefault("metavar", "N")
+        self.add_argument(name, help=help_text, **options)
+
+    def _hint(self, flag: str) -> str:
         return closest(flag, {*SECTIONS, *self._option_string_actions})
 
     def error(self, message: str) -> NoReturn:
@@ -253,17 +217,16 @@ class ConfigToolParser(ToolParser):
             parsed.weights = given.get("MODEL.WEIGHTS")
         return parsed, unknown
 
-    def _hint(self, flag: str, words: Sequence[str]) -> str:
+    def _hint(self, flag: str) -> str:
         name = flag.removeprefix("--").replace("-", "_")
         same = f"--{NAMES_OF_OTHERS.get(name, name).replace('_', '-')}"
         if same in self._option_string_actions:
             return f". Write {same}"
         if same == "--data" and any(action.dest == "data" for action in self._actions):
             return ". Write the path without it"
-        if flag not in _KEYS_OF_OTHERS or "--eval-only" not in self._option_string_actions:
-            return super()._hint(flag, words)
-        value = re.search(rf"(?<!\S){flag}[ =](?!--)(\S+)", " ".join(words))
-        return f". Write {_KEYS_OF_OTHERS[flag].format(value[1] if value else 'VALUE')}"
+        if same in _FLAGS:
+            return f". Write {_FLAGS[same]} VALUE"
+        return super()._hint(flag)
 
     def _split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return the arguments of the command, and the config keys and values."""

@@ -51,39 +51,38 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
         vil train --config mask_rcnn/vil_small_rpb_1x --num-gpus 8
         vil train --resume --output output/mine
     """
-    parser.add_argument("data", nargs="?", type=existing_path, metavar="DATA", help=_DATA)
+    parser.add("data", _DATA, nargs="?", type=existing_path, metavar="DATA")
     epochs_help = "passes over the training images (default: by recipe, number of images and device)"
-    parser.add_argument("--epochs", type=positive, metavar="N", help=epochs_help)
+    parser.add("--epochs", epochs_help, type=positive)
     batch_help = "images per iteration (default: by recipe and device). Without --lr, the learning rate is scaled to it"
-    parser.add_argument("--batch", type=positive, metavar="N", help=batch_help)
+    parser.add("--batch", batch_help, type=positive)
     size_help = "shorter side of the images in pixels, or auto (default): chosen from the sizes of the objects"
-    parser.add_argument("--image-size", type=positive_or_auto, metavar="PX", help=size_help)
-    parser.add_argument("--output", metavar="DIR", help="output directory (default: output/DATA_MODEL_DETECTOR)")
-    device_help = "cpu or cuda (config key MODEL.DEVICE; default: the GPU if there is one)"
-    parser.add_argument("--device", metavar="DEVICE", help=device_help)
+    parser.add("--image-size", size_help, type=positive_or_auto, metavar="PX")
+    parser.add("--output", "output directory (default: output/DATA_MODEL_DETECTOR)", metavar="DIR")
+    parser.add("--device", "cpu or cuda (config key MODEL.DEVICE; default: the GPU if there is one)", metavar="DEVICE")
     add_resume_argument(parser)
     model_help = "variant, or timm:NAME for a timm model (default: a small model with ImageNet weights)"
-    parser.add_argument("--model", metavar="NAME", help=model_help)
-    parser.add_argument("--detector", choices=choices.DETECTORS, help="detector (default retinanet)")
+    parser.add("--model", model_help, metavar="NAME")
+    parser.add("--detector", "detector (default retinanet)", choices=choices.DETECTORS)
     weights_help = (
         "checkpoint, name in the model zoo, or none for random weights (config key MODEL.WEIGHTS; default: the best "
         "available weights of the model)"
     )
-    parser.add_argument("--weights", metavar="FILE", help=weights_help)
+    parser.add("--weights", weights_help, metavar="FILE")
     recipe_help = (
         "optimizer, schedule and augmentation: finetune (default with pretrained weights), scratch (default with "
         "random weights), or paper (the values of the config; default with --config, or without DATA)"
     )
-    parser.add_argument("--recipe", choices=choices.RECIPES, help=recipe_help)
-    parser.add_argument("--lr", type=float, metavar="RATE", help="learning rate (config key SOLVER.BASE_LR)")
-    parser.add_argument("--workers", type=not_negative, metavar="N", help="data loader processes (default: at most 4)")
-    parser.add_argument("--images", type=existing_path, metavar="DIR", help=_IMAGES)
+    parser.add("--recipe", recipe_help, choices=choices.RECIPES)
+    parser.add("--lr", "learning rate (config key SOLVER.BASE_LR)", type=float, metavar="RATE")
+    parser.add("--workers", "data loader processes (default: at most 4)", type=not_negative)
+    parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     val_help = "fraction of the images for validation if DATA has no validation images (default 0.2)"
-    parser.add_argument("--val-fraction", type=float, metavar="F", help=val_help)
+    parser.add("--val-fraction", val_help, type=float, metavar="F")
     config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
-    parser.add_argument("--config", metavar="NAME", help=config_help)
+    parser.add("--config", config_help, metavar="NAME")
     schedule_help = "1x (default), or 3x_ms (images of several sizes, and three times the iterations on COCO)"
-    parser.add_argument("--schedule", choices=choices.SCHEDULES, help=schedule_help)
+    parser.add("--schedule", schedule_help, choices=choices.SCHEDULES)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
 
@@ -107,19 +106,17 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
         vil eval output/photos_vil_tiny_retinanet more_photos
         vil eval more_photos --predictions found/*.parquet
     """
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL}. Leave it out with --predictions")
+    parser.add("model", f"{_MODEL}. Leave it out with --predictions", nargs="?", metavar="MODEL")
     data_help = f"{_DATA} (default: the dataset of the run). The test images are used, or else the validation images"
-    parser.add_argument("data", nargs="?", type=existing_path, metavar="DATA", help=data_help)
-    parser.add_argument("--images", type=existing_path, metavar="DIR", help=_IMAGES)
+    parser.add("data", data_help, nargs="?", type=existing_path, metavar="DATA")
+    parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     predictions_help = "evaluate Parquet files from vil predict, or folders with such files, instead of a model"
-    parser.add_argument(
-        "--predictions", nargs="+", default=[], type=existing_path, metavar="PATH", help=predictions_help
-    )
+    parser.add("--predictions", predictions_help, nargs="+", default=[], type=existing_path, metavar="PATH")
     output_help = (
         "output folder (default: the folder of MODEL, or a folder in it such as evaluation_DATA with DATA, "
         "evaluation_overrides with KEY VALUE, or evaluation_model_0000099 with an earlier checkpoint)"
     )
-    parser.add_argument("--output", metavar="DIR", help=output_help)
+    parser.add("--output", output_help, metavar="DIR")
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
     if arguments["predictions"]:
@@ -148,6 +145,12 @@ def _keywords(parser: ConfigToolParser, words: Sequence[str]) -> dict[str, Any]:
     return options | dict(zip(keys[::2], keys[1::2], strict=True))
 
 
+def _options(args: argparse.Namespace, *others: str) -> dict[str, Any]:
+    """Return the arguments as keyword arguments of the library, without config keys and the arguments ``others``."""
+    others = (*others, "config_file", "device", "devices", "opts", "weights")
+    return {name: value for name, value in vars(args).items() if name not in others}
+
+
 # Prediction and export -----------------------------------------------------------------------------------------------
 
 
@@ -164,37 +167,34 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         vil predict output/photos_vil_tiny_retinanet 0
         vil predict output/photos_vil_tiny_retinanet 'shards-{000..127}.tar' --output found --format parquet
     """
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"exported file, {_MODEL}")
-    parser.add_argument("input", nargs="?", metavar="INPUT", help=_INPUT)
-    parser.add_argument("--input", dest="named_input", metavar="INPUT", help="the same as INPUT")
+    parser.add("model", f"exported file, {_MODEL}", nargs="?", metavar="MODEL")
+    parser.add("input", _INPUT, nargs="?", metavar="INPUT")
+    parser.add("--input", "the same as INPUT", dest="named_input", metavar="INPUT")
     output_help = (
         "output folder (default: predictions). Earlier results are replaced, drawings of other images are kept"
     )
-    parser.add_argument("--output", default="predictions", metavar="DIR", help=output_help)
-    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="maximum images per batch (default 1)")
-    tta_help = "test-time augmentation: predict on several sizes and flips of each image"
-    parser.add_argument("--tta", action="store_true", help=tta_help)
+    parser.add("--output", output_help, default="predictions", metavar="DIR")
+    parser.add("--batch", "maximum images per batch (default 1)", dest="batch_size", type=positive, default=1)
+    parser.add("--tta", "test-time augmentation: predict on several sizes and flips of each image", action="store_true")
     annotations_help = (
         "COCO file for the folder INPUT. Only its images are read, and the results have its ids and categories"
     )
-    parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
+    parser.add("--annotations", annotations_help, type=existing_path, metavar="FILE")
     format_help = "format of the results: coco (default), or parquet (part files, no drawings)"
-    parser.add_argument("--format", choices=choices.PREDICTION_FORMATS, help=format_help)
-    part_help = f"images (rows) per Parquet file (default {choices.PART_SIZE})"
-    parser.add_argument("--part-size", type=positive, metavar="N", help=part_help)
+    parser.add("--format", format_help, dest="file_format", choices=choices.PREDICTION_FORMATS)
+    parser.add("--part-size", f"images (rows) per Parquet file (default {choices.PART_SIZE})", type=positive)
     shard_help = "predict only shard I of N shards, numbered from 0; needs --format parquet"
-    parser.add_argument("--shard", type=shard, metavar="I/N", help=shard_help)
-    column_help = "column of INPUT with paths or URLs (default: path, file_name or url)"
-    parser.add_argument("--column", metavar="NAME", help=column_help)
+    parser.add("--shard", shard_help, type=shard, metavar="I/N")
+    parser.add("--column", "column of INPUT with paths or URLs (default: path, file_name or url)", metavar="NAME")
     ray_help = "predict with Ray on the cluster at RAY_ADDRESS, or on all GPUs or CPU cores of this machine"
-    parser.add_argument("--ray", action="store_true", help=ray_help)
+    parser.add("--ray", ray_help, action="store_true")
     workers_help = "minimum and maximum number of Ray workers (default: 1 and one per GPU, or CPU cores minus 1)"
-    parser.add_argument("--ray-workers", nargs=2, type=positive, metavar=("MIN", "MAX"), help=workers_help)
-    parser.add_argument("--no-drawings", action="store_true", help="do not write drawings")
+    parser.add("--ray-workers", workers_help, nargs=2, type=positive, metavar=("MIN", "MAX"))
+    parser.add("--no-drawings", "do not write drawings", dest="drawings", action="store_false")
     threshold_help = f"minimum score of detections in drawings (default {choices.SCORE_THRESHOLD})"
-    parser.add_argument("--score-threshold", type=float, metavar="T", help=threshold_help)
+    parser.add("--score-threshold", threshold_help, type=float, metavar="T")
     drawing_help = "processes for drawings (default 0: draw in the main process between batches)"
-    parser.add_argument("--draw-workers", type=not_negative, metavar="N", help=drawing_help)
+    parser.add("--draw-workers", drawing_help, type=not_negative)
     args = parser.parse_args(words)
     positional = [word for word in (args.model, args.input) if word]
     model, source, weights = args.config_file, args.named_input, args.weights
@@ -215,24 +215,8 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
 
     from projects_vil.inference import predict
 
-    summary = predict(
-        model,
-        source,
-        args.output,
-        file_format=args.format,
-        batch_size=args.batch,
-        column=args.column,
-        annotations=args.annotations,
-        drawings=not args.no_drawings,
-        score_threshold=args.score_threshold,
-        draw_workers=args.draw_workers,
-        part_size=args.part_size,
-        shard=args.shard,
-        ray=args.ray,
-        ray_workers=args.ray_workers,
-        tta=args.tta,
-        overrides=args.opts,
-    )
+    options = _options(args, "model", "input", "named_input", "output")
+    summary = predict(model, source, args.output, overrides=args.opts, **options)
     show(*summary.lines)
     if summary.num_skipped:
         sys.exit(2)
@@ -249,25 +233,27 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
         vil export output/photos_vil_tiny_retinanet --format onnx
         vil export lit_ti_retinanet_1x --format openvino --precision fp16 --evaluate
     """
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL)
-    parser.add_argument("--output", metavar="DIR", help="output folder (default: export/ in the folder of MODEL)")
+    parser.add("model", _MODEL, nargs="?", metavar="MODEL")
+    parser.add("--output", "output folder (default: export/ in the folder of MODEL)", metavar="DIR")
     formats, precisions, dtypes = choices.EXPORT_FORMATS, choices.PRECISIONS, choices.INPUT_DTYPES
-    parser.add_argument("--format", choices=formats, default=formats[0], help=f"file format (default {formats[0]})")
-    parser.add_argument("--precision", choices=precisions, default="fp32", help="model precision (default fp32)")
-    parser.add_argument("--input-dtype", choices=dtypes, default="uint8", help="dtype of the images (default uint8)")
-    parser.add_argument("--batched", action="store_true", help="export a model with batches as input (B, 3, H, W)")
+    format_help = f"file format (default {formats[0]})"
+    parser.add("--format", format_help, dest="file_format", choices=formats, default=formats[0])
+    parser.add("--precision", "model precision (default fp32)", choices=precisions, default="fp32")
+    parser.add("--input-dtype", "dtype of the images (default uint8)", choices=dtypes, default="uint8")
+    parser.add("--batched", "export a model with batches as input (B, 3, H, W)", action="store_true")
     fixed_help = "always return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"
-    parser.add_argument("--fixed-detections", action="store_true", help=fixed_help)
-    _add_image_size(parser, "fixed size of the input images (default: any size)")
-    parser.add_argument("--opset", type=positive, metavar="N", help="ONNX opset, at least 18 (default 20)")
+    parser.add("--fixed-detections", fixed_help, action="store_true")
+    _add_image_size(parser, "fixed size of the input images (default: any size)", dest="size")
+    parser.add("--opset", "ONNX opset, at least 18 (default 20)", type=positive)
     images_help = "images for the parity check (default: synthetic images)"
-    parser.add_argument("--parity-images", nargs="+", type=existing_path, default=[], metavar="FILE", help=images_help)
-    parser.add_argument("--evaluate", action="store_true", help="also compare the AP on the images of DATASETS.TEST")
+    parity = {"dest": "images", "nargs": "+", "type": existing_path, "default": [], "metavar": "FILE"}
+    parser.add("--parity-images", images_help, **parity)
+    parser.add("--evaluate", "also compare the AP on the images of DATASETS.TEST", action="store_true")
     calibration_help = "maximum number of images from DATASETS.TRAIN for int8 calibration (default 100)"
-    parser.add_argument("--calibration-images", type=positive, default=100, metavar="N", help=calibration_help)
-    parser.add_argument("--accept-drop", action="store_true", help="accept an int8 model that loses more than 1 AP")
+    parser.add("--calibration-images", calibration_help, type=positive, default=100)
+    parser.add("--accept-drop", "accept an int8 model that loses more than 1 AP", action="store_true")
     triton_help = "also write a model for the model repository of Triton Inference Server"
-    parser.add_argument("--triton", metavar="REPOSITORY/NAME", help=triton_help)
+    parser.add("--triton", triton_help, metavar="REPOSITORY/NAME")
     args = parser.parse_args(words)
     source = args.model or args.config_file or args.weights
     if not source:
@@ -279,28 +265,14 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     from projects_vil.inference import find_model
     from projects_vil.run import folder_of
 
+    options = _options(args, "model", "output", "triton")
     if args.triton:
-        options = {"file_format": args.format, "batched": args.batched, "fixed_detections": args.fixed_detections}
-        check_triton(args.triton, **options)
+        check_triton(args.triton, **{key: options[key] for key in ("file_format", "batched", "fixed_detections")})
     path, weights = find_model(Path(source), args.weights)
     args.opts += [] if weights is None else ["MODEL.WEIGHTS", str(weights)]
     cfg = config_of(args, path)
-    path, report = export_detector(
-        cfg,
-        cfg.MODEL.WEIGHTS,
-        args.output or str(folder_of(path) / "export"),
-        file_format=args.format,
-        precision=args.precision,
-        input_dtype=args.input_dtype,
-        batched=args.batched,
-        fixed_detections=args.fixed_detections,
-        size=args.image_size and tuple(args.image_size),
-        images=args.parity_images,
-        evaluate=args.evaluate,
-        calibration_images=args.calibration_images,
-        accept_drop=args.accept_drop,
-        opset=args.opset,
-    )
+    output = args.output or str(folder_of(path) / "export")
+    path, report = export_detector(cfg, cfg.MODEL.WEIGHTS, output, **options)
     show(*describe_report(report).splitlines(), f"wrote {path}")
     if not report["ok"]:
         sys.exit(1)
@@ -310,7 +282,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
 
 
 def _add_image_size(parser: ToolParser, help_text: str, **options: Any) -> None:
-    parser.add_argument("--image-size", type=positive, nargs=2, metavar=("H", "W"), help=help_text, **options)
+    parser.add("--image-size", help_text, type=positive, nargs=2, metavar=("H", "W"), **options)
 
 
 # Datasets, reports and checkpoints -----------------------------------------------------------------------------------
@@ -328,17 +300,17 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         vil check photos --fix photos_coco
         vil check mine/train.json --images mine/images --deep --fix mine/train_clean.json
     """
-    parser.add_argument("data", type=existing_path, metavar="DATA", help="folder or annotation file of a dataset")
-    parser.add_argument("--images", type=existing_path, metavar="DIR", help=_IMAGES)
-    parser.add_argument("folder", type=existing_path, nargs="?", metavar="IMAGES", help="the same as --images")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write findings and unused files as JSON")
+    parser.add("data", "folder or annotation file of a dataset", type=existing_path, metavar="DATA")
+    parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
+    parser.add("folder", "the same as --images", type=existing_path, nargs="?", metavar="IMAGES")
+    parser.add("--json", "write findings and unused files as JSON", type=output_file, metavar="FILE")
     fix_help = (
         "write a cleaned copy: a folder with a COCO file per split, or a file for a COCO file with --images; must not "
         "exist"
     )
-    parser.add_argument("--fix", metavar="OUT", help=fix_help)
-    parser.add_argument("--deep", action="store_true", help="decode every image, even if there are more than 2,000")
-    parser.add_argument("--boxes", action="store_true", help="ignore masks, for detectors without masks")
+    parser.add("--fix", fix_help, metavar="OUT")
+    parser.add("--deep", "decode every image, even if there are more than 2,000", action="store_true")
+    parser.add("--boxes", "ignore masks, for detectors without masks", action="store_true")
     args = parser.parse_args(words)
     if args.fix and os.path.lexists(args.fix):
         parser.error(f"argument --fix: '{args.fix}' already exists. Give a new file or folder")
@@ -379,9 +351,9 @@ def report(parser: ToolParser, words: Sequence[str]) -> None:
         vil report output/photos_vil_tiny_retinanet
         vil report output/mine DATASETS.COCO "[['mine', 'mine.json', 'photos']]"
     """
-    parser.add_argument("run", type=existing_path, metavar="RUN", help="output directory of a training run")
-    parser.add_argument("--output", type=output_file, metavar="FILE", help="HTML file (default: RUN/report.html)")
-    parser.add_argument("--num-images", type=int, default=8, metavar="N", help="validation images to draw (default 8)")
+    parser.add("run", "output directory of a training run", type=existing_path, metavar="RUN")
+    parser.add("--output", "HTML file (default: RUN/report.html)", type=output_file, metavar="FILE")
+    parser.add("--num-images", "validation images to draw (default 8)", type=int, default=8, metavar="N")
     args = parser.parse_args(words)
 
     from projects_vil.report import write_report
@@ -402,19 +374,17 @@ def convert(parser: ToolParser, words: Sequence[str]) -> None:
         vil convert model_best.pth vil_tiny_224.pth --model vil_tiny --classifier
         vil convert lit_ti_retinanet_1x lit_ti_coco.safetensors
     """
-    source_help = "official checkpoint: a file, or a name in the model zoo"
-    parser.add_argument("source", type=weights_file, metavar="SOURCE", help=source_help)
-    parser.add_argument("output", type=output_file, metavar="OUTPUT", help="file to write, .pth or .safetensors")
-    model_help = "variant, such as vil_small_rpb; not needed for a name in the model zoo"
-    parser.add_argument("--model", metavar="VARIANT", help=model_help)
+    parser.add("source", "official checkpoint: a file, or a name in the model zoo", type=weights_file, metavar="SOURCE")
+    parser.add("output", "file to write, .pth or .safetensors", type=output_file, metavar="OUTPUT")
+    parser.add("--model", "variant, such as vil_small_rpb; not needed for a name in the model zoo", metavar="VARIANT")
     size_help = (
         "resize position tables for images of up to H x W pixels. For a detector, give the longer side twice, because "
         "images can be landscape or portrait. Default: 1333 x 1333 for ViL's absolute positions, otherwise no resizing"
     )
     _add_image_size(parser, size_help)
     classifier_help = "write a classifier for create_classifier. --image-size is its input size"
-    parser.add_argument("--classifier", action="store_true", help=classifier_help)
-    parser.add_argument("--json", type=output_file, metavar="REPORT", help="write a report of all tensors as JSON")
+    parser.add("--classifier", classifier_help, action="store_true")
+    parser.add("--json", "write a report of all tensors as JSON", type=output_file, metavar="REPORT")
     args = parser.parse_args(words)
 
     from projects_vil.checkpoint import convert_file
@@ -444,8 +414,8 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
     variants_help = "count backbones: all variants, or variants whose names start with PREFIX"
     what.add_argument("--variants", nargs="*", metavar="PREFIX", help=variants_help)
     _add_image_size(parser, "image size (default 800 1333)")
-    parser.add_argument("--no-flops", action="store_true", help="count parameters only (fast)")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the counts as JSON")
+    parser.add("--no-flops", "count parameters only (fast)", action="store_true")
+    parser.add("--json", "write the counts as JSON", type=output_file, metavar="FILE")
     args = parser.parse_args(words)
     if args.variants is not None and (args.image_size or args.no_flops or args.opts):
         parser.error("--image-size, --no-flops and overrides need --config-file. Remove them, or remove --variants")
@@ -486,26 +456,18 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
             --plot growth.png
     """
     parts, dtypes, detectors = choices.BENCHMARK_PARTS, choices.DTYPES, choices.DETECTORS[:2]
-    parser.add_argument("--what", choices=parts, default="backbone", help="what to measure (default backbone)")
-    parser.add_argument(
-        "--models", nargs="+", required=True, metavar="NAME", help="models: variants, timm:NAME or configs"
-    )
-    parser.add_argument(
-        "--against", nargs="+", default=[], metavar="NAME", help="baselines: r50, swin_t, or timm models"
-    )
-    parser.add_argument(
-        "--detector", choices=detectors, default=detectors[0], help="detector around a variant (default retinanet)"
-    )
-    parser.add_argument("--backward", action="store_true", help="also run the backward pass of attention and backbones")
+    parser.add("--what", "what to measure (default backbone)", choices=parts, default="backbone")
+    parser.add("--models", "models: variants, timm:NAME or configs", nargs="+", required=True, metavar="NAME")
+    parser.add("--against", "baselines: r50, swin_t, or timm models", nargs="+", default=[], metavar="NAME")
+    parser.add("--detector", "detector around a variant (default retinanet)", choices=detectors, default=detectors[0])
+    parser.add("--backward", "also run the backward pass of attention and backbones", action="store_true")
     _add_image_size(parser, "image size in pixels; can be repeated (default 800 1344)", action="append")
-    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="images per batch (default 1)")
-    parser.add_argument("--dtype", choices=dtypes, default="float32", help="data type for autocast (default float32)")
-    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="timed runs per model (default 5)")
-    parser.add_argument("--no-memory", action="store_true", help="measure time only (faster on a CPU)")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the measurements as JSON")
-    parser.add_argument(
-        "--plot", type=output_file, metavar="FILE", help="plot time and memory by pixels (.png or .svg)"
-    )
+    parser.add("--batch", "images per batch (default 1)", type=positive, default=1)
+    parser.add("--dtype", "data type for autocast (default float32)", choices=dtypes, default="float32")
+    parser.add("--runs", "timed runs per model (default 5)", type=positive, default=5)
+    parser.add("--no-memory", "measure time only (faster on a CPU)", action="store_true")
+    parser.add("--json", "write the measurements as JSON", type=output_file, metavar="FILE")
+    parser.add("--plot", "plot time and memory by pixels (.png or .svg)", type=output_file, metavar="FILE")
     args = parser.parse_args(words)
     if args.plot and Path(args.plot).suffix not in (".png", ".svg"):
         parser.error(f"argument --plot: '{args.plot}' does not end in .png or .svg")
@@ -555,16 +517,14 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     command = add(_draw_attention, "attention of one token, one heat map per head", weights=True, devices=("cpu",))
     add_image(command, "--input", help="image file")
     add_folder(command, "--output", help="output folder")
-    command.add_argument("--stage", required=True, type=int, metavar="S", help="stage of the backbone, counted from 1")
-    command.add_argument("--block", required=True, type=int, metavar="B", help="block of the stage, counted from 1")
-    command.add_argument(
-        "--point", required=True, type=int, nargs=2, metavar=("Y", "X"), help="position in the image in pixels"
-    )
+    command.add("--stage", "stage of the backbone, counted from 1", required=True, type=int, metavar="S")
+    command.add("--block", "block of the stage, counted from 1", required=True, type=int, metavar="B")
+    command.add("--point", "position in the image in pixels", required=True, type=int, nargs=2, metavar=("Y", "X"))
 
     command = add(_draw_data, "training samples after augmentation", devices=())
     add_folder(command, "--output", help="output folder, one PNG per sample")
-    command.add_argument("--number", type=positive, default=16, metavar="N", help="number of samples (default 16)")
-    command.add_argument("--seed", type=int, metavar="S", help="random seed (default: SEED in the config, or 0)")
+    command.add("--number", "number of samples (default 16)", type=positive, default=16)
+    command.add("--seed", "random seed (default: SEED in the config, or 0)", type=int, metavar="S")
 
     command = add(_draw_offsets, "sampling points of LIT's deformable token merging", weights=True, devices=("cpu",))
     add_image(command, "--input", nargs="+", help="image files, one PNG per image")
@@ -574,13 +534,13 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     points.add_argument("--point", type=int, nargs=2, metavar=("Y", "X"), help="draw only the position at this pixel")
 
     command = add(_draw_results, "predictions of a run next to the ground truth", config_file=False, devices=())
-    command.add_argument("run", type=existing_path, metavar="RUN", help="output directory of a training run")
-    command.add_argument("--dataset", metavar="NAME", help="dataset (default: the first of DATASETS.TEST)")
-    command.add_argument("--output", type=output_file, metavar="PNG", help="file (default: RUN/predictions.png)")
-    command.add_argument("--num-images", type=positive, default=8, metavar="N", help="images, one per row (default 8)")
+    command.add("run", "output directory of a training run", type=existing_path, metavar="RUN")
+    command.add("--dataset", "dataset (default: the first of DATASETS.TEST)", metavar="NAME")
+    command.add("--output", "file (default: RUN/predictions.png)", type=output_file, metavar="PNG")
+    command.add("--num-images", "images, one per row (default 8)", type=positive, default=8)
     threshold = choices.SCORE_THRESHOLD
     threshold_help = f"minimum score of detections (default {threshold})"
-    command.add_argument("--score-threshold", type=float, default=threshold, metavar="T", help=threshold_help)
+    command.add("--score-threshold", threshold_help, type=float, default=threshold, metavar="T")
 
     args = parser.parse_args(words)
     show(*args.render(args))
@@ -641,8 +601,10 @@ def install(parser: ToolParser, words: Sequence[str]) -> None:
     Example:
         vil install-detectron2
     """
-    install_detectron2.add_arguments(parser)
-    install_detectron2.install_or_exit(parser.parse_args(words).source)
+    sources = ("auto", *install_detectron2.SOURCES)
+    source_help = "git: the official repository; index: a pure-Python copy on PyPI; auto (default): git, then index"
+    parser.add("--source", source_help, choices=sources, default="auto")
+    install_detectron2.install(parser.parse_args(words).source)
 
 
 # Commands and the options of their parsers. None means that a command has no config keys.

@@ -11,7 +11,6 @@ Example:
     python tools/install_detectron2.py --source index
 """
 
-import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -23,6 +22,8 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+from backbones.errors import ConfigError
 
 GIT_URL = "https://github.com/facebookresearch/detectron2"
 GIT_COMMIT = "02b5c4e295e990042a714712c21dc79b731e8833"
@@ -65,7 +66,7 @@ print("detectron2", detectron2.__version__, "at", detectron2.__path__[0], "with"
 """
 
 
-class InstallError(Exception):
+class InstallError(ConfigError):
     """Raised if an installation fails. The message is one line with the reason and a fix."""
 
 
@@ -179,33 +180,3 @@ def install(source: str) -> None:
                 if source == "git" or name == "index":
                     raise InstallError(f"Cannot install detectron2 from {name}: {error}") from error
                 print(f"cannot install from {name}: {error}", flush=True)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--source",
-        choices=["auto", *SOURCES],
-        default="auto",
-        help="git: the official repository; index: a pure-Python copy on PyPI; auto (default): git, then index",
-    )
-
-
-def install_or_exit(source: str) -> None:
-    """Install detectron2, and exit with a one-line error if that fails."""
-    try:
-        install(source)
-    except (InstallError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        print("interrupted. Run the command again to finish.", file=sys.stderr)
-        sys.exit(130)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    install_or_exit(parser.parse_args().source)
-
-
-if __name__ == "__main__":
-    main()

@@ -23,9 +23,7 @@ from projects_vil.config import config_path, one_line
 from projects_vil.utils import atomic_folder
 
 TIMEOUT = 60.0  # seconds without an answer
-_FIGURES = {"box_ap": "box AP", "mask_ap": "mask AP", "top1": "top-1", "miou": "mIoU"}
-_SIZES = {"img_size": "image size", "chunk_size": "chunk sizes"}
-_COLUMNS = {"variant": "variant", "config": "config", **_SIZES, "params": "params", **_FIGURES}
+_FIGURES = ("box_ap", "mask_ap", "top1", "miou")
 _logger = logging.getLogger(__name__)
 
 
@@ -70,7 +68,7 @@ def read_zoo() -> dict[str, ZooEntry]:
                 row = dict(zip(group["columns"], values, strict=True))
                 figures = {key: row[key] for key in _FIGURES if row.get(key) is not None}
                 url = group["url"].format(row["file"])
-                known = {key: row.get(key) for key in ("config", *_SIZES)}
+                known = {key: row.get(key) for key in ("config", "img_size", "chunk_size")}
                 zoo[name] = ZooEntry(row["variant"], url, params=row["params"], figures=figures, group=group, **known)
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
         reason = one_line(error).rstrip(".")
@@ -177,29 +175,3 @@ def _download(url: str, path: Path) -> None:
                 beginning = opened.read(60)
             raise OSError(f"the file is not a checkpoint, or is truncated. It begins with {beginning!r}") from error
         os.replace(file, path)
-
-
-def zoo_tables() -> str:
-    """Return the tables of docs/model_zoo.md."""
-    zoo, lines = read_zoo(), []
-    for title in dict.fromkeys(entry.group["title"] for entry in zoo.values()):
-        entries = {name: entry for name, entry in zoo.items() if entry.group["title"] == title}
-        group = next(iter(entries.values())).group
-        columns = {key: label for key, label in _COLUMNS.items() if key in group["columns"]}
-        lines += [f"## {title}\n", f"{group['trained_on']}. [Source]({group['source']}), {group['license']}."]
-        if "unreachable" in group:
-            lines.append(f"**The host has been down since 2024** ([report]({group['unreachable']})).")
-        if "note" in group:
-            lines.append(f"Note: {group['note']}.")
-        lines += ["", f"| name | {' | '.join(columns.values())} |", f"|{'---|' * (len(columns) + 1)}"]
-        for name, entry in entries.items():
-            config = f"[{entry.config}](../configs/{entry.config}.yaml)"
-            values = {"variant": f"`{entry.variant}`", "config": config, "params": entry.params, **entry.figures}
-            values |= {
-                "img_size": entry.img_size,
-                "chunk_size": ", ".join(map(str, entry.chunk_size or ["in the file"])),
-            }
-            cells = [f"[`{name}`]({entry.url})", *(str(values.get(key, "")) for key in columns)]
-            lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join(lines)

@@ -64,7 +64,7 @@ def check_augmentation(cfg: CfgNode) -> None:
 
     Raises:
         ConfigError: If jitter is combined with ``INPUT.CROP`` or with a SemanticSegmentor. If copy-paste is combined
-            with a model without masks, with keypoints, with stuff, or with training on a subset.
+            with a model without masks, with keypoints, or with stuff.
     """
     name, model = cfg.INPUT.AUGMENTATION, cfg.MODEL
     if is_segmentor(cfg):
@@ -74,12 +74,10 @@ def check_augmentation(cfg: CfgNode) -> None:
     if name != "lsj_copy_paste" or not cfg.INPUT.COPY_PASTE.PROBABILITY:
         return
     if model.META_ARCHITECTURE != "GeneralizedRCNN" or not model.MASK_ON or model.KEYPOINT_ON:
-        reason = "requires a GeneralizedRCNN with MODEL.MASK_ON True and MODEL.KEYPOINT_ON False"
-    elif cfg.DATALOADER.SAMPLER_TRAIN == "RandomSubsetTrainingSampler":
-        reason = "pastes objects of all images, but DATALOADER.SAMPLER_TRAIN selects a subset of them"
-    else:
-        return
-    raise ConfigError(f"INPUT.AUGMENTATION 'lsj_copy_paste' {reason}. Set INPUT.COPY_PASTE.PROBABILITY 0.0.")
+        raise ConfigError(
+            "INPUT.AUGMENTATION 'lsj_copy_paste' requires a GeneralizedRCNN with MODEL.MASK_ON True and "
+            "MODEL.KEYPOINT_ON False. Set INPUT.COPY_PASTE.PROBABILITY 0.0."
+        )
 
 
 def paste(sample: dict[str, Any], other: dict[str, Any], is_chosen: np.ndarray) -> dict[str, Any]:

@@ -189,36 +189,3 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
         f"{counts['annotations']:,} annotations, changed {counts['changed']:,}"
         + (f", left out {num_masks:,} masks" if num_masks else "")
     )
-
-
-def write_subset(source: str | Path, output: str | Path, *, num_images: int) -> int:
-    """Write a COCO file with a subset of the images that have annotations, at even intervals in the order of the file.
-
-    Args:
-        source: A COCO annotation file.
-        output: The file to write. It has the same categories, licenses and info as ``source``.
-        num_images: The number of images, at least 1. If fewer images have annotations, all of them are written.
-
-    Returns:
-        The number of images written.
-
-    Raises:
-        ConfigError: If ``source`` is not a COCO annotation file or has no annotations, or if ``output`` exists.
-    """
-    if os.path.lexists(output):
-        raise ConfigError(f"'{output}' already exists. Name a new file.")
-    dataset = read_coco(source)
-    try:
-        annotated = {annotation["image_id"] for annotation in dataset.get("annotations", ())}
-        images = [image for image in dataset["images"] if image["id"] in annotated]
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"'{source}' is not a COCO file: {type(error).__name__} {error}. Run 'vil check'.") from error
-    if not images:
-        raise ConfigError(f"'{source}' has no image with an annotation. Use a file with annotations.")
-    count = min(num_images, len(images))
-    kept = [images[index * len(images) // count] for index in range(count)]
-    ids = {image["id"] for image in kept}
-    annotations = [annotation for annotation in dataset["annotations"] if annotation["image_id"] in ids]
-    with atomic_write(output) as partial:
-        partial.write_text(json.dumps(dataset | {"images": kept, "annotations": annotations}))
-    return count

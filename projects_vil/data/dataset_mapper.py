@@ -187,7 +187,7 @@ def check_crop(cfg: CfgNode) -> None:
     """Check ``INPUT.CROP``.
 
     Raises:
-        ConfigError: If the type is unknown or the size is invalid. If ``PAD`` is True for a model that is not a
+        ConfigError: If the type is unknown. If ``PAD`` is True for a model that is not a
             SemanticSegmentor, or for crops of different sizes.
     """
     crop = cfg.INPUT.CROP
@@ -198,8 +198,3 @@ def check_crop(cfg: CfgNode) -> None:
     check_choice("INPUT.CROP.TYPE", crop.TYPE, CROP_TYPES)
     if crop.PAD and crop.TYPE != "absolute":
         raise ConfigError(f"INPUT.CROP.PAD does not support INPUT.CROP.TYPE {crop.TYPE!r}. Use 'absolute'.")
-    if len(crop.SIZE) != 2 or not all(side > 0 for side in crop.SIZE):
-        raise ConfigError(f"INPUT.CROP.SIZE is {list(crop.SIZE)}. Set it to a height and a width above 0.")
-    if not 0 < crop.SINGLE_CATEGORY_MAX_AREA <= 1:
-        area = crop.SINGLE_CATEGORY_MAX_AREA
-        raise ConfigError(f"INPUT.CROP.SINGLE_CATEGORY_MAX_AREA is {area}. Set it to a value above 0 and at most 1.")

@@ -10,7 +10,6 @@ import functools
 import multiprocessing.queues
 import random
 import re
-import resource
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +32,6 @@ from projects_vil.utils import STOP_SIGNALS
 
 # An image of a batch: the index of its record, and the seed of its augmentation.
 Item = tuple[int, int]
-# Worker processes need open files for their pipes, and for each tensor that they send.
-_MIN_FILES = 256
 # If this many images in a row cannot be read, training stops, because the disk has probably failed.
 _MAX_UNREADABLE = 20
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EROFS)
@@ -165,12 +162,6 @@ class _Loader(DataLoader):
     """
 
     def __init__(self, dataset: Dataset, **options: Any) -> None:
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if options["num_workers"] and files < _MIN_FILES:
-            raise ConfigError(
-                f"`ulimit -n` is {files}, but worker processes need at least {_MIN_FILES} open files. Raise the limit, "
-                "or set DATALOADER.NUM_WORKERS 0."
-            )
         # Whether a worker has received a SIGTERM. The workers share this value.
         with _explaining_limits():
             self._is_terminated = multiprocessing.RawValue("b", False) if options["num_workers"] else None

@@ -15,19 +15,12 @@ from backbones import ConfigError
 from backbones.errors import check_choice, check_replaceable
 from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
-from projects_vil.config import (
-    CONFIG_FILE,
-    check_device,
-    is_panoptic,
-    is_point_rend,
-    value_of,
-    with_overrides,
-)
+from projects_vil.config import CONFIG_FILE, check_device, is_panoptic, value_of, with_overrides
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.trainer import AMP_DTYPES
 from projects_vil.engine.writers import check_services
 from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_coco_api, check_metric
-from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta, check_roi_heads, max_input_side
+from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
 from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
 
 _CHOICES: dict[str, Collection[str]] = {
@@ -49,7 +42,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "INPUT.LSJ.SIZE": (MIN_EXPORT_SIDE, MAX_EXPORT_SIDE),
     "MODEL.EMA.DECAY": (0, 1 - 1e-12),
     "MODEL.PIXEL_STD": (1e-30, math.inf),
-    "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD": (1, math.inf),
     "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION": (0, 1),
     "SOLVER.BASE_LR": (1e-30, math.inf),
     "SOLVER.CHECKPOINT_MAX_TO_KEEP": (0, math.inf),
@@ -58,11 +50,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "SOLVER.EARLY_STOPPING_PATIENCE": (0, math.inf),
     "SOLVER.IMS_PER_BATCH": (1, math.inf),
     "SOLVER.MAX_ITER": (1, math.inf),
-    "SOLVER.POLY_LR_POWER": (1e-30, math.inf),
     "SOLVER.WARMUP_FACTOR": (0, 1),
     "TEST.DETECTIONS_PER_IMAGE": (1, math.inf),
     "TEST.NUM_VISUALIZED_IMAGES": (0, 32),
-    "TEST.EVAL_PERIOD": (0, math.inf),
 }
 _OTHER_FOLDER = "Choose another OUTPUT_DIR."
 
@@ -75,12 +65,7 @@ _PlainLoader.add_multi_constructor("", lambda loader, suffix, node: None)
 
 
 def check_setup(
-    cfg: CfgNode,
-    *,
-    processes: int = 1,
-    eval_only: bool = False,
-    resume: bool = False,
-    model: nn.Module | None = None,
+    cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, resume: bool = False, model: nn.Module | None = None
 ) -> None:
     """Check the values, model, device, datasets and weights of a run. This takes about a second.
 
@@ -204,12 +189,6 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: b
             f"SOLVER.IMS_PER_BATCH is {batch}. It must be a multiple of {divisor} (processes) x {steps} "
             "(SOLVER.GRADIENT_ACCUMULATION_STEPS)."
         )
-    size = cfg.INPUT.LSJ.SIZE
-    if cfg.INPUT.AUGMENTATION != "default" and size > (limit := max_input_side(model) or math.inf):
-        raise ConfigError(
-            f"INPUT.LSJ.SIZE is {size}, but the position tables are made for images of at most {limit} pixels. Lower "
-            "INPUT.LSJ.SIZE, or raise MODEL.TRANSFORMER.MAX_IMG_SIZE."
-        )
     if transformer.RANDOM_SHIFT_FRACTION:
         if transformer.COMPILE:
             raise ConfigError(
@@ -243,17 +222,11 @@ def check_values(cfg: CfgNode) -> None:
     if len(cfg.MODEL.PIXEL_MEAN) != 3 or len(cfg.MODEL.PIXEL_STD) != 3:
         mean, std = cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD
         raise ConfigError(f"MODEL.PIXEL_MEAN is {mean!r} and MODEL.PIXEL_STD is {std!r}. Set each to three numbers.")
-    if len(cfg.INPUT.LSJ.SCALE) != 2 or cfg.INPUT.LSJ.SCALE[0] > cfg.INPUT.LSJ.SCALE[1]:
-        raise ConfigError(
-            f"INPUT.LSJ.SCALE is {cfg.INPUT.LSJ.SCALE!r}. It must be the smallest and the largest factor."
-        )
     if cfg.TEST.COCO_API != COCO_APIS[0]:
         check_coco_api(cfg.TEST.COCO_API)
     data.check_crop(cfg)
     if cfg.INPUT.AUGMENTATION != "default":
         data.check_augmentation(cfg)
-    if is_point_rend(cfg) or cfg.MODEL.ROI_HEADS.NAME == "CascadeROIHeads":
-        check_roi_heads(cfg)
     if is_panoptic(cfg) and not cfg.MODEL.MASK_ON:
         raise ConfigError("MODEL.MASK_ON is False, but PanopticFPN needs instance masks. Set it to True.")
     if cfg.SOLVER.REFERENCE_BATCH_SIZE and cfg.SOLVER.REFERENCE_WORLD_SIZE:

@@ -14,7 +14,7 @@ from projects_vil.modeling.backbone import (
     stage_names,
 )
 from projects_vil.modeling.micro_batches import MicroBatches
-from projects_vil.modeling.roi_heads import check_roi_heads
+from projects_vil.modeling.roi_heads import AnyBatchPointRendMaskHead
 from projects_vil.modeling.sync_free import use_sync_free_parts
 from projects_vil.modeling.timm_backbone import TIMM_PREFIX, TimmBackbone
 from projects_vil.modeling.tta import add_tta

@@ -52,7 +52,7 @@ class TransformerBackbone(Backbone):
             variant.
 
     Raises:
-        ConfigError: for an unknown variant or option, or if ``freeze_at`` is more than the number of stages.
+        ConfigError: for an unknown variant or option.
     """
 
     def __init__(self, name: str, *, out_features: Sequence[str], freeze_at: int = 0, **options) -> None:
@@ -63,10 +63,6 @@ class TransformerBackbone(Backbone):
         # Used to convert official weights.
         self.options = {"out_features": tuple(out_features), **options}
         self.net = create_backbone(name, **self.options)
-        if not 0 <= freeze_at <= len(self.net.stages):
-            raise ConfigError(
-                f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}, but {name} has {len(self.net.stages)} stages. Lower it."
-            )
         if freeze_at:
             self.net.freeze_stages(freeze_at)
 
@@ -108,9 +104,13 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
     node, in_features = cfg.MODEL.TRANSFORMER, list(cfg.MODEL.FPN.IN_FEATURES)
     out_features, is_timm = list(node.OUT_FEATURES) or in_features, node.VARIANT.startswith(TIMM_PREFIX)
     check_choice("MODEL.TRANSFORMER.ATTENTION_BACKEND", node.ATTENTION_BACKEND, ATTENTION_BACKENDS)
-    key = "MODEL.TRANSFORMER.VARIANT"
+    key, freeze_at = "MODEL.TRANSFORMER.VARIANT", cfg.MODEL.BACKBONE.FREEZE_AT
     try:
         stages = stage_names(node.VARIANT)
+        if not 0 <= freeze_at <= len(stages):
+            raise ConfigError(
+                f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}, but {node.VARIANT} has {len(stages)} stages. Lower it."
+            )
         if not in_features:
             raise ConfigError("MODEL.FPN.IN_FEATURES is empty. List the stages that feed FPN.")
         for key, names, available in (
@@ -125,7 +125,7 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
         backbone = (TimmBackbone if is_timm else TransformerBackbone)(
             node.VARIANT,
             out_features=out_features,
-            freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
+            freeze_at=freeze_at,
             drop_path_rate=node.DROP_PATH,
             max_img_size=None if is_timm else node.MAX_IMG_SIZE,
             activation_checkpointing=node.ACTIVATION_CHECKPOINTING,

@@ -59,10 +59,6 @@ class TimmBackbone(Backbone):
             raise ConfigError(f"{name} has no option {option!r}. Leave it out: the only option of timm models is norm.")
         check_choice("attention_backend", attention_backend, ("auto", "sdpa"))
         check_choice("norm", norm or "BN", _BATCH_NORMS)
-        if not 0 <= freeze_at <= len(TIMM_STAGES):
-            raise ConfigError(
-                f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}, but {name} has {len(TIMM_STAGES)} stages. Lower it."
-            )
         self.variant, self.name = name, name.removeprefix(TIMM_PREFIX)
         self.variant_options: dict[str, object] = {}
         self.stages = [stage for stage in TIMM_STAGES if stage in out_features]

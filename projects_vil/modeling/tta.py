@@ -31,16 +31,12 @@ def add_tta(cfg: CfgNode, model: nn.Module) -> GeneralizedRCNNWithTTA:
         model: a GeneralizedRCNN or RetinaNet in eval mode.
 
     Raises:
-        ConfigError: for a size below one pixel, or above the limit of the model.
+        ConfigError: for a size above the limit of the model.
     """
     given, short, end = tuple(cfg.TEST.AUG.MIN_SIZES), cfg.INPUT.MIN_SIZE_TEST, max_input_side(model)
     sizes, longest = given, cfg.TEST.AUG.MAX_SIZE
     if short and given == _USUAL_SIZES:
         sizes = tuple(round(size * short / _USUAL_SHORT_SIDE) for size in given)
-    if not sizes or min(sizes) < 1 or longest < 1:
-        raise ConfigError(
-            f"TEST.AUG.MIN_SIZES is {list(sizes)} and MAX_SIZE is {longest}. Use sizes of at least 1 pixel."
-        )
     if end is not None:
         if given != _USUAL_SIZES and max(given) > end:
             raise ConfigError(

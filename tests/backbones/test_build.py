@@ -94,8 +94,7 @@ def test_sizes_of_lit(name):
 
 
 @pytest.mark.parametrize(
-    "name, expected",
-    [("vil_tiny_rpb", {1e-6}), ("lit_s", {1e-5}), ("cvt_ls_13", {1e-5}), ("lit_ti", {1e-5, 1e-6})],
+    "name, expected", [("vil_tiny_rpb", {1e-6}), ("lit_s", {1e-5}), ("cvt_ls_13", {1e-5}), ("lit_ti", {1e-5, 1e-6})]
 )
 def test_epsilon_of_layer_norms(name, expected):
     """The official code does the same. The patch embedding of LIT-Ti has PyTorch's initialization."""

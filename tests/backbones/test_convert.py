@@ -258,10 +258,7 @@ def test_mismatched_weights_raise(weights, change, name, options, hint):
 
 LONG_SHORT = {"layer1.1.attn.to_dynamic_projection.weight": torch.ones(8, 48)}
 VIL_DETECTION = "VisionLongformerForObjectDetection"
-MMDETECTION, MMSEGMENTATION = (
-    layouts.mmdetection_heads(),
-    layouts.mmdetection_heads(segmentor=True),
-)
+MMDETECTION, MMSEGMENTATION = (layouts.mmdetection_heads(), layouts.mmdetection_heads(segmentor=True))
 
 
 @pytest.mark.parametrize(

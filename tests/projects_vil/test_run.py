@@ -107,14 +107,8 @@ def test_an_error_of_a_process_is_one_line(data):
 
 
 def test_a_model_without_a_config_of_its_own(data):
-    run = train(
-        data,
-        model=TINY,
-        detector="faster_rcnn",
-        output="here",
-        **KEYS,
-        **{"SOLVER.MAX_ITER": 1, "SOLVER.IMS_PER_BATCH": 2},
-    )
+    keys = KEYS | {"SOLVER.MAX_ITER": 1, "SOLVER.IMS_PER_BATCH": 2}
+    run = train(data, model=TINY, detector="faster_rcnn", output="here", **keys)
     cfg = load_config(run.folder / "config.yaml")
     assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.MASK_ON, cfg.MODEL.ROI_HEADS.NUM_CLASSES) == (TINY, False, 3)
     # With a given batch size, gradient accumulation is not chosen automatically.
@@ -141,8 +135,6 @@ def test_a_plain_script_runs_once(data, processes):
     ("model", "detector", "weight_decay"),
     [
         ("vil_tiny", "retinanet", 0.1),
-        ("vil_tiny_rpb", "retinanet", 0.05),
-        ("vil_small", "mask_rcnn", 0.1),
         ("vil_small_rpb", "mask_rcnn", 0.05),
         ("ls_small", "mask_rcnn", 0.05),
         ("lit_s_seg", "retinanet", 1e-4),
@@ -163,21 +155,16 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, mod
     ("arguments", "named"),
     [
         ({"epoch": 3}, "'epochs'"),
-        ({"imgsz": 320}, "'image_size'"),
         ({"image_size": "large"}, "image_size is 'large'"),
-        ({"recipe": "finetuned"}, "'finetune'"),
         ({"model": "vil_tinny"}, "'vil_tiny"),
         ({"detector": "retinaned"}, "'retinanet'"),
         ({"config": "retinanet/vil_tiny_rpb1x"}, "'retinanet/vil_tiny_rpb_1x'"),
         ({"config": "retinanet/vil_tiny_rpb_1x", "model": "lit_ti"}, "config"),
-        ({"config": "retinanet/vil_tiny_rpb_1x", "schedule": "3x_ms"}, "schedule"),
         ({"config": "modern/mask_rcnn_vil_small_rpb", "image_size": 640}, "INPUT.LSJ.SIZE"),
         ({"MODEL.RETINANET.NUM_CLASSES": 7}, "MODEL.RETINANET.NUM_CLASSES"),
         ({"weights": "absent.pth"}, "absent.pth"),
-        ({"device": "cuda:9"}, "cuda:9"),
         ({"epochs": 0}, "epochs is 0"),
         ({"workers": -1}, "DATALOADER.NUM_WORKERS is -1"),
-        ({"epochs": 3, "SOLVER.EPOCHS": 4}, "SOLVER.EPOCHS"),
         ({"epochs": 3, "SOLVER.MAX_ITER": 4}, "epochs"),
     ],
 )

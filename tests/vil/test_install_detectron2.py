@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import vil.install_detectron2 as tool
+from tests.projects_vil.helpers import ROOT
 
 WHEEL_NAME = "labgym-3.1.2-py3-none-any.whl"
 BUNDLED = {
@@ -56,8 +57,9 @@ def run(*arguments, tmp_path, **environment):
         **{"GIT_CONFIG_VALUE_0": tool.GIT_URL, "TMPDIR": str(tmp_path / "scratch")},
     }
     (tmp_path / "scratch").mkdir(exist_ok=True)
-    command, env = [sys.executable, tool.__file__, *arguments], {**os.environ, **offline, **environment}
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "vil.cli", "install-detectron2", *arguments]
+    env = {**os.environ, **offline, **environment}
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
     # Every import of torch creates a cache there.
     assert not [path for path in (tmp_path / "scratch").iterdir() if not path.name.startswith("torchinductor")]
     return result

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from projects_vil.data.readers.detect import wrong_format
-from projects_vil.data.readers.index import FileIndex, Request, parts_of, split_of
+from projects_vil.data.readers.index import FileIndex, Request, parts_of, size_of, split_of
 from projects_vil.utils import read_json
 
 # COCO's other annotation files of the same images
@@ -22,17 +21,14 @@ def read_coco(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: If the file is missing, is not JSON, or lacks a list of images or categories.
     """
-    try:
-        dataset = read_json(path, what="annotation file")
-    except ConfigError as error:
-        raise ConfigError(wrong_format(path) or str(error)) from error
+    dataset = read_json(path, what="annotation file")
     content = dataset if isinstance(dataset, dict) else {}
     # A missing list of annotations is not replaced by an empty list, because the evaluation would then give AP nan.
     lists = content.get("images"), content.get("categories"), content.get("annotations", [])
     if not all(isinstance(entries, list) for entries in lists) or not lists[0] or not lists[1]:
         raise ConfigError(
-            wrong_format(path)
-            or f"'{path}' is not a COCO annotation file. Add the lists of images, annotations and categories."
+            f"'{path}' is not a COCO annotation file. Add the lists of images, annotations and categories, or convert "
+            "another format with 'vil check DATA --fix OUT'."
         )
     return dataset
 
@@ -70,18 +66,16 @@ def _with_images(
     path: str, content: dict[str, Any], split: str | None, index: FileIndex
 ) -> tuple[dict[str, Any], Path | None, Path]:
     """Return the content of a COCO file with valid file names, its path or None if they changed, and the folder."""
-    entries = [entry for entry in content["images"] if isinstance(entry, dict)]
-    names = [entry["file_name"] for entry in entries if isinstance(entry.get("file_name"), str)]
+    entries = [e for e in content["images"] if isinstance(e, dict) and isinstance(e.get("file_name"), str)]
+    names = [entry["file_name"] for entry in entries]
     # Almost always, all images are in one folder.
     bases = index.image_folders(names) if names and parts_of(names[0]) else []
     if len(bases) == 1:
         return content, Path(path), Path(bases[0])
-    requests = []
-    for entry in entries:
-        if isinstance(entry.get("file_name"), str):
-            sides = entry.get("height"), entry.get("width")
-            size = (sides[0], sides[1]) if all(type(side) is int for side in sides) else None
-            requests.append(Request(path, (entry["file_name"],), size, split=split))
+    requests = [
+        Request(path, (entry["file_name"],), size_of(entry.get("height"), entry.get("width")), split=split)
+        for entry in entries
+    ]
     images = zip(names, index.find_images(requests), strict=True)
     found = {name: file for name, file in images if file is not None}
     if not found:

@@ -15,7 +15,7 @@ from projects_vil.data.readers.shapes import (
     Record,
     corners_of,
     ellipse,
-    mask_object,
+    mask_objects,
     number,
     objects_of,
     polygon_object,
@@ -26,7 +26,7 @@ from projects_vil.data.readers.voc import parse_xml
 
 def read_cvat(files: list[str], index: FileIndex, folder: Path) -> Annotations:
     """Read the XML files of one or more CVAT tasks or projects."""
-    found, classes, images = Annotations(), {}, {}
+    found, classes, images, requests = Annotations(), {}, [], []
     for path in files:
         content = parse_xml(path)
         if content.find("track") is not None:
@@ -35,21 +35,18 @@ def read_cvat(files: list[str], index: FileIndex, folder: Path) -> Annotations:
         labels = [label for label in content.iterfind("meta//labels/label") if not label.findtext("parent")]
         own = {(label.findtext("name") or "").strip(): label.findtext("type") for label in labels}
         classes |= {label: None for label, label_type in own.items() if label_type != "skeleton"}
-        images.update((image, (path, own)) for image in content.iter("image"))
-    requests = []
-    for image, (path, _) in images.items():
-        name, subset = image.get("name") or "", image.get("subset") or ""
-        sides = (number(image.get(side), f"{path}: {side} of {name}") for side in ("height", "width"))
-        height, width = map(int, sides)
-        names = (f"{subset}/{name}" if subset else name,)
-        requests.append(Request(path, names, (height, width), (Path(name).name,), split_of([subset])))
-    for (image, (path, labels)), request, file in zip(
-        images.items(), requests, index.find_images(requests), strict=True
-    ):
+        for image in content.iter("image"):
+            name, subset = image.get("name") or "", image.get("subset") or ""
+            height, width = (int(number(image.get(side), f"{path}: {side} of {name}")) for side in ("height", "width"))
+            names = (f"{subset}/{name}" if subset else name,)
+            requests.append(Request(path, names, (height, width), (Path(name).name,), split_of([subset])))
+            images.append((image, own))
+    for (image, labels), request, file in zip(images, requests, index.find_images(requests), strict=True):
+        path, name = request.annotation, request.names[0]
         if file is None:
-            found.unused["missing images that an annotation file names"].append(request.names[0])
+            found.unused["missing images that an annotation file names"].append(name)
             continue
-        objects = _objects(image, labels, request.size, f"{path}: {request.names[0]}", found)
+        objects = _objects(image, labels, request.size, f"{path}: {name}", found)
         found.records.append(Record(file, request.split or index.split_of(path, file), request.size, objects))
     found.classes = list(classes)
     return found
@@ -65,14 +62,11 @@ def _objects(
             where = f"{location}: {shape.tag}"
             if label not in labels:
                 raise ConfigError(f"{where} has the unknown label {label!r}. Add it to the labels of the file.")
-            if shape.tag == "mask":
-                one = _mask(shape, label, size, where)
-                found.counts["masks without pixels"] += one is None
-                objects += [] if one is None else [one]
-                continue
             # Group 0 means no group.
             group = shape.get("group_id") if shape.get("group_id") != "0" else None
-            if shape.tag == "ellipse":
+            if shape.tag == "mask":
+                objects += mask_objects(label, *_mask(shape, where), size, found.counts)
+            elif shape.tag == "ellipse":
                 numbers = [number(shape.get(key) or 0, where) for key in ("cx", "cy", "rx", "ry", "rotation")]
                 objects.append(polygon_object(label, [ellipse(*numbers)]))
             elif shape.tag == "polygon":
@@ -88,11 +82,12 @@ def _objects(
     return objects + objects_of(shapes, found.counts)
 
 
-def _mask(shape: ElementTree.Element, label: str, size: tuple[int, int], location: str) -> dict[str, Any] | None:
+def _mask(shape: ElementTree.Element, location: str) -> tuple[np.ndarray, int, int]:
+    """Return the pixels of a mask (H, W) and its left and top position."""
     left, top, width, height = (int(number(shape.get(key), location)) for key in ("left", "top", "width", "height"))
     runs = [int(number(run, location)) for run in (shape.get("rle") or "").split(",") if run.strip()]
     # Run lengths in the order of rows. The first run is background.
     values = np.fromiter(itertools.islice(itertools.cycle((False, True)), len(runs)), bool, len(runs))
     if sum(runs) != width * height:
         raise ConfigError(f"{location} has an rle of {sum(runs)} pixels for {width} x {height}. Export the file again.")
-    return mask_object(label, np.repeat(values, runs).reshape(height, width), left, top, *size)
+    return np.repeat(values, runs).reshape(height, width), left, top

@@ -72,11 +72,8 @@ def detect_format(source: Path, images: Path | None = None) -> tuple[str, list[s
         damaged = [path for path in others if Path(path).suffix.lower() in suffixes]
         damaged = [path for path in damaged if Path(path).stem in stems or not os.path.getsize(path)]
         if damaged:
-            number = f"{len(damaged)} annotation files are" if len(damaged) > 1 else "An annotation file is"
-            raise ConfigError(
-                f"{number} empty or not in the format {name}: {first_of(damaged, 5)}. Repair or remove "
-                f"{'them' if len(damaged) > 1 else 'it'}."
-            )
+            first = first_of(damaged, 5)
+            raise ConfigError(f"Files that are empty or not in the format {name}: {first}. Repair or remove them.")
     return name, files, index, others
 
 
@@ -121,14 +118,3 @@ def _json_format(path: str) -> str | None:
     if isinstance(content.get("images"), list) and isinstance(content.get("categories"), list):
         return "COCO"
     return "VIA" if images_of(content) is not None else None
-
-
-def wrong_format(path: str | Path) -> str:
-    """Return an error message for a path that is not a COCO file, or an empty string if its format is unknown."""
-    try:
-        name = annotation_format(str(path)) if Path(path).is_file() else detect_format(Path(path))[0]
-    except ConfigError:
-        return ""
-    if name == "COCO":
-        return f"'{path}' is a folder. Name the annotation file in it." if Path(path).is_dir() else ""
-    return name and f"'{path}' is {name}, not a COCO file. Use 'vil train' or 'vil check', which read this format."

@@ -8,7 +8,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from backbones import ConfigError
@@ -233,6 +233,11 @@ def _grouped(paths: list[str], key: Callable[[str], str]) -> dict[str, list[str]
 
 def _num_common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
     return len(os.path.commonprefix([a, b]))
+
+
+def size_of(height: Any, width: Any) -> tuple[int, int] | None:
+    """Return the height and width that an annotation file names, or None if they are not valid."""
+    return (height, width) if all(isinstance(side, int) and side > 0 for side in (height, width)) else None
 
 
 def size_or_none(path: str) -> tuple[int, int] | None:

@@ -13,8 +13,8 @@ from PIL import Image
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.data.detection_utils import UnreadableImage, read_size
-from projects_vil.data.readers.index import FileIndex, Request, normalized, parts_of
-from projects_vil.data.readers.shapes import Annotations, Record, mask_object, number, objects_of
+from projects_vil.data.readers.index import FileIndex, Request, normalized, parts_of, size_of
+from projects_vil.data.readers.shapes import Annotations, Record, mask_objects, number, objects_of
 from projects_vil.utils import read_json
 
 
@@ -26,16 +26,13 @@ def read_labelme(files: list[str], index: FileIndex, folder: Path) -> Annotation
     found, contents, requests = Annotations(), [], []
     for path in files:
         content = read_json(path)
-        if not isinstance(content, dict) or not isinstance(content.get("shapes"), list):
-            raise ConfigError(f"'{path}' is not a valid LabelMe file: it has no list of shapes. Repair or remove it.")
-        name, sides = str(content.get("imagePath") or ""), (content.get("imageHeight"), content.get("imageWidth"))
-        size = (sides[0], sides[1]) if all(isinstance(side, int) and side > 0 for side in sides) else None
-        stem = Path(path).stem
+        name, stem = str(content.get("imagePath") or ""), Path(path).stem
+        size = size_of(content.get("imageHeight"), content.get("imageWidth"))
         requests.append(Request(path, (name or f"{stem}.jpg",), size, (stem,)))
         other = os.path.join(os.path.dirname(path), stem + Path(name).suffix)
         if name and Path(parts_of(name)[-1]).stem != normalized(stem) and index.has_image(other):
             raise ConfigError(f"'{path}' has imagePath {name!r}, but there is also the image '{other}'. Correct one.")
-        contents.append(content["shapes"])
+        contents.append(content.get("shapes"))
     for image, request, shapes in zip(index.find_images(requests), requests, contents, strict=True):
         path, size = request.annotation, request.size
         try:
@@ -69,9 +66,7 @@ def _objects(shapes: list[dict[str, Any]], size: tuple[int, int], path: str, fou
             with Image.open(io.BytesIO(base64.b64decode(shape["mask"]))) as image:
                 mask = np.asarray(image.convert("L")) > 0
             left, top = (round(min(points[axis::2])) for axis in (0, 1))
-            one = mask_object(label, mask, left, top, *size)
-            found.counts["masks without pixels"] += one is None
-            objects += [] if one is None else [one]
+            objects += mask_objects(label, mask, left, top, size, found.counts)
         else:
             others.append((shape_type, label, shape.get("group_id"), points))
     return objects + objects_of(others, found.counts)

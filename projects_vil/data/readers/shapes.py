@@ -83,17 +83,20 @@ def polygon_object(label: str, polygons: list[list[float]]) -> dict[str, Any]:
     return box_object(label, min(xs), min(ys), max(xs), max(ys)) | {"segmentation": polygons}
 
 
-def mask_object(label: str, mask: np.ndarray, left: int, top: int, height: int, width: int) -> dict[str, Any] | None:
-    """Return an object with a mask (H, W) at a position in an image of this size, or None if the mask is empty."""
-    full = np.zeros((height, width), np.uint8, order="F")
+def mask_objects(
+    label: str, mask: np.ndarray, left: int, top: int, size: tuple[int, int], counts: Counter
+) -> list[dict[str, Any]]:
+    """Return a list with the object of a mask (H, W) at a position in an image. An empty mask is only counted."""
+    full = np.zeros(size, np.uint8, order="F")
     part = full[max(top, 0) : top + mask.shape[0], max(left, 0) : left + mask.shape[1]]
     part[:] = mask[max(-top, 0) :, max(-left, 0) :][: part.shape[0], : part.shape[1]]
     if not full.any():
-        return None
+        counts["masks without pixels"] += 1
+        return []
     rle = mask_util.encode(full)
     x, y, w, h = mask_util.toBbox(rle).tolist()
     rle["counts"] = rle["counts"].decode()
-    return box_object(label, x, y, x + w, y + h) | {"segmentation": rle}
+    return [box_object(label, x, y, x + w, y + h) | {"segmentation": rle}]
 
 
 def ellipse(x: float, y: float, radius_x: float, radius_y: float, degrees: float = 0) -> list[float]:

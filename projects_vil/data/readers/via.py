@@ -17,15 +17,8 @@ _NO_CLASS = "object"
 def read_via(files: list[str], index: FileIndex, folder: Path) -> Annotations:
     """Read VIA's exported annotations or projects. The class of a region is one of its attributes."""
     found = Annotations()
-    contents = {path: read_json(path) for path in files}
-    entries = {path: images_of(content) for path, content in contents.items()}
-    keys = {
-        key
-        for images in entries.values()
-        for image in images or ()
-        for region in _regions(image)
-        for key in region.get("region_attributes") or {}
-    }
+    pairs = [(path, entry) for path in files for entry in images_of(read_json(path)) or ()]
+    keys = {key for _, entry in pairs for region in _regions(entry) for key in region.get("region_attributes") or {}}
     key = next((key for name in _CLASS_KEYS for key in sorted(keys) if key.lower() == name), None)
     if key is None and len(keys) > 1:
         raise ConfigError(
@@ -34,7 +27,6 @@ def read_via(files: list[str], index: FileIndex, folder: Path) -> Annotations:
     key = key or next(iter(keys), None)
     if key is None:
         found.notes.append(f"regions have no attributes, so the class is {_NO_CLASS!r}")
-    pairs = [(path, entry) for path, images in entries.items() for entry in images or ()]
     requests = [Request(path, (entry["filename"],)) for path, entry in pairs]
     for (path, entry), file in zip(pairs, index.find_images(requests), strict=True):
         if file is None:
@@ -47,9 +39,10 @@ def read_via(files: list[str], index: FileIndex, folder: Path) -> Annotations:
                 # A checkbox has a dict from the value to whether it is checked.
                 label = next((name for name, is_checked in label.items() if is_checked), "")
             shape = region.get("shape_attributes") or {}
-            one = _object(str(label).strip(), shape, location) if str(label).strip() else None
-            found.counts[str(shape.get("name")) if str(label).strip() else "regions without a class"] += one is None
-            objects += [] if one is None else [one]
+            if one := _object(str(label).strip(), shape, location) if str(label).strip() else None:
+                objects.append(one)
+            else:
+                found.counts[str(shape.get("name")) if str(label).strip() else "regions without a class"] += 1
         found.records.append(Record(file, index.split_of(path, file), None, objects))
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from backbones import ConfigError
-from projects_vil.data.readers.index import SPLITS, FileIndex, Request
+from projects_vil.data.readers.index import SPLITS, FileIndex, Request, size_of
 from projects_vil.data.readers.shapes import (
     Annotations,
     Record,
@@ -94,11 +94,11 @@ def _stem(line: str, stems: set[str]) -> str:
 
 
 def _size(annotation: ElementTree.Element, path: str) -> tuple[int, int] | None:
-    size = []
-    for side, other in (("height", "nrows"), ("width", "ncols")):
-        text = annotation.findtext(f"size/{side}") or annotation.findtext(f"imagesize/{other}") or 0
-        size.append(int(number(text, f"{path}: {side}")))
-    return (size[0], size[1]) if min(size) > 0 else None
+    texts = (
+        annotation.findtext(f"size/{side}") or annotation.findtext(f"imagesize/{other}") or 0
+        for side, other in (("height", "nrows"), ("width", "ncols"))
+    )
+    return size_of(*(int(number(text, f"{path}: size")) for text in texts))
 
 
 def _object(entry: ElementTree.Element, offset: int, path: str) -> dict[str, Any] | None:

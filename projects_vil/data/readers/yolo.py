@@ -15,6 +15,8 @@ from projects_vil.data.readers.shapes import Annotations, Record, box_object, nu
 # Files with one class name per line: labelImg, Darknet and CVAT, Roboflow
 CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
 _SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+# The visibilities of the points of a pose
+_VISIBLE = re.compile(r"[012](\.0*)?( [012](\.0*)?)*")
 _LISTS = ("train.txt", "val.txt", "valid.txt", "test.txt")
 
 
@@ -186,15 +188,10 @@ def _rows(label: str) -> list[tuple[list[str], str]]:
 
 def _are_poses(rows: list[list[str]]) -> bool:
     """Return whether all rows are a class, a box, and points with a visibility of 0, 1 or 2."""
-    visible = {"0", "1", "2"}
     return bool(rows) and all(
-        len(row) > 5 and len(row) == len(rows[0]) and not (len(row) - 5) % 3 and _whole(row[7::3]) <= visible
+        len(row) > 5 and len(row) == len(rows[0]) and not (len(row) - 5) % 3 and _VISIBLE.fullmatch(" ".join(row[7::3]))
         for row in rows
     )
-
-
-def _whole(words: list[str]) -> set[str]:
-    return {re.sub(r"\.0*$", "", word) for word in words}
 
 
 def _object(row: list[str], names: list[str], size: tuple[int, int], location: str) -> dict[str, Any]:

@@ -68,9 +68,7 @@ def test_blocks_of_other_sizes(monkeypatch, queries, keys):
 
 @interpreted
 @pytest.mark.parametrize(
-    "channels, dtype",
-    slow_except([(32, torch.float16), (24, torch.bfloat16), (128, torch.float32)], [24, 32]),
-    ids=str,
+    "channels, dtype", slow_except([(32, torch.float16), (24, torch.bfloat16), (128, torch.float32)], [24, 32]), ids=str
 )
 def test_types_and_sizes_of_heads(channels, dtype):
     assert_equals_reference(map_inputs(3, 5, num_global=1, channels=channels, dtype=dtype))

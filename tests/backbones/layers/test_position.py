@@ -5,12 +5,7 @@ import pytest
 import torch
 
 from backbones.errors import ConfigError
-from backbones.layers.position import (
-    AbsolutePositions,
-    GridPositions,
-    GridRelativeBias,
-    resize_table,
-)
+from backbones.layers.position import AbsolutePositions, GridPositions, GridRelativeBias, resize_table
 from tests.backbones.helpers import random_images, randomize
 from tests.tolerances import FLOAT32
 

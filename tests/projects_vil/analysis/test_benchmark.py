@@ -65,8 +65,7 @@ def test_suffixes(calls):
 
 @pytest.mark.parametrize("detector", slow_except(["retinanet", "mask_rcnn"], {"retinanet"}))
 @pytest.mark.parametrize(
-    "name, is_baseline",
-    slow_except([(SMALL, False), ("r50", True), ("timm:pvt_v2_b0+checkpointing", False)], [SMALL]),
+    "name, is_baseline", slow_except([(SMALL, False), ("r50", True), ("timm:pvt_v2_b0+checkpointing", False)], [SMALL])
 )
 def test_a_training_step_changes_the_weights(calls, detector, name, is_baseline):
     step = case(name, "train-step", is_baseline=is_baseline, detector=detector).build()

@@ -43,10 +43,7 @@ MECHANISMS = {
         # Nine chunks, three rows of global tokens, and a mask channel per head; then global queries
         2 * LOCALS * (9 * 49 + 3 * 7) * (DIM + HEADS) + 2 * GLOBALS * TOKENS * DIM,
     ),
-    "global": (
-        lambda: GlobalMemoryAttention(DIM, **COMMON),
-        2 * LOCALS * GLOBALS * DIM + 2 * GLOBALS * TOKENS * DIM,
-    ),
+    "global": (lambda: GlobalMemoryAttention(DIM, **COMMON), 2 * LOCALS * GLOBALS * DIM + 2 * GLOBALS * TOKENS * DIM),
     "performer": (
         lambda: PerformerAttention(DIM, num_features=10, **COMMON),
         # Features of queries and keys, their sums, and the normalizer of each head

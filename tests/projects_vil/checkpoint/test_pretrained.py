@@ -42,11 +42,7 @@ NARROW = ["MODEL.FPN.OUT_CHANNELS", "16", "MODEL.ROI_BOX_HEAD.FC_DIM", "8", "MOD
 # Golden file -> variant, form of the official repository's file, options of the backbone; tests/backbones has them all.
 GOLDEN = {
     "vil_tiny_rpb_det": ("vil_tiny_rpb", layouts.detectron2_detector, {}),
-    "vil_small_rpb_g1_det": (
-        "vil_small_rpb",
-        layouts.detectron2_detector,
-        {"global_tokens": [1, 1, 1, 1]},
-    ),
+    "vil_small_rpb_g1_det": ("vil_small_rpb", layouts.detectron2_detector, {"global_tokens": [1, 1, 1, 1]}),
     "vil_tiny_ape_cls": ("vil_tiny", layouts.vision_longformer, {"max_img_size": 224}),
     "lit_ti_det": ("lit_ti", layouts.mmdetection, {}),
     "lit_s_seg": ("lit_s_seg", layouts.mmsegmentation, {}),
@@ -173,12 +169,7 @@ def test_options_of_other_official_models(tmp_path):
     weights = official_state_dict(relative_bias=True)
     for name in [name for name in weights if name.startswith("layer2") and "local_relative" in name]:
         weights[name] = torch.randn(47**2, weights[name].shape[1])  # windows of 12
-    assert converted(layouts.vision_longformer(weights), classifier=True).options["chunk_size"] == [
-        7,
-        12,
-        7,
-        7,
-    ]
+    assert converted(layouts.vision_longformer(weights), classifier=True).options["chunk_size"] == [7, 12, 7, 7]
 
 
 def test_an_official_file_is_loaded_with_another_window_and_saved_with_metadata(tmp_path):
@@ -235,10 +226,7 @@ def test_heads_that_do_not_match(monkeypatch):
             converted(layouts.detectron2_detector(weights, heads | {surprise: torch.ones(1)}))
     with pytest.raises(ConfigError, match="classification head"):
         converted(layouts.detectron2_detector(weights), classifier=True)
-    lit, others = (
-        official_lit.official_state_dict(official_lit.S, classifier=False),
-        layouts.mmdetection_heads(True),
-    )
+    lit, others = (official_lit.official_state_dict(official_lit.S, classifier=False), layouts.mmdetection_heads(True))
     assert others.keys() <= converted(layouts.mmdetection(lit, others), "lit_relative").report.dropped.keys()
     with pytest.raises(ConfigError, match=r"surprise\.weight"):
         converted(layouts.mmdetection(lit, {"surprise.weight": torch.ones(1)}), "lit_relative")

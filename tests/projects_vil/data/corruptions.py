@@ -82,7 +82,6 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "box and mask missing": ("missing_bbox_and_mask", annotation("bbox", "segmentation")),
     # masks
     "polygon of NaN": ("invalid_segmentation", polygon([math.nan, 1.0, 9.0, 9.0, 3.0, 4.0])),
-    "polygon of text": ("invalid_segmentation", polygon(["1", "1", "9", "9", "3", "4"])),
     "polygon not in a list": ("flat_segmentation", annotation(segmentation=[1.0, 1.0, 9.0, 9.0, 3.0, 4.0])),
     "segmentation of text": ("invalid_segmentation", annotation(segmentation="circle")),
     "polygon of 1e12": ("polygon_far_outside_image", polygon([1e12, 1.0, 9.0, 9.0, 3.0, 4.0])),
@@ -93,11 +92,8 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "segmentation missing": ("missing_segmentation", annotation("segmentation")),
     "RLE of another size": ("invalid_rle", rle(lambda pixels: [pixels], size=[7, 9])),
     "RLE of too few pixels": ("invalid_rle", rle(lambda pixels: [pixels - 1])),
-    "RLE of negative runs": ("invalid_rle", rle(lambda pixels: [pixels + 1, -1])),
-    "RLE of other characters": ("invalid_rle", rle("ä!")),
     "RLE that breaks off": ("invalid_rle", rle("ooo")),
     "RLE without counts": ("invalid_rle", rle(None)),
-    "RLE without size": ("invalid_rle", annotation(segmentation={"counts": [3]})),
     "RLE of an object": ("rle_without_iscrowd", rle(lambda pixels: [100, 60, pixels - 160])),
     # other annotation keys
     "annotation that is a number": ("invalid_annotation_entry", lambda c, i: c["annotations"].append(17)),
@@ -105,17 +101,12 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "annotation twice": ("duplicate_annotation_id", again("annotations")),
     "object twice": ("duplicate_object", again("annotations", id=10**6)),
     "annotation id missing": ("invalid_annotation_id", annotation("id")),
-    "annotation id as text": ("invalid_annotation_id", annotation(id="obj9")),
-    "annotation id 0": ("invalid_annotation_id", annotation(id=0)),
     "iscrowd missing": ("missing_iscrowd", annotation("iscrowd")),
     "iscrowd as text": ("missing_iscrowd", annotation(iscrowd="0")),
     "iscrowd of 2": ("invalid_iscrowd", annotation(iscrowd=2)),
     "ignored object": ("ignore_flag", annotation(ignore=1)),
     "area missing": ("missing_or_invalid_area", annotation("area")),
-    "area of NaN": ("missing_or_invalid_area", annotation(area=math.nan)),
     "area of 0": ("missing_or_invalid_area", annotation(area=0)),
-    "area below 0": ("missing_or_invalid_area", annotation(area=-1)),
-    "area of 1e30": ("missing_or_invalid_area", annotation(area=1e30)),
     "image unknown": ("unknown_image_id", annotation(image_id=10**9)),
     "image_id as a list": ("unknown_image_id", annotation(image_id=[1])),
     "image_id as text": ("image_id_type_mismatch", lambda c, i: c["annotations"][1].update(
@@ -144,7 +135,6 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "file cut off": ("damaged_image_file", file(truncate)),
     "file empty": ("unreadable_image_file", file(lambda path: path.write_bytes(b""))),
     "file that is a pipe": ("unreadable_image_file", file(lambda path: [path.unlink(), os.mkfifo(path)])),
-    "file that is a folder": ("unreadable_image_file", file(lambda path: [path.unlink(), path.mkdir()])),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Test COCO files: records, fixed ground truth, subsets, and the check tool."""
+"""Test COCO files: records, fixed ground truth, and the check tool."""
 
 import json
 import math
@@ -11,21 +11,13 @@ from detectron2.data.datasets import load_coco_json
 from detectron2.structures import Boxes, BoxMode, Instances
 from detectron2.utils.events import EventStorage
 
-from projects_vil.data import (
-    CocoFile,
-    build_train_loader,
-    fixed_coco,
-    load_dataset,
-    register_datasets,
-    write_cleaned,
-    write_subset,
-)
+from projects_vil.data import CocoFile, build_train_loader, fixed_coco, load_dataset, register_datasets, write_cleaned
 from projects_vil.evaluation import LOSS_TASK, build_evaluator
 from projects_vil.evaluation.evaluators import coco_evaluator
 from projects_vil.report.coco_metrics import evaluate_detections
 from tests.projects_vil.data.corruptions import corrupt, rle
 from tests.projects_vil.data.custom_dataset import NAME, config, edit, entry, load
-from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, message, run_tool, small_config, untrained_detector
+from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, run_tool, small_config, untrained_detector
 
 
 def test_records_equal_detectron2s_records(copy):
@@ -173,16 +165,8 @@ def test_a_run_on_data_that_the_check_mends(copy, tmp_path):
     out = tmp_path / "out"
     keys = ["DATASETS.COCO", repr([entry(copy)]), "DATASETS.TRAIN", f"('{NAME}',)", "DATASETS.TEST", f"('{NAME}',)"]
     keys += [*SMALL["retinanet"], "DATASETS.CHECK", "warn", "SOLVER.MAX_ITER", "2", "SOLVER.IMS_PER_BATCH", "2"]
-    keys += [
-        "SOLVER.WARMUP_ITERS",
-        "0",
-        "TEST.VALIDATION_LOSS",
-        "True",
-        "TEST.NUM_VISUALIZED_IMAGES",
-        "8",
-        "OUTPUT_DIR",
-        out,
-    ]
+    keys += ["SOLVER.WARMUP_ITERS", "0", "TEST.VALIDATION_LOSS", "True", "TEST.NUM_VISUALIZED_IMAGES", "8"]
+    keys += ["OUTPUT_DIR", out]
     result = run_tool("train_net.py", "--config-file", CONFIGS["retinanet"], *keys)
     assert result.returncode == 0, result.stderr
     assert (out / "model_final.pth").exists() and len(list((out / "drawings").iterdir())) == 1
@@ -259,20 +243,3 @@ def test_all_findings_are_in_the_json(copy, tmp_path):
     assert "and 3 more, which --json" in run_tool("check_dataset.py", *arguments).stdout
     (found,) = json.loads((tmp_path / "found.json").read_text())["found"]
     assert [one["annotation"] for one in found["examples"]] == list(range(1, 9))
-
-
-def test_subset_is_spread_over_the_annotated_images(shapes, tmp_path):
-    source = shapes / "annotations/instances_train.json"
-    assert write_subset(source, tmp_path / "four.json", num_images=4) == 4
-    whole, subset = json.loads(source.read_text()), json.loads((tmp_path / "four.json").read_text())
-    assert [image["id"] for image in subset["images"]] == [1, 5, 9, 13]
-    assert subset["annotations"] == [a for a in whole["annotations"] if a["image_id"] in (1, 5, 9, 13)]
-    assert subset["categories"] == whole["categories"]
-    whole["annotations"] = [a for a in whole["annotations"] if a["image_id"] > 10]
-    (tmp_path / "source.json").write_text(json.dumps(whole))
-    assert write_subset(tmp_path / "source.json", tmp_path / "subset.json", num_images=100) == 6
-    for text in ('{"images": []}', '{"images": [{"id": 1}], "categories": [{}]}'):
-        (tmp_path / "source.json").write_text(text)
-        named = message(write_subset, tmp_path / "source.json", tmp_path / "other.json", num_images=1)
-        assert "source.json" in named
-    assert "subset.json" in message(write_subset, source, tmp_path / "subset.json", num_images=1)

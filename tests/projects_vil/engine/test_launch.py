@@ -150,15 +150,8 @@ class Run:
         # To a file, which a process that outlives the first does not keep open for the reader.
         self.log = output.with_suffix(".log")
         with self.log.open("w") as file:
-            self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=env,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_default_signals,
-            )
+            options = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+            self.process = subprocess.Popen(command, cwd=ROOT, env=env, preexec_fn=_default_signals, **options)
 
     def wait_for(self, text_or_path):
         deadline = time.monotonic() + PATIENCE

@@ -105,10 +105,7 @@ def float64_proposals(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "detector, objects, options",
-    [("retinanet", None, []), ("mask_rcnn", 2, ALL_PROPOSALS)],
-)
+@pytest.mark.parametrize("detector, objects, options", [("retinanet", None, []), ("mask_rcnn", 2, ALL_PROPOSALS)])
 def test_eight_micro_batches_of_two_equal_a_batch_of_sixteen(detector, objects, options, tmp_path, float64_proposals):
     """In float64, with clipping and RetinaNet's loss normalizer, over two steps."""
     whole = model_of(detector, *options).double()

@@ -1,4 +1,4 @@
-"""PointRend and Cascade R-CNN: invalid keys, and runs of PointRend on our backbone."""
+"""Runs of PointRend on our backbone."""
 
 import json
 
@@ -8,13 +8,11 @@ from detectron2.modeling import build_model
 from detectron2.projects.point_rend import PointRendMaskHead
 from detectron2.utils.events import EventStorage
 
-from backbones import ConfigError
 from backbones.checkpoint_files import SUFFIXES, write_checkpoint
 from projects_vil import load_config
 from projects_vil.checkpoint import Checkpointer
-from projects_vil.engine import check_setup
 from tests.projects_vil.engine.test_train_step import images_of
-from tests.projects_vil.helpers import ROOT, SMALL, run_tool, small_config
+from tests.projects_vil.helpers import ROOT, SMALL, run_tool
 
 CONFIG = ROOT / "configs/projects/point_rend_vil_tiny_rpb_1x.yaml"
 # A small PointRend detector for the synthetic shapes.
@@ -26,30 +24,6 @@ SMALL_POINTS = [
     *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", "32", "SOLVER.IMS_PER_BATCH", "4"),
     *("SOLVER.STEPS", "()", "SOLVER.WARMUP_ITERS", "0"),
 ]
-
-
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        *(("MODEL.POINT_HEAD.NUM_CLASSES", "80"), ("INPUT.MASK_FORMAT", "polygon")),
-        *(("MODEL.ROI_MASK_HEAD.POINT_HEAD_ON", "False"), ("MODEL.ROI_MASK_HEAD.CONV_DIM", "64")),
-    ],
-)
-def test_invalid_point_rend_keys(key, value, shapes):
-    with pytest.raises(ConfigError, match=f"{key} "):
-        check_setup(load_config(CONFIG, [*SMALL_POINTS, key, value]))
-    check_setup(load_config(CONFIG, [*SMALL_POINTS, "INPUT.MASK_FORMAT", "polygon", "INPUT.AUGMENTATION", "lsj"]))
-
-
-@pytest.mark.parametrize("thresholds", ["(0.5, 'a', 0.7)", "(0.5, 1.6, 0.7)", "()", "(0.5, 0.6)", "(0.6, 0.7, 0.8)"])
-def test_invalid_cascade_keys(thresholds, shapes):
-    key, agnostic = "MODEL.ROI_BOX_CASCADE_HEAD.IOUS", "MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG"
-    # Our check, or detectron2's own.
-    with pytest.raises(ConfigError, match=f"{key}|cascade_ious"):
-        check_setup(small_config("cascade_mask_rcnn", key, thresholds))
-    with pytest.raises(ConfigError, match="CLS_AGNOSTIC_BBOX_REG"):
-        check_setup(small_config("cascade_mask_rcnn", agnostic, "False"))
-    check_setup(small_config("mask_rcnn", key, thresholds))
 
 
 def test_the_mask_loss_of_a_batch_without_objects_is_zero():

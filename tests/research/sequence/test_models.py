@@ -56,8 +56,7 @@ def assert_equal_to_definition(fast: Callable, dense: Callable, shapes: dict[str
 
 @pytest.mark.parametrize("real", [None, lambda n: (n, (n + 1) // 2), lambda n: (0, n)], ids=["all", "some", "none"])
 @pytest.mark.parametrize(
-    "window_size, shared, length",
-    [(1, 0, 5), (2, 1, 1), (3, 0, 150), (4, 5, 12), (16, 1, 64), (70, 2, 99), (0, 4, 9)],
+    "window_size, shared, length", [(1, 0, 5), (2, 1, 1), (3, 0, 150), (4, 5, 12), (16, 1, 64), (70, 2, 99), (0, 4, 9)]
 )
 def test_bidirectional_attention(window_size, shared, length, real):
     shapes = dict.fromkeys(("query", "key", "value"), (2, 2, length, 4))
@@ -67,8 +66,7 @@ def test_bidirectional_attention(window_size, shared, length, real):
 
 
 @pytest.mark.parametrize(
-    "window_size, segment_length, rank",
-    [(1, 1, 1), (1, 4, 2), (2, 3, 1), (4, 4, 2), (5, 4, 1), (8, 2, 3), (12, 5, 2)],
+    "window_size, segment_length, rank", [(1, 1, 1), (1, 4, 2), (2, 3, 1), (4, 4, 2), (5, 4, 1), (8, 2, 3), (12, 5, 2)]
 )
 @pytest.mark.parametrize("length, in_memory", [(1, 1), (4, 3), (12, 1), (25, 3)])
 def test_causal_attention(window_size, segment_length, rank, length, in_memory):
