@@ -34,6 +34,7 @@ VALUES = {
         ("*/*lit_s*", 0.2, "LIT detection/configs/lit/*_lit_s_fpn_1x_coco.py, segmentation/configs/lit/lit_s_fpn_*.py"),
         ("modern/*", 0.2, "none: as mask_rcnn/vil_small_rpb_3x_ms"),
         ("*/tf_efficientnet*", None, "none: the default of the variant"),
+        ("*/vil_tiny_1_1_3_1_rpb_1x", 0.0, "none: a small model for short runs from random weights"),
         ("projects/*", 0.05, "none: as mask_rcnn/vil_tiny_rpb_1x"),
         ("*/partial_performer_small_1x", 0.05, _ABSOLUTE),
         ("mask_rcnn/vil_small_rpb_1x", 0.2, _RPB),
