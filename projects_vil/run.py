@@ -404,7 +404,9 @@ def _check_same_data(
     names = [*begun.DATASETS.TRAIN, *begun.DATASETS.TEST]
     contents: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
-        splits = read_dataset(data, folder, val=val, images=images, contents=contents).splits
+        extracted = output / DATA_FOLDER / "images"
+        options = {"val": val, "images": images, "contents": contents, "extracted": extracted}
+        splits = read_dataset(data, folder, **options).splits
     used = [split for split in ("train", "val") if split in splits]
 
     def is_same(name: str, split: str) -> bool:

@@ -38,7 +38,7 @@ if importlib.util.find_spec("pillow_heif") is not None:
     IMAGE_SUFFIXES += (".heic", ".heif")
 # Images and videos that are not read. HEIC needs pillow-heif.
 UNSUPPORTED_SUFFIXES = {
-    *(".heic", ".heif", ".dng", ".cr2", ".nef", ".arw", ".raw", ".svg", ".dcm", ".pdf"),
+    *(".heic", ".heif", ".jxl", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw", ".svg", ".dcm", ".pdf"),
     *(".mp4", ".avi", ".mov", ".mkv", ".webm", ".wmv"),
 }.difference(IMAGE_SUFFIXES)
 SizeAndDamage = tuple[tuple[int, int] | None, str | None]

@@ -88,7 +88,7 @@ def choose_size(cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit:
         ious, ladder = _best_ious(cfg, boxes, generator.SIZES, generator.ASPECT_RATIOS[0]), generator.SIZES
         if fit:
             quantiles = (np.arange(len(generator.ASPECT_RATIOS[0])) + 0.5) / len(generator.ASPECT_RATIOS[0])
-            ratios = np.quantile(boxes[:, 3] / boxes[:, 2], quantiles).round(2).tolist()
+            ratios = np.quantile(boxes[:, 3] / boxes[:, 2], quantiles).clip(0.05, 20).round(2).tolist()
             ladders = [
                 [[round(factor * side, 1) for side in level] for level in generator.SIZES] for factor in _FACTORS
             ]
@@ -119,7 +119,7 @@ def _best_ious(
     for axis, anchor in enumerate(anchors):
         length = boxes[:, 2 + axis, None]
         center = boxes[:, axis, None] + length / 2 - cfg.MODEL.ANCHOR_GENERATOR.OFFSET * stride
-        # To the center of the closest anchor.
+        # The distance to the center of the closest anchor
         distance = np.abs((center + stride / 2) % stride - stride / 2)
         overlap = overlap * np.clip((length + anchor) / 2 - distance, 0, np.minimum(length, anchor))
     return (overlap / (areas - overlap)).max(axis=1)

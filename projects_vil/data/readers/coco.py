@@ -67,10 +67,12 @@ def _with_images(
 ) -> tuple[dict[str, Any], Path | None, Path]:
     """Return the content of a COCO file with valid file names, its path or None if they changed, and the folder."""
     entries = [e for e in content["images"] if isinstance(e, dict) and isinstance(e.get("file_name"), str)]
-    names = [entry["file_name"] for entry in entries]
+    entries = list({entry["file_name"]: entry for entry in entries}.values())
+    names, split = [entry["file_name"] for entry in entries], split or split_of((), Path(path).stem)
     # Almost always, all images are in one folder.
     bases = index.image_folders(names) if names and parts_of(names[0]) else []
-    if len(bases) == 1:
+    splits = {index.split_of(os.path.join(base, "")) for base in bases}
+    if len(bases) == 1 and (not split or splits <= {split, None}):
         return content, Path(path), Path(bases[0])
     requests = [
         Request(path, (entry["file_name"],), size_of(entry.get("height"), entry.get("width")), split=split)
@@ -85,7 +87,7 @@ def _with_images(
         )
     name, file = next(iter(found.items()))
     base = file.removesuffix(os.sep + os.path.normpath(name))
-    if all(file == os.path.join(base, os.path.normpath(name)) for name, file in found.items()):
+    if all(file == os.path.join(base, os.path.normpath(name)) != base for name, file in found.items()):
         return content, Path(path), Path(base)
     files = {name: os.path.abspath(file) for name, file in found.items()}
     root = os.path.commonpath([os.path.dirname(file) for file in files.values()])

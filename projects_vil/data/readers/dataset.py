@@ -17,6 +17,7 @@ from typing import Any
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable
+from projects_vil.data.detection_utils import read_sizes
 from projects_vil.data.readers.coco import Parts, find_coco
 from projects_vil.data.readers.cvat import read_cvat
 from projects_vil.data.readers.detect import FILE_PER_IMAGE, detect_format
@@ -132,7 +133,8 @@ def read_dataset(
     splits = _write(source, Path(folder), parts, set(map(os.path.realpath, files)), contents)
     sizes = {split: len(parts[split][0]["images"]) for split in splits}
     categories = [entry for entry in parts["train"][0]["categories"] if isinstance(entry, dict)]
-    names = {entry["id"]: str(entry.get("name")) for entry in categories if type(entry.get("id")) is int}
+    # The dataset check reads the text of an id as an integer.
+    names = {int(entry["id"]): str(entry.get("name")) for entry in categories if str(entry.get("id")).isdigit()}
     # detectron2 sorts the classes by category id.
     classes = tuple(names[number] for number in sorted(names))
     unused = {reason: paths for reason, paths in unused.items() if paths}
@@ -223,6 +225,9 @@ def _to_coco(source: Path, annotations: Annotations, notes: list[str]) -> Parts:
         details = f" ({'; '.join([*notes, *unused])})" if notes or unused else ""
         missing = "no object" if records else "none of its annotations has an image"
         raise ConfigError(f"'{source}' has {len(records)} images, but {missing}{details}. Add annotations or images.")
+    unsized = [record for record in records if record.size is None]
+    for record, (size, _) in zip(unsized, read_sizes([record.file for record in unsized]), strict=True):
+        record.size = size
     ids = {label: index for index, label in enumerate(classes, start=1)}
     categories = [{"id": index, "name": label} for label, index in ids.items()]
     files = {record.file: Path(os.path.abspath(record.file)) for record in records}

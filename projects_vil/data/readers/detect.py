@@ -22,6 +22,7 @@ _SIGNATURES = {
     ".xml": (("CVAT", rb"<annotations[\s>]"), ("Pascal VOC", rb"<annotation[\s>]")),
 }
 _NUM_SIGNATURE_BYTES = 4096
+_MOST_PARSED_BYTES = 32 * 2**20
 # Formats with one annotation file per image
 FILE_PER_IMAGE = ("LabelMe", "Pascal VOC")
 _KNOWN = "*.json files of COCO, LabelMe or VIA, data.yaml of YOLO, or *.xml files of Pascal VOC or CVAT"
@@ -42,13 +43,13 @@ def detect_format(source: Path, images: Path | None = None) -> tuple[str, list[s
     """
     if not source.exists():
         raise ConfigError(f"There is no file or folder '{source}'. Check the path.")
+    source = Path(os.path.abspath(source))
     root = source.parent if source.is_file() else source
     if root.name.lower() in ANNOTATION_FOLDERS:
         root = root.parent
     index, found = FileIndex(root, images), defaultdict(list)
-    below = os.path.normpath(source)
-    is_part = below not in (os.curdir, index.root)
-    own = [below] if source.is_file() else [f for f in index.files if not is_part or f.startswith(below + os.sep)]
+    own = [str(source)] if source.is_file() else [f for f in index.files if f.startswith(os.path.join(source, ""))]
+    own = list(filter(os.path.isfile, own))
     for path in own:
         found[annotation_format(path)].append(path)
     unknown = found.pop(None, [])
@@ -85,7 +86,7 @@ def annotation_format(path: str) -> str | None:
     suffix = os.path.splitext(path)[1].lower()
     if suffix in (".yaml", ".yml"):
         return "YOLO" if settings_of(path) is not None else None
-    if suffix not in _SIGNATURES or not os.path.isfile(path):
+    if suffix not in _SIGNATURES:
         return None
     content = _head(path)
     if suffix == ".json" and not content.lstrip(b"\xef\xbb\xbf\xff\xfe").lstrip().startswith(b"{"):
@@ -94,7 +95,9 @@ def annotation_format(path: str) -> str | None:
     for part in (content, Path(path).read_bytes().replace(b"\0", b"") if suffix == ".xml" else b""):
         for name, pattern in _SIGNATURES[suffix]:
             if re.search(pattern, part):
-                return name
+                # Other files have one of COCO's lists, too.
+                is_small = name == "COCO" and os.path.getsize(path) < _MOST_PARSED_BYTES
+                return _json_format(path, damaged="COCO") if is_small else name
     return None if suffix == ".xml" else _json_format(path)
 
 
@@ -106,11 +109,11 @@ def _head(path: str) -> bytes:
         return (head + b"\n" + file.read()).replace(b"\0", b"")
 
 
-def _json_format(path: str) -> str | None:
+def _json_format(path: str, damaged: str | None = None) -> str | None:
     try:
         content = read_json(path)
     except ConfigError:
-        return None
+        return damaged
     if not isinstance(content, dict):
         return None
     if isinstance(content.get("shapes"), list):

@@ -17,7 +17,7 @@ from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIX
 
 SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
 SPLITS |= {"validation": "val", "test": "test", "testing": "test"}
-# Words that say nothing about the split in folder names, such as "train_images".
+# Words beside the split in folder names, such as "train_images"
 _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "json", "labels", "obj", "set", "xml", ""}
 # Folders of annotations with the images in another folder next to them
 ANNOTATION_FOLDERS = {"annotations", "annotation", "labels", "label", "labeltxt", "json", "xml"}
@@ -44,7 +44,7 @@ def _is_run(folder: str, names: list[str]) -> bool:
     if "log.txt" not in names:
         return False
     try:
-        with open(os.path.join(folder, "data", "train.json"), encoding="utf-8") as file:
+        with open(os.path.join(folder, "data", "train.json"), encoding="utf-8", errors="replace") as file:
             return GENERATOR in file.read(200)
     except OSError:
         return "config.yaml" in names
@@ -61,7 +61,7 @@ def parts_of(path: str) -> tuple[str, ...]:
 
 
 def split_of(parts: Iterable[str], stem: str = "") -> str | None:
-    """Return the split that the words of a file stem or a folder name, such as ``valid`` or ``train2017``."""
+    """Return the split in the words of a file stem or of folder names, such as ``valid`` or ``train2017``, or None."""
     words = [word for word in re.split("[^a-z]+", stem.lower()) if word in SPLITS]
     for part in reversed(tuple(parts)):
         found = set(re.split("[^a-z]+", part.lower())) - _NEUTRAL
@@ -102,10 +102,10 @@ class FileIndex:
     """
 
     def __init__(self, root: Path, images: Path | None = None) -> None:
-        self.root = os.getcwd() if os.path.normpath(root) == os.curdir else os.path.normpath(root)
+        self.root = os.path.abspath(root)
         self.files = list(walk(self.root))
-        self._image_root = self.root if images is None else os.path.normpath(images)
-        below = self.files if images is None else walk(images)
+        self._image_root = self.root if images is None else os.path.abspath(images)
+        below = self.files if images is None else walk(self._image_root)
         self.images, self.unsupported = [], []
         for path in below:
             suffix = os.path.splitext(path)[1].lower()
@@ -127,11 +127,18 @@ class FileIndex:
     def _by_stem(self) -> dict[str, list[str]]:
         return _grouped(self.images, lambda path: Path(path).stem)
 
+    @functools.cached_property
+    def _image_folders(self) -> set[tuple[str, ...]]:
+        """The folders that have images in them or in their subfolders."""
+        folders = set(map(self.folders_of, {os.path.join(os.path.dirname(path), "") for path in self.images}))
+        return {folder[:length] for folder in folders for length in range(1, len(folder) + 1)}
+
     def file(self, path: str) -> str | None:
         """Return the file with this path, which may differ in case and Unicode form, or None."""
         if os.path.isfile(path):
             return path
-        return self._by_path.get(normalized(os.path.normpath(path)))
+        found = self._by_path.get(normalized(os.path.normpath(path)))
+        return found if found and os.path.isfile(found) else None
 
     def has_image(self, path: str) -> bool:
         """Return whether this path is an image of the dataset."""
@@ -152,7 +159,23 @@ class FileIndex:
 
     def split_of(self, *paths: str) -> str | None:
         """Return the split that the folders of the first of these files name, or None."""
-        return next(filter(None, (split_of(self.folders_of(path)) for path in paths)), None)
+        return next(filter(None, (self._split(self.folders_of(path)) for path in paths)), None)
+
+    def _split(self, folders: tuple[str, ...]) -> str | None:
+        """Return the split of a folder. Of WIDER_train and WIDER_val, which are next to each other, it is a word."""
+        found = split_of(folders)
+        for length in range(len(folders), 0, -1) if found is None else ():
+            words = re.findall("[a-z]+|[^a-z]+", folders[length - 1])
+            for place in [place for place, word in enumerate(words) if word.removesuffix("set") in SPLITS]:
+                word = words[place]
+                others = [
+                    "".join([*words[:place], word.replace(word.removesuffix("set"), other), *words[place + 1 :]])
+                    for other in SPLITS
+                    if SPLITS[other] != SPLITS[word.removesuffix("set")]
+                ]
+                if any((*folders[: length - 1], other) in self._image_folders for other in others):
+                    return SPLITS[word.removesuffix("set")]
+        return found
 
     def find_images(self, requests: Sequence[Request]) -> list[str | None]:
         """Return the image of each request, or None if it is missing.
@@ -161,8 +184,9 @@ class FileIndex:
         percent codes decoded, then without the prefix of Label Studio, then by its stem. Of several images with this
         name, the folders decide, in this order: the longest common end with the written path, and with the folder of
         the annotation file; the number of common folders, and the longest common beginning, with the folder of the
-        annotation file; the path from the root. Then the size decides. An image in the folder of another split is not
-        used. If an image fits several annotations, it belongs to the one that fits best, and the others have no image.
+        annotation file; the path from the root; a folder named images. Then the size decides. An image is not used if
+        it is in the folder of another split, or if the written folder or the folder of the annotation file has other
+        images. If an image fits several annotations, it belongs to the one that fits best, and the others have none.
 
         Raises:
             ConfigError: If several images fit an annotation equally well, or several annotations an image.
@@ -174,7 +198,10 @@ class FileIndex:
             (rank, paths), request = matches[number], requests[number]
             if len(paths) > 1 and request.size is not None:
                 paths = [path for path in paths if size_or_none(path) == tuple(request.size)] or paths
-            paths = paths[:1] if len(paths) > 1 and len(set(map(content_hash, paths))) == 1 else paths
+            # Copies of one image, unless they are in several splits
+            if len(paths) > 1 and len({self.split_of(path) for path in paths} - {None}) < 2:
+                is_same = len(set(map(content_hash, paths))) == 1
+                paths = sorted(paths, key=lambda path: self.split_of(path) is None)[:1] if is_same else paths
             if not paths or all(path in owners and owners[path][0] > rank for path in paths):
                 continue
             if len(paths) > 1:
@@ -183,7 +210,7 @@ class FileIndex:
                     f"'{paths[1]}'. Rename or remove all but one."
                 )
             owner = owners.setdefault(paths[0], (rank, request))[1]
-            if (owner.annotation, owner.names) != (request.annotation, request.names):
+            if owner is not request:
                 raise ConfigError(
                     f"The image '{paths[0]}' has two annotations: {owner.names[0]!r} in '{owner.annotation}' and "
                     f"{request.names[0]!r} in '{request.annotation}'. Add the missing image, or remove one annotation."
@@ -198,6 +225,7 @@ class FileIndex:
             direct = os.path.normpath(os.path.join(folder, name.strip().replace("\\", "/")))
             if os.path.isfile(direct):
                 return (True,), [direct]
+        for name in request.names:
             decoded = unquote(name.rpartition("?d=")[2])
             without_prefix = "/".join(_UPLOAD_PREFIX.sub("", part) for part in parts_of(decoded)[-1:])
             for written in (name.strip(), decoded, without_prefix):
@@ -211,17 +239,25 @@ class FileIndex:
 
     def _ranked(self, request: Request, parts: tuple[str, ...], paths: list[str]) -> tuple[tuple, list[str]] | None:
         folders, ranked = self.folders_of(request.annotation), defaultdict(list)
-        split = split_of(parts[:-1]) or request.split or split_of(folders)
+        split = split_of(parts[:-1]) or request.split or self._split(folders)
         for path in paths:
             own = self.folders_of(path)
-            if split and split_of(own) not in (split, None):
+            at_end, at_start = _num_common(own[::-1], parts[-2::-1]), _num_common(own, folders)
+            next_folder = folders[at_start : at_start + 1]
+            has_own_images = next_folder and folders[: at_start + 1] in self._image_folders
+            is_elsewhere = has_own_images and next_folder[0] not in ANNOTATION_FOLDERS and not at_end
+            if split and self._split(own) not in (split, None) or is_elsewhere or self._is_written(parts, at_end):
                 continue
             rank = (
-                *(False, _num_common(own[::-1], parts[-2::-1]), _num_common(own[::-1], folders[::-1])),
-                *(len({*own} & {*folders}), _num_common(own, folders), own == parts[:-1]),
+                *(False, at_end, _num_common(own[::-1], folders[::-1]), len({*own} & {*folders}), at_start),
+                *(own == parts[:-1], own[-1:] in (("images",), ("jpegimages",))),
             )
             ranked[rank].append(path)
         return max(ranked.items()) if ranked else None
+
+    def _is_written(self, parts: tuple[str, ...], at_end: int) -> bool:
+        """Return whether the last written folder has images, but does not have the image with ``at_end`` folders."""
+        return len(parts) > 1 and not at_end and any(folder[-1] == parts[-2] for folder in self._image_folders)
 
 
 def _grouped(paths: list[str], key: Callable[[str], str]) -> dict[str, list[str]]:
@@ -249,5 +285,5 @@ def size_or_none(path: str) -> tuple[int, int] | None:
 
 
 def content_hash(path: str) -> str:
-    """Return a hash of the content of a file."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    """Return a hash of the content of a file, or the path of a broken link."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if os.path.isfile(path) else path

@@ -30,7 +30,7 @@ def read_labelme(files: list[str], index: FileIndex, folder: Path) -> Annotation
         size = size_of(content.get("imageHeight"), content.get("imageWidth"))
         requests.append(Request(path, (name or f"{stem}.jpg",), size, (stem,)))
         other = os.path.join(os.path.dirname(path), stem + Path(name).suffix)
-        if name and Path(parts_of(name)[-1]).stem != normalized(stem) and index.has_image(other):
+        if parts_of(name) and Path(parts_of(name)[-1]).stem != normalized(stem) and index.has_image(other):
             raise ConfigError(f"'{path}' has imagePath {name!r}, but there is also the image '{other}'. Correct one.")
         contents.append(content.get("shapes"))
     for image, request, shapes in zip(index.find_images(requests), requests, contents, strict=True):
@@ -39,7 +39,7 @@ def read_labelme(files: list[str], index: FileIndex, folder: Path) -> Annotation
             if image is None:
                 image = _write_image(path, index, folder)
             if image is None:
-                found.unused["annotation files without an image"].append(path)
+                found.unused["annotation files without an image of their own"].append(path)
                 continue
             objects = _objects(shapes, size or read_size(image), path, found)
         except UnreadableImage:
@@ -58,7 +58,7 @@ def read_labelme(files: list[str], index: FileIndex, folder: Path) -> Annotation
 def _objects(shapes: list[dict[str, Any]], size: tuple[int, int], path: str, found: Annotations) -> list:
     others, objects = [], []
     for shape in shapes:
-        label, shape_type = str(shape["label"]).strip(), shape.get("shape_type") or "polygon"
+        label, shape_type = str(shape["label"] or "").strip(), shape.get("shape_type") or "polygon"
         # LabelMe's converters skip this label.
         shape_type = label if label == "__ignore__" else shape_type
         points = [number(value, f"{path}: {label}") for point in shape["points"] for value in point[:2]]

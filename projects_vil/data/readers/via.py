@@ -34,10 +34,12 @@ def read_via(files: list[str], index: FileIndex, folder: Path) -> Annotations:
             continue
         objects, location = [], f"{path}: {entry['filename']}"
         for region in _regions(entry):
-            label = (region.get("region_attributes") or {}).get(key, "") if key else _NO_CLASS
+            label = ((region.get("region_attributes") or {}).get(key) or "") if key else _NO_CLASS
             if isinstance(label, dict):
                 # A checkbox has a dict from the value to whether it is checked.
-                label = next((name for name, is_checked in label.items() if is_checked), "")
+                label, *more = [*(name for name, is_checked in label.items() if is_checked), ""]
+                if len(more) > 1:
+                    raise ConfigError(f"{location} has a region of the classes {label!r} and {more[0]!r}. Choose one.")
             shape = region.get("shape_attributes") or {}
             if one := _object(str(label).strip(), shape, location) if str(label).strip() else None:
                 objects.append(one)
@@ -58,7 +60,12 @@ def images_of(content: Any) -> list[dict[str, Any]] | None:
 
 def _regions(image: dict[str, Any]) -> list[dict[str, Any]]:
     regions = image["regions"] or []
-    return list(regions.values()) if isinstance(regions, dict) else regions
+    regions = list(regions.values()) if isinstance(regions, dict) else regions
+    if not all(isinstance(r, dict) and isinstance(r.get("region_attributes") or {}, dict) for r in regions):
+        raise ConfigError(
+            f"The regions of {image['filename']!r} are not in VIA's format. Export the annotations again."
+        )
+    return regions
 
 
 def _object(label: str, shape: dict[str, Any], location: str) -> dict[str, Any] | None:
@@ -77,7 +84,7 @@ def _object(label: str, shape: dict[str, Any], location: str) -> dict[str, Any] 
             *axes, angle = numbers("cx", "cy", "rx", "ry", "theta")
             return polygon_object(label, [ellipse(*axes, math.degrees(angle))])
         case "polygon":
-            pairs = zip(shape["all_points_x"], shape["all_points_y"], strict=False)
+            pairs = zip(shape.get("all_points_x", ()), shape.get("all_points_y", ()), strict=False)
             points = [number(value, f"{location}: polygon") for pair in pairs for value in pair]
             return polygon_object(label, [points]) if len(points) >= 6 else None
     return None

@@ -44,7 +44,7 @@ def read_voc(files: list[str], index: FileIndex, folder: Path) -> Annotations:
         path = request.annotation
         annotation, split = annotations[path]
         if image is None:
-            found.unused["annotation files without an image"].append(path)
+            found.unused["annotation files without an image of their own"].append(path)
             continue
         entries = [entry for entry in annotation.iter("object") if (entry.findtext("deleted") or "").strip() != "1"]
         # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0.

@@ -30,7 +30,10 @@ def read_yolo(files: list[str], index: FileIndex, folder: Path) -> Annotations:
         entries = next((data[key] for key in keys if data.get(key)), [])
         for entry in entries if isinstance(entries, list) else [entries]:
             own = _images(path, root, str(entry), split, index, found)
-            images |= dict.fromkeys((split, image) for image in own)
+            if not own and split != "test":
+                raise ConfigError(f"'{path}' has {entry!r} for {split}, which has no images. Add images or correct it.")
+            is_list = os.path.basename(path) in CLASS_FILES
+            images |= dict.fromkeys(((is_list and index.split_of(image)) or split, image) for image in own)
     labels = {image: _label(image, index) for _, image in images}
     _check_ties(labels)
     if background := list(labels.values()).count(None):
@@ -46,7 +49,10 @@ def read_yolo(files: list[str], index: FileIndex, folder: Path) -> Annotations:
         own = [(row[:5] if has_points else row, location) for row, location in rows[image]]
         objects = [_object(row, names, sizes[image], location) for row, location in own]
         found.records.append(Record(image, split, sizes[image], objects))
-    used = {*labels.values()}
+    for image, label in labels.items():
+        others = {*filter(None, map(index.file, _label_candidates(image)))} - {label}
+        found.unused["other label files of an image"] += sorted(others)
+    used = {*labels.values(), *found.unused["other label files of an image"]}
     folders = {os.path.dirname(label) for label in used if label}
     for file in index.files:
         is_label = os.path.dirname(file) in folders or {"labels", "labeltxt"} & {*index.folders_of(file)}
@@ -58,19 +64,18 @@ def read_yolo(files: list[str], index: FileIndex, folder: Path) -> Annotations:
 def settings_of(path: str) -> dict[str, Any] | None:
     """Return the content of a YAML file, or None if it is not the YAML file of a YOLO dataset."""
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+        # All values are text, because YAML has other ideas of names such as "on" and "007".
+        data = yaml.load(Path(path).read_text(encoding="utf-8-sig"), yaml.BaseLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         if re.search(rb"(?m)^names\s*:", Path(path).read_bytes()):
             raise ConfigError(f"'{path}' is not YAML: {' '.join(str(error).split())}. Repair it.") from error
         return None
-    entries = [data.get(key) for keys in _SPLIT_KEYS.values() for key in keys] if isinstance(data, dict) else []
-    # The arguments of a training run have "val: true".
-    return data if any(isinstance(entry, (str, list)) for entry in entries) else None
+    # The arguments of a training run have "val", but neither "train" nor "names".
+    return data if isinstance(data, dict) and ("train" in data or {"names", "val"} <= data.keys()) else None
 
 
 def _only_file(files: list[str], index: FileIndex) -> str:
-    contents = {Path(file).read_bytes() for file in files}
-    if len(contents) > 1:
+    if len({(os.path.dirname(file), Path(file).read_bytes()) for file in files}) > 1:
         names = [os.path.relpath(file, index.root) for file in files[:2]]
         raise ConfigError(f"'{index.root}' has several YOLO files, '{names[0]}' and '{names[1]}'. Give one file.")
     return files[0]
@@ -100,7 +105,7 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
         by_index = {str(key): name for key, name in names.items()}
         names = [by_index.get(str(number)) for number in range(len(by_index))]
     is_list = isinstance(names, list) and names and None not in names
-    if not is_list or not data.get("nc", len(names)) == len(names) == len(set(map(str, names))):
+    if not is_list or str(data.get("nc", len(names))) != str(len(names)) or len(names) != len(set(map(str, names))):
         raise ConfigError(f"'{path}' has invalid 'names'. List nc different names, or map 0, 1, ... to names.")
     return [str(name).strip() for name in names]
 
@@ -113,15 +118,15 @@ def _images(path: str, root: str, entry: str, split: str, index: FileIndex, foun
         # Roboflow may name a test split that does not exist.
         if split == "test":
             return []
-        expected = os.path.normpath(os.path.join(root, entry))
-        raise ConfigError(f"'{path}' has {entry!r} for {split}, but '{expected}' does not exist. Correct it.")
+        raise ConfigError(f"'{path}' has {entry!r} for {split}, which does not exist below '{root}'. Correct it.")
     if _is_absolute(entry.replace("\\", "/")) and not os.path.exists(entry):
         found.notes.append(f"{split} is '{os.path.relpath(place, index.root)}', because {entry!r} does not exist")
     if os.path.isdir(place):
         place = os.path.normpath(place)
         below = index.files if place == index.root or place.startswith(index.root + os.sep) else walk(place)
         prefix = place + os.sep
-        return [file for file in below if file.startswith(prefix) and file.lower().endswith(IMAGE_SUFFIXES)]
+        below = [file for file in below if file.startswith(prefix)] or walk(place)
+        return [file for file in below if file.lower().endswith(IMAGE_SUFFIXES)]
     if place.lower().endswith(IMAGE_SUFFIXES):
         return [place]
     images = []
@@ -188,6 +193,7 @@ def _rows(label: str) -> list[tuple[list[str], str]]:
 
 def _are_poses(rows: list[list[str]]) -> bool:
     """Return whether all rows are a class, a box, and points with a visibility of 0, 1 or 2."""
+    rows = [row for row in rows if len(row) != 5]
     return bool(rows) and all(
         len(row) > 5 and len(row) == len(rows[0]) and not (len(row) - 5) % 3 and _VISIBLE.fullmatch(" ".join(row[7::3]))
         for row in rows

@@ -111,7 +111,7 @@ def test_every_file_is_counted_and_no_object_is_on_another_image(name, seed, tmp
     images = {os.path.realpath(path) for path in root.rglob("*.*") if path.suffix in (".png", ".jpg", ".mp4")}
     assert images <= used | set(unused) and not used & set(unused)
     if name in ("Pascal VOC", "LabelMe"):
-        without_image = dataset.unused["annotation files without an image"]
+        without_image = dataset.unused["annotation files without an image of their own"]
         assert len(without_image) + len(found) == total and len(found) == len(numbers) - len(gone)
     assert os.path.realpath(root / "notes.json") in unused or name in ("Pascal VOC", "CVAT")
 
