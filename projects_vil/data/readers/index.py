@@ -62,7 +62,7 @@ def parts_of(path: str) -> tuple[str, ...]:
 
 def split_of(parts: Iterable[str], stem: str = "") -> str | None:
     """Return the split in the words of a file stem or of folder names, such as ``valid`` or ``train2017``, or None."""
-    words = [word for word in re.split("[^a-z]+", stem.lower()) if word in SPLITS]
+    words = [word for word in re.split("[^a-z]+", stem.lower()) if word in SPLITS][-1:]
     for part in reversed(tuple(parts)):
         found = set(re.split("[^a-z]+", part.lower())) - _NEUTRAL
         words += found if len(found) == 1 and found <= SPLITS.keys() else ()
@@ -139,6 +139,11 @@ class FileIndex:
             return path
         found = self._by_path.get(normalized(os.path.normpath(path)))
         return found if found and os.path.isfile(found) else None
+
+    def folder(self, path: str) -> str | None:
+        """Return the folder with files that has this path, which may differ in case and Unicode form, or None."""
+        folders = {normalized(folder): folder for folder in set(map(os.path.dirname, self.files))}
+        return folders.get(normalized(os.path.normpath(path)))
 
     def has_image(self, path: str) -> bool:
         """Return whether this path is an image of the dataset."""

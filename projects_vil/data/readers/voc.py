@@ -30,10 +30,10 @@ def read_voc(files: list[str], index: FileIndex, folder: Path) -> Annotations:
     annotations = {}
     for path in files:
         root = next((root for root in split_of if path.startswith(root + os.sep)), None)
-        if root is not None and Path(path).stem not in split_of[root]:
+        if root is not None and path not in split_of[root]:
             found.unused["annotation files that ImageSets/Main does not list"].append(path)
         else:
-            annotations[path] = parse_xml(path), None if root is None else split_of[root][Path(path).stem]
+            annotations[path] = parse_xml(path), None if root is None else split_of[root][path]
     requests = []
     for path, (annotation, _) in annotations.items():
         stem, name = Path(path).stem, (annotation.findtext("filename") or "").strip()
@@ -55,7 +55,7 @@ def read_voc(files: list[str], index: FileIndex, folder: Path) -> Annotations:
         split = split or index.split_of(path, image)
         found.records.append(Record(image, split, request.size, [one for one in objects if one]))
     for root, splits in split_of.items():
-        missing = splits.keys() - {Path(path).stem for path in files if path.startswith(root + os.sep)}
+        missing = splits.keys() - {*files}
         if wrong := [name for name in missing if splits[name] != "test"]:
             raise ConfigError(f"'{root}' has no {min(wrong)}.xml, which ImageSets/Main lists. Add the file.")
         # The annotations of test images are often not published.
@@ -64,33 +64,50 @@ def read_voc(files: list[str], index: FileIndex, folder: Path) -> Annotations:
 
 
 def _listed_splits(files: list[str], index: FileIndex) -> dict[str, dict[str, str]]:
-    """Return the split of each annotation file by its stem, for each folder with lists in ImageSets/Main."""
-    lists: dict[str, dict[str, str]] = defaultdict(dict)
+    """Return the split of each listed annotation file, for each folder with lists in ImageSets/Main or ImageSets.
+
+    A listed name without an annotation file has itself as the key.
+    """
+    lists: dict[str, dict[str, list[str]]] = defaultdict(dict)
     for path in index.files:
-        folder, name = os.path.split(path)
-        if folder.endswith(f"{os.sep}ImageSets{os.sep}Main") and name in (f"{split}.txt" for split in SPLITS):
-            lists[os.path.dirname(os.path.dirname(folder))][name[:-4]] = path
+        *parts, name = path.split(os.sep)
+        main = [place for place, part in enumerate(parts) if part.lower() == "imagesets"][-1:]
+        is_list = main and [part.lower() for part in parts[main[0] + 1 :]] in ([], ["main"])
+        if is_list and name.endswith(".txt") and name[:-4] in SPLITS:
+            own = lists[os.sep.join(parts[: main[0]])].setdefault(name[:-4], [])
+            lines = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
+            own += filter(None, (line.partition("#")[0].strip() for line in lines))
     split_of: dict[str, dict[str, str]] = {}
-    for root, paths in lists.items():
-        stems = {Path(path).stem for path in files if path.startswith(root + os.sep)}
-        # trainval is used only if train or val is missing.
-        names = [name for name in ("trainval", "train", "val", "test") if name in paths]
-        if {"train", "val"} <= paths.keys():
-            names = [name for name in names if name != "trainval"]
-        split_of[root] = {}
-        for name in names:
-            for line in Path(paths[name]).read_text(encoding="utf-8-sig", errors="replace").splitlines():
-                line = line.partition("#")[0].strip()
-                if line:
-                    split_of[root][_stem(line, stems)] = SPLITS[name]
+    for root, names in lists.items():
+        by_stem = defaultdict(list)
+        for file in files:
+            if file.startswith(root + os.sep):
+                by_stem[Path(file).stem].append(file)
+        both = names.pop("trainval", [])
+        split_of[root] = listed = {}
+        for name, lines in names.items():
+            for file in (file for line in lines for file in _files_of(line, by_stem)):
+                if listed.setdefault(file, SPLITS[name]) != SPLITS[name]:
+                    raise ConfigError(
+                        f"'{root}' lists '{Path(file).stem}' for {listed[file]} and for {SPLITS[name]}. Remove one."
+                    )
+        # What trainval has besides train is val, and the other way round.
+        rest = "val" if "train" in listed.values() and "val" not in listed.values() else "train"
+        for file in (file for line in both for file in _files_of(line, by_stem)):
+            if listed.setdefault(file, rest) == "test":
+                raise ConfigError(f"'{root}' lists '{Path(file).stem}' for trainval and for test. Remove one.")
     return split_of
 
 
-def _stem(line: str, stems: set[str]) -> str:
-    """Return the stem that a line of a list names, with or without a path, a suffix and a tag such as -1."""
-    spellings = [text for word in (line, line.split()[0]) for text in (word, Path(word.replace("\\", "/")).name)]
-    spellings += [os.path.splitext(text)[0] for text in spellings]
-    return next((text for text in spellings if text in stems), line.split()[0])
+def _files_of(line: str, by_stem: dict[str, list[str]]) -> list[str]:
+    """Return the files that a line of a list names, with or without a path, a suffix and a tag such as -1."""
+    for word in (line, line.split()[0]):
+        for name in (word, os.path.splitext(word)[0]):
+            *folders, stem = name.replace("\\", "/").split("/")
+            if files := by_stem.get(stem):
+                ends = os.sep + os.sep.join([*folders, stem])
+                return [file for file in files if os.path.splitext(file)[0].endswith(ends)] or files
+    return [line.split()[0]]
 
 
 def _size(annotation: ElementTree.Element, path: str) -> tuple[int, int] | None:

@@ -75,7 +75,9 @@ def settings_of(path: str) -> dict[str, Any] | None:
 
 
 def _only_file(files: list[str], index: FileIndex) -> str:
-    if len({(os.path.dirname(file), Path(file).read_bytes()) for file in files}) > 1:
+    # labelImg writes classes.txt into each folder.
+    is_list = os.path.basename(files[0]) in CLASS_FILES
+    if len({(is_list or os.path.dirname(file), Path(file).read_bytes()) for file in files}) > 1:
         names = [os.path.relpath(file, index.root) for file in files[:2]]
         raise ConfigError(f"'{index.root}' has several YOLO files, '{names[0]}' and '{names[1]}'. Give one file.")
     return files[0]
@@ -113,7 +115,7 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
 def _images(path: str, root: str, entry: str, split: str, index: FileIndex, found: Annotations) -> list[str]:
     """Return the images of an entry of a split: a folder, an image, or a text file with a list of images."""
     bases = list(dict.fromkeys((root, os.path.dirname(path), index.root)))
-    place = _existing(entry, bases)
+    place = _existing(entry, bases) or index.folder(os.path.join(root, entry))
     if place is None:
         # Roboflow may name a test split that does not exist.
         if split == "test":
