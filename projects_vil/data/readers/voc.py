@@ -74,11 +74,9 @@ def _listed_splits(files: list[str], index: FileIndex) -> dict[str, dict[str, st
     for root, paths in lists.items():
         stems = {Path(path).stem for path in files if path.startswith(root + os.sep)}
         # trainval is used only if train or val is missing.
-        names = [name for name in ("trainval", "train", "val", "test") if name in paths]
-        if {"train", "val"} <= paths.keys():
-            names = [name for name in names if name != "trainval"]
+        names = ("train", "val", "test") if {"train", "val"} <= paths.keys() else ("trainval", "train", "val", "test")
         split_of[root] = {}
-        for name in names:
+        for name in filter(paths.get, names):
             for line in Path(paths[name]).read_text(encoding="utf-8-sig", errors="replace").splitlines():
                 line = line.partition("#")[0].strip()
                 if line:
