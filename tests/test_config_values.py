@@ -33,6 +33,8 @@ VALUES = {
         ("*/*lit_ti*", 0.1, "LIT detection/mmdet/models/backbones/lit_ti.py, segmentation/mmseg/models/backbones"),
         ("*/*lit_s*", 0.2, "LIT detection/configs/lit/*_lit_s_fpn_1x_coco.py, segmentation/configs/lit/lit_s_fpn_*.py"),
         ("modern/*", 0.2, "none: as mask_rcnn/vil_small_rpb_3x_ms"),
+        ("*/tf_efficientnet*", None, "none: the default of the variant"),
+        ("*/vil_tiny_1_1_3_1_rpb_1x", 0.0, "none: a small model for short runs from random weights"),
         ("projects/*", 0.05, "none: as mask_rcnn/vil_tiny_rpb_1x"),
         ("*/partial_performer_small_1x", 0.05, _ABSOLUTE),
         ("mask_rcnn/vil_small_rpb_1x", 0.2, _RPB),
@@ -111,8 +113,14 @@ VALUES = {
         ("*", "full_model", "ViL A.2: the global norm"),
     ),
     "INPUT.FORMAT": (("*", "RGB", "the official repositories' image loaders"),),
-    "MODEL.PIXEL_MEAN": (("*", [123.675, 116.28, 103.53], "ImageNet's, of the pretrained weights"),),
-    "MODEL.PIXEL_STD": (("*", [58.395, 57.12, 57.375], "ImageNet's, of the pretrained weights"),),
+    "MODEL.PIXEL_MEAN": (
+        ("*/tf_efficientnet*", [127.5] * 3, "timm's default_cfg of tf_efficientnet_lite0"),
+        ("*", [123.675, 116.28, 103.53], "ImageNet's, of the pretrained weights"),
+    ),
+    "MODEL.PIXEL_STD": (
+        ("*/tf_efficientnet*", [127.5] * 3, "timm's default_cfg of tf_efficientnet_lite0"),
+        ("*", [58.395, 57.12, 57.375], "ImageNet's, of the pretrained weights"),
+    ),
     "MODEL.BACKBONE.FREEZE_AT": (("*", 0, "the official repositories: nothing is frozen"),),
     "TEST.EVAL_PERIOD": (
         ("modern/*", 0, "none: SOLVER.EPOCHS sets it"),
