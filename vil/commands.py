@@ -137,12 +137,8 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
 
 def _keywords(parser: ConfigToolParser, words: Sequence[str]) -> dict[str, Any]:
     """Return the arguments, including config keys, as keyword arguments for a function of the library."""
-    options = vars(parser.parse_args(words))
-    keys = options.pop("opts")
-    # These are either among the config keys, or not arguments of the function.
-    for name in ("devices", "device", "weights"):
-        options.pop(name, None)
-    return options | dict(zip(keys[::2], keys[1::2], strict=True))
+    args = parser.parse_args(words)
+    return _options(args) | dict(zip(args.opts[::2], args.opts[1::2], strict=True))
 
 
 def _options(args: argparse.Namespace, *others: str) -> dict[str, Any]:

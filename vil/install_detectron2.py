@@ -170,11 +170,7 @@ def install(source: str) -> None:
         with tempfile.TemporaryDirectory(prefix="install-detectron2-") as work:
             try:
                 SOURCES[name](Path(work))
-                try:
-                    print(f"installed {probe()}")
-                except InstallError:
-                    pip("uninstall", "--yes", "detectron2")
-                    raise
+                print(f"installed {probe()}")
                 return
             except InstallError as error:
                 if source == "git" or name == "index":

@@ -152,8 +152,6 @@ def convert_file(
     get_variant(variant)
     check_writable(output)
     source = find_weights(str(source))
-    if Path(source).exists() and Path(output).exists() and Path(source).samefile(output):
-        raise ConfigError(f"The output '{output}' is the source. Choose another file.")
     official = detect_format(read_checkpoint(source))
     if official is None:
         raise ConfigError(

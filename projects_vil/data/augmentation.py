@@ -71,9 +71,8 @@ def check_augmentation(cfg: CfgNode) -> None:
         raise ConfigError(f"INPUT.AUGMENTATION {name!r} needs a detector. Use 'default', and INPUT.CROP for crops.")
     if cfg.INPUT.CROP.ENABLED:
         raise ConfigError(f"INPUT.AUGMENTATION {name!r} already crops images. Set INPUT.CROP.ENABLED False.")
-    if name != "lsj_copy_paste" or not cfg.INPUT.COPY_PASTE.PROBABILITY:
-        return
-    if model.META_ARCHITECTURE != "GeneralizedRCNN" or not model.MASK_ON or model.KEYPOINT_ON:
+    has_masks = model.META_ARCHITECTURE == "GeneralizedRCNN" and model.MASK_ON and not model.KEYPOINT_ON
+    if name == "lsj_copy_paste" and cfg.INPUT.COPY_PASTE.PROBABILITY and not has_masks:
         raise ConfigError(
             "INPUT.AUGMENTATION 'lsj_copy_paste' requires a GeneralizedRCNN with MODEL.MASK_ON True and "
             "MODEL.KEYPOINT_ON False. Set INPUT.COPY_PASTE.PROBABILITY 0.0."

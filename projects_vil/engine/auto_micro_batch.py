@@ -111,10 +111,8 @@ def peak_of_step(cfg: CfgNode, num_images: int) -> float:
     It runs the steps of :func:`run_steps`.
     """
     # Compiling takes minutes. SyncBN would wait for the other processes, and one of them may run out of memory.
-    values: dict[str, object] = {"MODEL.TRANSFORMER.COMPILE": False}
-    if cfg.MODEL.TRANSFORMER.NORM == "SyncBN":
-        values["MODEL.TRANSFORMER.NORM"] = "BN"
-    device = cfg.MODEL.DEVICE
+    device, norm = cfg.MODEL.DEVICE, cfg.MODEL.TRANSFORMER.NORM.removeprefix("Sync")
+    values = {"MODEL.TRANSFORMER.COMPILE": False, "MODEL.TRANSFORMER.NORM": norm}
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:

@@ -30,7 +30,6 @@ _CHOICES: dict[str, Collection[str]] = {
     "SOLVER.AMP.DTYPE": ("auto", *AMP_DTYPES),
     "SOLVER.LR_SCHEDULER_NAME": LR_SCHEDULERS,
     "SOLVER.OPTIMIZER": OPTIMIZERS,
-    "SOLVER.WARMUP_METHOD": ("linear", "constant"),
     "TEST.COCO_API": COCO_APIS,
 }
 # Smallest and largest value of a number, or of each number in a list. For other keys, PyTorch or detectron2 raises an

@@ -376,17 +376,15 @@ class Trainer(DefaultTrainer):
     (:mod:`projects_vil.data.samplers`).
 
     Args:
-        cfg: all options of the run. A subclass may override how the model, optimizer, loader and schedule are built,
-            as :class:`projects_vil.engine.lazy.LazyTrainer` does. An exact resume needs a loader such as
-            :class:`projects_vil.data.samplers.TrainLoader`.
+        cfg: all options of the run. ``SOLVER.GRADIENT_ACCUMULATION_STEPS`` must be a number: ``"auto"`` is resolved by
+            :func:`~projects_vil.engine.auto_micro_batch.choose_micro_batches`. A subclass may override how the model,
+            optimizer, loader and schedule are built, as :class:`projects_vil.engine.lazy.LazyTrainer` does. An exact
+            resume needs a loader such as :class:`projects_vil.data.samplers.TrainLoader`.
         log_period: iterations between two lines of the log and of ``metrics.json``.
 
     Attributes:
         seed: the seed of the run.
         averaged: the moving average of the weights (``MODEL.EMA``), which is evaluated; None if it is disabled.
-
-    Raises:
-        ConfigError: if ``SOLVER.GRADIENT_ACCUMULATION_STEPS`` is ``"auto"``.
     """
 
     averaged: hooks.ExponentialAverage | None = None
@@ -400,11 +398,6 @@ class Trainer(DefaultTrainer):
         TrainerBase.__init__(self)
         if not logging.getLogger("detectron2").isEnabledFor(logging.INFO):
             setup_logger()
-        if cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS == "auto":
-            raise ConfigError(
-                "SOLVER.GRADIENT_ACCUMULATION_STEPS is 'auto', which only 'vil train' and tools/train_net.py resolve. "
-                "Set it to a number."
-            )
         self.cfg = cfg = self.auto_scale_workers(cfg, comm.get_world_size())
         model = self.build_model(cfg)
         optimizer = self.build_optimizer(cfg, model)

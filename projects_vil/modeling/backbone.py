@@ -326,12 +326,10 @@ def autocast_detector(dtype: torch.dtype, detector: nn.Module) -> Iterator[None]
     with contextlib.ExitStack() as handles:
         for part in [part for name, part in detector.named_modules() if re.fullmatch(_AUTOCAST_PARTS, name)]:
             autocast = torch.autocast(detector.device.type, dtype)
-            before = part.register_forward_pre_hook(functools.partial(_enter_autocast, autocast))
+            handles.enter_context(part.register_forward_pre_hook(functools.partial(_enter_autocast, autocast)))
             # Called after an error too, so that autocast does not stay on.
             leave = functools.partial(_exit_autocast, autocast)
-            after = part.register_forward_hook(leave, prepend=True, always_call=True)
-            handles.callback(before.remove)
-            handles.callback(after.remove)
+            handles.enter_context(part.register_forward_hook(leave, prepend=True, always_call=True))
         yield
 
 

@@ -184,7 +184,7 @@ def _parameters_before(net: nn.Module, freeze_at: int, name: str) -> set[str]:
     """Return the parameters that the feature map of stage ``freeze_at`` depends on; ``net`` is on the meta device.
 
     Raises:
-        ConfigError: if the feature maps of an image of another size do not have the strides of the stages.
+        ConfigError: if the model has a fixed image size.
     """
     height, width = 96, 160
     try:
@@ -192,8 +192,6 @@ def _parameters_before(net: nn.Module, freeze_at: int, name: str) -> set[str]:
             features = net.eval()(torch.empty(1, 3, height, width))
     except (AssertionError, RuntimeError) as error:
         raise ConfigError(f"{name} has a fixed image size ({one_line(error)}). Choose another model.") from error
-    if [(height / x.shape[2], width / x.shape[3]) for x in features] != [(s, s) for s in TIMM_STAGES.values()]:
-        raise ConfigError(f"{name} has feature maps with other strides than 4, 8, 16 and 32. Choose another model.")
     if not freeze_at:
         return set()
     names, parameters = zip(*net.named_parameters(), strict=True)

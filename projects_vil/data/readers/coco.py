@@ -39,7 +39,8 @@ def find_coco(files: list[str], index: FileIndex) -> tuple[Parts, dict[str, list
     A file whose images are in one folder is used as it is. Otherwise, the entries of the images are corrected.
     """
     parts: Parts = {}
-    splits = {path: _split(path, index) for path in files} if len(files) > 1 else {files[0]: "train"}
+    splits = {path: split_of(index.folders_of(path), Path(path).stem) or "train" for path in files}
+    splits = splits if len(files) > 1 else {files[0]: "train"}
     main = [path for path in files if not _OTHER_FILES.match(os.path.basename(path))]
     others = [path for path in files if path not in main and splits[path] in {splits[other] for other in main}]
     used: dict[str, str] = {}
@@ -56,10 +57,6 @@ def find_coco(files: list[str], index: FileIndex) -> tuple[Parts, dict[str, list
         content = read_coco(path)
         parts[split] = _with_images(path, content, split if len(files) > 1 else None, index)
     return parts, {"captions, keypoints, panoptic and other COCO files": others} if others else {}
-
-
-def _split(path: str, index: FileIndex) -> str:
-    return split_of(index.folders_of(path), Path(path).stem) or "train"
 
 
 def _with_images(

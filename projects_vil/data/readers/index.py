@@ -105,14 +105,9 @@ class FileIndex:
         self.root = os.path.abspath(root)
         self.files = list(walk(self.root))
         self._image_root = self.root if images is None else os.path.abspath(images)
-        below = self.files if images is None else walk(self._image_root)
-        self.images, self.unsupported = [], []
-        for path in below:
-            suffix = os.path.splitext(path)[1].lower()
-            if suffix in IMAGE_SUFFIXES:
-                self.images.append(path)
-            elif suffix in UNSUPPORTED_SUFFIXES:
-                self.unsupported.append(path)
+        below = self.files if images is None else list(walk(self._image_root))
+        self.images = [path for path in below if path.lower().endswith(IMAGE_SUFFIXES)]
+        self.unsupported = [path for path in below if path.lower().endswith(tuple(UNSUPPORTED_SUFFIXES))]
         self._image_set = set(self.images)
 
     @functools.cached_property

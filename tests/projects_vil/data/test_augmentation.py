@@ -240,13 +240,6 @@ def test_barely_visible_objects_are_removed(sample_of, left, colors):
     check(paste(sample, sample_of("b", Rectangle(0, 35, 5 + left, 48, YELLOW, 2)), np.array([True])), *colors)
 
 
-def test_pasted_objects_overlap_as_in_their_image(sample_of):
-    other = sample_of("b", Rectangle(5, 20, 5, 25, YELLOW, 2), Rectangle(10, 15, 10, 40, CYAN, 1))
-    pasted = paste(sample_of("a", BLUE_ONE), other, ALL)
-    assert torch.equal(pasted["instances"].gt_masks.tensor[1:], other["instances"].gt_masks.tensor)
-    assert torch.equal(pasted["image"][:, 5:20, 5:40], other["image"][:, 5:20, 5:40])
-
-
 def test_crowds_are_covered_and_never_pasted(sample_of):
     crowd = Rectangle(6, 33, 2, 40, GREEN, 1, rle=True, crowd=True)
     pasted = paste(sample_of("a", crowd, BLUE_ONE), sample_of("b", YELLOW_ONE), np.array([True]))

@@ -7,7 +7,6 @@ import pytest
 import torch
 from detectron2.utils import comm
 
-from projects_vil import Trainer
 from projects_vil.config import load_config
 from projects_vil.engine import auto_micro_batch
 from projects_vil.engine.auto_micro_batch import choose_micro_batches, largest_training_size, peak_of_step, run_steps
@@ -48,10 +47,6 @@ def test_micro_batches_on_the_cpu_follow_from_pixels(side, images, steps):
 def test_the_probe_runs_training_steps(detector):
     keys = [] if detector == "semantic_fpn" else ["INPUT.MIN_SIZE_TRAIN", "(64,)"]
     run_steps(small_config(detector, *keys, "MODEL.EMA.ENABLED", "True", "SOLVER.AMP.ENABLED", "True"), 2)
-
-
-def test_the_trainer_needs_a_number(shapes, tmp_path):
-    assert "SOLVER.GRADIENT_ACCUMULATION_STEPS is 'auto'" in message(Trainer, small_config("retinanet", *AUTO, "8"))
 
 
 @pytest.mark.parametrize(

@@ -104,18 +104,6 @@ def test_the_same_thresholds_and_anchors(both):
     torch.testing.assert_close(list(ours.cell_anchors), list(theirs.cell_anchors), rtol=1e-4, atol=0)
 
 
-def test_layers_and_learning_rates_of_another_variant():
-    lazy = load_lazy_config(
-        lazy_path("retinanet"),
-        ["model.backbone.bottom_up.name=lit_ti", 'optimizer.params.lr_multipliers=[["*.offset.*",0.01]]'],
-    )
-    with torch.device("meta"):
-        model = instantiate(lazy.model)
-    assert model.backbone.top_block.p6.in_channels == 512
-    rates = {group["lr"] for group in build_lazy_optimizer(lazy, model).param_groups}
-    assert sorted(rates) == pytest.approx([1e-6, 1e-4])
-
-
 def test_large_scale_jitter_as_in_the_docs(shapes):
     cfg = load_lazy_config(lazy_path("mask_rcnn"), [*SMALL, "model.roi_heads.num_classes=3"])
     (snippet,) = re.findall(r"```python\n(dataloader.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
