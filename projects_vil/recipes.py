@@ -29,15 +29,15 @@ _REFERENCE_BATCH = 4
 _TRANSFORMER_FACTOR = 0.2
 # Sizes of the training images, as factors of the image size.
 _SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
-# Values by device: automatic image sizes in pixels, images per iteration, images that a run trains on, and limits of
-# the epochs that follow from it. On the CPU, this number of images is for 256 pixels and about 300 s of one core.
+# Values by device: the image sizes to choose from in pixels, the batch size, the number of images that a run trains on,
+# and the smallest and largest number of epochs. On a CPU, 800 images of 256 pixels take about 300 s on one core.
 IMAGE_SIZES = {"cpu": range(192, 641, 32), "cuda": range(512, 801, 32)}
 _BATCH = {"cpu": 2, "cuda": 8}
 _IMAGES = {"cpu": 800, "cuda": 3200}
 _EPOCHS = {"cpu": (3, 100), "cuda": (12, 100)}
 # Random weights need more images. The model that starts from them is smaller.
 _SCRATCH_FACTOR = 1.5
-# With the recipe "paper". On COCO the schedules count iterations.
+# Epochs of the recipe "paper" on your own data. The schedules for COCO count iterations.
 _PAPER_EPOCHS = 50
 
 
@@ -69,10 +69,11 @@ def with_recipe(
         batch = batch if is_paper else num_processes * max(_BATCH[device] // num_processes, 1)
         values["SOLVER.GRADIENT_ACCUMULATION_STEPS"] = "auto"
     if len(objects) and (is_auto or not is_paper):
-        # The weights of a detector belong to its anchors.
+        # The heads of a pretrained detector need the anchors of its config.
         is_detector = is_zoo_name(cfg.MODEL.WEIGHTS) and zoo_entry(cfg.MODEL.WEIGHTS).config is not None
+        has_anchors = any(key.startswith("MODEL.ANCHOR_GENERATOR.") for key in given)
         sizes = IMAGE_SIZES[device] if is_auto else [size]
-        choice = choose_size(cfg, objects, sizes=sizes, fit=not (is_paper or is_detector))
+        choice = choose_size(cfg, objects, sizes=sizes, fit=not (is_paper or is_detector or has_anchors))
         print(choice.line(), flush=True)
         size = choice.size
         values |= choice.anchors | (size_values(size) if is_auto else {})
@@ -80,6 +81,8 @@ def with_recipe(
         values |= {"SOLVER.EPOCHS": _PAPER_EPOCHS} if content else {}
     else:
         values |= _recipe_values(cfg, recipe, size, batch)
+        if any(key in given and not cfg.TEST[key[5:]] for key in ("TEST.EVAL_PERIOD", "TEST.BEST_METRIC")):
+            values |= {"TEST.BEST_METRIC": "", "SOLVER.EARLY_STOPPING_PATIENCE": 0}
         if content:
             images = _IMAGES[device] * (_SCRATCH_FACTOR if recipe == "scratch" else 1)
             images *= (256 / size) ** 2 if device == "cpu" else 1
@@ -130,7 +133,7 @@ def default_model(weights: str, *, is_random: bool) -> str:
     """Return the model that is trained without ``--model``.
 
     Args:
-        weights: ``MODEL.WEIGHTS``, if the user has set it. The model of a name in the model zoo is known.
+        weights: ``MODEL.WEIGHTS``, if the user has set it. A name in the model zoo also sets the model.
         is_random: Whether the user wants random weights.
     """
     if weights:

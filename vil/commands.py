@@ -102,8 +102,8 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     """Evaluate a detector on the validation images of its run, or on another dataset.
 
     Example:
-        vil eval output/photos_vil_tiny_retinanet
-        vil eval output/photos_vil_tiny_retinanet more_photos
+        vil eval output/mine
+        vil eval output/mine more_photos
         vil eval more_photos --predictions found/*.parquet
     """
     parser.add("model", f"{_MODEL}. Leave it out with --predictions", nargs="?", metavar="MODEL")
@@ -158,10 +158,10 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     last complete part. The exit status is 2 if a file was skipped because it cannot be read.
 
     Example:
-        vil predict output/photos_vil_tiny_retinanet holiday.jpg
-        vil predict output/photos_vil_tiny_retinanet photos --output found --score-threshold 0.5
-        vil predict output/photos_vil_tiny_retinanet 0
-        vil predict output/photos_vil_tiny_retinanet 'shards-{000..127}.tar' --output found --format parquet
+        vil predict output/mine holiday.jpg
+        vil predict output/mine photos --output found --score-threshold 0.5
+        vil predict output/mine 0
+        vil predict output/mine 'shards-{000..127}.tar' --output found --format parquet
     """
     parser.add("model", f"exported file, {_MODEL}", nargs="?", metavar="MODEL")
     parser.add("input", _INPUT, nargs="?", metavar="INPUT")
@@ -226,7 +226,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     tolerance.
 
     Example:
-        vil export output/photos_vil_tiny_retinanet --format onnx
+        vil export output/mine --format onnx
         vil export lit_ti_retinanet_1x --format openvino --precision fp16 --evaluate
     """
     parser.add("model", _MODEL, nargs="?", metavar="MODEL")
@@ -344,7 +344,7 @@ def report(parser: ToolParser, words: Sequence[str]) -> None:
     config. It is one file that works offline. If files are missing in the output directory, the report lists them.
 
     Example:
-        vil report output/photos_vil_tiny_retinanet
+        vil report output/mine
         vil report output/mine DATASETS.COCO "[['mine', 'mine.json', 'photos']]"
     """
     parser.add("run", "output directory of a training run", type=existing_path, metavar="RUN")

@@ -35,7 +35,7 @@ def compare_splits(splits: Mapping[str, tuple[dict[str, Any], Path]]) -> Iterato
             by_content[digest(path)][split] = path
     if shared := [files for files in by_content.values() if len(files) > 1]:
         first = [f"'{path}' in {split}" for split, path in shared[0].items()]
-        yield f"{len(shared):,} images are in several splits, such as {' and '.join(first)}"
+        yield f"images in several splits: {len(shared):,}, such as {' and '.join(first)}"
     alone = [f"{name!r} ({min(own)})" for name, own in by_class.items() if len(own) == 1]
     if alone and len(set().union(*by_class.values())) > 1:
         yield f"only one split has objects of {first_of(alone, 5)}"

@@ -149,7 +149,7 @@ def parse_xml(path: str) -> ElementTree.Element:
         try:
             return ElementTree.fromstring(content)
         except (ValueError, LookupError):
-            # The parser itself knows no encodings with several bytes per character, such as GB2312.
+            # The parser supports no encodings with several bytes per character, such as GB2312.
             declared = re.match(rb"\s*<\?xml[^>]*encoding=[\"']([\w.-]+)[\"']", content)
             if declared is None:
                 raise

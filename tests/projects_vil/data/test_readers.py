@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from projects_vil.data import check_dataset, read_dataset, write_fixed
+from tests.projects_vil.helpers import message
 
 STEMS = ("0", "001", "IMG_2", "my photo", "caf\u00e9", "100%", "a.b", "val_3")
 FOLDERS = ("", "day1", "day2/cam", "Raw")
@@ -365,3 +366,49 @@ def test_kinds_of_files(kind, tmp_path):
     folder = dataset.splits["train"][1]
     assert all((folder / image["file_name"]).is_file() for image in contents["train"]["images"])
     assert ("skeleton" in dataset.line()) == ("skeleton" in kind)
+
+
+# -- missing images and ties -----------------------------------------------------------------------
+
+
+def write_files(root: Path, files: dict[str, object]) -> None:
+    """Write texts, and images of a pixel value."""
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, int):
+            Image.new("RGB", IMAGE, (content,) * 3).save(root / name)
+        else:
+            (root / name).write_text(content)
+
+
+def test_a_missing_image_is_not_taken_from_another_folder(tmp_path):
+    cat = bndbox(11, 21, 50, 50)
+    files = {"cam1/b.png": 1, "cam1/b.xml": voc_text(cat, "b.png"), "cam1/a.xml": voc_text(cat, "a.png")}
+    write_files(tmp_path / "data", files | {"cam2/a.png": 2})
+    dataset = read_dataset(tmp_path / "data", tmp_path / "out", val=0)
+    assert dataset.sizes == {"train": 1} and dataset.splits["train"][1] == tmp_path / "data/cam1"
+    assert [Path(path).name for files in dataset.unused.values() for path in files] == ["a.xml", "a.png"]
+
+
+def test_a_validation_file_does_not_use_training_images(tmp_path):
+    files = {"train/a.png": 1, "train/b.png": 2, "train.json": coco_text("a.png"), "val.json": coco_text("b.png")}
+    write_files(tmp_path / "data", files)
+    assert "Cannot find the images" in message(read_dataset, tmp_path / "data", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "files, named",
+    [
+        ({"images/a.png": 1, "images/a.jpg": 2, "labels/a.txt": YOLO_ROW, "data.yaml": YAML}, "fits both"),
+        ({"x/a.png": 1, "y/a.png": 2, "a.xml": voc_text("", "a.png")}, "matches both"),
+        ({"a.png": 1, "l/a.xml": voc_text("", "a.png"), "m/a.xml": voc_text("", "a.png")}, "has two annotations"),
+        (
+            {"a.png": 1, "a.xml": voc_text(""), **{f"ImageSets/Main/{split}.txt": "a" for split in ("train", "val")}},
+            "for train and for val",
+        ),
+        ({"images/a.png": 1, "labels/a.txt": YOLO_ROW, "v/b.txt": "", "data.yaml": YAML + "val: v\n"}, "no images"),
+    ],
+)
+def test_ties_are_errors_that_name_both(files, named, tmp_path):
+    write_files(tmp_path / "data", files)
+    assert named in message(read_dataset, tmp_path / "data", tmp_path / "out", val=0)
