@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import timm
 import torch
+import torch.nn.functional as F
 from detectron2.layers import ShapeSpec
 from detectron2.modeling.backbone import Backbone
-from timm.layers import convert_sync_batchnorm, freeze_batch_norm_2d
+from timm.layers import Conv2dSame, convert_sync_batchnorm, freeze_batch_norm_2d
 from timm.models import group_parameters
 from torch import Tensor, nn
 
@@ -73,6 +74,9 @@ class TimmBackbone(Backbone):
             probe = _create(name, out_indices=list(indices.values()), **self.options)
             frozen = _parameters_before(probe, freeze_at, name)
         self.net = _create(name, out_indices=[indices[stage] for stage in self.stages], **self.options)
+        for key, module in [*self.net.named_modules()]:
+            if isinstance(module, Conv2dSame):
+                self.net.set_submodule(key, _SameConv2d(module))
         if norm is not None:
             if not any(isinstance(module, nn.BatchNorm2d) for module in self.net.modules()):
                 raise ConfigError(f"{name} has no BatchNorm. Leave out MODEL.TRANSFORMER.NORM.")
@@ -155,6 +159,27 @@ class TimmBackbone(Backbone):
             raise ConfigError(f"{one_line(error).rstrip('.')} ({type(error).__name__}).") from error
         own = self.net.model.state_dict()
         return {f"model.{key}": tensor for key, tensor in model.state_dict().items() if key in own}
+
+
+class _SameConv2d(nn.Conv2d):
+    """TensorFlow's "same" convolution for sides that are multiples of the stride.
+
+    The padding of timm's ``Conv2dSame`` depends on the size of the input. In an export for any size, its expressions
+    grow with each layer, and the export does not end.
+    """
+
+    def __init__(self, conv: Conv2dSame) -> None:
+        shape = (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, 0, conv.dilation, conv.groups)
+        super().__init__(*shape, bias=conv.bias is not None, device="meta")
+        self.weight, self.bias = conv.weight, conv.bias
+        self.pads: list[int] = []
+        for side, stride, dilation in zip(conv.kernel_size, conv.stride, conv.dilation, strict=True):
+            total = max((side - 1) * dilation + 1 - stride, 0)
+            self.pads = [total // 2, total - total // 2, *self.pads]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C', H / stride, W / stride)."""
+        return super().forward(F.pad(images, self.pads))
 
 
 def _create(name: str, **options: object) -> nn.Module:

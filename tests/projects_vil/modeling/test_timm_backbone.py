@@ -45,6 +45,18 @@ def test_levels_and_gradients_for_images_of_any_size(name, detector, levels):
     assert [name for name, p in model.backbone.named_parameters() if p.grad is None] == []
 
 
+@torch.no_grad()
+def test_same_padding_equals_timm_and_does_not_depend_on_the_size():
+    """The padding of timm's ``Conv2dSame`` has expressions of the size, with which an export does not end."""
+    ours = TimmBackbone("timm:tf_efficientnet_lite0", out_features=STAGES).double().eval()
+    theirs = timm.create_model("tf_efficientnet_lite0", features_only=True, out_indices=(1, 2, 3, 4)).double().eval()
+    theirs.load_state_dict(ours.net.model.state_dict())
+    images = torch.randn(1, 3, 96, 160, dtype=torch.float64)
+    assert all(torch.equal(*pair) for pair in zip(ours(images).values(), theirs(images), strict=True))
+    height, width = (32 * torch.export.Dim(name, min=2, max=40) for name in ("height", "width"))
+    torch.export.export(ours, (images,), dynamic_shapes=({2: height, 3: width},))
+
+
 def test_swin_equals_detectron2():
     """Windows are shifted in the last stage too, where the feature map of a classifier is a single window."""
     ours, theirs = TimmBackbone(f"timm:{SWIN}", out_features=STAGES), SwinTransformer(drop_path_rate=0.0)
