@@ -30,10 +30,10 @@ _TRANSFORMER_FACTOR = 0.2
 # Sizes of the training images, as factors of the image size.
 _SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
 # Values by device: the image sizes to choose from in pixels, the batch size, the number of images that a run trains on,
-# and the smallest and largest number of epochs. On a CPU, 800 images of 256 pixels take about 300 s on one core.
+# and the smallest and largest number of epochs. On a CPU, 560 images of 256 pixels take about 300 s on one core.
 IMAGE_SIZES = {"cpu": range(192, 641, 32), "cuda": range(512, 801, 32)}
 _BATCH = {"cpu": 2, "cuda": 8}
-_IMAGES = {"cpu": 800, "cuda": 3200}
+_IMAGES = {"cpu": 560, "cuda": 3200}
 _EPOCHS = {"cpu": (3, 100), "cuda": (12, 100)}
 # Random weights need more images. The model that starts from them is smaller.
 _SCRATCH_FACTOR = 1.5

@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -91,11 +92,12 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     trained = run.train(**arguments)
     precisions = [task["AP"] for tasks in trained.results.values() for task in tasks.values() if "AP" in task]
     if precisions and not any(precisions):
-        advice = "Train for more epochs, or start from pretrained weights (--weights)."
+        zero = "AP is 0. Train for more epochs, or start from pretrained weights (--weights)."
         undefined = "AP is undefined. Check that the validation images have ground truth."
-        print(f"AP is 0. {advice}" if 0 in precisions else f"{undefined} {advice}")
+        print(zero if 0 in precisions else undefined)
     else:
-        show(f"Next: vil predict {trained.folder} PHOTOS, or vil report {trained.folder}")
+        folder = shlex.quote(str(trained.folder))
+        show(f"Next: vil predict {folder} PHOTOS, or vil report {folder}")
 
 
 def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
@@ -164,7 +166,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         vil predict output/mine 'shards-{000..127}.tar' --output found --format parquet
     """
     parser.add("model", f"exported file, {_MODEL}", nargs="?", metavar="MODEL")
-    parser.add("input", _INPUT, nargs="?", metavar="INPUT")
+    parser.add("input", _INPUT, nargs="*", metavar="INPUT")
     parser.add("--input", "the same as INPUT", dest="named_input", metavar="INPUT")
     output_help = (
         "output folder (default: predictions). Earlier results are replaced, drawings of other images are kept"
@@ -192,7 +194,9 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     drawing_help = "processes for drawings (default 0: draw in the main process between batches)"
     parser.add("--draw-workers", drawing_help, type=not_negative)
     args = parser.parse_args(words)
-    positional = [word for word in (args.model, args.input) if word]
+    if len(args.input) > 1:
+        parser.error("several INPUTs. Give their folder, or a .txt file with one path per line")
+    positional = [word for word in (args.model, *args.input) if word]
     model, source, weights = args.config_file, args.named_input, args.weights
     # With weights, a single positional argument is INPUT.
     if model is None and positional and not (weights and source is None and len(positional) == 1):
