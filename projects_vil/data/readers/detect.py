@@ -86,7 +86,7 @@ def annotation_format(path: str) -> str | None:
     suffix = os.path.splitext(path)[1].lower()
     if suffix in (".yaml", ".yml"):
         return "YOLO" if settings_of(path) is not None else None
-    if suffix not in _SIGNATURES:
+    if suffix not in _SIGNATURES or not os.path.isfile(path):
         return None
     content = _head(path)
     if suffix == ".json" and not content.lstrip(b"\xef\xbb\xbf\xff\xfe").lstrip().startswith(b"{"):
