@@ -84,10 +84,11 @@ def annotation_format(path: str) -> str | None:
     The beginning and the end of the file decide. If they do not, the whole file is read.
     """
     suffix = os.path.splitext(path)[1].lower()
-    if suffix in (".yaml", ".yml"):
-        return "YOLO" if settings_of(path) is not None else None
-    if suffix not in _SIGNATURES or not os.path.isfile(path):
+    # Opening a pipe would block.
+    if suffix not in (*_SIGNATURES, ".yaml", ".yml") or not os.path.isfile(path):
         return None
+    if suffix not in _SIGNATURES:
+        return "YOLO" if settings_of(path) is not None else None
     content = _head(path)
     if suffix == ".json" and not content.lstrip(b"\xef\xbb\xbf\xff\xfe").lstrip().startswith(b"{"):
         # A list, such as the results of a detector
