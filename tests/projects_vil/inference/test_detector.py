@@ -263,7 +263,6 @@ def test_exports_give_the_same(detector, exported_run, trained_run, photos):
         ("run", {"score_threshold": 1.5}, "score_threshold"),
         ("run", {"device": "gpu"}, "^device is gpu"),
         ("run", {"overrides": ["INPUT.FORMAT", "L"]}, r"INPUT\.FORMAT"),
-        ("run", {"tta": True, "overrides": ["TEST.AUG.MIN_SIZES", "(0,)"]}, r"TEST\.AUG\.MIN_SIZES"),
         ("model.ts", {"device": "cuda"}, "device"),
         ("model.ts", {"weights": "absent.pth"}, "weights"),
         ("model.ts", {"tta": True}, "tta"),
