@@ -21,7 +21,7 @@ from projects_vil.checkpoint import load_detector
 from projects_vil.config import with_overrides
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import FORMATS, check_format
-from projects_vil.export.metadata import check_sides, describe_model, digest_of, metadata_path
+from projects_vil.export.metadata import check_sides, describe_model, digest_of, metadata_path, with_digest
 from projects_vil.export.parity import check_export, example_image, parity_images
 from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, quantize
 from projects_vil.export.runtime import ExportedModel
@@ -157,6 +157,7 @@ def export_detector(
             if is_int8:
                 quantize(source, new, file_format, calibration, read)
                 metadata["quantization"] = {"calibration_images": len(calibration), "float_layers": FLOAT_LAYERS}
+            metadata = with_digest(metadata)
             entry.embed(new, metadata)
             own, *others = entry.files(new)
             digests = {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}

@@ -3,9 +3,9 @@
 import datetime
 import hashlib
 import importlib.metadata
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torchvision
 from detectron2.config import CfgNode
@@ -26,6 +26,9 @@ _REQUIRED = {
     "normalization": ("mean", "std"),
     "thresholds": ("score", "detections_per_image"),
 }
+_DIGEST = "metadata_sha256"
+# Facts about the written files, which the embedded metadata cannot contain.
+_OF_FILES = ("sha256", "other_files", _DIGEST)
 
 
 def metadata_path(path: str | Path) -> Path:
@@ -36,6 +39,12 @@ def metadata_path(path: str | Path) -> Path:
 def digest_of(path: str | Path) -> str:
     """Return the SHA-256 of a file."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def with_digest(metadata: dict) -> dict:
+    """Return the metadata as it reads back from JSON, with the SHA-256 of everything but the facts about files."""
+    text = json.dumps({key: value for key, value in metadata.items() if key not in _OF_FILES}, sort_keys=True)
+    return json.loads(json.dumps(metadata)) | {_DIGEST: hashlib.sha256(text.encode()).hexdigest()}
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -71,36 +80,45 @@ def select_metadata(path: Path, metadata: dict | None, embedded: str | None) -> 
         embedded: the JSON of the embedded metadata, or ``None``.
 
     Raises:
-        ConfigError: If there is no metadata, or the metadata file has another number of classes than the model.
+        ConfigError: If there is no metadata, or the metadata file was changed without deleting its digest, or has
+            another number of classes than the model.
     """
     file = metadata_path(path)
     inside = None if embedded is None else _validate(parse_json(embedded, source=path), path)
     if metadata is None:
         if inside is None:
             check_file(file, "file", key=f"the metadata of {path}")
-        return inside
+        metadata, file = inside, path
+    digest = metadata.get(_DIGEST)
+    if digest is not None and not digest == with_digest(metadata)[_DIGEST] == (inside or metadata).get(_DIGEST):
+        raise ConfigError(
+            f"'{file}' was changed after the export of {path.name}. Restore or delete it, or delete {_DIGEST} from it "
+            "if you changed it yourself."
+        )
     given, expected = len(metadata["classes"]), len((inside or metadata)["classes"])
     if given != expected:
         raise ConfigError(f"'{file}' has {given} classes, but {path.name} has {expected}. Restore or delete the file.")
     return metadata
 
 
-def _validate(metadata: Any, file: Path) -> dict:
-    try:
-        wrong = next((name for name, keys in _REQUIRED.items() if not metadata[name].keys() >= set(keys)), None)
-        ids, outputs = metadata["category_ids"], [output["name"] for output in metadata["outputs"]]
-        if not len(ids) == len(set(ids)) == len(metadata["classes"]) > 0:
-            wrong = "category_ids"
-        if outputs[:3] != ["boxes", "scores", "classes"]:
-            wrong = "outputs"
-        if not all(isinstance(metadata[name], str) for name in ("precision", "detector")):
-            wrong = "precision"
-    except (AttributeError, KeyError, TypeError) as error:
-        wrong = str(error)
+def _validate(metadata: object, file: Path) -> dict:
+    tables = metadata if isinstance(metadata, dict) else {}
+    wrong = []
+    for name, keys in _REQUIRED.items():
+        table = tables.get(name)
+        if not (isinstance(table, dict) and table.keys() >= set(keys)):
+            wrong.append(name)
+    wrong += [name for name in ("precision", "detector") if not isinstance(tables.get(name), str)]
+    if not wrong:
+        names, ids = tables.get("classes"), tables.get("category_ids")
+        wrong += ["classes"] * (not isinstance(names, list) or not names)
+        wrong += ["category_ids"] * (not isinstance(ids, list) or not len(ids) == len(set(ids)) == len(names or ()))
+        outputs = [output.get("name") for output in tables.get("outputs") or ()]
+        wrong += ["outputs"] * (outputs[:3] != ["boxes", "scores", "classes"])
     if wrong:
         advice = "Export the model again, or delete the file if the model contains its metadata."
-        raise ConfigError(f"'{file}' is not the metadata of an exported model: see {wrong}. {advice}")
-    return metadata
+        raise ConfigError(f"'{file}' is not the metadata of an exported model: see {wrong[0]}. {advice}")
+    return tables
 
 
 def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None:

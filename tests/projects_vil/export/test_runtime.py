@@ -20,7 +20,7 @@ from projects_vil.export import (
     paste_masks,
 )
 from projects_vil.export.formats import load_model
-from projects_vil.export.metadata import digest_of
+from projects_vil.export.metadata import digest_of, with_digest
 from tests.projects_vil.export.exporting import demo_detector
 from tests.projects_vil.helpers import ROOT, assert_same_detections
 from tests.selection import slow_except
@@ -28,11 +28,11 @@ from tests.tolerances import FLOAT32
 
 
 def copy_of(model: ExportedModel, folder: Path, **metadata) -> Path:
-    """Copy the files of a model, with other metadata."""
+    """Copy the files of a model, with other metadata and no digest of it."""
     path = folder / model.path.name
     for file in FORMATS[model.file_format].files(model.path):
         shutil.copy(file, folder)
-    metadata_path(path).write_text(json.dumps(model.metadata | metadata))
+    metadata_path(path).write_text(json.dumps(model.metadata | metadata | {"metadata_sha256": None}))
     return path
 
 
@@ -97,25 +97,27 @@ def test_the_weights_file_of_openvino(written, tmp_path):
 
 
 def test_changed_metadata(written, tmp_path):
-    """The metadata file replaces the embedded metadata if it is valid and has as many classes."""
+    """Metadata must be valid and match the embedded digest, unless the digest was deleted."""
     model = written("retinanet", "torchscript")
     path = copy_of(model, tmp_path)
     file = metadata_path(path)
-    assert ExportedModel(path).metadata == model.metadata
+    assert ExportedModel(path).metadata == model.metadata | {"metadata_sha256": None}
     fewer = {name: model.metadata[name][1:] for name in ("classes", "category_ids")}
-    changed = model.metadata | {"input": model.metadata["input"] | {"color_order": "BGR"}}
-    file.write_text(json.dumps(changed))
-    assert ExportedModel(path).metadata == changed
-    for change in (
+    other_order = {"input": model.metadata["input"] | {"color_order": "BGR"}}
+    invalid = [
         {"outputs": model.metadata["outputs"][::-1]},
         {"category_ids": [1, 1, 1]},
         {"thresholds": None},
         {"input": []},
         fewer,
-    ):
-        file.write_text(json.dumps(model.metadata | change))
-        with pytest.raises(ConfigError, match=path.name):
-            ExportedModel(path)
+    ]
+    for change in (*invalid, other_order):
+        data = model.metadata | change
+        versions = [data, with_digest(data)] + [data | {"metadata_sha256": None}] * (change in invalid)
+        for text in map(json.dumps, versions):
+            file.write_text(text)
+            with pytest.raises(ConfigError, match=path.name):
+                ExportedModel(path)
     file.write_text(json.dumps(model.metadata | {"sha256": "of another file"}))
     with pytest.raises(ConfigError, match=f"SHA-256 of '{path}'"):
         ExportedModel(path)
