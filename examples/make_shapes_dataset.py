@@ -18,13 +18,12 @@ import cv2
 import numpy as np
 
 from backbones.errors import ConfigError, check_choice, check_whole
+from projects_vil.data.catalog import SHAPES_CLASSES, SHAPES_SEM_SEG_CLASSES
 from projects_vil.utils import read_json
 from vil.arguments import ToolParser, run_tool
 
 SPLITS = ("train", "val")
 SHAPES_TASKS = ("detection", "sem_seg", "panoptic")
-SHAPES_CLASSES = ("circle", "square", "triangle")
-SHAPES_SEM_SEG_CLASSES = ("background", *SHAPES_CLASSES)
 
 GENERATOR_VERSION = 1
 DESCRIPTION = "Drawn shapes on dim noise, written by make_shapes_dataset.py"

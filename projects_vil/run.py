@@ -149,7 +149,7 @@ def train(
     given = _overrides_of(train, overrides)
     for argument, value in {"epochs": epochs, "batch": batch, "image_size": image_size}.items():
         if value is not None and value != "auto" and (isinstance(value, str) or value < 1):
-            raise ConfigError(f"{argument} is {value!r}. It must be at least 1.")
+            raise ConfigError(f"{argument} is {value!r}. It must be a whole number of at least 1.")
     pixels = image_size if isinstance(image_size, int) else None
     named = {
         "OUTPUT_DIR": output,
@@ -237,6 +237,7 @@ def train(
             fixed = given.keys() - (size_values(1).keys() if pixels else ())
             options = {"image_size": image_size, "given": fixed, "num_processes": processes.world_size}
             cfg = with_recipe(cfg, recipe, contents.get("train"), **options)
+        contents.clear()  # frees its memory during the training
         launch_run(cfg, processes, resume=resume, overridden=given)
     return Run(output)
 
@@ -313,9 +314,9 @@ def evaluate(
             present = [split for split in ("test", "val", "train") if split in dataset.splits]
             test = next((split for split in present if contents[split].get("annotations")), present[0])
             contents.clear()  # frees its memory
-            images = "all images, including training images" if test == "train" else f"split {test}"
-            images += f" (split {present[0]} has no annotations)" if test != present[0] else ""
-            print(f"{dataset.line()}; evaluated: {images}", flush=True)
+            evaluated = "all images, including training images" if test == "train" else f"split {test}"
+            evaluated += f" (split {present[0]} has no annotations)" if test != present[0] else ""
+            print(f"{dataset.line()}; evaluated: {evaluated}", flush=True)
             # Classes are matched by name to the classes of the checkpoint, or else of its training dataset.
             classes = None if predictions else _write_classes(cfg.MODEL.WEIGHTS, folder / DATA_FOLDER)
             if classes is not None:

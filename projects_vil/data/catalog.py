@@ -22,6 +22,9 @@ from projects_vil.config import first_of
 from projects_vil.data.detection_utils import IGNORED_LABEL, IMAGE_SUFFIXES
 from projects_vil.utils import read_json
 
+# The classes of the synthetic datasets, which examples/make_shapes_dataset.py writes.
+SHAPES_CLASSES = ("circle", "square", "triangle")
+SHAPES_SEM_SEG_CLASSES = ("background", *SHAPES_CLASSES)
 # The colors in visualizations match the images: red circles, green squares and blue triangles.
 SHAPES_COLORS = [(255, 80, 80), (80, 255, 80), (90, 150, 255)]
 BACKGROUND_COLOR = (90, 90, 90)
@@ -60,7 +63,7 @@ def register_built_in_datasets() -> None:
                 _register_coco(f"{name}_{split}", annotations, root / name / split, labels=labels)
                 MetadataCatalog.get(f"{name}_{split}").thing_colors = SHAPES_COLORS
         for name, parent, classes in (
-            ("shapes_sem_seg", root / "shapes_sem_seg", ("background", "circle", "square", "triangle")),
+            ("shapes_sem_seg", root / "shapes_sem_seg", SHAPES_SEM_SEG_CLASSES),
             ("ade20k", root / "ADEChallengeData2016", ADE20K_SEM_SEG_CATEGORIES),
         ):
             images, labels = parent / "images" / folder, parent / "annotations" / folder

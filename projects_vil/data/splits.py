@@ -22,7 +22,7 @@ def compare_splits(splits: Mapping[str, tuple[dict[str, Any], Path]]) -> Iterato
     by_content: dict[bytes, dict[str, str]] = defaultdict(dict)
     by_class: dict[str, set[str]] = defaultdict(set)
     digest = functools.cache(lambda path: hashlib.sha256(Path(path).read_bytes()).digest())
-    for split, (content, folder) in splits.items():
+    for split, (content, folder) in splits.items() if len(splits) > 1 else ():
         for path in (os.path.join(folder, str(image["file_name"])) for image in _entries(content, "file_name")):
             if os.path.isfile(path):
                 by_size[os.path.getsize(path)].append((split, path))

@@ -80,7 +80,8 @@ def test_files_that_are_not_checkpoints(tmp_path, suffix):
     for content in (b"", b"some text\n", b"\x80\x02", b"\x80\x04garbage", b"PK\x03\x04" + b"0" * 40):
         path.write_bytes(content)
         assert_unreadable(path)
-    for content in ([1], {"model": 3}, {"model": {}}, {"net": {"a": 1}}, {}, {3: torch.ones(1)}):
+    huge = {"model": {"a": torch.zeros(1).expand(2**40)}}
+    for content in ([1], {"model": 3}, {"model": {}}, {"net": {"a": 1}}, {}, {3: torch.ones(1)}, huge):
         torch.save(content, path)
         assert_unreadable(path)
 

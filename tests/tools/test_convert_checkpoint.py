@@ -69,6 +69,7 @@ def test_the_report_and_the_metadata(tmp_path, run_here, error_of, source):
         ({7: torch.zeros(3)}, "official.pth"),
         ({"layer9.0.extra": torch.ones(1)}, "layer9.0.extra"),
         ({"layer1.1.attn.local_relative_position_bias_table": torch.zeros(0, 1)}, "bias_table"),
+        ({"layer1.0.proj.weight": torch.zeros(48, 3, 4, 4).to_sparse()}, "layer1.0.proj.weight"),
     ],
 )
 def test_files_that_do_not_match(tmp_path, error_of, source, content, named):
