@@ -24,11 +24,11 @@ from projects_vil.data.readers.detect import FILE_PER_IMAGE, detect_format
 from projects_vil.data.readers.index import FileIndex
 from projects_vil.data.readers.labelme import read_labelme
 from projects_vil.data.readers.shapes import Annotations, area
+from projects_vil.data.readers.splits import compare_splits
 from projects_vil.data.readers.via import read_via
 from projects_vil.data.readers.voc import read_voc
 from projects_vil.data.readers.yolo import read_yolo
 from projects_vil.data.segmentation import count_masks
-from projects_vil.data.splits import compare_splits
 
 VAL_FRACTION = 0.2
 # The key in "info" of a converted COCO file for the path of the original dataset.

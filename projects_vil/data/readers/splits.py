@@ -1,7 +1,6 @@
 """Compare the splits of a dataset."""
 
 import functools
-import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from projects_vil.config import first_of
+from projects_vil.data.readers.index import content_hash
 
 
 def compare_splits(splits: Mapping[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
@@ -19,9 +19,9 @@ def compare_splits(splits: Mapping[str, tuple[dict[str, Any], Path]]) -> Iterato
     """
     # The split and path of files with the same size, a file of each split with the same content, and used classes.
     by_size: dict[int, list[tuple[str, str]]] = defaultdict(list)
-    by_content: dict[bytes, dict[str, str]] = defaultdict(dict)
+    by_content: dict[str, dict[str, str]] = defaultdict(dict)
     by_class: dict[str, set[str]] = defaultdict(set)
-    digest = functools.cache(lambda path: hashlib.sha256(Path(path).read_bytes()).digest())
+    digest = functools.cache(content_hash)
     for split, (content, folder) in splits.items() if len(splits) > 1 else ():
         for path in (os.path.join(folder, str(image["file_name"])) for image in _entries(content, "file_name")):
             if os.path.isfile(path):
