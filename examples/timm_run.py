@@ -23,7 +23,9 @@ def main() -> None:
     parser.add_argument("script", type=existing_path, metavar="SCRIPT", help="path of timm's train.py or validate.py")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script")
     args = parser.parse_args()
-    importlib.import_module("backbones.timm_models")
+    # research/ is not an installed package.
+    sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
+    importlib.import_module("research.timm_models")
     sys.argv = [args.script, *args.arguments]
     sys.path.insert(0, str(Path(args.script).absolute().parent))
     runpy.run_path(args.script, run_name="__main__")

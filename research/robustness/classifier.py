@@ -95,7 +95,7 @@ def _load(contents: Mapping[str, Any], variant: str | None, img_size: int | None
     converted_size = _pair(options.pop("img_size", None))
     tables = given or converted_size or _table_size(state_dict, variant) or tables or own_size
     # The project's models register with timm when they are imported.
-    importlib.import_module("backbones.timm_models")
+    importlib.import_module("research.timm_models")
     num_classes = len(state_dict["head.weight"])
     # With the same number of classes timm loads strictly, through the project's filter, which resizes tables.
     overlay = {"state_dict": state_dict, "num_classes": num_classes}

@@ -1,7 +1,7 @@
 """The variants as timm models: the checks of timm's ``tests/test_models.py``, features, sizes, training scripts.
 
 The scripts are not in timm's package. To test with a folder that contains timm's train.py and validate.py:
-``TIMM_SCRIPTS=FOLDER python -m pytest tests/backbones/test_timm_models.py -m slow -s``
+``TIMM_SCRIPTS=FOLDER python -m pytest tests/research/test_timm_models.py -m slow -s``
 """
 
 import copy
@@ -24,10 +24,11 @@ from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from backbones import ConfigError, create_backbone, create_classifier, list_variants, timm_models
+from backbones import ConfigError, create_backbone, create_classifier, list_variants
 from backbones.attention.efficient import PerformerAttention
 from backbones.attention.sliding_chunk import SHIFTS, SlidingChunkAttention
 from backbones.layers.position import fit_table
+from research import timm_models
 from tests.backbones.helpers import random_images, randomize
 from tests.selection import slow_except
 
