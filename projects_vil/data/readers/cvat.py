@@ -13,7 +13,6 @@ from projects_vil.data.readers.index import FileIndex, Request, split_of
 from projects_vil.data.readers.shapes import (
     Annotations,
     Record,
-    corners_of,
     ellipse,
     mask_objects,
     number,
@@ -22,6 +21,7 @@ from projects_vil.data.readers.shapes import (
     rotated,
 )
 from projects_vil.data.readers.voc import parse_xml
+from projects_vil.data.segmentation import rectangle
 
 
 def read_cvat(files: list[str], index: FileIndex, folder: Path) -> Annotations:
@@ -75,7 +75,7 @@ def _objects(
             else:
                 left, top, right, bottom = (number(shape.get(key), where) for key in ("xtl", "ytl", "xbr", "ybr"))
                 degrees, center = number(shape.get("rotation") or 0, where), ((left + right) / 2, (top + bottom) / 2)
-                corners = rotated(corners_of(left, top, right, bottom), *center, degrees)
+                corners = rotated(*rectangle([left, top, right - left, bottom - top]), *center, degrees)
                 shapes.append(("rectangle", label, None, corners if degrees else [left, top, right, bottom]))
         elif shape.tag != "tag":
             found.counts[shape.tag] += 1

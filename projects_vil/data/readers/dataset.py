@@ -114,10 +114,7 @@ def read_dataset(
         annotations = _READERS[name](files, index, Path(extracted or Path(folder) / "images"))
         parts, unused = _to_coco(source, annotations, notes), dict(annotations.unused)
     unused |= _unused_images(source, name, parts, index)
-    for suffix in (".json", ".xml"):
-        unused[f"{suffix[1:].upper()} files that are not annotations"] = [
-            path for path in others if path.lower().endswith(suffix)
-        ]
+    unused["JSON or XML files that are not annotations"] = others
     if len(parts) == 1:
         parts = {"train": next(iter(parts.values()))}
     if "train" not in parts:

@@ -109,6 +109,7 @@ class FileIndex:
         self.images = [path for path in below if path.lower().endswith(IMAGE_SUFFIXES)]
         self.unsupported = [path for path in below if path.lower().endswith(tuple(UNSUPPORTED_SUFFIXES))]
         self._image_set = set(self.images)
+        self._split = functools.cache(self._find_split)
 
     @functools.cached_property
     def _by_path(self) -> dict[str, str]:
@@ -127,6 +128,10 @@ class FileIndex:
         """The folders that have images in them or in their subfolders."""
         folders = set(map(self.folders_of, {os.path.join(os.path.dirname(path), "") for path in self.images}))
         return {folder[:length] for folder in folders for length in range(1, len(folder) + 1)}
+
+    @functools.cached_property
+    def _image_folder_names(self) -> set[str]:
+        return {folder[-1] for folder in self._image_folders}
 
     def file(self, path: str) -> str | None:
         """Return the file with this path, which may differ in case and Unicode form, or None."""
@@ -161,20 +166,16 @@ class FileIndex:
         """Return the split that the folders of the first of these files name, or None."""
         return next(filter(None, (self._split(self.folders_of(path)) for path in paths)), None)
 
-    def _split(self, folders: tuple[str, ...]) -> str | None:
+    def _find_split(self, folders: tuple[str, ...]) -> str | None:
         """Return the split of a folder. Of WIDER_train and WIDER_val, which are next to each other, it is a word."""
         found = split_of(folders)
         for length in range(len(folders), 0, -1) if found is None else ():
-            words = re.findall("[a-z]+|[^a-z]+", folders[length - 1])
-            for place in [place for place, word in enumerate(words) if word.removesuffix("set") in SPLITS]:
-                word = words[place]
-                others = [
-                    "".join([*words[:place], word.replace(word.removesuffix("set"), other), *words[place + 1 :]])
-                    for other in SPLITS
-                    if SPLITS[other] != SPLITS[word.removesuffix("set")]
-                ]
-                if any((*folders[: length - 1], other) in self._image_folders for other in others):
-                    return SPLITS[word.removesuffix("set")]
+            *parents, name = folders[:length]
+            for word, split in SPLITS.items():
+                pattern = rf"(?<![a-z]){word}(?=set|[^a-z]|$)"
+                siblings = {re.sub(pattern, other, name) for other in SPLITS if SPLITS[other] != split} - {name}
+                if any((*parents, sibling) in self._image_folders for sibling in siblings):
+                    return split
         return found
 
     def find_images(self, requests: Sequence[Request]) -> list[str | None]:
@@ -240,13 +241,14 @@ class FileIndex:
     def _ranked(self, request: Request, parts: tuple[str, ...], paths: list[str]) -> tuple[tuple, list[str]] | None:
         folders, ranked = self.folders_of(request.annotation), defaultdict(list)
         split = split_of(parts[:-1]) or request.split or self._split(folders)
+        is_written = len(parts) > 1 and parts[-2] in self._image_folder_names
         for path in paths:
             own = self.folders_of(path)
             at_end, at_start = _num_common(own[::-1], parts[-2::-1]), _num_common(own, folders)
             next_folder = folders[at_start : at_start + 1]
             has_own_images = next_folder and folders[: at_start + 1] in self._image_folders
             is_elsewhere = has_own_images and next_folder[0] not in ANNOTATION_FOLDERS and not at_end
-            if split and self._split(own) not in (split, None) or is_elsewhere or self._is_written(parts, at_end):
+            if split and self._split(own) not in (split, None) or is_elsewhere or (is_written and not at_end):
                 continue
             rank = (
                 *(False, at_end, _num_common(own[::-1], folders[::-1]), len({*own} & {*folders}), at_start),
@@ -254,10 +256,6 @@ class FileIndex:
             )
             ranked[rank].append(path)
         return max(ranked.items()) if ranked else None
-
-    def _is_written(self, parts: tuple[str, ...], at_end: int) -> bool:
-        """Return whether the last written folder has images, but does not have the image with ``at_end`` folders."""
-        return len(parts) > 1 and not at_end and any(folder[-1] == parts[-2] for folder in self._image_folders)
 
 
 def _grouped(paths: list[str], key: Callable[[str], str]) -> dict[str, list[str]]:

@@ -72,11 +72,6 @@ def box_object(label: str, left: float, top: float, right: float, bottom: float,
     return {"label": label, "bbox": box, "iscrowd": iscrowd}
 
 
-def corners_of(left: float, top: float, right: float, bottom: float) -> list[float]:
-    """Return the corners of a box as a polygon."""
-    return [left, top, right, top, right, bottom, left, bottom]
-
-
 def polygon_object(label: str, polygons: list[list[float]]) -> dict[str, Any]:
     """Return an object with polygons ``[x0, y0, x1, y1, ...]`` in pixels."""
     xs, ys = [x for points in polygons for x in points[::2]], [y for points in polygons for y in points[1::2]]

@@ -14,12 +14,12 @@ from projects_vil.data.readers.shapes import (
     Annotations,
     Record,
     box_object,
-    corners_of,
     number,
     polygon_object,
     rotated,
     rotated_box,
 )
+from projects_vil.data.segmentation import rectangle
 
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
@@ -70,12 +70,10 @@ def _listed_splits(files: list[str], index: FileIndex) -> dict[str, dict[str, st
     """
     lists: dict[str, dict[str, list[str]]] = defaultdict(dict)
     for path in index.files:
-        *parts, name = path.split(os.sep)
-        main = [place for place, part in enumerate(parts) if part.lower() == "imagesets"][-1:]
-        is_list = main and [part.lower() for part in parts[main[0] + 1 :]] in ([], ["main"])
-        if is_list and name.endswith(".txt") and name[:-4] in SPLITS:
-            own = lists[os.sep.join(parts[: main[0]])].setdefault(name[:-4], [])
+        match = re.fullmatch(r"(.*)/imagesets(?:/main)?/([a-z]+)\.txt", Path(path).as_posix(), re.IGNORECASE)
+        if match and match[2] in SPLITS:
             lines = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
+            own = lists[os.path.normpath(match[1])].setdefault(match[2], [])
             own += filter(None, (line.partition("#")[0].strip() for line in lines))
     split_of: dict[str, dict[str, str]] = {}
     for root, names in lists.items():
@@ -131,8 +129,8 @@ def _object(entry: ElementTree.Element, offset: int, path: str) -> dict[str, Any
     if (box := entry.find("robndbox")) is not None:
         values = [number(box.findtext(key), f"{path}: {key} of {label!r}") for key in ("cx", "cy", "w", "h", "angle")]
         x, y, w, h, angle = values
-        corners = corners_of(x - w / 2, y - h / 2, x + w / 2, y + h / 2)
-        return rotated_box(label, rotated(corners, x, y, math.degrees(angle))) | {"iscrowd": is_difficult}
+        corners = rotated(*rectangle([x - w / 2, y - h / 2, w, h]), x, y, math.degrees(angle))
+        return rotated_box(label, corners) | {"iscrowd": is_difficult}
     points = [number(point.findtext(axis), f"{path}: {label}") for point in entry.iter("pt") for axis in ("x", "y")]
     return polygon_object(label, [points]) | {"iscrowd": is_difficult} if len(points) >= 6 else None
 

@@ -2,7 +2,7 @@
 
 import os
 import re
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import yaml
@@ -121,7 +121,7 @@ def _images(path: str, root: str, entry: str, split: str, index: FileIndex, foun
         if split == "test":
             return []
         raise ConfigError(f"'{path}' has {entry!r} for {split}, which does not exist below '{root}'. Correct it.")
-    if _is_absolute(entry.replace("\\", "/")) and not os.path.exists(entry):
+    if PureWindowsPath(entry).anchor and not os.path.exists(entry):
         found.notes.append(f"{split} is '{os.path.relpath(place, index.root)}', because {entry!r} does not exist")
     if os.path.isdir(place):
         place = os.path.normpath(place)
@@ -148,23 +148,20 @@ def _existing(entry: str, bases: list[str]) -> str | None:
     Roboflow writes ../train/images for a folder next to data.yaml, and Darknet data/train.txt for a file next to its
     obj.data.
     """
-    name = entry.replace("\\", "/")
-    parts = [part for part in re.sub("^[A-Za-z]:", "", name).split("/") if part not in ("", ".")]
+    # Windows paths have both kinds of slashes.
+    path = PureWindowsPath(entry)
+    name, parts = path.as_posix(), path.relative_to(path.anchor).parts
     paths = [
         os.path.join(base, text)
         for text in (name, name.removeprefix("../"), name.removeprefix("data/"))
         for base in bases
     ]
-    if _is_absolute(name):
+    if path.anchor:
         ends = [parts[start:] for start in range(len(parts))]
         # The end must have the folder of the split, if there is one.
         ends = [end for end in ends if split_of(end) == split_of(parts)]
         paths += [os.path.join(base, *end) for end in ends for base in bases]
     return next((os.path.normpath(path) for path in paths if os.path.exists(path)), None)
-
-
-def _is_absolute(name: str) -> bool:
-    return name.startswith("/") or re.match("[A-Za-z]:", name) is not None
 
 
 def _lines(path: str) -> list[str]:
