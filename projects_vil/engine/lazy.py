@@ -1,18 +1,16 @@
 """Training and evaluation with a LazyConfig, as in configs/lazy/. The trainer is the one for YAML configs."""
 
-import functools
+import contextlib
 import math
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode, LazyConfig, instantiate
-from detectron2.evaluation import inference_on_dataset, print_csv_format
+from detectron2.evaluation import DatasetEvaluator
 from detectron2.solver import LRMultiplier
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from backbones import ConfigError
@@ -22,7 +20,7 @@ from projects_vil.config import config_items, default_config, one_line
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.launch import Processes, launch
 from projects_vil.engine.train import lock_output_dir, run_evaluation, run_training
-from projects_vil.engine.trainer import Trainer, report_results, share_statistics
+from projects_vil.engine.trainer import Trainer
 from projects_vil.evaluation import match_to_dataset
 from projects_vil.solver import clip_full_model
 
@@ -51,7 +49,6 @@ _OPTIONS = {
     "feature_redraw_period": "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD",
     "random_shift_fraction": "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION",
 }
-_INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError, OmegaConfBaseException)
 
 
 def run_lazy_config(
@@ -77,12 +74,13 @@ def run_lazy_config(
     cfg = load_lazy_config(path, overrides)
     device = str(cfg.train.device)
     processes.check(device)
-    with torch.device("meta"):
-        model = _instantiate(cfg.model, "model")
-        if not eval_only:
-            build_lazy_optimizer(cfg, model)  # Raises an error if a pattern matches no parameter.
-    options = lazy_options(cfg, model)
-    _instantiate(cfg.lr_multiplier, "lr_multiplier")
+    with _explained_errors(path):
+        with torch.device("meta"):
+            model = instantiate(cfg.model)
+            if not eval_only:
+                build_lazy_optimizer(cfg, model)  # Raises an error if a pattern matches no parameter.
+        instantiate(cfg.lr_multiplier)
+        options = lazy_options(cfg, model)
     data.register_datasets(options)
     check_setup(options, processes=processes.world_size, eval_only=eval_only, resume=resume, model=model)
     for split in ("train", "test"):
@@ -98,6 +96,31 @@ def run_lazy_config(
     launch(_run, arguments, processes, output_dir=options.OUTPUT_DIR, device=device)
 
 
+def _run(path: str, overrides: Sequence[str], eval_only: bool, resume: bool) -> None:
+    """Train or evaluate in one process."""
+    cfg = load_lazy_config(path, overrides)
+    with torch.device("meta"):
+        options = lazy_options(cfg, instantiate(cfg.model))
+    data.register_datasets(options)
+    if eval_only:
+        run_evaluation(options, lazy_trainer(cfg), resume=resume)
+    else:
+        with lock_output_dir(options, resume=resume):
+            run_training(options, lazy_trainer(cfg), resume=resume)
+
+
+@contextlib.contextmanager
+def _explained_errors(path: str | Path) -> Iterator[None]:
+    """Raise a ConfigError with the path for any exception of a LazyConfig, which is a Python program."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = f"{one_line(error).rstrip('.') or 'an assertion failed'} ({type(error).__name__})"
+        raise ConfigError(f"The LazyConfig '{path}' is not valid: {reason}. Correct it.") from error
+
+
 def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     """Load a LazyConfig and apply overrides in Hydra's syntax.
 
@@ -110,10 +133,8 @@ def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictCon
             ``key=value`` or has an unknown key.
     """
     check_file(path, "config file")
-    try:
+    with _explained_errors(path):
         cfg = LazyConfig.load(str(path))
-    except Exception as error:  # A config is a Python program, so it may raise any exception.
-        raise ConfigError(f"Cannot load the LazyConfig '{path}': {_reason(error)}. Fix the file.") from error
     if not isinstance(cfg, DictConfig) or not all(isinstance(cfg.get(part), DictConfig) for part in _PARTS):
         raise ConfigError(f"'{path}' is not a LazyConfig for training. It must define {', '.join(_PARTS)}.")
     known = {key for key, _ in config_items(OmegaConf.to_container(cfg), lists=True)}
@@ -124,12 +145,8 @@ def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictCon
         if not key.startswith("+") and key.replace("[", ".").replace("]", "") not in known:
             hint = closest(key, known) or "."
             raise ConfigError(f"Config key '{key}' does not exist{hint} Write +{key}=VALUE to add it.")
-    try:
+    with _explained_errors(path):
         return LazyConfig.apply_overrides(cfg, list(overrides))
-    except Exception as error:  # Hydra's parser raises its own exceptions.
-        raise ConfigError(
-            f"Cannot apply the overrides '{' '.join(overrides)}': {_reason(error)}. Fix their values."
-        ) from error
 
 
 def load_records(
@@ -174,18 +191,12 @@ def lazy_options(cfg: DictConfig, model: nn.Module) -> CfgNode:
     Args:
         cfg: The LazyConfig.
         model: The model of ``cfg``. It may be on the meta device.
-
-    Raises:
-        ConfigError: If an option of ``cfg.train`` has the wrong type.
     """
     options = default_config()
     for name, key in _OPTIONS.items():
         value = OmegaConf.select(cfg.train, name)
         if value is not None:
-            try:
-                options.merge_from_list([key, value])
-            except ValueError as error:
-                raise ConfigError(f"train.{name} is {value!r}: {one_line(error).rstrip('.')}. Correct it.") from error
+            options.merge_from_list([key, value])
     options.MODEL.META_ARCHITECTURE = type(model).__name__
     options.MODEL.TRANSFORMER.VARIANT = getattr(model.backbone.bottom_up, "variant", "")
     if hasattr(model, "roi_heads"):
@@ -210,95 +221,48 @@ def build_lazy_optimizer(cfg: DictConfig, model: nn.Module) -> torch.optim.Optim
     Args:
         cfg: The LazyConfig.
         model: The model to optimize.
-
-    Raises:
-        ConfigError: If an argument of the optimizer is not valid.
     """
     part = cfg.optimizer.copy()
     part.params.model = model
-    optimizer = _instantiate(part, "optimizer")
+    optimizer = instantiate(part)
     clip_full_model(optimizer, cfg.train.clip_norm or math.inf)
     return optimizer
 
 
-class LazyTrainer(Trainer):
-    """Trainer for a LazyConfig.
+def lazy_trainer(lazy: DictConfig) -> type[Trainer]:
+    """Return the trainer for a LazyConfig. Build it with the config from :func:`lazy_options`."""
 
-    Args:
-        options: Config from :func:`lazy_options`.
-        lazy: The LazyConfig.
-    """
+    class LazyTrainer(Trainer):
+        log_period = lazy.train.log_period
 
-    def __init__(self, options: CfgNode, *, lazy: DictConfig) -> None:
-        self.lazy = lazy
-        super().__init__(options, log_period=lazy.train.log_period)
+        @classmethod
+        def build_model(cls, cfg: CfgNode) -> nn.Module:
+            return instantiate(lazy.model).to(cfg.MODEL.DEVICE)
 
-    def build_model(self, cfg: CfgNode) -> nn.Module:
-        return _build_model(self.lazy, cfg)
+        @classmethod
+        def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
+            return build_lazy_optimizer(lazy, model)
 
-    def build_optimizer(self, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
-        return build_lazy_optimizer(self.lazy, model)
+        @classmethod
+        def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> LRMultiplier:
+            return LRMultiplier(optimizer, instantiate(lazy.lr_multiplier), cfg.SOLVER.MAX_ITER)
 
-    def build_lr_scheduler(self, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> LRMultiplier:
-        return LRMultiplier(optimizer, _instantiate(self.lazy.lr_multiplier, "lr_multiplier"), cfg.SOLVER.MAX_ITER)
+        @classmethod
+        def build_train_loader(cls, cfg: CfgNode) -> Any:
+            return instantiate(lazy.dataloader.train)
 
-    def build_train_loader(self, cfg: CfgNode) -> Any:
-        return _instantiate(self.lazy.dataloader.train, "dataloader.train")
+        @classmethod
+        def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:
+            return instantiate(lazy.dataloader.test)
 
-    def test(self, cfg: CfgNode, model: nn.Module) -> OrderedDict:
-        return _test(self.lazy, cfg, model)
+        @classmethod
+        def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
+            return match_to_dataset(instantiate(lazy.dataloader.evaluator), data.class_order(cfg, dataset_name))
 
+        @classmethod
+        def write_config(cls, cfg: CfgNode, path: Path) -> None:
+            saved = lazy.copy()
+            saved.train.seed = cfg.SEED
+            LazyConfig.save(saved, str(path))
 
-def _build_model(lazy: DictConfig, options: CfgNode) -> nn.Module:
-    return _instantiate(lazy.model, "model").to(options.MODEL.DEVICE)
-
-
-def _run(path: str, overrides: Sequence[str], eval_only: bool, resume: bool) -> None:
-    """Train or evaluate in one process."""
-    cfg = load_lazy_config(path, overrides)
-    with torch.device("meta"):
-        options = lazy_options(cfg, _instantiate(cfg.model, "model"))
-    data.register_datasets(options)
-
-    def write_config(options: CfgNode, path: Path) -> None:
-        saved = cfg.copy()
-        saved.train.seed = options.SEED
-        LazyConfig.save(saved, str(path))
-
-    if eval_only:
-        build, test = functools.partial(_build_model, cfg), functools.partial(_test, cfg)
-        run_evaluation(options, build, test, write_config, resume=resume)
-    else:
-        with lock_output_dir(options, resume=resume):
-            run_training(options, functools.partial(LazyTrainer, lazy=cfg), write_config, resume=resume)
-
-
-def _test(cfg: DictConfig, options: CfgNode, model: nn.Module) -> OrderedDict:
-    """Evaluate on the test dataset and write ``evaluation.json``."""
-    share_statistics(model)
-    loader = _instantiate(cfg.dataloader.test, "dataloader.test")
-    evaluator = _instantiate(cfg.dataloader.evaluator, "dataloader.evaluator")
-    evaluator = match_to_dataset(evaluator, data.class_order(options, options.DATASETS.TEST[0]))
-    results = inference_on_dataset(model, loader, evaluator)
-    if results:
-        print_csv_format(results)
-    report_results(options, results)
-    return results
-
-
-def _instantiate(part: DictConfig, name: str) -> Any:
-    """Return ``instantiate(part)``.
-
-    Raises:
-        ConfigError: If ``part`` is invalid. The message has its ``name``.
-    """
-    try:
-        return instantiate(part)
-    except ConfigError:
-        raise
-    except _INVALID as error:
-        raise ConfigError(f"Section '{name}' of the config is not valid: {_reason(error)}. Correct it.") from error
-
-
-def _reason(error: Exception) -> str:
-    return f"{one_line(error) or 'an assertion failed'} ({type(error).__name__})"
+    return LazyTrainer

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -13,7 +13,6 @@ from detectron2.evaluation import verify_results
 from detectron2.utils import comm
 from detectron2.utils.collect_env import collect_env_info
 from detectron2.utils.env import seed_all_rng
-from torch import nn
 
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable
@@ -63,7 +62,7 @@ def _evaluate(cfg: CfgNode, resume: bool) -> None:
     register_datasets(cfg)
     log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
     read_datasets(cfg, train=False)
-    run_evaluation(cfg, Trainer.build_model, Trainer.test, resume=resume)
+    run_evaluation(cfg, Trainer, resume=resume)
 
 
 def _train(cfg: CfgNode, resume: bool, overridden: Collection[str]) -> None:
@@ -81,10 +80,6 @@ def _train(cfg: CfgNode, resume: bool, overridden: Collection[str]) -> None:
         for line in lines:
             logging.getLogger(__name__).info(line)
         run_training(cfg, Trainer, resume=resume)
-
-
-def write_yaml(cfg: CfgNode, path: Path) -> None:
-    path.write_text(cfg.dump())
 
 
 @contextlib.contextmanager
@@ -117,12 +112,12 @@ def _set_up_run(cfg: CfgNode, *, eval_only: bool) -> None:
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
 
 
-def save_config(cfg: CfgNode, write: Callable[[CfgNode, Path], object], *, eval_only: bool = False) -> None:
+def save_config(cfg: CfgNode, trainer: type[Trainer], *, eval_only: bool = False) -> None:
     """Write ``config.yaml`` in rank 0. An evaluation does not overwrite the file of a training run.
 
     Args:
         cfg: Config to write.
-        write: Writes the config to a path.
+        trainer: Writes the config.
         eval_only: Whether the run only evaluates.
 
     Raises:
@@ -136,23 +131,16 @@ def save_config(cfg: CfgNode, write: Callable[[CfgNode, Path], object], *, eval_
             return
         check_replaceable(path, advice="Choose another OUTPUT_DIR.")
     with atomic_write(path) as partial:
-        write(cfg, partial)
+        trainer.write_config(cfg, partial)
         partial.write_text(f"# {GENERATOR}\n{partial.read_text()}")
 
 
-def run_training(
-    cfg: CfgNode,
-    make_trainer: Callable[[CfgNode], Trainer],
-    write_config: Callable[[CfgNode, Path], object] = write_yaml,
-    *,
-    resume: bool,
-) -> OrderedDict | None:
+def run_training(cfg: CfgNode, trainer_class: type[Trainer], *, resume: bool) -> OrderedDict | None:
     """Train in one process. Call this function inside :func:`lock_output_dir`.
 
     Args:
         cfg: Config of the run.
-        make_trainer: Builds the trainer from the config with the final seed.
-        write_config: Writes ``config.yaml``.
+        trainer_class: Trainer of the run. It is built from the config with the final seed.
         resume: Continue from the last checkpoint.
 
     Returns:
@@ -183,37 +171,28 @@ def run_training(
         f"{comm.get_world_size()} process{'es' if comm.get_world_size() > 1 else ''}: {solver.MAX_ITER} iterations. "
         f"The config, the model and the environment are in {cfg.OUTPUT_DIR}/log.txt"
     )
-    trainer = make_trainer(cfg)
+    trainer = trainer_class(cfg)
     trainer.resume_or_load(resume=resume)
     # The checkpoint of a resumed run is loaded first. If that fails, config.yaml is unchanged.
-    save_config(trainer.cfg, write_config)
+    save_config(trainer.cfg, trainer_class)
     return trainer.evaluate_best(trainer.train())
 
 
-def run_evaluation(
-    cfg: CfgNode,
-    build_model: Callable[[CfgNode], nn.Module],
-    test: Callable[[CfgNode, nn.Module], OrderedDict],
-    write_config: Callable[[CfgNode, Path], object] = write_yaml,
-    *,
-    resume: bool,
-) -> None:
+def run_evaluation(cfg: CfgNode, trainer: type[Trainer], *, resume: bool) -> None:
     """Evaluate a model in one process.
 
     Args:
         cfg: Config of the run.
-        build_model: Builds the model from the config.
-        test: Evaluates the model and returns the results.
-        write_config: Writes ``config.yaml``.
+        trainer: Builds and evaluates the model.
         resume: Evaluate the last checkpoint in ``OUTPUT_DIR`` instead of ``MODEL.WEIGHTS``.
     """
     _set_up_run(cfg, eval_only=True)
-    save_config(cfg, write_config, eval_only=True)
-    model = build_model(cfg)
+    save_config(cfg, trainer, eval_only=True)
+    model = trainer.build_model(cfg)
     checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, cfg=cfg, complete=True)
     checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
     is_single = comm.get_world_size() == 1
     with stop_requests(single_process=is_single) as received, terminating_between_calls(model, received):
-        results = test(cfg, model)
+        results = trainer.test(cfg, model)
     if comm.is_main_process():
         verify_results(cfg, results)

@@ -378,22 +378,23 @@ class Trainer(DefaultTrainer):
     Args:
         cfg: all options of the run. ``SOLVER.GRADIENT_ACCUMULATION_STEPS`` must be a number: ``"auto"`` is resolved by
             :func:`~projects_vil.engine.auto_micro_batch.choose_micro_batches`. A subclass may override how the model,
-            optimizer, loader and schedule are built, as :class:`projects_vil.engine.lazy.LazyTrainer` does. An exact
+            optimizer, loader and schedule are built, as :func:`projects_vil.engine.lazy.lazy_trainer` does. An exact
             resume needs a loader such as :class:`projects_vil.data.samplers.TrainLoader`.
-        log_period: iterations between two lines of the log and of ``metrics.json``.
 
     Attributes:
+        log_period: iterations between two lines of the log and of ``metrics.json``.
         seed: the seed of the run.
         averaged: the moving average of the weights (``MODEL.EMA``), which is evaluated; None if it is disabled.
     """
 
+    log_period = 20
     averaged: hooks.ExponentialAverage | None = None
     build_optimizer = staticmethod(solver.build_optimizer)
     build_lr_scheduler = staticmethod(solver.build_lr_scheduler)
     build_train_loader = staticmethod(data.build_train_loader)
     build_test_loader = staticmethod(data.build_test_loader)
 
-    def __init__(self, cfg: CfgNode, *, log_period: int = 20) -> None:
+    def __init__(self, cfg: CfgNode) -> None:
         # DefaultTrainer's would build its own step, and DistributedDataParallel only on GPUs.
         TrainerBase.__init__(self)
         if not logging.getLogger("detectron2").isEnabledFor(logging.INFO):
@@ -413,7 +414,7 @@ class Trainer(DefaultTrainer):
             accumulation_steps=options.GRADIENT_ACCUMULATION_STEPS,
             precision=amp_dtype(options.AMP.DTYPE, on_gpu=on_gpu) if options.AMP.ENABLED else None,
             max_nonfinite_steps=options.MAX_NONFINITE_STEPS,
-            sync_period=log_period if supports_deferred_sync(model, optimizer) else 1,
+            sync_period=self.log_period if supports_deferred_sync(model, optimizer) else 1,
         )
         if cfg.MODEL.EMA.ENABLED:
             self.averaged = hooks.ExponentialAverage(model, decay=cfg.MODEL.EMA.DECAY)
@@ -421,7 +422,6 @@ class Trainer(DefaultTrainer):
         self.checkpointer = Checkpointer(
             self.model, cfg.OUTPUT_DIR, cfg=cfg, averaged=self.averaged, trainer=weakref.proxy(self)
         )
-        self.log_period = log_period
         self.start_iter, self.max_iter = 0, options.MAX_ITER
         self.seed = cfg.SEED if cfg.SEED >= 0 else comm.shared_random_seed()
         # In rank 0, with TEST.BEST_METRIC.
@@ -430,6 +430,11 @@ class Trainer(DefaultTrainer):
         self._is_unfinished = False
         self._metrics_file: MetricsFile | None = None
         self.register_hooks(self.build_hooks())
+
+    @classmethod
+    def write_config(cls, cfg: CfgNode, path: Path) -> None:
+        """Write a config as a file that starts or evaluates the same run."""
+        path.write_text(cfg.dump())
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:

@@ -51,7 +51,8 @@ with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.std
         options += ["SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.DTYPE", dtype]
     cfg = small_config(detector, *options, *overrides)
     register_datasets(cfg)
-    trainer, counting = Trainer(cfg, log_period=PERIOD), CountIterations()
+    Trainer.log_period = PERIOD
+    trainer, counting = Trainer(cfg), CountIterations()
     trainer._hooks.insert(0, counting)
     trainer.register_hooks([CallbackHook(after_step=counting.stop)])
     trainer.train()

@@ -80,12 +80,12 @@ def resume(trainer, *, cut_at=None):
         trainer.train()
 
 
-def new_trainer(detector, output, *overrides, before=(), **options):
+def new_trainer(detector, output, *overrides, before=()):
     """Return a trainer with a seed as in detectron2's default_setup, for the initial weights."""
     cfg = small_config(detector, *RUN, "OUTPUT_DIR", str(output), *overrides)
     output.mkdir(exist_ok=True)
     seed_all(cfg.SEED % 2**32)
-    made = Trainer(cfg, **options)
+    made = Trainer(cfg)
     made.register_hooks([Before(*before)] if before else [])
     return made
 
@@ -282,7 +282,8 @@ def _stopped_run(output):
     """Send a signal to the second process in iteration 1. All processes stop after the synchronization in 2."""
     options = ["SOLVER.CHECKPOINT_PERIOD", "7", "TEST.EVAL_PERIOD", "0"]
     before = (1 if comm.get_rank() == 1 else -1, send_sigterm)
-    stopped = new_trainer("retinanet", output, *options, before=before, log_period=3)
+    Trainer.log_period = 3
+    stopped = new_trainer("retinanet", output, *options, before=before)
     with pytest.raises(SystemExit) as stop:
         resume(stopped)
     assert stop.value.code == 128 + signal.SIGTERM and stopped.iter == 2
