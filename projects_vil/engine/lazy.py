@@ -21,7 +21,7 @@ from projects_vil.engine.checks import check_setup
 from projects_vil.engine.launch import Processes, launch
 from projects_vil.engine.train import lock_output_dir, run_evaluation, run_training
 from projects_vil.engine.trainer import Trainer
-from projects_vil.evaluation import match_to_dataset
+from projects_vil.evaluation import CheckedEvaluator
 from projects_vil.solver import clip_full_model
 
 _PARTS = ("model", "optimizer", "lr_multiplier", "dataloader", "train")
@@ -257,7 +257,7 @@ def lazy_trainer(lazy: DictConfig) -> type[Trainer]:
 
         @classmethod
         def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
-            return match_to_dataset(instantiate(lazy.dataloader.evaluator), data.class_order(cfg, dataset_name))
+            return CheckedEvaluator(instantiate(lazy.dataloader.evaluator), data.class_order(cfg, dataset_name))
 
         @classmethod
         def write_config(cls, cfg: CfgNode, path: Path) -> None:

@@ -463,9 +463,9 @@ class Trainer(DefaultTrainer):
         )
         after: list[HookBase] = [EvalHook(eval_period, self._evaluate)]
         if test.BEST_METRIC and self.cfg.DATASETS.TEST and is_main:
-            dataset, task, name = split_metric_name(self.cfg)
-            metric = f"{dataset}/{task}/{name}" if len(self.cfg.DATASETS.TEST) > 1 else f"{task}/{name}"
-            mode = "min" if task == LOSS_TASK else "max"
+            dataset, metric = split_metric_name(self.cfg)
+            mode = "min" if metric.startswith(LOSS_TASK) else "max"
+            metric = f"{dataset}/{metric}" if len(self.cfg.DATASETS.TEST) > 1 else metric
             self._best = hooks.BestCheckpointer(eval_period, self.checkpointer, metric, mode)
             after.append(self._best)
         if is_main:

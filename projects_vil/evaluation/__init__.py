@@ -2,11 +2,11 @@
 
 from projects_vil.evaluation.evaluators import (
     COCO_APIS,
+    CheckedEvaluator,
     build_evaluator,
     check_coco_api,
     check_metric,
     coco_evaluator,
-    match_to_dataset,
     split_metric_name,
 )
 from projects_vil.evaluation.losses import LOSS_TASK, validation_loss

@@ -9,7 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from detectron2.evaluation import (
 from detectron2.utils import comm
 from detectron2.utils.logger import log_first_n
 from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
@@ -50,7 +51,9 @@ _DETECTION_METRICS = {
 # Number of images whose results a process sends to the main process at once.
 _GATHERED_IMAGES = 200
 RESULTS_FILE = "coco_instances_results.json"
+# The metrics of SemSegEvaluator, for all classes and for each class.
 _LABEL_METRICS = ("mIoU", "fwIoU", "mACC", "pACC")
+_CLASS_METRICS = ("IoU", "ACC", "BoundaryIoU", "min(IoU, B-Iou)")
 
 
 def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> DatasetEvaluator:
@@ -77,56 +80,54 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Data
             )
         )
     elif evaluator_type == "lvis":
-        evaluators.append(FiniteLVISEvaluator(dataset_name, output_dir=output_folder))
+        evaluators.append(LVISEvaluator(dataset_name, output_dir=output_folder))
     elif evaluator_type == "pascal_voc":
-        evaluators.append(FiniteVOCEvaluator(dataset_name))
+        evaluators.append(PascalVOCDetectionEvaluator(dataset_name))
     if evaluator_type == "sem_seg" or (is_coco and is_panoptic(cfg)):
         read = label_reader(dataset_name)
         evaluators.append(SemSegEvaluator(dataset_name, output_dir=output_folder, sem_seg_loading_fn=read))
     if not evaluators:
         raise ConfigError(f"{dataset_name} is of type {evaluator_type!r}. Use coco, lvis, pascal_voc or sem_seg.")
     evaluator = evaluators[0] if len(evaluators) == 1 else DatasetEvaluators(evaluators)
-    return match_to_dataset(evaluator, class_order(cfg, dataset_name))
+    return CheckedEvaluator(evaluator, class_order(cfg, dataset_name))
 
 
-class _InDatasetClasses(DatasetEvaluator):
-    """Map the class indices of the model to the classes of a dataset, and drop detections of other classes.
+class CheckedEvaluator(DatasetEvaluator):
+    """Check the detections for an evaluator, and map the class indices of the model to the classes of the dataset.
+
+    A detection that is not finite raises a :class:`ConfigError`. Detections of classes that the dataset lacks are
+    dropped.
 
     Args:
         evaluator: an evaluator for the classes of the dataset.
-        order: the model's index of each class of the dataset.
+        order: the model's index of each class of the dataset (:func:`~projects_vil.data.class_order`); None if both
+            have the same classes.
     """
 
-    def __init__(self, evaluator: DatasetEvaluator, order: Sequence[int]) -> None:
-        self.evaluator, self.order = evaluator, torch.tensor(order)
+    def __init__(self, evaluator: DatasetEvaluator, order: Sequence[int] | None) -> None:
+        self.evaluator, self.order = evaluator, order
 
     def reset(self) -> None:
         self.evaluator.reset()
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
         matched = []
-        for output in outputs:
+        for record, output in zip(inputs, outputs, strict=True):
             if "instances" in output:
                 instances = output["instances"].to("cpu")
-                rows, indices = (instances.pred_classes[:, None] == self.order).nonzero(as_tuple=True)
-                instances = instances[rows]
-                instances.pred_classes = indices
+                source = str(record.get("file_name", record.get("image_id")))
+                check_finite(instances.pred_boxes.tensor, instances.scores, source=source)
+                if self.order is not None:
+                    is_class = instances.pred_classes[:, None] == torch.tensor(self.order)
+                    rows, indices = is_class.nonzero(as_tuple=True)
+                    instances = instances[rows]
+                    instances.pred_classes = indices
                 output = output | {"instances": instances}
             matched.append(output)
         self.evaluator.process(inputs, matched)
 
     def evaluate(self) -> dict[str, Any]:
         return self.evaluator.evaluate()
-
-
-def match_to_dataset(evaluator: DatasetEvaluator, order: Sequence[int] | None) -> DatasetEvaluator:
-    """Return an evaluator for detections with the class indices of the model.
-
-    Args:
-        evaluator: an evaluator for the class indices of its dataset.
-        order: the result of :func:`~projects_vil.data.class_order`.
-    """
-    return evaluator if order is None else _InDatasetClasses(evaluator, order)
 
 
 def coco_evaluator(
@@ -154,7 +155,7 @@ def coco_evaluator(
         ConfigError: if the check rejects the annotations, or if the API is not installed.
     """
     check_coco_api(api)
-    evaluator_class = FasterCOCOEvaluator if api == "faster_coco_eval" else MatchingCOCOEvaluator
+    evaluator_class = FasterCOCOEvaluator if api == "faster_coco_eval" else COCOEvaluator
     truth = ground_truth(dataset_name, check=check, masks=masks)
     evaluator = evaluator_class(dataset_name, truth, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
     objects = evaluator._coco_api.dataset.get("annotations", ())
@@ -175,31 +176,17 @@ def check_coco_api(name: str) -> None:
         raise ConfigError(f"TEST.COCO_API is {name}, which is not installed. Run 'pip install faster-coco-eval'.")
 
 
-class _Finite:
-    """Raise a :class:`ConfigError` if an evaluator receives detections with non-finite values."""
+class COCOEvaluator(coco_evaluation.COCOEvaluator):
+    """detectron2's COCO evaluator with identical metrics and a small memory footprint.
 
-    def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
-        for record, output in zip(inputs, outputs, strict=True):
-            if (instances := output.get("instances")) is not None:
-                source = record.get("file_name", record.get("image_id"))
-                check_finite(instances.pred_boxes.tensor.cpu(), instances.scores.cpu(), source=str(source))
-        super().process(inputs, outputs)
-
-
-class FiniteLVISEvaluator(_Finite, LVISEvaluator):
-    """detectron2's LVIS evaluator, with a check for non-finite values."""
-
-
-class FiniteVOCEvaluator(_Finite, PascalVOCDetectionEvaluator):
-    """detectron2's Pascal VOC evaluator, with a check for non-finite values."""
-
-
-class COCOEvaluator(_Finite, coco_evaluation.COCOEvaluator):
-    """detectron2's COCO evaluator, also for annotations that are already read and checked.
+    Each process matches every image with pycocotools as soon as it is processed, and keeps about 40 bytes per
+    detection. The main process gathers these, and in small chunks the entries of ``coco_instances_results.json``. An
+    image that was already processed, in the same or in another process, is ignored. Proposals are evaluated by
+    detectron2.
 
     Args:
         dataset_name: a name in detectron2's catalog.
-        truth: the annotations; by default the annotation file of the dataset.
+        truth: annotations that are already read and checked; by default the annotation file of the dataset.
         output_dir: the folder for ``coco_instances_results.json``.
         max_dets_per_image: maximum number of detections per image and class.
     """
@@ -216,66 +203,10 @@ class COCOEvaluator(_Finite, coco_evaluation.COCOEvaluator):
         self._metadata, self._coco_api = MetadataCatalog.get(dataset_name), truth
         self._do_evaluation, self._kpt_oks_sigmas = "annotations" in truth.dataset, ()
 
-
-class FasterCOCOEvaluator(COCOEvaluator):
-    """Evaluate with faster-coco-eval, a C++ implementation with the same metrics of boxes and masks as pycocotools."""
-
-    def _eval_predictions(self, predictions: list[dict[str, Any]], img_ids: list[int] | None = None) -> None:
-        # An optional dependency.
-        from faster_coco_eval import COCO, COCOeval_faster
-
-        # detectron2's method has no argument for another COCOeval.
-        results = [one for image in predictions for one in image["instances"]]
-        ids = {index: number for number, index in self._metadata.get("thing_dataset_id_to_contiguous_id", {}).items()}
-        for result in results if ids else ():
-            result["category_id"] = ids[result["category_id"]]
-        if self._output_dir:
-            with atomic_write(Path(self._output_dir) / RESULTS_FILE) as partial:
-                partial.write_text(json.dumps(results))
-        if not self._do_evaluation:
-            self._logger.info("Annotations are not available for evaluation.")
-            return
-        # Image ids may be text, which faster-coco-eval does not support.
-        content, image_of = self._coco_api.dataset, _positions(self._coco_api.imgs)
-        truth = COCO()
-        truth.dataset = content | {"images": [one | {"id": image_of[one["id"]]} for one in content["images"]]}
-        truth.dataset["annotations"] = [
-            one | {"id": index, "image_id": image_of[one["image_id"]]}
-            for index, one in enumerate(content.get("annotations", ()), start=1)
-            if one["image_id"] in image_of
-        ]
-        truth.createIndex()
-        results = [one | {"image_id": image_of[one["image_id"]]} for one in results]
-        for task in sorted(self._tasks or self._tasks_from_predictions(results)):
-            evaluation = None
-            if results:
-                # As in detectron2, the area of a mask is its number of pixels, not the area of its box.
-                own = [{key: value for key, value in one.items() if (task, key) != ("segm", "bbox")} for one in results]
-                evaluation = COCOeval_faster(truth, truth.loadRes(own), task)
-                if img_ids is not None:
-                    evaluation.params.imgIds = [image_of[image] for image in img_ids]
-                if task != "keypoints":
-                    evaluation.params.maxDets = self._max_dets_per_image
-                evaluation.evaluate()
-                evaluation.accumulate()
-                evaluation.summarize()
-            names = self._metadata.get("thing_classes")
-            self._results[task] = self._derive_coco_results(evaluation, task, class_names=names)
-
-
-class MatchingCOCOEvaluator(COCOEvaluator):
-    """detectron2's COCO evaluator with identical metrics and a small memory footprint.
-
-    Each process matches every image with pycocotools as soon as it is processed, and keeps about 40 bytes per
-    detection. The main process gathers these, and in small chunks the entries of ``coco_instances_results.json``. An
-    image that was already processed, in the same or in another process, is ignored. Proposals are evaluated by
-    detectron2.
-    """
-
     def reset(self) -> None:
         super().reset()
         # Image -> task -> matches. Images are numbered in the order of their ids.
-        self._images: dict[int, dict[str, Matches]] = {}
+        self._images: dict[int, dict[str, Any]] = {}
         if self._output_dir:
             os.makedirs(self._output_dir, exist_ok=True)
             # One line per image, in an unnamed file that is deleted when the process ends.
@@ -324,6 +255,15 @@ class MatchingCOCOEvaluator(COCOEvaluator):
     def _match(self, truth: bytes, results: list[dict[str, Any]], task: str) -> Matches:
         return match_image(*json.loads(truth), results, task, self._max_dets_per_image)
 
+    def _join(self, images: list[Matches]) -> Matches | tuple[()]:
+        return tuple(map(np.concatenate, zip(*images, strict=True)))
+
+    def _summarize(self, parts: list[Matches], task: str) -> COCOeval:
+        # Objects in images without detections count too.
+        seen = {image for found, _ in parts for image in np.unique(found["image"])}
+        rest = [self._match(truth, [], task) for image, truth in enumerate(self._truth) if image not in seen]
+        return summarize([*parts, *rest], task, list(self._category_of.values()), self._max_dets_per_image)
+
     def evaluate(self) -> dict[str, Any]:
         if any(comm.all_gather(bool(self._predictions))):
             return super().evaluate()
@@ -336,16 +276,10 @@ class MatchingCOCOEvaluator(COCOEvaluator):
         own = [tasks for number, tasks in self._images.items() if number not in repeated]
         results, classes = {}, self._metadata.get("thing_classes")
         for task in sorted(set().union(*comm.all_gather(set().union(*own)))) or ["bbox"]:
-            parts = comm.gather(_joined([tasks.pop(task) for tasks in own if task in tasks]))
+            parts = comm.gather(self._join([tasks.pop(task) for tasks in own if task in tasks]))
             if comm.is_main_process():
-                parts, evaluation = list(filter(None, parts)), None
-                if parts:
-                    # Objects in images without detections count too.
-                    seen = {image for found, _ in parts for image in np.unique(found["image"])}
-                    rest = [truth for image, truth in enumerate(self._truth) if image not in seen]
-                    parts += [_joined([self._match(truth, [], task) for truth in rest])] * bool(rest)
-                    categories = list(self._category_of.values())
-                    evaluation = summarize(parts, task, categories, self._max_dets_per_image)
+                parts = list(filter(None, parts))
+                evaluation = self._summarize(parts, task) if parts else None
                 results[task] = self._derive_coco_results(evaluation, task, class_names=classes)
         return results
 
@@ -367,85 +301,85 @@ class MatchingCOCOEvaluator(COCOEvaluator):
         self._results_file.close()
 
 
+class FasterCOCOEvaluator(COCOEvaluator):
+    """Evaluate with faster-coco-eval, a C++ implementation with the same metrics of boxes and masks as pycocotools.
+
+    The main process gathers all detections, because faster-coco-eval does not return the matches of single images.
+    """
+
+    def _match(self, truth: bytes, results: list[dict[str, Any]], task: str) -> list[dict[str, Any]]:
+        # As in detectron2, the area of a mask is its number of pixels, not the area of its box.
+        return [{key: value for key, value in one.items() if (task, key) != ("segm", "bbox")} for one in results]
+
+    def _join(self, images: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        return list(chain.from_iterable(images))
+
+    def _summarize(self, parts: list[list[dict[str, Any]]], task: str) -> Any:
+        # An optional dependency.
+        from faster_coco_eval import COCO, COCOeval_faster
+
+        images, objects = zip(*map(json.loads, self._truth), strict=True)
+        numbered = [one | {"id": index} for index, one in enumerate(chain.from_iterable(objects), start=1)]
+        categories = [{"id": number} for number in self._category_of.values()]
+        truth = COCO()
+        truth.dataset = {"images": list(images), "annotations": numbered, "categories": categories}
+        truth.createIndex()
+        evaluation = COCOeval_faster(truth, truth.loadRes(self._join(parts)), task)
+        if task != "keypoints":
+            evaluation.params.maxDets = self._max_dets_per_image
+        for step in (evaluation.evaluate, evaluation.accumulate, evaluation.summarize):
+            step()
+        return evaluation
+
+
 def _positions(ids: Iterable[Any]) -> dict[Any, int]:
     """Return the position of each id in sorted order."""
     return {number: position for position, number in enumerate(sorted(ids))}
-
-
-def _joined(tables: list[Matches]) -> Matches | tuple[()]:
-    return tuple(map(np.concatenate, zip(*tables, strict=True)))
 
 
 # Metric names --------------------------------------------------------------------------------------------------------
 
 
 def check_metric(cfg: CfgNode) -> None:
-    """Raise a :class:`ConfigError` unless the evaluators compute ``TEST.BEST_METRIC``.
+    """Raise a :class:`ConfigError` unless an evaluation has the metric ``TEST.BEST_METRIC``.
 
     Args:
-        cfg: a config whose ``DATASETS.TEST`` are registered. The metric is ``task/name`` or ``dataset/task/name``.
+        cfg: a config whose ``DATASETS.TEST`` are registered.
     """
-    metric, tests = cfg.TEST.BEST_METRIC, cfg.DATASETS.TEST
-    dataset, task, name = split_metric_name(cfg)
-    tasks = _tasks(cfg)
-    if task not in tasks:
-        prefix = "DATASET/" if len(tests) > 1 else ""
-        raise ConfigError(
-            f"TEST.BEST_METRIC is '{metric}'. Write {prefix}TASK/METRIC as in metrics.json. TASK must be "
-            f"{' or '.join(tasks)}."
-        )
-    if task == LOSS_TASK and not cfg.TEST.VALIDATION_LOSS:
+    dataset, metric = split_metric_name(cfg)
+    if metric.startswith(f"{LOSS_TASK}/") and not cfg.TEST.VALIDATION_LOSS:
         raise ConfigError(f"TEST.BEST_METRIC '{metric}' needs the validation loss. Set TEST.VALIDATION_LOSS True.")
-    if task == LOSS_TASK:
-        if name != TOTAL_LOSS and not name.startswith("loss_"):
-            raise ConfigError(
-                f"TEST.BEST_METRIC is {metric}. Use {LOSS_TASK}/{TOTAL_LOSS} or a name {LOSS_TASK}/loss_*."
-            )
-        return
-    metrics, per_class = metric_names(cfg, dataset, task)
-    if metrics and name not in (*metrics, *per_class):
-        also = f", and per class as {per_class[0]}" if per_class else ""
-        near = closest(name, (*metrics, *per_class), most=3)
-        raise ConfigError(f"TEST.BEST_METRIC is {metric}. Use one of {', '.join(metrics)}{also}{near or '.'}")
+    names = metric_names(cfg, dataset)
+    if metric not in names and not metric.startswith(f"{LOSS_TASK}/loss_"):
+        hint = closest(metric, names, most=3) or "."
+        raise ConfigError(
+            f"TEST.BEST_METRIC '{metric}' is not a metric of {dataset}{hint} Use TASK/METRIC as in metrics.json, such "
+            f"as {names[0]}."
+        )
 
 
-def _tasks(cfg: CfgNode) -> list[str]:
-    """Return the tasks that an evaluation of this model reports."""
-    if is_segmentor(cfg):
-        return ["sem_seg", LOSS_TASK]
-    has_rois = cfg.MODEL.META_ARCHITECTURE in ("GeneralizedRCNN", "PanopticFPN")
-    is_evaluated = {
-        "segm": has_rois and cfg.MODEL.MASK_ON,
-        "keypoints": has_rois and cfg.MODEL.KEYPOINT_ON,
-        "sem_seg": is_panoptic(cfg),
-    }
-    return ["bbox", *(task for task, evaluated in is_evaluated.items() if evaluated), LOSS_TASK]
-
-
-def split_metric_name(cfg: CfgNode) -> tuple[str, str, str]:
-    """Split ``TEST.BEST_METRIC`` into dataset, task and name. Names of datasets and classes may contain a ``/``.
+def split_metric_name(cfg: CfgNode) -> tuple[str, str]:
+    """Return the dataset of ``TEST.BEST_METRIC`` and the metric, ``task/name``.
 
     If ``DATASETS.TEST`` has several datasets, the metric may start with one of them. The default is the first dataset.
-    Missing parts are empty.
     """
-    metric, dataset = cfg.TEST.BEST_METRIC, "".join(cfg.DATASETS.TEST[:1])
-    if len(cfg.DATASETS.TEST) > 1:
-        dataset = next((name for name in cfg.DATASETS.TEST if metric.startswith(f"{name}/")), dataset)
-        metric = metric.removeprefix(f"{dataset}/")
-    task, _, name = metric.partition("/")
-    return dataset, task, name
+    metric, tests = cfg.TEST.BEST_METRIC, cfg.DATASETS.TEST
+    dataset = next((name for name in tests[1:] if metric.startswith(f"{name}/")), tests[0])
+    return dataset, metric.removeprefix(f"{dataset}/") if len(tests) > 1 else metric
 
 
-def metric_names(cfg: CfgNode, dataset: str, task: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the metrics of a task on a registered dataset, and the metrics per class."""
-    metadata = MetadataCatalog.get(dataset)
-    if task == "sem_seg":
-        stuff = metadata.get("stuff_classes", ())
-        class_metrics = ("IoU", "ACC", "BoundaryIoU", "min(IoU, B-Iou)")
-        return _LABEL_METRICS, tuple(f"{metric}-{name}" for metric in class_metrics for name in stuff)
-    evaluator_type = metadata.get("evaluator_type")
-    metrics = _DETECTION_METRICS.get(evaluator_type, ())
-    metrics = tuple(name for name in metrics if (task, name) != ("keypoints", "APs"))
-    things = class_names(cfg, dataset) or () if evaluator_type in ("coco", "coco_panoptic_seg") else ()
-    # A single class has no separate metrics.
-    return metrics, tuple(f"AP-{name}" for name in things) if len(things) > 1 else ()
+def metric_names(cfg: CfgNode, dataset: str) -> list[str]:
+    """Return the metrics of an evaluation on a registered dataset as ``task/name``. Losses of parts are left out."""
+    metadata, names = MetadataCatalog.get(dataset), []
+    if not is_segmentor(cfg):
+        evaluator_type, things = metadata.get("evaluator_type"), class_names(cfg, dataset) or ()
+        metrics = [*_DETECTION_METRICS[evaluator_type]]
+        # detectron2's COCO evaluator has no separate metrics for a single class.
+        if _DETECTION_METRICS[evaluator_type] is _COCO_METRICS and len(things) > 1:
+            metrics += [f"AP-{name}" for name in things]
+        tasks = {"bbox": True, "segm": cfg.MODEL.MASK_ON, "keypoints": cfg.MODEL.KEYPOINT_ON}
+        names += [f"{task}/{metric}" for task, has_task in tasks.items() if has_task for metric in metrics]
+    if is_segmentor(cfg) or is_panoptic(cfg):
+        metrics = [f"{metric}-{name}" for metric in _CLASS_METRICS for name in metadata.get("stuff_classes", ())]
+        names += [f"sem_seg/{metric}" for metric in (*_LABEL_METRICS, *metrics)]
+    return [*names, f"{LOSS_TASK}/{TOTAL_LOSS}"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from detectron2.data import MetadataCatalog
 from detectron2.evaluation.coco_evaluation import COCOevalMaxDets, COCOEvaluator
 from detectron2.structures import Boxes, Instances
 from detectron2.utils import comm
@@ -135,8 +136,9 @@ def evaluated(folder: Path, results: list[dict], shares: list[list[int]]) -> Non
     cfg = small_config("mask_rcnn", "DATASETS.COCO", dataset, "DATASETS.CHECK", "off", *keys)
     register_datasets(cfg)
     evaluator = build_evaluator(cfg, "drawn", str(folder / f"in {len(shares)}"))
-    evaluator._metadata.thing_dataset_id_to_contiguous_id = {2: 0, 3: 1, 5: 2, 7: 3}
-    evaluator._metadata.thing_classes = ["class 2", "class 3", "class 5", "class 7"]
+    metadata = MetadataCatalog.get("drawn")
+    metadata.thing_dataset_id_to_contiguous_id = {2: 0, 3: 1, 5: 2, 7: 3}
+    metadata.thing_classes = ["class 2", "class 3", "class 5", "class 7"]
     evaluator.reset()
     feed(evaluator, results, shares[comm.get_rank()])
     metrics = evaluator.evaluate()
