@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,6 @@ from projects_vil.modeling import MicroBatches, autocast_detector, use_sync_free
 from projects_vil.utils import read_json, stop_requests, terminate, terminating_between_calls
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-# Keys of parameter groups that a resumed run takes from its config.
-_RATES = {"initial_lr": "learning rate", "weight_decay": "weight decay", "momentum": "momentum"}
 NONFINITE_FILE = "nonfinite.json"
 # Limit of consecutive overflows under float16 loss scaling. From any scale, 32 halvings lead below 1.
 MAX_OVERFLOWS = 32
@@ -52,28 +50,19 @@ class _Step:
 
     Attributes:
         images: image_id and file_name of the images of each micro-batch.
-        names: names of the losses of each micro-batch.
+        names: names of the losses.
         weights, divisor: the loss of the batch is the weighted sum over micro-batches, divided by ``divisor``.
-        error: message of an exception in the forward pass.
+        error: message of an exception in the forward pass of the last micro-batch.
     """
 
     iteration: int
     learning_rate: float
     data_time: float
     images: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
-    names: list[list[str]] = dataclasses.field(default_factory=list)
+    names: list[str] = dataclasses.field(default_factory=list)
     weights: list[float] = dataclasses.field(default_factory=list)
     divisor: float = 1.0
     error: str = ""
-
-    def means(self, losses: list[dict[str, float]]) -> dict[str, float]:
-        """Return the losses of the batch from the losses of its micro-batches."""
-        weighted: dict[str, float] = defaultdict(float)
-        # A step that ended before its last backward pass lacks a weight.
-        for terms, weight in zip(losses, self.weights, strict=False):
-            for name, value in terms.items():
-                weighted[name] += value * weight
-        return {name: value / self.divisor for name, value in weighted.items()}
 
 
 class TrainStep(SimpleTrainer):
@@ -189,7 +178,8 @@ class TrainStep(SimpleTrainer):
                 except FloatingPointError as error:  # detectron2 raises it for non-finite proposals.
                     step.error = one_line(error).removesuffix(" Training has diverged.")
                     terms = {"total_loss": torch.full((), math.nan, device=self.device)}
-                step.names.append(list(terms))
+                step.names = list(terms)
+                losses = [] if step.error else losses
                 losses.append(torch.stack([value.detach().double() for value in terms.values()]))
                 if is_last or step.error:
                     # Once per iteration in all processes, before the backward pass in which they wait for each other.
@@ -259,13 +249,12 @@ class TrainStep(SimpleTrainer):
             ConfigError: see :meth:`run_step`.
         """
         pending, self._pending, self._num_skipped = self._pending, [], None
-        rows = torch.cat([row for row, _ in pending]).tolist() if pending else []
-        for row, step in pending:
-            values, rows = rows[: len(row)], rows[len(row) :]
-            *values, norm, has_failed, is_nonfinite, stop_signal = values
+        rows = torch.cat([row for row, _ in pending]).cpu().split([len(row) for row, _ in pending]) if pending else ()
+        for row, (_, step) in zip(rows, pending, strict=True):
+            # (micro-batches, names)
+            losses = row[:-4].view(-1, len(step.names))
+            norm, has_failed, is_nonfinite, stop_signal = row[-4:].tolist()
             self.stop_signal = int(stop_signal)
-            remaining = iter(values)
-            losses = [dict(zip(names, remaining, strict=False)) for names in step.names]
             if has_failed and (is_nonfinite or self.scaler is None):
                 self._skip(step, losses, f"the gradient norm is {norm}")
                 continue
@@ -273,33 +262,39 @@ class TrainStep(SimpleTrainer):
             if self.overflows >= MAX_OVERFLOWS:
                 self._skip(step, losses, f"the gradients overflowed in {self.overflows} consecutive steps")
                 continue
-            means = {name: torch.tensor(value, dtype=torch.float64) for name, value in step.means(losses).items()}
+            weights = losses.new_tensor(step.weights)[:, None] / step.divisor
+            means = dict(zip(step.names, (losses * weights).sum(0), strict=True))
             self.write_metrics(means, step.data_time, step.iteration)
             if math.isfinite(norm):
                 get_event_storage().put_scalar("gradient_norm", norm, cur_iter=step.iteration)
 
-    def _skip(self, step: _Step, losses: list[dict[str, float]], reason: str) -> None:
+    def _skip(self, step: _Step, losses: Tensor, reason: str) -> None:
         """Report a skipped step in all processes, and raise an error if it was one too many.
 
         Args:
-            losses: losses of each micro-batch.
+            losses: (micro-batches, names).
             reason: the reason if all losses are finite.
         """
         self.skipped += 1
         is_skipped = self.skipped <= self.max_nonfinite_steps
-        own, images, terms = "", sum(step.images, []), step.means(losses) or losses[-1]
-        for index, candidate in enumerate(losses):
-            nonfinite = ", ".join(f"{name} is {value}" for name, value in candidate.items() if not math.isfinite(value))
-            if nonfinite:
-                own, images, terms = step.error or nonfinite, step.images[index], candidate
-                break
+        own, images, values = step.error, sum(step.images, []), losses[-1].tolist()
+        for index in (~losses.isfinite()).any(1).nonzero()[:1].flatten().tolist():
+            images, values = step.images[-1 if step.error else index], losses[index].tolist()
+            terms = zip(step.names, values, strict=True)
+            own = own or ", ".join(f"{name} is {value}" for name, value in terms if not math.isfinite(value))
         # JSON has no NaN.
-        terms = {name: value if math.isfinite(value) else str(value) for name, value in terms.items()}
-        reasons, processes = zip(*comm.all_gather((own, {"losses": terms, "images": images})), strict=True)
+        values = [value if math.isfinite(value) else str(value) for value in values]
+        process = {"losses": dict(zip(step.names, values, strict=True)), "images": images}
+        reasons, processes = zip(*comm.all_gather((own, process)), strict=True)
         reason = next(filter(None, reasons), reason)
         if comm.is_main_process():
             entry = {"iteration": step.iteration, "reason": reason, "learning_rate": step.learning_rate}
-            self._write_nonfinite(step.iteration, entry | {"is_skipped": is_skipped, "processes": processes})
+            entry |= {"is_skipped": is_skipped, "processes": processes}
+            old = read_json(self.nonfinite_file) if self.nonfinite_file.exists() else []
+            # A resumed run repeats iterations.
+            entries = [one for one in old if one["iteration"] < step.iteration]
+            with atomic_write(self.nonfinite_file) as partial:
+                partial.write_text(json.dumps([*entries, entry], indent=2) + "\n")
         # The first process that raises ends the others.
         comm.synchronize()
         message = (
@@ -314,21 +309,6 @@ class TrainStep(SimpleTrainer):
         logging.getLogger(__name__).warning(
             f"{message} Skipped {self.skipped} of SOLVER.MAX_NONFINITE_STEPS {self.max_nonfinite_steps} steps."
         )
-
-    def _write_nonfinite(self, iteration: int, *new: dict[str, Any]) -> None:
-        """Write ``nonfinite.json`` with its entries before an iteration and new ones; delete an empty file."""
-        old = read_json(self.nonfinite_file) if self.nonfinite_file.exists() else []
-        entries = [*(entry for entry in old if entry["iteration"] < iteration), *new]
-        if entries:
-            with atomic_write(self.nonfinite_file) as partial:
-                partial.write_text(json.dumps(entries, indent=2) + "\n")
-        else:
-            self.nonfinite_file.unlink(missing_ok=True)
-
-    def start(self, iteration: int) -> None:
-        """Remove an iteration and later ones from ``nonfinite.json``, because a resumed run repeats them."""
-        if comm.is_main_process() and self.nonfinite_file.exists():
-            self._write_nonfinite(iteration)
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict() | {"skipped": self.skipped, "overflows": self.overflows}
@@ -347,10 +327,6 @@ class TrainStep(SimpleTrainer):
                 "config. Resume with SOLVER and MODEL.BACKBONE.FREEZE_AT of its config.yaml, or start from its weights "
                 "(MODEL.WEIGHTS, without --resume, in another OUTPUT_DIR)."
             )
-        pairs = list(zip(saved["param_groups"], own, strict=True))
-        changed = [name for key, name in _RATES.items() if any(old.get(key) != new.get(key) for old, new in pairs)]
-        if changed:
-            logging.getLogger(__name__).warning("The config changes the %s of the resumed run.", ", ".join(changed))
         super().load_state_dict(state_dict | {"optimizer": saved | {"param_groups": own}})
         self.skipped, self.overflows = state_dict.get("skipped", 0), state_dict.get("overflows", 0)
         if self.scaler is not None and "grad_scaler" in state_dict:
@@ -583,7 +559,6 @@ class Trainer(DefaultTrainer):
         logging.getLogger(__name__).info("seed: %d", self.seed)
         if hasattr(self._trainer.data_loader, "start"):
             self._trainer.data_loader.start(seed=self.seed, iteration=self.start_iter)
-        self._trainer.start(self.start_iter)
         if self._metrics_file is not None:
             self._metrics_file.start(self.start_iter - self._is_unfinished)
         super().before_train()
@@ -601,18 +576,12 @@ class Trainer(DefaultTrainer):
             self.iter = self.storage.iter = self.start_iter
 
     def after_train(self) -> None:
-        """Run the hooks. A failed run is not evaluated."""
+        """Run the hooks. A run that fails in its last iteration is not evaluated."""
         # A resumed run may have had no iteration left.
         self.iter = min(self.iter, self.max_iter)
         if isinstance(sys.exc_info()[1], Exception):
-            self.storage.iter = self.iter
-            for hook in self._hooks:
-                # A second error, as on a full disk, would replace the first.
-                with contextlib.suppress(OSError):
-                    if not isinstance(hook, EvalHook):
-                        hook.after_train()
-        else:
-            super().after_train()
+            self._hooks = [hook for hook in self._hooks if not isinstance(hook, EvalHook)]
+        super().after_train()
 
     def _evaluate(self) -> OrderedDict:
         """Evaluate the averaged model, or the model. A signal saves a checkpoint and ends the run at once."""
@@ -654,7 +623,14 @@ class Trainer(DefaultTrainer):
         for name in cfg.DATASETS.TEST if cfg.TEST.VALIDATION_LOSS else ():
             dataset_results = results if len(cfg.DATASETS.TEST) == 1 else results[name]
             dataset_results[LOSS_TASK] = validation_loss(cfg, module, name)
-        report_results(cfg, results, model=fingerprint(cfg, module) if comm.is_main_process() else None)
+        if comm.is_main_process():
+            # Imports Matplotlib, which takes a tenth of the start of a run.
+            from projects_vil.visualization import draw_evaluation
+
+            write_results(cfg, results, model=fingerprint(cfg, module))
+            # After the last iteration the storage's iteration is one higher.
+            done = min(get_event_storage().iter + 1, cfg.SOLVER.MAX_ITER) if has_event_storage() else None
+            draw_evaluation(cfg, name="evaluated" if done is None else f"{done:07d}")
         return results
 
 
@@ -670,24 +646,6 @@ def amp_dtype(name: str, *, on_gpu: bool) -> torch.dtype:
         # Every probe of the memory calls this function too.
         log_first_n(logging.INFO, f"Mixed precision: SOLVER.AMP.DTYPE auto is {name}", name=__name__)
     return AMP_DTYPES[name]
-
-
-def report_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = None) -> None:
-    """In rank 0, write ``evaluation.json`` and draw ``TEST.NUM_VISUALIZED_IMAGES`` images.
-
-    Args:
-        cfg: names the datasets and the output directory.
-        results: results of the evaluators.
-        model: fingerprint of the evaluated model.
-    """
-    if comm.is_main_process():
-        # Imports Matplotlib, which takes a tenth of the start of a run.
-        from projects_vil.visualization import draw_evaluation
-
-        write_results(cfg, results, model=model)
-        # After the last iteration the storage's iteration is one higher.
-        done = min(get_event_storage().iter + 1, cfg.SOLVER.MAX_ITER) if has_event_storage() else None
-        draw_evaluation(cfg, name="evaluated" if done is None else f"{done:07d}")
 
 
 def share_statistics(model: nn.Module) -> None:
