@@ -43,23 +43,15 @@ class DetectionMetrics:
     f1: float
     images: list[tuple[dict[str, Any], list[Match]]]
 
-    def ap(self, task: str, *, iou: float | None = None, category: int | None = None) -> float:
-        """Return the AP in percent of all classes, or of the class at an index; nan without objects."""
-        values = self._precision(task, iou, category)[..., 0]
-        return float(100 * values[values > -1].mean()) if (values > -1).any() else float("nan")
-
     def curve(self, task: str, *, iou: float | None = None, category: int | None = None) -> np.ndarray:
         """Return recall and precision (101, 2), averaged over classes with objects; (0, 2) without objects."""
-        values = self._precision(task, iou, category)[..., 0]
+        row = slice(None) if iou is None else [round((iou - 0.5) / 0.05)]
+        values = self.precision[task][row, :, :, 0]
+        values = values if category is None else values[..., [category]]
         values = values[..., (values > -1).all(axis=(0, 1))]
         if not values.size:
             return np.zeros((0, 2))
         return np.stack([np.linspace(0, 1, values.shape[1]), values.mean(axis=(0, 2))], axis=1)
-
-    def _precision(self, task: str, iou: float | None, category: int | None) -> np.ndarray:
-        row = None if iou is None else round((iou - 0.5) / 0.05)
-        table = self.precision[task] if row is None else self.precision[task][row : row + 1]
-        return table if category is None else table[:, :, category : category + 1]
 
 
 def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max_detections: int) -> DetectionMetrics:

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,22 +199,18 @@ def _summary(tasks: dict[str, dict[str, Any]], metrics: DetectionMetrics | None)
 
 
 def _classes(tasks: dict[str, dict[str, Any]], metrics: DetectionMetrics | None) -> dict[str, Any]:
-    """Return the table of classes. A row is the name, the values, and the AP for the bar."""
+    """Return the table of classes with objects. A row is the name, the values, and the first metric for the bar."""
+    rows: dict[str, dict[str, Any]] = defaultdict(dict)
     if metrics is not None:
-        columns = [
-            "number of objects",
-            *(f"{name} {TASK_NAMES[task]}" for task in metrics.precision for name in ("AP", "AP50")),
-        ]
-        rows = []
-        for index in np.flatnonzero(metrics.num_objects[:, 0]):
-            values = [metrics.ap(task, iou=iou, category=index) for task in metrics.precision for iou in (None, 0.5)]
-            rows.append((metrics.categories[index]["name"], [str(metrics.num_objects[index, 0]), *values], values[0]))
-        return {"class_columns": columns, "bar_of": "AP boxes", "classes": rows}
-    task, per_class = next(((task, v[PER_CLASS]) for task, v in tasks.items() if v.get(PER_CLASS)), ("", {}))
-    columns = list(next(iter(per_class.values()), {}))
-    rows = [(name, [own.get(each) for each in columns], own.get(columns[0])) for name, own in per_class.items()]
-    rows = [row for row in rows if row[2] is not None]
-    return {"class_columns": columns, "bar_of": " ".join([*columns[:1], TASK_NAMES.get(task, task)]), "classes": rows}
+        for category, (number, *_) in zip(metrics.categories, metrics.num_objects, strict=True):
+            rows[category["name"]]["number of objects"] = str(number) if number else None
+    for task, values in tasks.items():
+        for name, own in values.get(PER_CLASS, {}).items():
+            rows[name] |= {f"{metric} {TASK_NAMES.get(task, task)}": value for metric, value in own.items()}
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    bar = next((column for column in columns if column != "number of objects"), "")
+    table = [(name, [row.get(column) for column in columns], row.get(bar)) for name, row in rows.items()]
+    return {"class_columns": columns, "bar_of": bar, "classes": [row for row in table if set(row[1]) != {None}]}
 
 
 def _confusion(metrics: DetectionMetrics) -> dict[str, Any]:
