@@ -1,6 +1,7 @@
 """Optimizers, parameter groups and learning-rate schedules."""
 
 import fnmatch
+import logging
 import math
 import shlex
 from collections.abc import Collection, Iterable, Sequence
@@ -276,13 +277,11 @@ def schedule_by_epochs(cfg: CfgNode, num_images: int, overridden: Collection[str
         A config with ``SOLVER.EPOCHS`` 0, so that a resumed run has the same iterations, and lines for the log.
 
     Raises:
-        ConfigError: for a negative number of epochs, or if both epochs and iterations are in ``overridden``.
+        ConfigError: for a negative number of epochs.
     """
     solver = cfg.SOLVER
     if solver.EPOCHS < 0:
         raise ConfigError(f"SOLVER.EPOCHS is {solver.EPOCHS}. It must be at least 1, or 0 to use SOLVER.MAX_ITER.")
-    if solver.EPOCHS and {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} <= set(overridden):
-        raise ConfigError("SOLVER.EPOCHS and SOLVER.MAX_ITER both set the length of training. Leave one out.")
     if not solver.EPOCHS or "SOLVER.MAX_ITER" in overridden:
         unused = f"SOLVER.MAX_ITER {solver.MAX_ITER} overrides SOLVER.EPOCHS {solver.EPOCHS} of the config"
         return with_overrides(cfg, {"SOLVER.EPOCHS": 0}), [unused] if solver.EPOCHS else []
@@ -311,22 +310,18 @@ def schedule_by_epochs(cfg: CfgNode, num_images: int, overridden: Collection[str
     return with_overrides(cfg, values | {"SOLVER.EPOCHS": 0}), lines
 
 
-def scale_learning_rate(cfg: CfgNode) -> tuple[CfgNode, list[str]]:
-    """Scale the learning rate from ``SOLVER.REFERENCE_BATCH_SIZE`` to ``IMS_PER_BATCH``.
+def scale_learning_rate(cfg: CfgNode) -> CfgNode:
+    """Scale the learning rate from ``SOLVER.REFERENCE_BATCH_SIZE`` to ``IMS_PER_BATCH``, and log it.
 
-    ``SOLVER.BASE_LR`` and ``BASE_LR_END`` are multiplied by ``IMS_PER_BATCH / REFERENCE_BATCH_SIZE``.
-
-    Returns:
-        A config with ``SOLVER.REFERENCE_BATCH_SIZE`` 0, so that a resumed run is not scaled again, and lines for the
-        log.
+    ``SOLVER.BASE_LR`` and ``BASE_LR_END`` are multiplied by ``IMS_PER_BATCH / REFERENCE_BATCH_SIZE``. The returned
+    config has ``SOLVER.REFERENCE_BATCH_SIZE`` 0, so that a resumed run is not scaled again.
     """
-    solver = cfg.SOLVER
-    if not solver.REFERENCE_BATCH_SIZE:
-        return cfg, []
-    scale = solver.IMS_PER_BATCH / solver.REFERENCE_BATCH_SIZE
-    values = {"SOLVER.BASE_LR": solver.BASE_LR * scale, "SOLVER.BASE_LR_END": solver.BASE_LR_END * scale}
-    line = (
-        f"SOLVER.REFERENCE_BATCH_SIZE {solver.REFERENCE_BATCH_SIZE}: SOLVER.IMS_PER_BATCH is "
-        f"{solver.IMS_PER_BATCH}, and SOLVER.BASE_LR {solver.BASE_LR:g} becomes {values['SOLVER.BASE_LR']:g}"
+    batch, reference = cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.REFERENCE_BATCH_SIZE
+    if not reference:
+        return cfg
+    values = {f"SOLVER.{key}": cfg.SOLVER[key] * batch / reference for key in ("BASE_LR", "BASE_LR_END")}
+    logging.getLogger(__name__).info(
+        f"SOLVER.REFERENCE_BATCH_SIZE {reference}: SOLVER.IMS_PER_BATCH is {batch}, and SOLVER.BASE_LR "
+        f"{cfg.SOLVER.BASE_LR:g} becomes {values['SOLVER.BASE_LR']:g}"
     )
-    return with_overrides(cfg, values | {"SOLVER.REFERENCE_BATCH_SIZE": 0}), [line]
+    return with_overrides(cfg, values | {"SOLVER.REFERENCE_BATCH_SIZE": 0})

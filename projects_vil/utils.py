@@ -47,8 +47,6 @@ _FILE_ONLY = re.compile(
     # The table before these records has the same figures. A metric that cannot be computed is nan.
     r"copypaste: |Evaluation results for .* in csv format:|Some metrics cannot be computed"
 )
-# Paths that a run and its libraries open under a fixed name. Evaluators write into "inference".
-_OPENED = ("log.txt*", "metrics.json", "last_checkpoint", "drawings", "inference", "inference/**/*")
 # Names of the files that a run writes before its config.
 _FIRST_FILES = re.compile(r"log\.txt|metrics\.json$|data$|events\.out\.tfevents\.")
 # Regular expressions for the start of a warning.
@@ -110,10 +108,9 @@ def read_json(path: str | Path, *, what: str = "file") -> Any:
     check_file(path, what)
     try:
         with paused_garbage_collection():
-            with open(path, "rb") as file:
-                # The encoding may have a byte order mark.
-                encoding = json.detect_encoding(file.read(4))
-            return parse_json(Path(path).read_text(encoding=encoding), source=path)
+            content = Path(path).read_bytes()
+            # The encoding may have a byte order mark.
+            return parse_json(content.decode(json.detect_encoding(content)), source=path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"Cannot read '{path}': {reason}. Check the file and its permissions.") from error
@@ -263,23 +260,15 @@ def cleanup_on_failure(folder: Path) -> Iterator[None]:
         folder: ``OUTPUT_DIR``.
 
     Raises:
-        ConfigError: If the folder cannot be created, or if a path that the run opens in it is a link, a pipe or a
-            folder.
+        ConfigError: If the folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        is_new = not any(folder.iterdir())
-        for path in sorted(path for pattern in _OPENED for path in folder.glob(pattern)):
-            is_folder = path.is_dir() and path.relative_to(folder).parts[0] in ("drawings", "inference")
-            if path.is_symlink() or not (path.is_file() or is_folder):
-                raise ConfigError(
-                    f"'{path}' is a link, a pipe or a folder, but the run writes a file with this name. Remove it, or "
-                    "choose another OUTPUT_DIR."
-                )
     except OSError as error:
         raise ConfigError(
             f"Cannot create OUTPUT_DIR '{folder}': {error.strerror}. Choose another OUTPUT_DIR."
         ) from error
+    is_new = not any(folder.iterdir())
     try:
         yield
     except BaseException:

@@ -170,10 +170,6 @@ CASES = {
     "a resume with nothing to train": Case(
         f"{RESUME} SOLVER.MAX_ITER 2", named="nothing is trained", status=0, writes=RESUMED
     ),
-    "log that is a link": Case(TRAIN, link_to_other("output/log.txt"), "output/log.txt"),
-    "metrics that are a pipe": Case(
-        TRAIN, lambda folder: ((folder / "output").mkdir(), os.mkfifo(folder / "output/metrics.json")), "metrics.json"
-    ),
     "last_checkpoint that is a folder": Case(
         RESUME, replace_by("run/last_checkpoint", Path.mkdir), "run/last_checkpoint"
     ),

@@ -20,7 +20,6 @@ from detectron2.modeling import FPN, build_model
 from detectron2.modeling.backbone import Backbone, build_resnet_backbone
 from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
 from detectron2.modeling.backbone.swin import SwinTransformer
-from detectron2.structures import Boxes, Instances, PolygonMasks
 from detectron2.utils.events import EventStorage
 from detectron2.utils.logger import log_every_n_seconds
 from matplotlib.figure import Figure
@@ -32,6 +31,7 @@ from backbones import ConfigError
 from backbones.attention.sliding_chunk import sample_shifts
 from backbones.errors import GENERATOR, check_choice, closest
 from projects_vil.config import check_device, load_config
+from projects_vil.engine.auto_micro_batch import random_image
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_transformer_backbone, stage_names
 from projects_vil.solver import build_optimizer
 from projects_vil.utils import peak_in_new_process
@@ -47,6 +47,7 @@ _SUFFIXES = {
 }
 _STRIDES = (4, 8, 16, 32)
 _SEED = 0
+_OBJECTS = 4  # per image
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +92,11 @@ class BenchmarkCase:
         for suffix in suffixes:
             check_choice(f"suffix of {name}", suffix, _SUFFIXES)
         cfg = self._config(name, suffixes)
-        images = torch.rand(self.batch_size, 3, *self.size, generator=torch.Generator().manual_seed(_SEED)) * 255
         if self.part in ("detector", "train-step"):
             module = model = build_model(cfg)
             if self.is_baseline:
                 model.backbone = _with_fpn(cfg, build_baseline(name)).to(self.device)
-            inputs = ([{"image": image, "instances": _objects(self.size)} for image in images],)
+            inputs = ([random_image(cfg, *self.size, _OBJECTS) for _ in range(self.batch_size)],)
         else:
             if self.is_baseline:
                 model = build_baseline(name)
@@ -106,8 +106,7 @@ class BenchmarkCase:
                 model = build_transformer_backbone(cfg, ShapeSpec(channels=3))
             model.to(self.device)
             height, width = (-(-side // _STRIDES[-1]) * _STRIDES[-1] for side in self.size)
-            images = nn.functional.pad(images, (0, width - self.size[1], 0, height - self.size[0]))
-            module, inputs = model, ((images / 64 - 2).to(self.device),)
+            module, inputs = model, (torch.randn(self.batch_size, 3, height, width, device=self.device),)
             if self.part == "attention":
                 module, inputs = self._attention(model, height, width)
         model.train(self._trains)
@@ -211,15 +210,6 @@ def _with_fpn(cfg: CfgNode, bottom_up: nn.Module) -> FPN:
     if cfg.MODEL.META_ARCHITECTURE == "RetinaNet":
         return FPN(bottom_up, names[1:], channels, top_block=LastLevelP6P7(channels, channels, in_feature="p5"))
     return FPN(bottom_up, names, channels, top_block=LastLevelMaxPool())
-
-
-def _objects(size: tuple[int, int]) -> Instances:
-    """Return four ground-truth objects; each covers a quarter of the image."""
-    height, width = size
-    boxes = torch.tensor([[x, y, x + width / 2, y + height / 2] for x in (0, width / 2) for y in (0, height / 2)])
-    corners = boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]].double().numpy()
-    masks = PolygonMasks([[polygon] for polygon in corners])
-    return Instances(size, gt_boxes=Boxes(boxes), gt_classes=torch.zeros(4, dtype=torch.int64), gt_masks=masks)
 
 
 # -- measurements ----------------------------------------------------------------------------------

@@ -415,8 +415,8 @@ def checkpoints_of(folder: str | Path) -> list[Path]:
 def last_checkpoints(folder: str | Path) -> list[Path]:
     """Return the checkpoints of a run, the last one first, without the best checkpoint.
 
-    The last one is the file that ``last_checkpoint`` names. If it names none, the checkpoint with the most iterations
-    comes first, because copying a folder changes modification times.
+    The last one is the file that ``last_checkpoint`` names. If it names none, ``model_final.pth`` and the checkpoint
+    with the most iterations come first, because copying a folder changes modification times.
     """
     files, tag = checkpoints_of(folder), Path(folder) / LAST_CHECKPOINT
     name = tag.read_text(errors="replace").strip() if tag.is_file() else ""
@@ -427,7 +427,8 @@ def last_checkpoints(folder: str | Path) -> list[Path]:
         logging.getLogger(__name__).warning(
             "%s does not name a checkpoint in its folder (%r). The newest complete one is used.", tag, name[:80]
         )
-        files.sort(key=_iteration, reverse=True)
+        # model_final.pth is sorted before numbered checkpoints.
+        files.sort(key=lambda path: path.name, reverse=True)
     return files
 
 
@@ -489,15 +490,3 @@ def remove_partial(folder: str | Path) -> None:
     """Remove incomplete files of processes that were killed while writing."""
     for path in Path(folder).glob(".*.partial"):
         path.unlink(missing_ok=True)
-
-
-def _iteration(path: Path) -> int:
-    """Return the iteration in the name of a file, or else in its contents; -1 if it cannot be read."""
-    number = path.stem.removeprefix("model_")
-    if number.isdecimal():
-        return int(number)
-    try:
-        iteration = read_checkpoint(path).get("iteration")
-    except ConfigError:
-        return -1
-    return iteration if type(iteration) is int else -1

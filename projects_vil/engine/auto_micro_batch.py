@@ -19,6 +19,7 @@ from projects_vil.config import CONFIG_FILE, is_segmentor, load_config, with_ove
 from projects_vil.engine.trainer import amp_dtype
 from projects_vil.solver import build_optimizer
 
+_logger = logging.getLogger(__name__)
 _KEY = "SOLVER.GRADIENT_ACCUMULATION_STEPS"
 # Share of the free GPU memory to use. The rest is for fragmentation and for differences between images.
 _SHARE = 0.8
@@ -28,21 +29,17 @@ _CPU_PIXELS = 800 * 1333
 _OBJECTS = 128
 
 
-def choose_micro_batches(cfg: CfgNode, *, resume: bool = False, limit: float | None = None) -> tuple[CfgNode, str]:
-    """Replace ``GRADIENT_ACCUMULATION_STEPS "auto"`` by a number. All processes call this.
+def choose_micro_batches(cfg: CfgNode, *, resume: bool = False, limit: float | None = None) -> CfgNode:
+    """Replace ``GRADIENT_ACCUMULATION_STEPS "auto"`` by a number, and log it. All processes call this.
 
     The micro-batch size divides the number of images per process. On a GPU the probe runs training steps on random
-    images of the largest configured size. It measures memory with the two smallest sizes and extrapolates to the
-    largest size that fits. On the CPU a micro-batch has at most 800 x 1333 pixels, or one image. A resumed run keeps
-    the number of its ``config.yaml``.
+    images of the largest configured size, with more and more images until they do not fit. On the CPU a micro-batch
+    has at most 800 x 1333 pixels, or one image. A resumed run keeps the number of its ``config.yaml``.
 
     Args:
         cfg: the config of the run.
         resume: whether to continue the run in ``OUTPUT_DIR``.
         limit: bytes that a process may use on a GPU; 80 % of the free memory by default.
-
-    Returns:
-        The config with a number, and a line for the log.
 
     Raises:
         ConfigError: if a training step with one image exceeds ``limit``.
@@ -52,7 +49,8 @@ def choose_micro_batches(cfg: CfgNode, *, resume: bool = False, limit: float | N
     if resume and checkpoints_of(cfg.OUTPUT_DIR) and saved.exists():
         steps = load_config(saved).SOLVER.GRADIENT_ACCUMULATION_STEPS
         if steps != "auto" and images % steps == 0:
-            return with_overrides(cfg, {_KEY: steps}), f"{_KEY} {steps}, as in the resumed run"
+            _logger.info(f"{_KEY} {steps}, as in the resumed run")
+            return with_overrides(cfg, {_KEY: steps})
     sizes = [size for size in range(1, images + 1) if images % size == 0]
     height, width = largest_training_size(cfg)
     what = f"images of {height} x {width} pixels"
@@ -62,35 +60,27 @@ def choose_micro_batches(cfg: CfgNode, *, resume: bool = False, limit: float | N
     else:
         chosen = max(size for size in sizes if size == 1 or size * height * width <= _CPU_PIXELS)
         reason = "CPU memory is not measured"
-    line = f"{_KEY} auto: {images // chosen} micro-batches of {chosen} {what} ({reason})"
-    return with_overrides(cfg, {_KEY: images // chosen}), line
+    _logger.info(f"{_KEY} auto: {images // chosen} micro-batches of {chosen} {what} ({reason})")
+    return with_overrides(cfg, {_KEY: images // chosen})
 
 
 def _measure(cfg: CfgNode, sizes: list[int], limit: float, what: str) -> tuple[int, str]:
     """Return the largest of ``sizes`` whose step fits into ``limit`` bytes in all processes, and the measurements."""
-    logging.getLogger(__name__).info(
-        "%s auto: measuring the memory of training steps. To skip this, set a number.", _KEY
-    )
+    _logger.info("%s auto: measuring the memory of training steps. To skip this, set a number.", _KEY)
     peaks: dict[int, float] = {}
-
-    def fits(size: int) -> bool:
-        if size not in peaks:
-            peaks[size] = max(comm.all_gather(peak_of_step(cfg, size)))
-        return peaks[size] <= limit
-
-    if not fits(1):
+    for size in sizes:
+        peaks[size] = max(comm.all_gather(peak_of_step(cfg, size)))
+        if peaks[size] > limit:
+            break
+    if peaks[1] > limit:
         needed = f"{peaks[1] / 1e9:.2f} GB" if peaks[1] < math.inf else "more memory than the GPU has"
         raise ConfigError(
             f"A training step with one of the {what} takes {needed}, and {limit / 1e9:.2f} GB may be used. Lower "
             "INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN (or INPUT.LSJ.SIZE), or set "
             "MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING True."
         )
-    chosen = 1
-    if len(sizes) > 1 and fits(sizes[1]):
-        slope = (peaks[sizes[1]] - peaks[1]) / (sizes[1] - 1)
-        likely = [size for size in sizes[1:] if size == sizes[1] or peaks[1] + slope * (size - 1) <= limit]
-        chosen = next(size for size in reversed(likely) if fits(size))
-    measured = ", ".join(f"{size}: {peak / 1e9:.2f} GB" for size, peak in sorted(peaks.items()))
+    measured = ", ".join(f"{size}: {peak / 1e9:.2f} GB" for size, peak in peaks.items())
+    chosen = max(size for size, peak in peaks.items() if peak <= limit)
     return chosen, f"measured: {measured}; limit {limit / 1e9:.2f} GB"
 
 
@@ -131,7 +121,7 @@ def run_steps(cfg: CfgNode, num_images: int) -> None:
 
     In the second step gradients and optimizer state are in memory.
     """
-    amp = cfg.SOLVER.AMP
+    amp, size = cfg.SOLVER.AMP, largest_training_size(cfg)
     model = build_model(cfg)
     optimizer = build_optimizer(cfg, model)
     # Kept for its memory.
@@ -141,19 +131,18 @@ def run_steps(cfg: CfgNode, num_images: int) -> None:
     with EventStorage(), torch.jit.optimized_execution(False):
         for _ in range(2):
             with torch.autocast(device, dtype, enabled=amp.ENABLED):
-                losses = model([_random_image(cfg) for _ in range(num_images)])
+                losses = model([random_image(cfg, *size, _OBJECTS) for _ in range(num_images)])
             (0 * sum(losses.values())).backward()
             optimizer.step()
 
 
-def _random_image(cfg: CfgNode) -> dict[str, object]:
-    """Return a training sample with random pixels and ``_OBJECTS`` objects."""
-    height, width = largest_training_size(cfg)
-    boxes = (torch.rand(_OBJECTS, 2, 2) * torch.tensor([width, height])).sort(1).values.flatten(1)
+def random_image(cfg: CfgNode, height: int, width: int, num_objects: int) -> dict[str, object]:
+    """Return a training sample with random pixels and objects."""
+    boxes = (torch.rand(num_objects, 2, 2) * torch.tensor([width, height])).sort(1).values.flatten(1)
     instances = Instances((height, width), gt_boxes=Boxes(boxes))
-    instances.gt_classes = torch.zeros(_OBJECTS, dtype=torch.int64)
+    instances.gt_classes = torch.zeros(num_objects, dtype=torch.int64)
     if cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask":
-        instances.gt_masks = BitMasks(torch.ones(_OBJECTS, height, width, dtype=torch.bool))
+        instances.gt_masks = BitMasks(torch.ones(num_objects, height, width, dtype=torch.bool))
     elif cfg.MODEL.MASK_ON:
         instances.gt_masks = PolygonMasks([[corners] for corners in boxes[:, [0, 1, 2, 1, 2, 3]].double().numpy()])
     pixels = torch.randint(256, (3, height, width), dtype=torch.uint8)

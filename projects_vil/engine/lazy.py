@@ -235,25 +235,14 @@ def lazy_trainer(lazy: DictConfig) -> type[Trainer]:
     class LazyTrainer(Trainer):
         log_period = lazy.train.log_period
 
-        @classmethod
-        def build_model(cls, cfg: CfgNode) -> nn.Module:
-            return instantiate(lazy.model).to(cfg.MODEL.DEVICE)
-
-        @classmethod
-        def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
-            return build_lazy_optimizer(lazy, model)
+        build_model = staticmethod(lambda cfg: instantiate(lazy.model).to(cfg.MODEL.DEVICE))
+        build_optimizer = staticmethod(lambda cfg, model: build_lazy_optimizer(lazy, model))
+        build_train_loader = staticmethod(lambda cfg: instantiate(lazy.dataloader.train))
+        build_test_loader = staticmethod(lambda cfg, dataset_name: instantiate(lazy.dataloader.test))
 
         @classmethod
         def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> LRMultiplier:
             return LRMultiplier(optimizer, instantiate(lazy.lr_multiplier), cfg.SOLVER.MAX_ITER)
-
-        @classmethod
-        def build_train_loader(cls, cfg: CfgNode) -> Any:
-            return instantiate(lazy.dataloader.train)
-
-        @classmethod
-        def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:
-            return instantiate(lazy.dataloader.test)
 
         @classmethod
         def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:

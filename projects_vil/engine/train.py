@@ -24,7 +24,7 @@ from projects_vil.engine.checks import check_output_dir, check_setup
 from projects_vil.engine.launch import Processes, launch
 from projects_vil.engine.trainer import Trainer
 from projects_vil.solver import scale_learning_rate, schedule_by_epochs
-from projects_vil.utils import log_run, run_lock, stop_requests, terminating_between_calls
+from projects_vil.utils import LOCK_FILE, log_run, run_lock, stop_requests, terminating_between_calls
 
 
 def launch_run(
@@ -72,13 +72,11 @@ def _train(cfg: CfgNode, resume: bool, overridden: Collection[str]) -> None:
         # The datasets are read before any file of an older run is deleted.
         num_images = read_datasets(cfg)
         cfg, lines = schedule_by_epochs(cfg, num_images, overridden)
-        cfg, scaling = scale_learning_rate(cfg)
-        lines += scaling
-        if cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS == "auto":
-            cfg, line = choose_micro_batches(cfg, resume=resume)
-            lines.append(line)
         for line in lines:
             logging.getLogger(__name__).info(line)
+        cfg = scale_learning_rate(cfg)
+        if cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS == "auto":
+            cfg = choose_micro_batches(cfg, resume=resume)
         run_training(cfg, Trainer, resume=resume)
 
 
@@ -112,27 +110,12 @@ def _set_up_run(cfg: CfgNode, *, eval_only: bool) -> None:
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
 
 
-def save_config(cfg: CfgNode, trainer: type[Trainer], *, eval_only: bool = False) -> None:
-    """Write ``config.yaml`` in rank 0. An evaluation does not overwrite the file of a training run.
-
-    Args:
-        cfg: Config to write.
-        trainer: Writes the config.
-        eval_only: Whether the run only evaluates.
-
-    Raises:
-        ConfigError: If the file exists and was not written by a run.
-    """
-    path = Path(cfg.OUTPUT_DIR) / CONFIG_FILE
-    if not comm.is_main_process():
-        return
-    if eval_only:
-        if any(any(path.parent.glob(pattern)) for pattern in ("*.pth", "metrics.json", ".run.lock")):
-            return
-        check_replaceable(path, advice="Choose another OUTPUT_DIR.")
-    with atomic_write(path) as partial:
-        trainer.write_config(cfg, partial)
-        partial.write_text(f"# {GENERATOR}\n{partial.read_text()}")
+def save_config(cfg: CfgNode, trainer: type[Trainer]) -> None:
+    """Write ``config.yaml`` in rank 0."""
+    if comm.is_main_process():
+        with atomic_write(Path(cfg.OUTPUT_DIR) / CONFIG_FILE) as partial:
+            trainer.write_config(cfg, partial)
+            partial.write_text(f"# {GENERATOR}\n{partial.read_text()}")
 
 
 def run_training(cfg: CfgNode, trainer_class: type[Trainer], *, resume: bool) -> OrderedDict | None:
@@ -187,7 +170,11 @@ def run_evaluation(cfg: CfgNode, trainer: type[Trainer], *, resume: bool) -> Non
         resume: Evaluate the last checkpoint in ``OUTPUT_DIR`` instead of ``MODEL.WEIGHTS``.
     """
     _set_up_run(cfg, eval_only=True)
-    save_config(cfg, trainer, eval_only=True)
+    folder = Path(cfg.OUTPUT_DIR)
+    # A training run keeps its config.
+    if not any(any(folder.glob(pattern)) for pattern in ("*.pth", "metrics.json", LOCK_FILE)):
+        check_replaceable(folder / CONFIG_FILE, advice="Choose another OUTPUT_DIR.")
+        save_config(cfg, trainer)
     model = trainer.build_model(cfg)
     checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, cfg=cfg, complete=True)
     checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)

@@ -433,7 +433,8 @@ class Trainer(DefaultTrainer):
             loader = self.build_train_loader(self.cfg)
             before.append(PreciseBN(eval_period, self.model, loader, test.PRECISE_BN.NUM_ITER))
         if self.averaged is not None:
-            before.append(CallbackHook(after_step=_update_average))
+            average, step = self.averaged, self._trainer
+            before.append(CallbackHook(after_step=lambda _: average.update_parameters(model, step.has_stepped)))
         self._saving = hooks.PeriodicCheckpointer(
             self.checkpointer, period=options.CHECKPOINT_PERIOD, max_to_keep=options.CHECKPOINT_MAX_TO_KEEP
         )
@@ -632,10 +633,6 @@ class Trainer(DefaultTrainer):
             done = min(get_event_storage().iter + 1, cfg.SOLVER.MAX_ITER) if has_event_storage() else None
             draw_evaluation(cfg, name="evaluated" if done is None else f"{done:07d}")
         return results
-
-
-def _update_average(trainer: Trainer) -> None:
-    trainer.averaged.update_parameters(unwrapped(trainer.model), trainer._trainer.has_stepped)
 
 
 def amp_dtype(name: str, *, on_gpu: bool) -> torch.dtype:

@@ -13,6 +13,7 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from projects_vil import data
+from projects_vil.config import with_overrides
 from projects_vil.modeling import MicroBatches
 
 LOSS_TASK = "validation_loss"
@@ -71,14 +72,10 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
 
 def _as_for_testing(cfg: CfgNode) -> CfgNode:
     """Return a config that resizes training images to the test size, without augmentation."""
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (cfg.INPUT.MIN_SIZE_TEST,), cfg.INPUT.MAX_SIZE_TEST
-    cfg.INPUT.MIN_SIZE_TRAIN_SAMPLING = "choice"
-    cfg.INPUT.RANDOM_FLIP = "none"
-    cfg.INPUT.CROP.ENABLED, cfg.INPUT.AUGMENTATION = False, "default"
-    cfg.INPUT.PHOTOMETRIC_DISTORTION = False
-    return cfg
+    values = {"MIN_SIZE_TRAIN": (cfg.INPUT.MIN_SIZE_TEST,), "MAX_SIZE_TRAIN": cfg.INPUT.MAX_SIZE_TEST}
+    values |= {"MIN_SIZE_TRAIN_SAMPLING": "choice", "RANDOM_FLIP": "none", "CROP.ENABLED": False}
+    values |= {"AUGMENTATION": "default", "PHOTOMETRIC_DISTORTION": False}
+    return with_overrides(cfg, {f"INPUT.{key}": value for key, value in values.items()})
 
 
 @contextlib.contextmanager

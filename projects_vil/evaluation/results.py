@@ -16,19 +16,13 @@ from numpy.typing import ArrayLike
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.config import first_of
-from projects_vil.utils import parse_json, read_json
+from projects_vil.utils import read_json
 
 EVALUATION_FILE = "evaluation.json"
 # The evaluated model is in a file of its own, because the results have only datasets at the top level.
 EVALUATED_MODEL_FILE = "evaluation.model.json"
 # The key of the results per class, and the metrics that evaluators compute per class, such as AP-dog.
 PER_CLASS, _CLASS_METRICS = "per_class", ("AP", "IoU", "ACC")
-# COCO's area ranges, in pixels of the image.
-_SIZES = {
-    "s": "small objects (below 32 x 32 pixels)",
-    "m": "medium objects (32 x 32 to 96 x 96 pixels)",
-    "l": "large objects (above 96 x 96 pixels)",
-}
 # An AP in percent below which the setup is probably wrong.
 _LOW_AP = 0.1
 
@@ -98,14 +92,12 @@ def read_results(folder: str | Path, *, model: str) -> dict[str, dict[str, dict[
     path = Path(folder) / EVALUATION_FILE
     if not path.is_file():
         return None
-    hint = "Evaluate the model again."
-    try:
-        text = path.read_text()
-        content, evaluated = parse_json(text, source=path), read_json(path.with_name(EVALUATED_MODEL_FILE))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"Cannot read '{path}' or {EVALUATED_MODEL_FILE}: {error}. {hint}") from error
-    if evaluated != _identity(text, model):
-        raise ConfigError(f"'{path}' does not match {EVALUATED_MODEL_FILE} or the weights and test settings. {hint}")
+    content, evaluated = read_json(path), read_json(path.with_name(EVALUATED_MODEL_FILE))
+    if evaluated != _identity(path.read_text(), model):
+        raise ConfigError(
+            f"'{path}' does not match {EVALUATED_MODEL_FILE} or the weights and test settings. Evaluate the model "
+            "again."
+        )
     return content
 
 
@@ -138,33 +130,25 @@ def _class_values(metrics: Mapping[str, float], metric: str) -> dict[str, float]
 
 
 def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return a line for each undefined metric (nan, or -1 in COCO's table) with its reason, and for an AP of about 0.
+    """Return a line for the undefined metrics of each task (nan, or -1 in COCO's table), and for an AP of about 0.
 
     Args:
         results: task -> metric -> value, as an evaluator returns them.
     """
     lines = []
     for task, metrics in results.items():
-        ap = metrics.get("AP", math.inf)
+        ap, undefined = metrics.get("AP", math.inf), [name for name, value in metrics.items() if math.isnan(value)]
         if math.isnan(ap):
             lines.append(
                 f"{task}: AP is undefined, because the dataset has no ground truth, or no detection is above the score "
                 "threshold"
             )
-            continue
-        undefined = {name for name, value in metrics.items() if math.isnan(value)}
-        because = "is undefined, because the dataset has no ground truth of"
-        absent = [f"AP{s} {because} {size}" for s, size in _SIZES.items() if f"AP{s}" in undefined]
-        for metric in ("AP", "IoU"):
-            names = [name for name, value in _class_values(metrics, metric).items() if math.isnan(value)]
-            if names:
-                absent.append(
-                    f"{metric} of {first_of(names, 5)} {because} {'this class' if len(names) == 1 else 'these'}"
-                )
+        elif undefined:
+            names = f"{first_of(undefined, 5)} {'is' if len(undefined) == 1 else 'are'}"
+            lines.append(f"{task}: {names} undefined, because the dataset has no ground truth of this size or class")
         if ap < _LOW_AP:
-            absent.append(
-                f"AP is {ap:.3f}: possible reasons are few iterations, a different class order than in the weights, or "
-                "boxes that are not left, top, width, height in pixels"
+            lines.append(
+                f"{task}: AP is {ap:.3f}: possible reasons are few iterations, a different class order than in the "
+                "weights, or boxes that are not left, top, width, height in pixels"
             )
-        lines += [f"{task}: {line}" for line in absent]
     return lines

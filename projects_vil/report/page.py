@@ -46,7 +46,6 @@ class RunFolder:
 
     folder: Path
     cfg: CfgNode | None = None
-    config_text: str = ""
     metrics: list[dict[str, float]] = field(default_factory=list)  # lines of metrics.json
     evaluation: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)  # dataset -> task -> metric
     log: str = ""
@@ -110,9 +109,8 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
         return ""
 
     run.log = read(LOG, "versions and warnings")
-    run.config_text = read(CONFIG, "configuration and evaluation on its datasets")
-    with run.omit_on_error("differences from the defaults, and evaluation on the datasets"):
-        run.cfg = load_config(folder / CONFIG) if run.config_text else None
+    with run.omit_on_error("configuration, and evaluation on its datasets"):
+        run.cfg = load_config(folder / CONFIG)
     if overrides:
         run.cfg = load_config(folder / CONFIG, overrides)
     lines = read(METRICS, "curves").splitlines()
@@ -149,7 +147,15 @@ def _datasets(run: RunFolder, *, num_images: int) -> list[dict[str, Any]]:
     names = list(run.cfg.DATASETS.TEST) if run.cfg is not None else []
     sections = []
     for name in dict.fromkeys([*names, *run.evaluation]):
-        metrics = _evaluate(run, name) if run.cfg is not None else None
+        metrics = None
+        if run.cfg is not None:
+            with run.omit_on_error(f"precision and recall, confusions and images of {name}"):
+                check_files(name)
+                if not is_coco(name):
+                    raise ConfigError(f"'{name}' is not in COCO format. Use a COCO dataset for these sections.")
+                annotations = fixed_coco(name, check=run.cfg.DATASETS.CHECK, masks=run.cfg.MODEL.MASK_ON)
+                results, limit = predictions_file(run.folder, name), run.cfg.TEST.DETECTIONS_PER_IMAGE
+                metrics = evaluate_detections(annotations, results, max_detections=limit)
         tasks = run.evaluation.get(name, {})
         section = {"name": name, "metrics": metrics, "figures": [], "images": []}
         section |= _summary(tasks, metrics) | _classes(tasks, metrics)
@@ -161,17 +167,6 @@ def _datasets(run: RunFolder, *, num_images: int) -> list[dict[str, Any]]:
         if section["summary"] or section["figures"]:
             sections.append(section)
     return sections
-
-
-def _evaluate(run: RunFolder, name: str) -> DetectionMetrics | None:
-    results = predictions_file(run.folder, name)
-    with run.omit_on_error(f"precision and recall, confusions and images of {name}"):
-        check_files(name)
-        if not is_coco(name):
-            raise ConfigError(f"'{name}' is not in COCO format. Use a COCO dataset for these sections.")
-        annotations = fixed_coco(name, check=run.cfg.DATASETS.CHECK, masks=run.cfg.MODEL.MASK_ON)
-        return evaluate_detections(annotations, results, max_detections=run.cfg.TEST.DETECTIONS_PER_IMAGE)
-    return None
 
 
 def _summary(tasks: dict[str, dict[str, Any]], metrics: DetectionMetrics | None) -> dict[str, Any]:

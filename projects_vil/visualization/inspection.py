@@ -271,13 +271,10 @@ def draw_offsets(
         point: y and x in pixels of the image file, for one token instead of ``num_points``.
 
     Raises:
-        ConfigError: if the model has no deformable token merging, the point is outside an image, two images have the
-            same name, or a file cannot be read or written.
+        ConfigError: if the model has no deformable token merging, the point is outside an image, or a file cannot be
+            read or written.
     """
     paths = [Path(output) / f"{Path(file).stem}_offsets.png" for file in image_files]
-    for path in paths:
-        if paths.count(path) > 1:
-            raise ConfigError(f"Two images would be written to '{path}'. Rename one of them.")
     model, backbone = load_model(cfg, weights)
     for file, path in zip(image_files, paths, strict=True):
         pixels, batch, found = read_input(cfg, model, file, point)

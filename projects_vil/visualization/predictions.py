@@ -16,7 +16,7 @@ from backbones.errors import ConfigError, check_whole
 from projects_vil.config import is_panoptic, is_segmentor, with_overrides
 from projects_vil.data import IGNORED_LABEL, build_train_loader, label_reader, load_dataset, read_image
 from projects_vil.evaluation import EVALUATION_FILE
-from projects_vil.utils import check_output_folder, read_json
+from projects_vil.utils import read_json
 from projects_vil.visualization.drawing import (
     DRAW_THRESHOLD,
     PANEL_HEIGHT,
@@ -120,18 +120,18 @@ def summarize_run(run: Path, dataset_name: str, *, num_images: int, drawing: Pat
     """Return two lines: the AP or mIoU on a dataset, and the paths of the results.
 
     Raises:
-        ConfigError: if ``evaluation.json`` is missing or damaged, or has no results on the dataset.
+        ConfigError: if ``evaluation.json`` is missing, is damaged, or has no results on the dataset.
     """
-    labels = {("bbox", "AP"): "box AP", ("segm", "AP"): "mask AP", ("sem_seg", "mIoU"): "mIoU"}
-    try:
-        tasks = read_json(run / EVALUATION_FILE)[dataset_name]
-        found = {label: tasks[task][metric] for (task, metric), label in labels.items() if task in tasks}
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"'{run / EVALUATION_FILE}' has no results on {dataset_name!r} ({error!r}). Run 'vil eval {run}'."
-        ) from error
-    values = "   ".join(f"{label} {'undefined' if value is None else f'{value:.1f}'}" for label, value in found.items())
-    return [f"{values}   ({dataset_name}, {num_images} images)", f"results in {run}, predictions drawn in {drawing}"]
+    results = read_json(run / EVALUATION_FILE)
+    if dataset_name not in results:
+        raise ConfigError(f"'{run / EVALUATION_FILE}' has no results on {dataset_name!r}. Run 'vil eval {run}'.")
+    parts = []
+    for task, label, metric in (("bbox", "box ", "AP"), ("segm", "mask ", "AP"), ("sem_seg", "", "mIoU")):
+        if task in results[dataset_name]:
+            value = results[dataset_name][task][metric]
+            parts.append(f"{label}{metric} {'undefined' if value is None else f'{value:.1f}'}")
+    summary = f"{'   '.join(parts)}   ({dataset_name}, {num_images} images)"
+    return [summary, f"results in {run}, predictions drawn in {drawing}"]
 
 
 def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: int | None = None) -> list[Path]:
@@ -139,19 +139,15 @@ def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: in
 
     Args:
         cfg: the config of the run. Its datasets are registered.
-        output: the folder of the drawings. It is created, and must not contain drawings of an earlier call.
+        output: the folder of the drawings, which is created.
         number: number of samples.
         seed: the seed of the run. By default ``SEED``, or 0 if ``SEED`` is negative.
 
     Raises:
-        ConfigError: if the dataset check fails, drawings already exist, or a file cannot be written.
+        ConfigError: if the dataset check fails, or if a file cannot be written.
     """
     seed = max(cfg.SEED, 0) if seed is None else seed
     check_whole("seed", seed, least=0)
-    check_output_folder(output)
-    earlier = sorted(Path(output).glob("[0-9][0-9][0-9][0-9]*_*.png"))
-    if earlier:
-        raise ConfigError(f"'{output}' already contains drawings ({earlier[0].name}). Choose another folder.")
     # The samples do not depend on the number of workers.
     loader = build_train_loader(with_overrides(cfg, {"DATALOADER.NUM_WORKERS": 0}))
     loader.start(seed=seed, iteration=0)

@@ -1,13 +1,11 @@
 """Logs, locks, signals, memory and child processes."""
 
-import functools
 import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -21,10 +19,7 @@ from projects_vil.utils import (
     atomic_folder,
     check_output_folder,
     deferred_signals,
-    handling_signals,
     log_run,
-    memory_of,
-    peak_in_new_process,
     run_lock,
     stop_requests,
     terminate,
@@ -137,21 +132,6 @@ def test_a_deferred_signal_takes_effect_at_the_end(handlers, number):
     assert done == ["the rest"] and caught.value.code == 128 + number and signal.getsignal(number) is terminate
 
 
-def test_ignored_signals_and_other_threads_stay_as_they_are(handlers):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    received = []
-
-    def work():
-        with handling_signals(lambda number, frame: received.append(number)):
-            os.kill(os.getpid(), signal.SIGHUP)
-
-    work()
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert received == [] and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-
-
 def test_a_model_is_left_between_two_calls(handlers):
     module, calls = torch.nn.Identity(), []
     with pytest.raises(SystemExit) as caught:
@@ -172,22 +152,6 @@ def test_a_second_ctrl_c_interrupts_a_single_process_at_once(handlers, single_pr
 
 
 # -- memory and imports ----------------------------------------------------------------------------
-
-
-def allocate(number: int):
-    """Allocate four times ``number`` floats, then return a function that allocates ``number`` floats."""
-    torch.ones(4 * number)
-    return functools.partial(torch.ones, number)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(memory_of() is None, reason="the system has no /proc")
-def test_the_peak_of_a_call():
-    measure = functools.partial(peak_in_new_process, what="this", instead="that")
-    # The peak is 0.2 GB. The allocation of 0.8 GB in allocate() is not included.
-    assert 1e8 < measure(functools.partial(allocate, 50_000_000)) < 6e8
-    with pytest.raises(ConfigError, match="this"):
-        measure(functools.partial(os._exit, 9))
 
 
 @pytest.mark.slow

@@ -95,20 +95,13 @@ def test_baselines_have_feature_maps_of_four_strides(name):
 
 
 @pytest.mark.slow
-def test_models_that_cannot_be_measured():
-    case("cvt_ls_13", "detector").build()  # CvT has three stages
-    for name, options, named in (
-        ("vil_tinny", {}, "'vil_tinny'"),
-        ("vil_tiny+fast", {}, "'fast'"),
-        (f"{SMALL}+shift", {}, r"\+shift"),
-        ("lit_ti+shift", {"backward": True}, "lit_ti"),
-        ("r50", {"is_baseline": True, "part": "attention"}, "r50"),
-        ("timm:pvt_v2_b0", {"part": "attention"}, "timm:pvt_v2_b0"),
-        ("swin", {"is_baseline": True}, "'swin_t'"),
-        ("vit_tiny_patch16_224", {"is_baseline": True}, "vit_tiny_patch16_224"),
-    ):
-        with pytest.raises(ConfigError, match=named):
-            case(name, **options).build()
+@pytest.mark.parametrize(
+    "name, options",
+    [(f"{SMALL}+shift", {}), ("timm:pvt_v2_b0", {"part": "attention"}), ("swin", {"is_baseline": True})],
+)
+def test_models_that_cannot_be_measured(name, options):
+    with pytest.raises(ConfigError, match=name.replace("+", r"\+")):
+        case(name, **options).build()
 
 
 # -- measurements ----------------------------------------------------------------------------------

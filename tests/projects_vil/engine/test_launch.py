@@ -115,7 +115,6 @@ def test_the_number_of_processes(monkeypatch):
     "changes, environment, named",
     [
         ({"num_gpus": 0}, {}, "--num-gpus is 0"),
-        ({"num_machines": 0}, {}, "--num-machines"),
         ({"machine_rank": 1}, {}, "--machine-rank"),
         ({"num_gpus": 2, "device": "cpu:0"}, {}, "cpu:0"),
         ({"num_gpus": 2}, TORCHRUN_SETS, "--num-gpus"),

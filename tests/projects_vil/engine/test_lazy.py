@@ -8,11 +8,8 @@ import pytest
 import torch
 from detectron2.config import LazyCall, instantiate
 from detectron2.data import transforms as T
-from detectron2.layers import ShapeSpec
-from detectron2.modeling import build_anchor_generator
 from detectron2.solver import LRMultiplier
 
-from backbones import ConfigError
 from projects_vil import load_config
 from projects_vil.config import with_overrides
 from projects_vil.data import seed_all
@@ -94,16 +91,6 @@ def test_the_same_detector_optimizer_and_data(both):
     assert lazy.train.eval_period == lazy.train.checkpointer.period == cfg.TEST.EVAL_PERIOD
 
 
-@pytest.mark.parametrize("both", ["retinanet"], indirect=True)
-def test_the_same_thresholds_and_anchors(both):
-    cfg, model, lazy, lazy_model = both
-    for name in ("test_score_thresh", "smooth_l1_beta", "num_classes", "head_in_features", "test_nms_thresh"):
-        assert getattr(model, name) == getattr(lazy_model, name), name
-    shapes = [ShapeSpec(channels=256, stride=stride) for stride in (8, 16, 32, 64, 128)]
-    ours, theirs = instantiate(lazy.model.anchor_generator), build_anchor_generator(cfg, shapes)
-    torch.testing.assert_close(list(ours.cell_anchors), list(theirs.cell_anchors), rtol=1e-4, atol=0)
-
-
 def test_large_scale_jitter_as_in_the_docs(shapes):
     cfg = load_lazy_config(lazy_path("mask_rcnn"), [*SMALL, "model.roi_heads.num_classes=3"])
     (snippet,) = re.findall(r"```python\n(dataloader.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
@@ -172,7 +159,6 @@ def test_the_command_line(shapes, tmp_path):
     "overrides, named",
     [
         (["train.max_itr=9"], "'train.max_iter'"),
-        (["train.max_iter", "9"], "train.max_iter"),
         (["train.max_iter=many"], "SOLVER.MAX_ITER"),
         (["dataloader.train.mapper.augmentations[7].short_edge_length=[48]"], "augmentations[7]"),
         (["dataloader.train.mapper.image_format=BGR"], "model.input_format"),
@@ -188,11 +174,3 @@ def test_mistakes(overrides, named, shapes, tmp_path):
     given = arguments("retinanet", f"train.output_dir={output}", *overrides)
     assert named in message(run_lazy_config, *given, processes=Processes())
     assert not output.exists()
-
-
-@pytest.mark.parametrize("text", ["model = (", "raise RuntimeError('on purpose')", "model = dict(a=1)"])
-def test_files_that_are_not_lazy_configs(text, tmp_path):
-    path = tmp_path / "config.py"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="config.py"):
-        load_lazy_config(path)

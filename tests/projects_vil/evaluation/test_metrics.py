@@ -48,7 +48,6 @@ def test_unknown_metrics_raise(config, detector, metric, closest):
     [
         (("one",), "bbox/AP-cup/mug", ("one", "bbox/AP-cup/mug")),
         (("one", "two"), "two/bbox/AP-cup/mug", ("two", "bbox/AP-cup/mug")),
-        (("one", "my/two"), "my/two/bbox/AP", ("my/two", "bbox/AP")),
         (("one", "two"), "bbox/AP", ("one", "bbox/AP")),
     ],
 )

@@ -45,7 +45,7 @@ def test_results_belong_to_a_model(tmp_path):
     assert "evaluation.model.json" in message(read_results, tmp_path, model="ours")
     for name in ("evaluation.model.json", "evaluation.json"):
         (tmp_path / name).write_text("{")
-        assert "evaluation.json" in message(read_results, tmp_path, model="ours")
+        assert name in message(read_results, tmp_path, model="ours")
 
 
 def test_the_evaluation_of_a_run_belongs_to_its_last_checkpoint(trained_run):
@@ -64,15 +64,15 @@ GOOD = {"AP": 30.0, "AP50": 50.0, "AP75": 31.0, "APs": 10.0, "APm": 20.0, "APl":
 @pytest.mark.parametrize(
     ("task", "metrics", "named"),
     [
-        ("bbox", GOOD | {"APl": NAN}, ["APl", "above 96 x 96"]),
+        ("bbox", GOOD | {"APl": NAN}, ["APl is"]),
         ("bbox", GOOD | {"AP-dog": 1.0, "AP-cat": NAN}, ["cat"]),
         ("bbox", GOOD | {"AP": 0.0}, ["0.000"]),
         ("bbox", GOOD | {"AP": NAN, "AP50": NAN, "APs": NAN}, ["AP"]),
-        ("segm", GOOD | {f"AP-class {number}": NAN for number in range(60)}, ["class 4", "55 more"]),
-        ("sem_seg", {"mIoU": 3.0, "IoU-road": 4.0, "IoU-sky": NAN}, ["IoU", "sky"]),
+        ("segm", GOOD | {f"AP-class {number}": NAN for number in range(60)}, ["AP-class 4", "55 more"]),
+        ("sem_seg", {"mIoU": 3.0, "IoU-road": 4.0, "IoU-sky": NAN}, ["IoU-sky"]),
     ],
 )
 def test_each_undefined_or_low_metric_is_explained_in_a_line(task, metrics, named):
     (line,) = explain_results({task: metrics, "other": {"mIoU": 40.0, "IoU-road": 80.0}})
     assert line.startswith(f"{task}: ") and all(text in line for text in named)
-    assert ("is undefined, because the dataset has no ground truth" in line) == any(map(math.isnan, metrics.values()))
+    assert ("undefined, because the dataset has no ground truth" in line) == any(map(math.isnan, metrics.values()))

@@ -28,7 +28,7 @@ from projects_vil.visualization import (
     summarize_run,
     write_image,
 )
-from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH, draw_labels
+from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH
 from projects_vil.visualization.predictions import MIN_SAMPLE_SIDE, draw_sample
 from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import panoptic_config
@@ -94,17 +94,6 @@ def test_predictions_are_drawn_next_to_ground_truth(request, tmp_path, task):
     assert len(draw(tmp_path, results, name, num_images=32)) > 4 * 250
 
 
-def test_low_scores_and_empty_masks(shapes, tmp_path):
-    results = perfect_results(shapes, masks=False)
-    expected = draw(tmp_path, results)
-    for result in results:
-        image = next(image for image in DatasetCatalog.get(NAME) if image["image_id"] == result["image_id"])
-        result["segmentation"] = encode(np.zeros((image["height"], image["width"])))
-    np.testing.assert_array_equal(draw(tmp_path, results), expected)
-    low, bare = (halves(draw(tmp_path, items, score_threshold=0.31))[1] for items in (results, []))
-    np.testing.assert_array_equal(low, bare)
-
-
 def test_holes_of_masks_are_kept():
     image = np.full((60, 90, 3), 100, np.uint8)
     mask = np.zeros((60, 90), bool)
@@ -126,13 +115,6 @@ def test_damaged_predictions_and_predictions_of_another_dataset(request, tmp_pat
     for content in [*results, [first | {"category_id": 18}]]:
         assert "results.json" in message(draw, tmp_path, content, name)
     assert not (tmp_path / "sheet.png").exists()
-
-
-def test_missing_and_unwritable_files(shapes, tmp_path):
-    results, records = tmp_path / "results.json", DatasetCatalog.get(NAME)
-    assert "results.json" in message(draw_results, NAME, records, results, tmp_path / "sheet.png")
-    results.write_text("[]")
-    assert "sheet.png" in message(draw_results, NAME, records, results, results / "sheet.png")
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------
@@ -160,22 +142,18 @@ def test_summary_of_a_run(tmp_path):
         (tmp_path / "evaluation.json").write_text(json.dumps({"val": tasks}))
         first, second = summarize_run(tmp_path, "val", **options)
         assert first == line and str(tmp_path / "predictions.png") in second
-    for content in ("{", "[]", '{"other": {"bbox": {"AP": 1}}}', '{"val": {"bbox": null}}'):
+    for content in ("{", '{"other": {"bbox": {"AP": 1}}}'):
         (tmp_path / "evaluation.json").write_text(content)
         assert "evaluation.json" in message(summarize_run, tmp_path, "val", **options)
 
 
-@pytest.mark.parametrize("draw", ["objects", "labels"])
-def test_class_names_are_not_math_text(draw):
-    image = np.zeros((60, 80, 3), np.uint8)
-    drawn = []
+def test_class_names_are_not_math_text():
+    drawn = set()
     for name in (r"$\frac{$", r"$\alpha$", "a"):
-        metadata = Metadata(thing_classes=[name], stuff_classes=[name])
-        if draw == "objects":
-            drawn.append(draw_instances(image, [{"bbox": [10, 20, 60, 30], "category_id": 0}], metadata, scale=4))
-        else:
-            drawn.append(draw_labels(image, np.zeros((60, 80), np.int64), metadata, scale=4))
-    assert len({drawing.tobytes() for drawing in drawn}) == len(drawn)
+        objects = [{"bbox": [10, 20, 60, 30], "category_id": 0}]
+        drawing = draw_instances(np.zeros((60, 80, 3), np.uint8), objects, Metadata(thing_classes=[name]), scale=4)
+        drawn.add(drawing.tobytes())
+    assert len(drawn) == 3
 
 
 def test_drawings_of_an_evaluation(trained_run, shapes, tmp_path, caplog):
@@ -222,9 +200,6 @@ def test_samples_are_the_first_images_of_a_run(shapes, tmp_path, detector, keys)
         drawn = read(path)
         assert (drawn == draw_sample(cfg, sample)).all()
         assert max(drawn.shape[0] - 2 * HEADER - GAP, drawn.shape[1] - GAP) == pytest.approx(MIN_SAMPLE_SIDE, abs=2)
-    # A second call needs another folder.
-    assert paths[0].name in message(draw_samples, cfg, tmp_path / "drawn", number=2, seed=5)
-    assert sorted((tmp_path / "drawn").iterdir()) == paths
     others = draw_samples(cfg, tmp_path / "others", number=4, seed=12)
     assert [path.read_bytes() for path in others] != [path.read_bytes() for path in paths]
 
