@@ -3,10 +3,10 @@
 from projects_vil.evaluation.evaluators import (
     COCO_APIS,
     CheckedEvaluator,
+    COCOEvaluator,
     build_evaluator,
     check_coco_api,
     check_metric,
-    coco_evaluator,
     split_metric_name,
 )
 from projects_vil.evaluation.losses import LOSS_TASK, validation_loss

@@ -27,7 +27,6 @@ from detectron2.evaluation import (
 )
 from detectron2.utils import comm
 from detectron2.utils.logger import log_first_n
-from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from backbones import ConfigError
@@ -69,16 +68,11 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Data
     evaluator_type, evaluators = MetadataCatalog.get(dataset_name).get("evaluator_type"), []
     is_coco = evaluator_type in ("coco", "coco_panoptic_seg")
     if is_coco:
-        evaluators.append(
-            coco_evaluator(
-                dataset_name,
-                output_dir=output_folder,
-                max_dets_per_image=cfg.TEST.DETECTIONS_PER_IMAGE,
-                masks=cfg.MODEL.MASK_ON,
-                check=cfg.DATASETS.CHECK,
-                api=cfg.TEST.COCO_API,
-            )
-        )
+        check_coco_api(cfg.TEST.COCO_API)
+        evaluator_class = COCOEvaluator if cfg.TEST.COCO_API == COCO_APIS[0] else FasterCOCOEvaluator
+        options = {"masks": cfg.MODEL.MASK_ON, "check": cfg.DATASETS.CHECK}
+        options |= {"output_dir": output_folder, "max_dets_per_image": cfg.TEST.DETECTIONS_PER_IMAGE}
+        evaluators.append(evaluator_class(dataset_name, **options))
     elif evaluator_type == "lvis":
         evaluators.append(LVISEvaluator(dataset_name, output_dir=output_folder))
     elif evaluator_type == "pascal_voc":
@@ -130,45 +124,6 @@ class CheckedEvaluator(DatasetEvaluator):
         return self.evaluator.evaluate()
 
 
-def coco_evaluator(
-    dataset_name: str,
-    *,
-    output_dir: str,
-    max_dets_per_image: int = 100,
-    masks: bool = False,
-    check: str = "error",
-    api: str = "pycocotools",
-) -> coco_evaluation.COCOEvaluator:
-    """Build the evaluator of a COCO dataset. It reads the annotations as training does.
-
-    If an image has more objects than ``max_dets_per_image``, a warning gives the largest possible recall.
-
-    Args:
-        dataset_name: a name in detectron2's catalog.
-        output_dir: the folder for ``coco_instances_results.json``.
-        max_dets_per_image: maximum number of detections per image and class.
-        masks: whether the detector has masks.
-        check: the value of ``DATASETS.CHECK``.
-        api: the value of ``TEST.COCO_API``.
-
-    Raises:
-        ConfigError: if the check rejects the annotations, or if the API is not installed.
-    """
-    check_coco_api(api)
-    evaluator_class = FasterCOCOEvaluator if api == "faster_coco_eval" else COCOEvaluator
-    truth = ground_truth(dataset_name, check=check, masks=masks)
-    evaluator = evaluator_class(dataset_name, truth, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
-    objects = evaluator._coco_api.dataset.get("annotations", ())
-    numbers = Counter(one["image_id"] for one in objects if not one.get("iscrowd")).values()
-    if (most := max(numbers, default=0)) > max_dets_per_image:
-        share = sum(min(number, max_dets_per_image) for number in numbers) / sum(numbers)
-        key, now = "TEST.DETECTIONS_PER_IMAGE", f"{dataset_name} has up to {most} objects in an image"
-        text = f"{now}, but {key} is {max_dets_per_image}, so recall can be at most {100 * share:.1f}%. "
-        text += f"To raise AP and AR, set {key} {most}."
-        log_first_n(logging.WARNING, text, name=__name__, key="message")
-    return evaluator
-
-
 def check_coco_api(name: str) -> None:
     """Raise a :class:`ConfigError` unless ``TEST.COCO_API`` is one of ``COCO_APIS`` and installed."""
     check_choice("TEST.COCO_API", name, COCO_APIS)
@@ -184,24 +139,48 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
     image that was already processed, in the same or in another process, is ignored. Proposals are evaluated by
     detectron2.
 
+    The annotations are read as in training. If an image has more objects than ``max_dets_per_image``, a warning gives
+    the largest possible recall.
+
     Args:
         dataset_name: a name in detectron2's catalog.
-        truth: annotations that are already read and checked; by default the annotation file of the dataset.
         output_dir: the folder for ``coco_instances_results.json``.
         max_dets_per_image: maximum number of detections per image and class.
+        masks: whether the detector has masks.
+        check: the value of ``DATASETS.CHECK``.
+
+    Raises:
+        ConfigError: if the check rejects the annotations.
     """
 
-    def __init__(self, dataset_name: str, truth: COCO | None, *, output_dir: str, max_dets_per_image: int) -> None:
+    def __init__(
+        self,
+        dataset_name: str,
+        *,
+        output_dir: str,
+        max_dets_per_image: int = 100,
+        masks: bool = False,
+        check: str = "error",
+    ) -> None:
+        truth = ground_truth(dataset_name, check=check, masks=masks)
         if truth is None:
             super().__init__(dataset_name, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
-            return
-        # detectron2's constructor always reads the annotation file, which may have errors that ``truth`` has not.
-        self._logger = logging.getLogger(coco_evaluation.__name__)
-        self._distributed, self._output_dir, self._use_fast_impl = True, output_dir, False
-        self._max_dets_per_image, self._tasks = [1, 10, max_dets_per_image], None
-        self._cpu_device = torch.device("cpu")
-        self._metadata, self._coco_api = MetadataCatalog.get(dataset_name), truth
-        self._do_evaluation, self._kpt_oks_sigmas = "annotations" in truth.dataset, ()
+        else:
+            # detectron2's constructor always reads the annotation file, which may have errors that ``truth`` has not.
+            self._logger = logging.getLogger(coco_evaluation.__name__)
+            self._distributed, self._output_dir, self._use_fast_impl = True, output_dir, False
+            self._max_dets_per_image, self._tasks = [1, 10, max_dets_per_image], None
+            self._cpu_device = torch.device("cpu")
+            self._metadata, self._coco_api = MetadataCatalog.get(dataset_name), truth
+            self._do_evaluation, self._kpt_oks_sigmas = "annotations" in truth.dataset, ()
+        objects = self._coco_api.dataset.get("annotations", ())
+        numbers = Counter(one["image_id"] for one in objects if not one.get("iscrowd")).values()
+        if (most := max(numbers, default=0)) > max_dets_per_image:
+            share = sum(min(number, max_dets_per_image) for number in numbers) / sum(numbers)
+            text = f"{dataset_name} has up to {most} objects in an image, but TEST.DETECTIONS_PER_IMAGE is "
+            text += f"{max_dets_per_image}, so recall can be at most {100 * share:.1f}%. "
+            text += f"To raise AP and AR, set TEST.DETECTIONS_PER_IMAGE {most}."
+            log_first_n(logging.WARNING, text, name=__name__, key="message")
 
     def reset(self) -> None:
         super().reset()

@@ -21,7 +21,7 @@ from projects_vil.data import (
     read_categories,
     register_datasets,
 )
-from projects_vil.evaluation.evaluators import coco_evaluator
+from projects_vil.evaluation.evaluators import COCOEvaluator
 from projects_vil.evaluation.results import check_finite, write_results
 from projects_vil.utils import log_run
 
@@ -50,7 +50,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     metadata.thing_classes = list(categories.values())
     matches: dict[Labels, dict[int, int]] = {}
     limit, check = cfg.TEST.DETECTIONS_PER_IMAGE, cfg.DATASETS.CHECK
-    evaluator = coco_evaluator(name, output_dir=folder, max_dets_per_image=limit, masks=True, check=check)
+    evaluator = COCOEvaluator(name, output_dir=folder, max_dets_per_image=limit, masks=True, check=check)
     evaluator.reset()
     named: dict[str, list[dict[str, Any]]] = {}
     missing = {image["id"]: image for image in evaluator._coco_api.dataset["images"]}

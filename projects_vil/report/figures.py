@@ -24,7 +24,6 @@ SIZE = (5.2, 3.3)  # inches of 72 points, so that text is legible on a phone
 COLORS = ("#0b5cad", "#b3400a", "#1a7f4b", "#7a3e9d", "#80620a", "#44505c")
 LINE_STYLES = ("-", (0, (5, 2)), (0, (1, 1.5)))
 INK, LINES = "#1b1f24", "#d8dee4"
-MAX_POINTS = 400  # per curve
 MAX_CLASS_CURVES = 6
 MAX_SIDE = 480  # pixels of an image
 TASK_NAMES = {"bbox": "boxes", "segm": "masks", "sem_seg": "labels"}
@@ -130,11 +129,8 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
 
 
 def _points(metrics: Sequence[Mapping[str, float]], key: str) -> np.ndarray:
-    """Return (N, 2): iterations and finite values, averaged to at most 400 points."""
-    points = np.array([(line["iteration"], line[key]) for line in metrics if math.isfinite(line.get(key, math.nan))])
-    if len(points) <= MAX_POINTS:
-        return points
-    return np.array([part.mean(axis=0) for part in np.array_split(points, MAX_POINTS)])
+    """Return (N, 2): iterations and finite values."""
+    return np.array([(line["iteration"], line[key]) for line in metrics if math.isfinite(line.get(key, math.nan))])
 
 
 def _plot(curves: Mapping[str, np.ndarray], **axes_options) -> str:

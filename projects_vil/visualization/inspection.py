@@ -26,7 +26,7 @@ from projects_vil.visualization.attention import AttentionWeights, attention_wei
 from projects_vil.visualization.drawing import write_image
 
 COLUMNS, PANEL = 4, 4.8  # images in a row, and their size in inches of 100 pixels
-MIN_CROP = 16  # smallest side of a drawn attention map in tokens
+MARGIN = 3  # tokens around the attended part of the image
 
 
 def load_model(cfg: CfgNode, weights: str | Path | None = None) -> tuple[nn.Module, Backbone]:
@@ -187,14 +187,11 @@ def _attention_module(backbone: Backbone, stage: int, block: int) -> nn.Module:
 
 
 def _attended_box(weights: Tensor, height: int, width: int, stride: int) -> tuple[int, int, int, int]:
-    """Return top, left, bottom and right in pixels of all positive weights (H, W), at least 16 x 16 tokens."""
-    sides = []
-    for axis, length in enumerate((height, width)):
-        attended = weights.sum(dim=1 - axis).nonzero()
-        first, last = int(attended.min()), int(attended.max()) + 1
-        first = max(0, min(first - max(0, MIN_CROP - (last - first)) // 2, -(-length // stride) - MIN_CROP))
-        sides.append((first * stride, min(length, max(last, first + MIN_CROP) * stride)))
-    (top, bottom), (left, right) = sides
+    """Return top, left, bottom and right in pixels of all positive weights (H, W), with a margin of a few tokens."""
+    (top, bottom), (left, right) = (
+        (max(0, int(x.min()) - MARGIN) * stride, min(side, (int(x.max()) + 1 + MARGIN) * stride))
+        for x, side in zip(weights.nonzero(as_tuple=True), (height, width), strict=True)
+    )
     return top, left, bottom, right
 
 

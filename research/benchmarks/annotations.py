@@ -15,7 +15,7 @@ from detectron2.data import MetadataCatalog
 from detectron2.structures import Boxes, Instances
 
 from projects_vil.data import CocoFile
-from projects_vil.evaluation import COCO_APIS, coco_evaluator
+from projects_vil.evaluation.evaluators import COCO_APIS, COCOEvaluator, FasterCOCOEvaluator
 from projects_vil.utils import call_in_new_process, memory_of
 
 # COCO has 80 classes and about 7 objects per image.
@@ -50,7 +50,8 @@ def _evaluate(folder: str, boxes: np.ndarray, classes: np.ndarray, num_detection
     MetadataCatalog.get(folder).set(json_file=f"{folder}/annotations.json", **facts)
     generator, start = np.random.default_rng(1), time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
-        evaluator = coco_evaluator(folder, output_dir=folder, check="off", api=api)
+        evaluator_class = COCOEvaluator if api == COCO_APIS[0] else FasterCOCOEvaluator
+        evaluator = evaluator_class(folder, output_dir=folder, check="off")
         evaluator.reset()
         for index, objects in enumerate(zip(boxes, classes, strict=True)):
             instances = _sample_detections(generator, *objects, num_detections)

@@ -6,7 +6,7 @@ from detectron2.data import transforms as T
 
 from projects_vil.data import Mapper, make_train_loader
 from projects_vil.engine import load_records
-from projects_vil.evaluation import coco_evaluator
+from projects_vil.evaluation import COCOEvaluator
 
 dataloader = dict(
     # Your own datasets, each as [name, annotation file, image folder].
@@ -39,7 +39,7 @@ dataloader = dict(
         ),
         num_workers=4,
     ),
-    evaluator=L(coco_evaluator)(
+    evaluator=L(COCOEvaluator)(
         dataset_name="${..test.dataset.names[0]}",
         output_dir="${train.output_dir}/inference",
         max_dets_per_image=100,

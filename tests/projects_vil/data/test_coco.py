@@ -12,8 +12,7 @@ from detectron2.structures import Boxes, BoxMode, Instances
 from detectron2.utils.events import EventStorage
 
 from projects_vil.data import CocoFile, build_train_loader, fixed_coco, load_dataset, register_datasets, write_cleaned
-from projects_vil.evaluation import LOSS_TASK, build_evaluator
-from projects_vil.evaluation.evaluators import coco_evaluator
+from projects_vil.evaluation import LOSS_TASK, COCOEvaluator, build_evaluator
 from projects_vil.report.coco_metrics import evaluate_detections
 from tests.projects_vil.data.corruptions import corrupt, rle
 from tests.projects_vil.data.custom_dataset import NAME, config, edit, entry, load
@@ -127,7 +126,7 @@ def test_ids_may_be_text_or_large(copy, tmp_path_factory, new, check, api):
 
 def evaluator_truth(**options) -> dict:
     """Return the ground truth of detectron2's evaluator."""
-    return coco_evaluator(NAME, output_dir="", **options)._coco_api.dataset
+    return COCOEvaluator(NAME, output_dir="", **options)._coco_api.dataset
 
 
 def test_fixed_annotations_are_the_same_for_all_readers(copy):

@@ -70,9 +70,9 @@ def test_a_window_is_enlarged_and_framed():
     direct[:, :14, 112:] = 1
     attention = AttentionWeights(direct, direct[:, 0, :0], 0 * direct, direct[:, 0, :0])
     figure = plot_attention(attention, np.zeros((640, 960, 3), np.uint8), 8, (0, 119), keys="")
-    # 14 x 8 tokens at a corner are drawn as 16 x 16 of 8 pixels.
-    assert boxes(figure.axes[0])[0] == (960 - 128 - 0.5, -0.5, 128, 128)
-    assert figure.axes[1].get_xlim() == (831.5, 959.5) and figure.axes[1].get_ylim() == (127.5, -0.5)
+    # 14 x 8 tokens of 8 pixels at a corner are drawn with a margin of 3 tokens.
+    assert boxes(figure.axes[0])[0] == (960 - 88 - 0.5, -0.5, 88, 136)
+    assert figure.axes[1].get_xlim() == (871.5, 959.5) and figure.axes[1].get_ylim() == (135.5, -0.5)
 
 
 @pytest.mark.parametrize(
