@@ -38,6 +38,7 @@ from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_los
 from projects_vil.modeling import MicroBatches, autocast_detector, use_sync_free_parts
 from projects_vil.utils import read_json, stop_requests, terminate, terminating_between_calls
 
+_logger = logging.getLogger(__name__)
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 NONFINITE_FILE = "nonfinite.json"
 # Limit of consecutive overflows under float16 loss scaling. From any scale, 32 halvings lead below 1.
@@ -306,7 +307,7 @@ class TrainStep(SimpleTrainer):
                 f"{message} No weight has changed. --resume from the last checkpoint with a lower SOLVER.BASE_LR, or "
                 f"skip such steps with SOLVER.MAX_NONFINITE_STEPS {max(2 * self.max_nonfinite_steps, 10)}."
             )
-        logging.getLogger(__name__).warning(
+        _logger.warning(
             f"{message} Skipped {self.skipped} of SOLVER.MAX_NONFINITE_STEPS {self.max_nonfinite_steps} steps."
         )
 
@@ -482,26 +483,26 @@ class Trainer(DefaultTrainer):
         A resumed run keeps the seed of its checkpoint.
         """
         contents = self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
-        logger, path, model = logging.getLogger(__name__), self.checkpointer.resumed_from, unwrapped(self.model)
+        path, model = self.checkpointer.resumed_from, unwrapped(self.model)
         if path is not None:
             self.start_iter = self.iter + 1
             self.seed = contents.get("seed", self.seed)
             if self.cfg.SEED not in (-1, self.seed):
-                logger.warning(
+                _logger.warning(
                     "SEED %d of the config is not used: the run continues with %d.", self.cfg.SEED, self.seed
                 )
             self.cfg = with_overrides(self.cfg, {"SEED": self.seed})
             restore_loss_normalizer(model, contents.get("loss_normalizers", []))
             self._is_unfinished = not contents.get("finished", True)
-            logger.info("Resuming %s at iteration %d", path, self.start_iter)
+            _logger.info("Resuming %s at iteration %d", path, self.start_iter)
             if self.start_iter >= self.max_iter:
                 level = logging.WARNING if self.start_iter > self.max_iter else logging.INFO
                 done = f"The run already has {self.start_iter} iterations, and SOLVER.MAX_ITER is {self.max_iter}"
-                logger.log(level, "%s: nothing is trained.", done)
+                _logger.log(level, "%s: nothing is trained.", done)
         if self.averaged is not None and not self.checkpointer.has_average:
             self.averaged.module.load_state_dict(model.state_dict())
             if path is not None:
-                logger.warning("%s has no averaged weights: averaging starts at iteration %d.", path, self.start_iter)
+                _logger.warning("%s has no averaged weights: averaging starts at iteration %d.", path, self.start_iter)
 
     def train(self) -> OrderedDict | None:
         """Train until ``SOLVER.MAX_ITER`` and return the last evaluation; return None after early stopping.
@@ -544,7 +545,7 @@ class Trainer(DefaultTrainer):
         waited, iteration = comm.all_gather((best.evaluations_since_best, best.best_iter) if best else (0, None))[0]
         if not waited or iteration is None:
             return results
-        logging.getLogger(__name__).info("Evaluating the best checkpoint, of iteration %d", iteration)
+        _logger.info("Evaluating the best checkpoint, of iteration %d", iteration)
         model = unwrapped(self.model) if self.averaged is None else self.averaged.module
         best_checkpoint = Path(self.cfg.OUTPUT_DIR) / BEST_CHECKPOINT
         Checkpointer(model, cfg=self.cfg, complete=True).load(str(best_checkpoint), checkpointables=[])
@@ -557,7 +558,7 @@ class Trainer(DefaultTrainer):
 
     def before_train(self) -> None:
         """Prepare the first iteration. A resumed run first repeats what the iteration of its checkpoint may lack."""
-        logging.getLogger(__name__).info("seed: %d", self.seed)
+        _logger.info("seed: %d", self.seed)
         if hasattr(self._trainer.data_loader, "start"):
             self._trainer.data_loader.start(seed=self.seed, iteration=self.start_iter)
         if self._metrics_file is not None:
@@ -567,9 +568,7 @@ class Trainer(DefaultTrainer):
             self.iter = self.storage.iter = self.start_iter - 1
             period = self.cfg.TEST.EVAL_PERIOD
             if self._is_unfinished and period and self.start_iter % period == 0:
-                logging.getLogger(__name__).info(
-                    f"Evaluating iteration {self.iter} first: its checkpoint was saved before its evaluation."
-                )
+                _logger.info(f"Evaluating iteration {self.iter} first: its checkpoint was saved before its evaluation.")
             for hook in self._after_saving:
                 # A run that was stopped early does not continue.
                 if self._is_unfinished or isinstance(hook, hooks.EarlyStopping):
@@ -589,7 +588,7 @@ class Trainer(DefaultTrainer):
         model = self.model
         if self.averaged is not None:
             model = self.averaged.module
-            logging.getLogger(__name__).info("Evaluating the EMA of %d steps (MODEL.EMA)", self.averaged.n_averaged)
+            _logger.info("Evaluating the EMA of %d steps (MODEL.EMA)", self.averaged.n_averaged)
         received = self._trainer.received
         # Gathered before a signal reaches one process earlier than another.
         normalizers = hooks.loss_normalizers(self.model)
@@ -605,7 +604,7 @@ class Trainer(DefaultTrainer):
                 self._saving.save(f"model_{self.iter:07d}", normalizers=normalizers)
                 message = f"saved after iteration {self.iter}; {message}"
             name = signal.Signals(received[0]).name
-            logging.getLogger(__name__).warning("%s: %s; continue with --resume", name, message)
+            _logger.warning("%s: %s; continue with --resume", name, message)
             terminate(received[0])
         return self._last_eval_results
 
@@ -618,7 +617,7 @@ class Trainer(DefaultTrainer):
         share_statistics(model)
         module = unwrapped(model)
         if cfg.TEST.AMP.ENABLED:
-            logging.getLogger(__name__).info("Evaluating with bfloat16 networks (TEST.AMP)")
+            _logger.info("Evaluating with bfloat16 networks (TEST.AMP)")
         with autocast_detector(torch.bfloat16 if cfg.TEST.AMP.ENABLED else torch.float32, module):
             results = super().test(cfg, model, evaluators)
         for name in cfg.DATASETS.TEST if cfg.TEST.VALIDATION_LOSS else ():
