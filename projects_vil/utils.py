@@ -376,16 +376,15 @@ def terminating_between_calls(module: nn.Module, received: list[int]) -> Iterato
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def memory_of(process: int | str = "self", *, peak: bool = False) -> int | None:
-    """Return the resident memory of a process in bytes, or ``None`` on systems without ``/proc``.
+def memory_of(*, peak: bool = False) -> int | None:
+    """Return the resident memory of this process in bytes, or ``None`` on systems without ``/proc``.
 
     ``getrusage`` cannot replace this function: the peak of a child process includes the memory of its parent.
 
     Args:
-        process: Process id, or ``"self"``.
         peak: Return the peak instead of the current value.
     """
-    status = Path(f"/proc/{process}/status")
+    status = Path("/proc/self/status")
     found = re.search(rf"{'VmHWM' if peak else 'VmRSS'}:\s+(\d+) kB", status.read_text()) if status.exists() else None
     return int(found[1]) * 1024 if found else None
 

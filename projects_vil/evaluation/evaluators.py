@@ -352,10 +352,10 @@ def metric_names(cfg: CfgNode, dataset: str) -> list[str]:
     metadata, names = MetadataCatalog.get(dataset), []
     if not is_segmentor(cfg):
         evaluator_type, things = metadata.get("evaluator_type"), class_names(cfg, dataset) or ()
-        metrics = [*_DETECTION_METRICS[evaluator_type]]
+        metrics = _DETECTION_METRICS.get(evaluator_type, ())
         # detectron2's COCO evaluator has no separate metrics for a single class.
-        if _DETECTION_METRICS[evaluator_type] is _COCO_METRICS and len(things) > 1:
-            metrics += [f"AP-{name}" for name in things]
+        if metrics is _COCO_METRICS and len(things) > 1:
+            metrics = [*metrics, *(f"AP-{name}" for name in things)]
         tasks = {"bbox": True, "segm": cfg.MODEL.MASK_ON, "keypoints": cfg.MODEL.KEYPOINT_ON}
         names += [f"{task}/{metric}" for task, has_task in tasks.items() if has_task for metric in metrics]
     if is_segmentor(cfg) or is_panoptic(cfg):

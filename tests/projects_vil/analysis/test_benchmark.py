@@ -1,7 +1,6 @@
 """The benchmark runs models as training and inference do."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 
 from backbones import ConfigError
 from backbones.attention.sliding_chunk import SlidingChunkAttention
-from projects_vil.analysis import BenchmarkCase, benchmark, growth, measure
+from projects_vil.analysis import BenchmarkCase, benchmark, measure
 from projects_vil.analysis.benchmark import build_baseline
 from tests.projects_vil.helpers import ROOT
 from tests.selection import slow_except
@@ -115,14 +114,3 @@ def test_medians_and_ratios(monkeypatch):
     first, second = measure([case("a"), case("b", batch_size=4)], reference=0, runs=3, memory=False)
     assert (first["seconds"], second["seconds"], second["images_per_second"]) == (2.0, 3.0, 4 / 3)
     assert (second["ratio"], second["ratio_quartiles"]) == (2.0, [1.5, 3.0]) and first["memory"] is None
-
-
-def test_growth():
-    sizes = (100, 200), (200, 400), (400, 800)
-    rows = [
-        {"model": name, "size": size, "seconds": math.prod(size) ** power, "memory": 1000 * math.prod(size)}
-        for size in sizes
-        for name, power in (("linear", 1.0), ("quadratic", 2.0))
-    ]
-    for name, exponent in (("linear", 1.0), ("quadratic", 2.0)):
-        assert growth(rows)[name] == pytest.approx({"time": exponent, "memory": 1.0}, abs=1e-6)

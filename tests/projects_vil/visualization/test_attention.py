@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from backbones.attention.dense import DenseAttention, join_tokens
 from backbones.attention.efficient import (
     GlobalMemoryAttention,
-    LinformerAttention,
     PerformerAttention,
     SpatialReductionAttention,
 )
@@ -16,7 +15,6 @@ from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.cvt import ConvLongShortAttention
 from projects_vil.visualization.attention import AttentionWeights, attention_weights
 from tests.backbones.helpers import random_images, randomize
-from tests.projects_vil.helpers import message
 
 DIM, HEADS, HEIGHT, WIDTH = 8, 2, 7, 10
 POSITIONS = [(0, 0), (3, 6), (6, 9)]
@@ -141,8 +139,3 @@ def test_a_reduced_position_is_spread_over_its_tokens():
     torch.testing.assert_close(cells, expected)
     # The last row and column are outside of the reduced feature map.
     assert not attention.spread[:, 6:].any() and not attention.spread[:, :, 9:].any()
-
-
-def test_linformer_has_no_weights():
-    options = {"map_size": (HEIGHT, WIDTH), "num_features": 5}
-    assert "LinformerAttention" in message(weights_at, *build(LinformerAttention, 0, options), 0, 0)

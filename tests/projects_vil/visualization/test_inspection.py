@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 
-from backbones import create_backbone
 from backbones.lit import LIT, LITStage, LITVariant
 from projects_vil.visualization import draw_attention, draw_offsets
 from projects_vil.visualization.attention import AttentionWeights
@@ -136,14 +135,6 @@ def test_known_offsets_move_all_positions(small_lit, offsets, pixels):
     for axes in figure.axes:
         assert boxes(axes) == [(95.5, 63.5, 32, 32)]
         torch.testing.assert_close(torch.tensor(axes.lines[0].get_xydata()).flip(1).float(), sampled[0], **FLOAT32)
-
-
-@pytest.mark.parametrize(
-    "name, options",
-    [("vil_tiny", {}), ("lit_ti", {"token_merging": "uniform"}), ("lit_ti", {"out_features": ("stage1",)})],
-)
-def test_backbones_without_offsets(name, options):
-    message(sampling_positions, create_backbone(name, **options), random_images(1, 3, 64, 64).float(), [(0, 0)])
 
 
 @pytest.mark.slow
