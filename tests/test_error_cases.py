@@ -170,9 +170,6 @@ CASES = {
     "a resume with nothing to train": Case(
         f"{RESUME} SOLVER.MAX_ITER 2", named="nothing is trained", status=0, writes=RESUMED
     ),
-    "last_checkpoint that is a folder": Case(
-        RESUME, replace_by("run/last_checkpoint", Path.mkdir), "run/last_checkpoint"
-    ),
     "folder with a long name": Case(f"{TRAIN} OUTPUT_DIR {300 * 'a'}", named="aaa"),
     "iterations without end in metrics": Case(
         "report.py run",

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -24,7 +23,7 @@ from torch.distributed import DistNetworkError, FileStore, PrefixStore, Store, T
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from backbones import ConfigError
-from projects_vil.utils import cleanup_on_failure, handling_signals, hidden_main_module, terminate
+from projects_vil.utils import handling_signals, hidden_main_module, terminate
 
 # How long processes wait for each other, for example while rank 0 evaluates or reads the data.
 TIMEOUT = timedelta(minutes=30)
@@ -137,7 +136,7 @@ class Processes:
             raise ConfigError(f"--num-gpus is {here}, but this machine has {available} {unit}. Use 1 to {available}.")
 
 
-def launch(run: Callable[..., object], arguments: tuple, processes: Processes, *, output_dir: str, device: str) -> None:
+def launch(run: Callable[..., object], arguments: tuple, processes: Processes, *, device: str) -> None:
     """Call ``run(*arguments)`` in all processes of a run, with NCCL on GPUs or gloo on the CPU.
 
     A run with one process uses the current process. If one process ends, the others end too. SIGINT, SIGTERM and
@@ -147,27 +146,25 @@ def launch(run: Callable[..., object], arguments: tuple, processes: Processes, *
         run: A function that can be imported.
         arguments: Picklable arguments of ``run``.
         processes: The processes to start. Use the defaults under torchrun.
-        output_dir: Output directory of the run. It is created. If it is new and the run does not start, it is deleted.
         device: ``MODEL.DEVICE``.
 
     Raises:
-        ConfigError: If the output directory cannot be created, or if ``run`` raises it in a process.
+        ConfigError: If ``run`` raises it in a process.
         ProcessEnded: If a process was killed.
         ProcessRaisedException: If ``run`` raises any other exception in a new process. It has the traceback.
         SystemExit: If a signal stopped the run, with 128 plus the number of the signal.
     """
     env = distributed_env()
-    with cleanup_on_failure(Path(output_dir)):
-        if processes.world_size == 1:
+    if processes.world_size == 1:
+        run(*arguments)
+    elif env is not None:
+        url = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        with _process_group(env, device, url, processes.dist_timeout):
             run(*arguments)
-        elif env is not None:
-            url = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            with _process_group(env, device, url, processes.dist_timeout):
-                run(*arguments)
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                url = processes.dist_url if processes.num_machines > 1 else f"file://{folder}/store"
-                _spawn(run, arguments, processes, device, url)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            url = processes.dist_url if processes.num_machines > 1 else f"file://{folder}/store"
+            _spawn(run, arguments, processes, device, url)
 
 
 def _spawn(run: Callable[..., object], arguments: tuple, processes: Processes, device: str, url: str) -> None:

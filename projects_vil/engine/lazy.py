@@ -23,6 +23,7 @@ from projects_vil.engine.train import lock_output_dir, run_evaluation, run_train
 from projects_vil.engine.trainer import Trainer
 from projects_vil.evaluation import CheckedEvaluator
 from projects_vil.solver import clip_full_model
+from projects_vil.utils import cleanup_on_failure
 
 _PARTS = ("model", "optimizer", "lr_multiplier", "dataloader", "train")
 # Keys below `train` in a LazyConfig, and the corresponding keys of a YAML config.
@@ -92,8 +93,8 @@ def run_lazy_config(
             )
     if len(options.DATASETS.TEST) != 1:
         raise ConfigError(f"dataloader.test.dataset.names is {options.DATASETS.TEST}. It must have one dataset.")
-    arguments = str(path), tuple(overrides), eval_only, resume
-    launch(_run, arguments, processes, output_dir=options.OUTPUT_DIR, device=device)
+    with cleanup_on_failure(Path(options.OUTPUT_DIR)):
+        launch(_run, (str(path), tuple(overrides), eval_only, resume), processes, device=device)
 
 
 def _run(path: str, overrides: Sequence[str], eval_only: bool, resume: bool) -> None:

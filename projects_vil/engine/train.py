@@ -38,7 +38,7 @@ def launch_run(
     """Check a config, then train or evaluate in all processes. The check takes about a second.
 
     Args:
-        cfg: Resolved config of the run.
+        cfg: Resolved config of the run. Its ``OUTPUT_DIR`` exists.
         processes: Processes of the run.
         eval_only: Evaluate instead of training.
         resume: Continue from the last checkpoint in ``OUTPUT_DIR``.
@@ -55,7 +55,7 @@ def launch_run(
     check_setup(cfg, processes=processes.world_size, eval_only=eval_only, resume=resume)
     arguments = (cfg, resume) if eval_only else (cfg, resume, tuple(overridden))
     run = _evaluate if eval_only else _train
-    launch(run, arguments, processes, output_dir=cfg.OUTPUT_DIR, device=cfg.MODEL.DEVICE)
+    launch(run, arguments, processes, device=cfg.MODEL.DEVICE)
 
 
 def _evaluate(cfg: CfgNode, resume: bool) -> None:
