@@ -73,11 +73,10 @@ def _measure(cfg: CfgNode, sizes: list[int], limit: float, what: str) -> tuple[i
         if peaks[size] > limit:
             break
     if peaks[1] > limit:
-        needed = f"{peaks[1] / 1e9:.2f} GB" if peaks[1] < math.inf else "more memory than the GPU has"
         raise ConfigError(
-            f"A training step with one of the {what} takes {needed}, and {limit / 1e9:.2f} GB may be used. Lower "
-            "INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN (or INPUT.LSJ.SIZE), or set "
-            "MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING True."
+            f"A training step with one of the {what} takes {peaks[1] / 1e9:.2f} GB (inf: more than the GPU has), and "
+            f"{limit / 1e9:.2f} GB may be used. Lower INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN (or INPUT.LSJ.SIZE), or "
+            "set MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING True."
         )
     measured = ", ".join(f"{size}: {peak / 1e9:.2f} GB" for size, peak in peaks.items())
     chosen = max(size for size, peak in peaks.items() if peak <= limit)

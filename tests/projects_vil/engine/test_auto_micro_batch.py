@@ -29,8 +29,6 @@ def test_the_largest_micro_batch_within_a_limit(caplog):
         assert text in caplog.text
     error = message(choose_micro_batches, cfg, limit=1.4e9)
     assert "1.50 GB" in error and "INPUT.MIN_SIZE_TRAIN" in error and "ACTIVATION_CHECKPOINTING" in error
-    with mock.patch.object(auto_micro_batch, "peak_of_step", lambda cfg, num_images: float("inf")):
-        assert "more memory than the GPU has" in message(choose_micro_batches, cfg, limit=1e15)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +51,6 @@ def test_the_probe_runs_training_steps(detector):
     "detector, overrides, size",
     [
         ("retinanet", ["INPUT.MIN_SIZE_TRAIN", "(640, 800)"], (800, 1333)),
-        ("retinanet", ["INPUT.MIN_SIZE_TRAIN", "(100,)"], (100, 200)),
         ("retinanet", ["INPUT.MIN_SIZE_TRAIN", "(100,)", "DATALOADER.ASPECT_RATIO_GROUPING", "False"], (200, 200)),
         ("retinanet", ["INPUT.AUGMENTATION", "lsj", "INPUT.LSJ.SIZE", "512"], (512, 512)),
         ("semantic_fpn", [], (64, 64)),
