@@ -34,6 +34,9 @@ _WARMUP_SHARE = 0.05
 _LONG_EPOCH = 1000
 _MIN_PERIOD = 100
 _MAX_EVALUATIONS = 20
+# The keys of SOLVER that are keywords of parameter_groups.
+_GROUP_KEYS = ("BASE_LR", "WEIGHT_DECAY", "WEIGHT_DECAY_NORM", "WEIGHT_DECAY_BIAS", "BIAS_LR_FACTOR")
+_GROUP_KEYS += ("LR_MULTIPLIERS", "LAYER_DECAY")
 # The key in YAML configs, and in LazyConfigs.
 _LAYER_DECAY = "SOLVER.LAYER_DECAY (optimizer.params.layer_decay)"
 _LR_MULTIPLIERS = "SOLVER.LR_MULTIPLIERS (optimizer.params.lr_multipliers)"
@@ -159,16 +162,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
     """
     solver, clip = cfg.SOLVER, cfg.SOLVER.CLIP_GRADIENTS
     check_choice("SOLVER.OPTIMIZER", solver.OPTIMIZER, OPTIMIZERS)
-    groups = parameter_groups(
-        model,
-        base_lr=solver.BASE_LR,
-        weight_decay=solver.WEIGHT_DECAY,
-        weight_decay_norm=solver.WEIGHT_DECAY_NORM,
-        weight_decay_bias=solver.WEIGHT_DECAY_BIAS,
-        bias_lr_factor=solver.BIAS_LR_FACTOR,
-        lr_multipliers=solver.LR_MULTIPLIERS,
-        layer_decay=solver.LAYER_DECAY,
-    )
+    groups = parameter_groups(model, **{key.lower(): solver[key] for key in _GROUP_KEYS})
     options = {"lr": solver.BASE_LR, "fused": True if next(model.parameters()).is_cuda else None}
     if solver.OPTIMIZER == "ADAMW":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, **options)
