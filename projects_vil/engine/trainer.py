@@ -474,8 +474,7 @@ class Trainer(DefaultTrainer):
         printer = MetricPrinter(self.max_iter, batch_size=self.cfg.SOLVER.IMS_PER_BATCH)
         self._metrics_file = MetricsFile(Path(self.cfg.OUTPUT_DIR) / "metrics.json")
         tensorboard = TensorboardXWriter(self.cfg.OUTPUT_DIR)
-        services = build_service_writers(self.cfg) if any(self.cfg.LOGGING.values()) else []
-        return [printer, tensorboard, self._metrics_file, *services]
+        return [printer, tensorboard, self._metrics_file, *build_service_writers(self.cfg)]
 
     def resume_or_load(self, resume: bool = True) -> None:
         """Resume from the last checkpoint in ``OUTPUT_DIR``, or load ``MODEL.WEIGHTS``.
