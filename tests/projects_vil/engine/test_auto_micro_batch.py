@@ -7,9 +7,11 @@ import pytest
 import torch
 from detectron2.utils import comm
 
+from projects_vil.config import with_overrides
 from projects_vil.engine import auto_micro_batch
 from projects_vil.engine.auto_micro_batch import choose_micro_batches, largest_training_size, peak_of_step, run_steps
 from tests.gpu import on_gpus
+from tests.projects_vil.checkpoint.test_checkpointer import log_of
 from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.helpers import message, small_config
 from tests.selection import slow_except
@@ -20,13 +22,13 @@ linear_peaks = mock.patch.object(auto_micro_batch, "peak_of_step", lambda cfg, n
 
 
 @linear_peaks
-def test_the_largest_micro_batch_within_a_limit(caplog):
+def test_the_largest_micro_batch_within_a_limit():
     cfg = small_config("retinanet", *AUTO, "8", "INPUT.MIN_SIZE_TRAIN", "(256,)", "MODEL.DEVICE", "cuda")
     chosen = choose_micro_batches(cfg, limit=1e15)
     assert chosen.SOLVER.GRADIENT_ACCUMULATION_STEPS == 1 and chosen.SOLVER.IMS_PER_BATCH == 8
-    assert choose_micro_batches(cfg, limit=4.9e9).SOLVER.GRADIENT_ACCUMULATION_STEPS == 2
-    for text in ("256 x 512", "2 micro-batches of 4 images", "3.00 GB"):
-        assert text in caplog.text
+    with log_of(auto_micro_batch.__name__) as log:
+        assert choose_micro_batches(cfg, limit=4.9e9).SOLVER.GRADIENT_ACCUMULATION_STEPS == 2
+    assert all(text in log.output[-1] for text in ("256 x 512", "2 micro-batches of 4 images", "3.00 GB"))
     error = message(choose_micro_batches, cfg, limit=1.4e9)
     assert "1.50 GB" in error and "INPUT.MIN_SIZE_TRAIN" in error and "ACTIVATION_CHECKPOINTING" in error
 
@@ -91,7 +93,7 @@ def test_micro_batches_fit_the_memory_of_a_gpu():
 def test_a_resumed_run_keeps_the_number_of_its_config(tmp_path):
     run = ["OUTPUT_DIR", str(tmp_path), *AUTO, "4"]
     (tmp_path / "model_final.pth").touch()
-    config = small_config("retinanet", *run, "SOLVER.GRADIENT_ACCUMULATION_STEPS", "2")
+    config = with_overrides(small_config("retinanet", *run), {"SOLVER.GRADIENT_ACCUMULATION_STEPS": 2})
     (tmp_path / "config.yaml").write_text(config.dump())
     for resume, steps in ((True, 2), (False, 1)):
         chosen = choose_micro_batches(small_config("retinanet", *run), resume=resume)
