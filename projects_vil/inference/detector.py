@@ -28,9 +28,10 @@ from projects_vil.checkpoint import (
     zoo_config,
 )
 from projects_vil.config import CONFIG_FILE, choose_device, first_of, load_config
+from projects_vil.data import upright_pixels
 from projects_vil.inference.hub import HubMixin
-from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Runner, Skipped, Video, read_ahead
-from projects_vil.inference.runners import EagerRunner, ExportedRunner, encode_masks, to_host
+from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead
+from projects_vil.inference.runners import EagerRunner, ExportedRunner, Runner, encode_masks, to_host
 from vil.choices import EXPORT_SUFFIXES, SCORE_THRESHOLD
 
 LABEL_SIDE = 1000  # longer side in pixels above which labels grow with the image
@@ -229,7 +230,6 @@ class Detector(HubMixin):
         if score_threshold is not None:
             check_threshold(score_threshold)
         given: dict[Any, Any] = dict(zip(overrides[::2], overrides[1::2], strict=False))
-        device_name = "MODEL.DEVICE" if device is None else "device"
         weights, device = weights or given.get("MODEL.WEIGHTS"), device or given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's best or last checkpoint
@@ -252,10 +252,7 @@ class Detector(HubMixin):
         cfg.INFERENCE.DTYPE = dtype or cfg.INFERENCE.DTYPE
         if score_threshold is not None:
             cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
-        try:
-            cfg = choose_device(cfg, requested=device is not None)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("MODEL.DEVICE", device_name)) from error
+        cfg = choose_device(cfg, requested=device is not None)
         file = os.fspath(weights or cfg.MODEL.WEIGHTS)
         file = file if os.path.exists(file) else find_weights(file)
         return cls(EagerRunner(cfg, file, tta=tta), draw_threshold=score_threshold)
@@ -315,12 +312,12 @@ class Detector(HubMixin):
             name = "the image" if single else f"image {index + 1} of {len(listed)}"
             if isinstance(image, (str, os.PathLike)):
                 name, image = str(image) if single else f"{name}, {image}", Path(image)
-            elif not isinstance(image, np.ndarray | PIL.Image.Image):
+            elif isinstance(image, PIL.Image.Image):
+                image = upright_pixels(image, "RGB", name=name)
+            elif not isinstance(image, np.ndarray):
                 kind = type(image).__name__
                 raise ConfigError(f"{name} is a {kind}. Pass a file name, an array (H, W, 3) uint8 RGB or a PIL image.")
-            elif isinstance(image, np.ndarray) and (
-                image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size
-            ):
+            elif image.dtype != np.uint8 or image.shape[2:] != (3,) or not image.size:
                 raise ConfigError(f"{name} is an array {image.shape} {image.dtype}. Pass an array (H, W, 3) uint8 RGB.")
             sources.append(ImageSource(image, name, index))
 

@@ -76,18 +76,15 @@ def list_paths(source: str, *, exclude: str | Path, column: str | None = None) -
     """Return an iterator over the names and paths of the images and tar files of an input; see :func:`find_images`.
 
     Raises:
-        ConfigError: if the input does not exist or is a video, or if a column is given for an input without columns.
+        ConfigError: if the input does not exist or is a video.
     """
     if is_video(source):
         formats = ", ".join((*IMAGE_SUFFIXES, *LISTS, *ARCHIVES))
         raise ConfigError(f"Input '{source}' is a video or a stream. Supported formats: {formats}.")
-    is_folder = os.path.isdir(source)
-    if column is not None and (is_folder or suffix_of(source) not in TABLES):
-        raise ConfigError(f"Column {column!r} needs a table ({', '.join(TABLES)}). Leave out --column for '{source}'.")
     first = next(expand_braces(source), source)
     if "://" not in first and not os.path.exists(first):
         raise ConfigError(f"Input '{first}' does not exist. Check the path.")
-    return _listed_paths(source, _supported_files(source, exclude) if is_folder else None, column)
+    return _listed_paths(source, exclude, column)
 
 
 def expand_braces(pattern: str) -> Iterator[str]:
@@ -114,9 +111,10 @@ def load_listed(paths: Iterable[tuple[str, str]], shard: tuple[int, int] | None 
             yield ImageSource(image, (encoded + member.encode(errors="backslashreplace")).decode(), next(number))
 
 
-def _listed_paths(source: str, files: Iterator[str] | None, column: str | None) -> Iterator[tuple[str, str]]:
-    root = source if files is not None else os.path.dirname(source.partition("{")[0])
-    for path in expand_braces(source) if files is None else files:
+def _listed_paths(source: str, exclude: str | Path, column: str | None) -> Iterator[tuple[str, str]]:
+    is_folder = os.path.isdir(source)
+    root = source if is_folder else os.path.dirname(source.partition("{")[0])
+    for path in _supported_files(source, exclude) if is_folder else expand_braces(source):
         if suffix_of(path) not in LISTS:
             yield path[len(root) :].lstrip("/"), path
             continue

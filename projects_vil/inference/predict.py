@@ -152,8 +152,6 @@ def predict(
         _check_paths(Path(source), output, annotations and Path(annotations))
     if is_parquet or not (annotations or is_video(source)):
         images = find_images(source, exclude=output, column=column, shard=shard)
-    elif column is not None:
-        raise ConfigError(f"column is {column!r}, but '{source}' is not a table. Leave out --column.")
     detector = model if isinstance(model, Detector) else Detector.load(model, tta=tta, overrides=overrides)
     if is_parquet:
         from projects_vil.inference.parquet_writer import write_parts

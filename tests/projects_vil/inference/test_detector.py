@@ -261,7 +261,7 @@ def test_exports_give_the_same(detector, exported_run, trained_run, photos):
         ("segmentor", {}, "SemanticSegmentor"),
         ("run", {"weights": "absent.pth"}, r"absent\.pth"),
         ("run", {"score_threshold": 1.5}, "score_threshold"),
-        ("run", {"device": "gpu"}, "^device is gpu"),
+        ("run", {"device": "gpu"}, r"MODEL\.DEVICE is gpu"),
         ("run", {"overrides": ["INPUT.FORMAT", "L"]}, r"INPUT\.FORMAT"),
         ("model.ts", {"device": "cuda"}, "device"),
         ("model.ts", {"weights": "absent.pth"}, "weights"),

@@ -354,17 +354,6 @@ def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path
         predict(detector, tmp_path / "clip.avi", tmp_path / "video", drawings=False)
 
 
-@pytest.mark.parametrize("name", slow_except(["retinanet", "mask_rcnn"], ["retinanet"]))
-def test_images_too_thin_to_augment_are_skipped(tmp_path, name):
-    save_run(tmp_path, name, "TEST.AUG.MIN_SIZES", "(48, 64)", "TEST.AUG.MAX_SIZE", "96")
-    save(tmp_path / "in/a.png", picture(40, 60))
-    save(tmp_path / "in/thin.png", picture(1, 20000))
-    summary = predict(Detector.load(tmp_path, tta=True), tmp_path / "in", tmp_path / "out", drawings=False)
-    results, images = read(tmp_path / "out")
-    assert summary.num_images == 1 and [item["file_name"] for item in images["skipped"]] == ["thin.png"]
-    assert results and all(("segmentation" in one) == (name == "mask_rcnn") for one in results)
-
-
 @pytest.mark.parametrize(
     "source, output, options, named",
     [
@@ -385,7 +374,6 @@ def test_images_too_thin_to_augment_are_skipped(tmp_path, name):
         ("in", "out", {"annotations": "absent.json"}, r"annotations .*absent\.json"),
         ("in/a.png", "out", {"annotations": "file"}, "annotations"),
         ("in", "out", {"annotations": "in/../out/results.json"}, r"results\.json"),
-        ("clip.avi", "out", {"column": "path"}, "column .*path"),
     ],
 )
 def test_invalid_arguments(tmp_path, source, output, options, named):
