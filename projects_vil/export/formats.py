@@ -14,7 +14,6 @@ import logging
 import os
 import pickle
 import shutil
-import signal
 import sys
 import time
 import warnings
@@ -22,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from unittest.mock import patch
 
 import torch
@@ -36,9 +34,10 @@ from backbones import ConfigError
 from backbones.attention.chunks import copied_windows
 from backbones.errors import check_choice
 from backbones.layers.tracing import padding_to_multiple, static_size
+from projects_vil.config import one_line
 from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
-from projects_vil.utils import deferred_signals, handling_signals, terminate
+from projects_vil.utils import deferred_signals
 
 OPSET = 20
 _METADATA_KEY = "vil_metadata"  # in ONNX and OpenVINO files
@@ -130,25 +129,12 @@ def trace(exportable: ExportableDetector, example: Tensor) -> torch.jit.ScriptMo
 
 @contextlib.contextmanager
 def log_step(name: str) -> Iterator[None]:
-    """Log the start and duration of an export step, silence warnings, and stop cleanly on a signal."""
-    received: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        terminate(number)
-
+    """Log the start and duration of an export step, and silence warnings."""
     _logger.info("%s ...", name)
     start = time.perf_counter()
-    try:
-        with warnings.catch_warnings(), handling_signals(stop):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        # torch can swallow or replace the exception, so raise the signal again for the caller's handler.
-        if received:
-            if signal.getsignal(received[0]) == signal.SIG_DFL:
-                terminate(received[0])  # an exception, so that the caller can remove its files
-            signal.raise_signal(received[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
     _logger.info("%s: %.1f s", name, time.perf_counter() - start)
 
 
@@ -383,23 +369,17 @@ def check_onnx(path: Path) -> dict:
         onnxruntime that load the file on this machine.
 
     Raises:
-        ConfigError: If the file has operators outside the ONNX standard, or ``onnx.checker`` or strict shape inference
-            reports an error.
+        RuntimeError: If the file has operators outside the ONNX standard.
+        onnx.checker.ValidationError, onnx.shape_inference.InferenceError: If the file is not valid.
     """
     import onnx
     import onnxruntime
 
     model = onnx.load(path)
     other = {f"{node.domain}.{node.op_type}" for node in model.graph.node if node.domain not in ("", "ai.onnx")}
-    other |= {f"{function.domain}.{function.name}" for function in model.functions}
-    if other:
-        names = ", ".join(sorted(other))
-        raise ConfigError(f"{path.name} has operators outside the ONNX standard: {names}. Report this as a bug.")
-    try:
-        onnx.checker.check_model(model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(f"{path.name} is not valid ONNX: {reason}. Report this as a bug.") from error
+    if other or model.functions:
+        raise RuntimeError(f"{path.name} has operators outside the ONNX standard: {other or model.functions}")
+    onnx.checker.check_model(model, full_check=True)
     available = onnxruntime.get_available_providers()
     return {
         "operators": dict(Counter(node.op_type for node in model.graph.node).most_common()),
@@ -552,10 +532,7 @@ def load_model(path: Path) -> Loaded:
         raise ConfigError(f"Cannot load '{path}' without {error.name}. Run 'pip install {packages}'.") from error
     # The exceptions of onnxruntime have no common base class.
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        # OpenVINO puts its own source locations first.
-        reason = lines[-1 if path.suffix == ".xml" else 0].rstrip(".")
-        raise ConfigError(f"Cannot load '{path}': {reason}. Export the model again.") from error
+        raise ConfigError(f"Cannot load '{path}': {one_line(error)}. Export the model again.") from error
 
 
 def format_of(path: str | Path) -> str:

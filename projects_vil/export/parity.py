@@ -73,12 +73,11 @@ def parity_images(
     """
     if files:
         return [_read(cfg, file, fixed) for file in files]
-    if fixed:
-        return [example_image(*fixed, seed=seed) for seed in range(1, 5)]
-    sizes = [size_for_testing(cfg, *size) for size in ((400, 600), (600, 450), (360, 600), (500, 500))]
-    # The last one is smaller than in testing.
-    sizes[-1] = tuple(side // 2 + 3 for side in sizes[-1])
-    sizes = [tuple(max(side, MIN_EXPORT_SIDE) for side in size) for size in sizes]
+    sizes = [fixed or size_for_testing(cfg, *size) for size in ((400, 600), (600, 450), (360, 600), (500, 500))]
+    if not fixed:
+        # The last one is smaller than in testing.
+        sizes[-1] = tuple(side // 2 + 3 for side in sizes[-1])
+        sizes = [tuple(max(side, MIN_EXPORT_SIDE) for side in size) for size in sizes]
     return [example_image(*size, seed=seed) for seed, size in enumerate(sizes, start=1)]
 
 
@@ -235,7 +234,7 @@ def check_export(
         accept_drop: whether to accept any drop of average precision.
 
     Raises:
-        ConfigError: If an ONNX file is not valid or not portable, see :func:`projects_vil.export.formats.check_onnx`.
+        RuntimeError: If an ONNX file is not portable, see :func:`projects_vil.export.formats.check_onnx`.
     """
     precision, thresholds = model.metadata["precision"], model.metadata["thresholds"]
     eager = functools.partial(eager_detections, reference)

@@ -88,7 +88,6 @@ def test_a_fixed_size(exported):
         ({"file_format": "onnx", "size": (96, 128), "evaluate": True}, (), "size"),
         ({"images": ["absent.jpg"]}, (), "absent.jpg"),
         ({"opset": 18}, (), "opset"),
-        ({"file_format": "onnx", "opset": 15}, (), "opset 15"),
         ({"evaluate": True}, ("DATASETS.TEST", "('shapes_vall',)"), "shapes_vall"),
         # The table of absolute positions is too small for test images of 64 x 96.
         ({}, ("MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_1_3_1", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "80"), "80"),

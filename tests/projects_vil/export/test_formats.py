@@ -130,7 +130,8 @@ def check_onnx_file(model: ExportedModel) -> None:
     ],
 )
 def test_an_onnx_file_that_is_not_portable(tmp_path, nodes):
-    with pytest.raises(ConfigError, match=r"model\.onnx"):
+    onnx = pytest.importorskip("onnx")
+    with pytest.raises((RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError)):
         check_onnx(onnx_file(tmp_path, nodes))
 
 
