@@ -62,6 +62,8 @@ class TimmBackbone(Backbone):
         check_choice("norm", norm or "BN", _BATCH_NORMS)
         self.variant, self.name = name, name.removeprefix(TIMM_PREFIX)
         self.variant_options: dict[str, object] = {}
+        for stage in out_features:
+            check_choice("out_features", stage, TIMM_STAGES)
         self.stages = [stage for stage in TIMM_STAGES if stage in out_features]
         with torch.device("meta"):
             probe = _create(name)
@@ -78,16 +80,9 @@ class TimmBackbone(Backbone):
             if isinstance(module, Conv2dSame):
                 self.net.set_submodule(key, _SameConv2d(module))
         if norm is not None:
-            if not any(isinstance(module, nn.BatchNorm2d) for module in self.net.modules()):
-                raise ConfigError(f"{name} has no BatchNorm. Leave out MODEL.TRANSFORMER.NORM.")
             self.net = _BATCH_NORMS[norm](self.net)
         if activation_checkpointing:
-            try:
-                self.net.model.set_grad_checkpointing(True)
-            except (AssertionError, AttributeError) as error:
-                raise ConfigError(
-                    f"{name} has no activation checkpointing. Set MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING to False."
-                ) from error
+            self.net.model.set_grad_checkpointing(True)
         for parameter in [parameter for key, parameter in self.net.named_parameters() if key in frozen]:
             parameter.requires_grad_(False)
         self._is_frozen = bool(frozen)
@@ -116,8 +111,6 @@ class TimmBackbone(Backbone):
 
     @functools.cached_property
     def _layer_ids(self) -> dict[str, int]:
-        if not hasattr(self.net.model, "group_matcher"):
-            raise ConfigError(f"{self.variant} does not number its layers. Set SOLVER.LAYER_DECAY to 1.0.")
         return group_parameters(self.net.model, self.net.model.group_matcher(), reverse=True)
 
     @property
