@@ -107,24 +107,6 @@ def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None
         )
 
 
-def check_input(accepted: dict, shape: Sequence[int], *, what: str) -> None:
-    """Raise a :class:`ConfigError` if a model does not accept images of ``shape``, (3, H, W) or (B, 3, H, W).
-
-    Args:
-        accepted: ``input`` of the metadata.
-    """
-    height, width = shape[-2:]
-    if accepted["size"] and [height, width] != accepted["size"]:
-        fixed = f"{accepted['size'][0]} x {accepted['size'][1]}"
-        raise ConfigError(f"{what}: the image has {height} x {width} pixels. Resize and pad it to {fixed}.")
-    check_sides(accepted["sides"], (height, width), what=what)
-    smallest, largest = accepted.get("batch") or (1, shape[0])
-    if accepted["batched"] and not smallest <= shape[0] <= largest:
-        raise ConfigError(
-            f"{what}: the batch has {shape[0]} images, but the model accepts {smallest} to {largest}. Change its size."
-        )
-
-
 # -- writing ---------------------------------------------------------------------------------------
 
 

@@ -70,9 +70,7 @@ def predict_on_ray(
         raise ConfigError("With Ray each worker loads the model. Pass a name or path, not a Detector.")
     model, source, output = str(model), str(source), Path(output).absolute()
     paths = list_paths(source, exclude=output, column=column)
-    first = next(paths, None)
-    if first is None:
-        raise ConfigError(f"Input '{source}' has no images. Check the path.")
+    first = next(paths)
     given = list(options.pop("overrides", ()))
     device = options.get("device") or dict(zip(given[::2], given[1::2], strict=False)).get("MODEL.DEVICE", "cuda")
     can_use_gpu = str(device) != "cpu" and not str(options.get("weights") or model).endswith(EXPORT_SUFFIXES)

@@ -45,12 +45,8 @@ class EagerRunner:
     """
 
     def __init__(self, cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:
-        for key, value, choices in (
-            ("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, DETECTORS),
-            ("INPUT.FORMAT", cfg.INPUT.FORMAT, ("RGB", "BGR")),
-            ("INFERENCE.DTYPE", cfg.INFERENCE.DTYPE, DTYPES),
-        ):
-            check_choice(key, value, choices)
+        check_choice("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, DETECTORS)
+        check_choice("INFERENCE.DTYPE", cfg.INFERENCE.DTYPE, DTYPES)
         self.detector, self.categories = load_detector(cfg, weights, device=cfg.MODEL.DEVICE, as_datasets=False)
         if self.detector.device.type == "cuda":
             use_sync_free_parts(self.detector)

@@ -262,7 +262,6 @@ def test_exports_give_the_same(detector, exported_run, trained_run, photos):
         ("run", {"weights": "absent.pth"}, r"absent\.pth"),
         ("run", {"score_threshold": 1.5}, "score_threshold"),
         ("run", {"device": "gpu"}, r"MODEL\.DEVICE is gpu"),
-        ("run", {"overrides": ["INPUT.FORMAT", "L"]}, r"INPUT\.FORMAT"),
         ("model.ts", {"device": "cuda"}, "device"),
         ("model.ts", {"weights": "absent.pth"}, "weights"),
         ("model.ts", {"tta": True}, "tta"),

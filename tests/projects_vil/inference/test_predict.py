@@ -93,15 +93,9 @@ def test_ids_of_annotations(tmp_path):
     assert [(r["image_id"], r["category_id"]) for r in results] == [(40, 10), (41, 11)]
     assert [(c["id"], c["name"]) for c in images["categories"]] == [(11, "left"), (10, "right")]
     assert summary.num_images == 2 and [item["file_name"] for item in images["skipped"]] == ["c.png"]
-    save(tmp_path / "a.png", picture(40, 60))
-    for image_sizes, names, expected in (
-        (sizes, ["left", "right", "star"], "3 classes"),
-        ({"../a.png": (40, 60)}, ["left", "right"], "b.json"),
-        ({f"{tmp_path}/a.png": (40, 60)}, ["left", "right"], "b.json"),
-    ):
-        with pytest.raises(ConfigError, match=expected):
-            options = {"annotations": annotations_of(tmp_path / "b.json", image_sizes, names)}
-            run_on(tmp_path / "in", tmp_path / "out", **options)
+    with pytest.raises(ConfigError, match="3 classes"):
+        more = annotations_of(tmp_path / "b.json", sizes, ["left", "right", "star"])
+        run_on(tmp_path / "in", tmp_path / "out", annotations=more)
 
 
 def test_a_run_is_no_output_directory(tmp_path):
@@ -366,7 +360,6 @@ def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path
         ("in", "out", {"file_format": "csv"}, "csv"),
         ("absent", "out", {}, "Input .*absent"),
         ("empty", "out", {}, "Input .*empty"),
-        ("in", "file/out", {}, r"Output .*file"),
         ("in", "in", {}, "Output .*in"),
         ("in", "other", {}, r"Output .*other.* results\.json"),
         ("in", "foreign", {}, r"foreign/images\.json.* exists"),
