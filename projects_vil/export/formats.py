@@ -17,6 +17,7 @@ import shutil
 import sys
 import time
 import warnings
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ from projects_vil.utils import deferred_signals
 
 OPSET = 20
 _METADATA_KEY = "vil_metadata"  # in ONNX and OpenVINO files
-_METADATA_RECORD = "extra/metadata.json"  # in TorchScript and .pt2 archives
+_METADATA_FILE = "metadata.json"  # below extra/ in TorchScript and .pt2 archives
 RunFn = Callable[[Tensor], "tuple[Tensor, ...]"]
 # A runnable model and the JSON of its embedded metadata.
 Loaded = tuple[RunFn, str | None]
@@ -213,23 +214,14 @@ def _winograd_conv2d(
 
 def _embed_in_archive(path: Path, metadata: dict) -> None:
     """Rewrite a torch archive with the metadata, and without the source locations (``.debug_pkl``)."""
-    reader = torch._C.PyTorchFileReader(str(path))
     buffer = io.BytesIO()
-    writer = torch._C.PyTorchFileWriter(buffer)
-    # torch selects the semantics of operators by this version. The writer adds its own serialization id.
-    writer.set_min_version(int(reader.get_record("version" if reader.has_record("version") else ".data/version")))
-    for name in reader.get_all_records():
-        if not name.endswith(".debug_pkl") and name not in ("version", ".data/version", ".data/serialization_id"):
-            contents = reader.get_record(name)
-            writer.write_record(name, contents, len(contents))
-    contents = json.dumps(metadata).encode()
-    writer.write_record(_METADATA_RECORD, contents, len(contents))
-    writer.write_end_of_file()
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(buffer, "w") as new:
+        for entry in archive.infolist():
+            if not entry.filename.endswith(".debug_pkl"):
+                new.writestr(entry, archive.read(entry))
+        folder = entry.filename.partition("/")[0]
+        new.writestr(f"{folder}/extra/{_METADATA_FILE}", json.dumps(metadata))
     path.write_bytes(buffer.getbuffer())
-
-
-def _embedded_in_archive(reader: torch._C.PyTorchFileReader) -> str | None:
-    return reader.get_record(_METADATA_RECORD).decode() if reader.has_record(_METADATA_RECORD) else None
 
 
 def _write_torchscript(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
@@ -238,7 +230,8 @@ def _write_torchscript(exportable: ExportableDetector, example: Tensor, path: Pa
 
 
 def _load_torchscript(path: Path) -> Loaded:
-    return torch.jit.load(str(path)), _embedded_in_archive(torch._C.PyTorchFileReader(str(path)))
+    embedded = {_METADATA_FILE: ""}
+    return torch.jit.load(str(path), _extra_files=embedded), embedded[_METADATA_FILE] or None
 
 
 def _write_torch_export(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
@@ -249,9 +242,8 @@ def _write_torch_export(exportable: ExportableDetector, example: Tensor, path: P
 
 def _load_torch_export(path: Path) -> Loaded:
     # Read once, so that the checked bytes are the loaded bytes.
-    buffer = io.BytesIO(path.read_bytes())
-    reader = torch._C.PyTorchFileReader(buffer)
-    embedded, names = _embedded_in_archive(reader), reader.get_all_records()
+    buffer, embedded = io.BytesIO(path.read_bytes()), {_METADATA_FILE: ""}
+    names = torch._C.PyTorchFileReader(buffer).get_all_records()
     # torch runs pickles and native code in these records. No exported detector contains them.
     if programs := [name for name in names if "_obj_" in name or name.startswith("data/aotinductor/")]:
         raise ConfigError(f"It contains the program '{programs[0]}', which exported detectors never do.")
@@ -260,7 +252,7 @@ def _load_torch_export(path: Path) -> Loaded:
         warnings.simplefilter("ignore")
         try:
             buffer.seek(0)
-            return torch.export.load(buffer).module(), embedded
+            return torch.export.load(buffer, extra_files=embedded).module(), embedded[_METADATA_FILE] or None
         except pickle.UnpicklingError as error:  # torch's message suggests to run the pickle
             raise ConfigError("It contains a pickle, which exported detectors never do.") from error
 

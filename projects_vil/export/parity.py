@@ -18,7 +18,7 @@ from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
 from projects_vil.checkpoint import fingerprint
-from projects_vil.data import build_test_loader, read_for_testing, read_image, size_for_testing
+from projects_vil.data import build_test_loader, read_image, size_for_testing
 from projects_vil.evaluation import build_evaluator
 from projects_vil.export.formats import FORMATS, check_onnx
 from projects_vil.export.runtime import ExportedModel, letterbox_size, pad_image
@@ -82,12 +82,10 @@ def parity_images(
 
 
 def _read(cfg: CfgNode, file: str | Path, fixed: tuple[int, int] | None) -> Tensor:
-    if fixed is None:
-        pixels, _ = read_for_testing(cfg, file, image_format=cfg.INPUT.FORMAT)
-    else:
-        pixels = read_image(file, cfg.INPUT.FORMAT)
-        height, width = pixels.shape[:2]
-        pixels = T.ResizeTransform(height, width, *letterbox_size(height, width, fixed)).apply_image(pixels)
+    pixels = read_image(file, cfg.INPUT.FORMAT)
+    height, width = pixels.shape[:2]
+    size = letterbox_size(height, width, fixed) if fixed else size_for_testing(cfg, height, width)
+    pixels = T.ResizeTransform(height, width, *size).apply_image(pixels)
     image = torch.as_tensor(pixels.transpose(2, 0, 1).copy())
     return pad_image(image, fixed, cfg.MODEL.PIXEL_MEAN) if fixed else image
 

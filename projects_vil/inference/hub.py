@@ -17,7 +17,7 @@ from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 from backbones import ConfigError
 from backbones.checkpoint_files import write_checkpoint
 from projects_vil.checkpoint import METADATA_KEY, PUBLISHED_WEIGHTS, Categories, Checkpointer, fingerprint
-from projects_vil.config import CONFIG_FILE, default_config
+from projects_vil.config import CONFIG_FILE, default_config, value_of, with_overrides
 from projects_vil.evaluation import EVALUATED_MODEL_FILE, EVALUATION_FILE, read_results, results_as_files
 from projects_vil.export import describe_report
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
@@ -33,12 +33,8 @@ _METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 # The Hub's names of detectron2's tasks.
 _TASKS = {"bbox": "object-detection", "segm": "image-segmentation"}
 # Keys with paths, services and names that belong to one machine.
-_PRIVATE = {
-    "": ("OUTPUT_DIR", "LOGGING"),
-    "MODEL": ("WEIGHTS", "DEVICE"),
-    "TEST": ("EXPECTED_RESULTS",),
-    "DATASETS": ("COCO", "ADE20K", "PROPOSAL_FILES_TRAIN", "PROPOSAL_FILES_TEST"),
-}
+_PRIVATE = ("OUTPUT_DIR", "LOGGING", "MODEL.WEIGHTS", "MODEL.DEVICE", "TEST.EXPECTED_RESULTS", "DATASETS.COCO")
+_PRIVATE += ("DATASETS.ADE20K", "DATASETS.PROPOSAL_FILES_TRAIN", "DATASETS.PROPOSAL_FILES_TEST")
 # An absolute path, a path from the home or a relative folder, or a URL.
 _PATH = re.compile(r"(?:^|[\s=:,;'\"])(?:~|/|\\\\|[A-Za-z]:[\\/]|\.{1,2}[\\/]|\w+://)")
 _logger = logging.getLogger(__name__)
@@ -219,9 +215,8 @@ def find_reports(folder: Path, model: str) -> tuple[dict | None, dict[str, dict]
         evaluation = read_results(folder, model=model)
     except ConfigError as error:
         _logger.warning("Skipping the evaluation: %s", error)
-    if evaluation is not None and _PATH.search(json.dumps(list(evaluation))):
-        _logger.warning("Skipping the evaluation in %s: the name of a dataset is a path.", folder)
-        evaluation = None
+    # The name of a dataset may be a path.
+    evaluation = {name: tasks for name, tasks in (evaluation or {}).items() if not _PATH.search(name)} or None
     for path in sorted([*folder.glob(EXPORT_REPORTS), *folder.glob(f"*/{EXPORT_REPORTS}")]):
         report = read_json(path)
         if report.get("fingerprint") != model:
@@ -244,16 +239,11 @@ def published_config(cfg: CfgNode) -> CfgNode:
     """
     usual, published = default_config(), default_config()
     published.merge_from_other_cfg(cfg)
-    for node, keys in _PRIVATE.items():
-        ours, theirs = (getattr(config, node) if node else config for config in (published, usual))
-        for key in keys:
-            ours[key] = theirs[key]
-    for key in ("TRAIN", "TEST"):
-        names = published.DATASETS[key]
-        published.DATASETS[key] = tuple(name for name in names if not (_PATH.search(name) or os.sep in name))
-    unchanged = usual.dump().splitlines()
+    values = {key: value_of(usual, key) for key in _PRIVATE}
+    for key in ("DATASETS.TRAIN", "DATASETS.TEST"):
+        values[key] = tuple(name for name in value_of(cfg, key) if not (_PATH.search(name) or os.sep in name))
+    published, unchanged = with_overrides(published, values), usual.dump().splitlines()
     for line in published.dump().splitlines():
         if line not in unchanged and _PATH.search(line):
             raise ConfigError(f"The config contains a path: {line.strip()}. Set the key to its default before saving.")
-    published.freeze()
     return published

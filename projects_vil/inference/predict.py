@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import GENERATOR, check_replaceable, check_whole, printable
+from backbones.errors import GENERATOR, check_file, check_replaceable, check_whole, printable
 from projects_vil.checkpoint import Categories, weights_of
 from projects_vil.config import CONFIG_FILE
 from projects_vil.data import describe_classes, match_all_classes
@@ -135,10 +135,7 @@ def predict(
         if value is not None and flag not in flags:
             raise ConfigError(f"{name} has no effect with {flag}. Leave it out, or use {' or '.join(flags)}.")
     check_whole("batch_size", batch_size)
-    check_whole("part_size", part_size or PART_SIZE)
-    check_whole("draw_workers", draw_workers or 0, least=0)
-    if score_threshold is not None:
-        check_threshold(score_threshold)
+    check_threshold(score_threshold)
     source, output = os.fspath(source), Path(output)
     if (output / CONFIG_FILE).is_file() and weights_of(output) is not None:
         raise ConfigError(f"'{output}' has the config and the weights of a detector. Choose another output directory.")
@@ -269,12 +266,9 @@ def _check_paths(source: Path, output: Path, annotations: Path | None) -> None:
         raise ConfigError(f"Output '{output}' would overwrite the input '{source}'. Choose another output directory.")
     check_replaceable(output / IMAGES_FILE, advice="Choose another output directory.")
     if (output / RESULTS_FILE).exists() and not (output / IMAGES_FILE).exists():
-        message = f"Output '{output}' has a {RESULTS_FILE} that was not written by vil"
-        raise ConfigError(f"{message}. Choose another output directory.")
+        raise ConfigError(f"'{output / RESULTS_FILE}' was not written by vil. Choose another output directory.")
     if annotations is not None:
-        if not source.is_dir() or not annotations.is_file():
-            message = f"annotations is '{annotations}', and the input is '{source}'"
-            raise ConfigError(f"{message}. Use a COCO file and the folder of its images.")
+        check_file(annotations, "COCO file", key="annotations")
         if annotations.resolve() in [(output / name).resolve() for name in (RESULTS_FILE, IMAGES_FILE)]:
             raise ConfigError(f"The results would overwrite the annotations '{annotations}'. Choose another output.")
 

@@ -252,9 +252,8 @@ def stage_channels(name: str, stage: str) -> int:
         ConfigError: for an unknown variant or stage.
     """
     with torch.device("meta"):
-        if name.startswith(TIMM_PREFIX):
-            return TimmBackbone(name, out_features=(stage,)).output_shape()[stage].channels
-        return create_backbone(name, out_features=(stage,)).feature_info[stage].channels
+        backbone = (TimmBackbone if name.startswith(TIMM_PREFIX) else TransformerBackbone)(name, out_features=(stage,))
+    return backbone.output_shape()[stage].channels
 
 
 def export_sides(detector: nn.Module) -> tuple[int, int]:

@@ -129,7 +129,6 @@ def test_a_batch_equals_its_images_one_at_a_time(name):
     [
         ("mask_rcnn MODEL.ROI_HEADS.NAME Res5ROIHeads MODEL.ROI_HEADS.IN_FEATURES ['p4']", "Res5"),
         ("cascade_mask_rcnn MODEL.KEYPOINT_ON True", "KRCNNConvDeconvUpsampleHead"),
-        ("mask_rcnn MODEL.ROI_MASK_HEAD.POOLER_TYPE ROIPool", "RoIPool"),
         (
             "mask_rcnn MODEL.PROPOSAL_GENERATOR.NAME RRPN MODEL.ANCHOR_GENERATOR.NAME RotatedAnchorGenerator "
             "MODEL.RPN.BBOX_REG_WEIGHTS (1.0,1.0,1.0,1.0,1.0)",
