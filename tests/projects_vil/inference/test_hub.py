@@ -133,15 +133,10 @@ def test_folders_that_are_not_written(detector, run, tmp_path):
     assert not os.path.exists("folder")
 
 
-def test_configs_with_paths_and_unknown_keys():
+def test_configs_with_paths():
     assert hub.published_config(small_config("retinanet", *PRIVATE)).DATASETS.TRAIN == ("mine",)
     with pytest.raises(ConfigError, match="VARIANT"):
         hub.published_config(small_config("retinanet", "MODEL.TRANSFORMER.VARIANT", "/home/me/model"))
-    cfg = small_config().clone()
-    cfg.defrost()
-    cfg.MODEL.OF_ANOTHER_PROJECT = 1
-    with pytest.raises(KeyError, match="OF_ANOTHER_PROJECT"):
-        hub.published_config(cfg)
 
 
 # Cards

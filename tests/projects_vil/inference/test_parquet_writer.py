@@ -91,13 +91,6 @@ def test_only_incomplete_parts_are_written_again(photos, tmp_path):
         assert files(tmp_path / "out") == expected
 
 
-def test_control_characters_of_names_are_escaped(tmp_path, capsys):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/\x1b[31m\n.png").write_text("not an image")
-    run(tmp_path / "in", tmp_path / "out")
-    assert r"skipped \x1b[31m\n.png" in capsys.readouterr().err
-
-
 def test_shards_share_an_output(photos, tmp_path):
     for number in range(3):
         run(photos, tmp_path / "out", shard=(number, 3))
