@@ -15,7 +15,7 @@ import torchvision  # noqa: F401  its operators are in every exported detector
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_model
-from detectron2.modeling.backbone import BACKBONE_REGISTRY, FPN, Backbone
+from detectron2.modeling.backbone import BACKBONE_REGISTRY, FPN, Backbone, SimpleFeaturePyramid
 from fvcore.nn.weight_init import c2_xavier_fill
 from torch import Tensor, nn
 
@@ -186,6 +186,23 @@ class PaddedFPN(FPN):
         return max(super().size_divisibility, 32)
 
 
+class PlainViTPyramid(SimpleFeaturePyramid):
+    """ViTDet's pyramid, with a bottom-up network and a size divisibility that are named as in FPN."""
+
+    def __init__(self, bottom_up: TimmBackbone, *args: Any, **options: Any) -> None:
+        super().__init__(bottom_up, *args, **options)
+        del self.net
+        self.bottom_up = bottom_up
+
+    @property
+    def net(self) -> TimmBackbone:
+        return self.bottom_up
+
+    @property
+    def size_divisibility(self) -> int:
+        return self._size_divisibility
+
+
 @BACKBONE_REGISTRY.register()
 def build_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     """Build FPN with levels P2 to P6 from stages 1 to 4, for Mask R-CNN. P6 is pooled.
@@ -205,15 +222,25 @@ def build_retinanet_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpe
 
 
 def _build_fpn(cfg: CfgNode, bottom_up: Backbone, *, last_level: int) -> FPN:
-    """Build FPN and its extra levels, up to ``last_level`` by convolution."""
+    """Build FPN and its extra levels, up to ``last_level`` by convolution.
+
+    A plain ViT gets the pyramid of ViTDet instead of FPN. ``MODEL.FPN.IN_FEATURES`` then selects the levels by the
+    strides of four-stage models, and RetinaNet's P6 is a convolution on P5.
+    """
     node, shapes = cfg.MODEL.FPN, bottom_up.output_shape()
-    last = node.IN_FEATURES[-1]
-    level = int(math.log2(shapes[last].stride))
+    last, is_plain = node.IN_FEATURES[-1], getattr(bottom_up, "is_plain", False)
+    level = int(math.log2(TIMM_STAGES[last] if is_plain else shapes[last].stride))
     levels = range(level + 1, last_level + 1)
-    if last_level == 7:
+    if last_level == 7 and not is_plain:
         top_block = LastLevelConvs(shapes[last].channels, node.OUT_CHANNELS, last, levels, relu=node.P7_RELU)
     else:
-        top_block = LastLevelConvs(node.OUT_CHANNELS, node.OUT_CHANNELS, f"p{level}", levels, pooled=True)
+        options = {"pooled": last_level == 5, "relu": node.P7_RELU}
+        top_block = LastLevelConvs(node.OUT_CHANNELS, node.OUT_CHANNELS, f"p{level}", levels, **options)
+    if is_plain:
+        [(stage, shape)] = shapes.items()
+        scales = [shape.stride / TIMM_STAGES[name] for name in node.IN_FEATURES]
+        norm = node.NORM or "LN"
+        return PlainViTPyramid(bottom_up, stage, node.OUT_CHANNELS, scales, top_block=top_block, norm=norm)
     options = {"norm": node.NORM, "top_block": top_block, "fuse_type": node.FUSE_TYPE}
     return PaddedFPN(bottom_up=bottom_up, in_features=node.IN_FEATURES, out_channels=node.OUT_CHANNELS, **options)
 
