@@ -84,24 +84,19 @@ def export_detector(
         >>> cfg = load_config("output/vil_tiny/config.yaml")
         >>> path, report = export_detector(cfg, "output/vil_tiny/model_final.pth", "export", file_format="onnx")
     """
-    is_int8 = precision == "int8"
-    if not is_int8:
-        unused = "accept_drop" if accept_drop else "calibration_images" if calibration_images != 100 else None
-        if unused:
-            raise ConfigError(f"{unused} needs precision int8. Leave it out, or export int8.")
-    evaluate = evaluate or is_int8
     check_format(file_format)
-    entry = FORMATS[file_format]
+    entry, is_int8 = FORMATS[file_format], precision == "int8"
+    check_choice("input_dtype", input_dtype, ("uint8", "float32"))
     if precision not in entry.precisions:
         supported = ", ".join(entry.precisions)
         raise ConfigError(f"precision {precision} is not supported by {file_format}. Use one of {supported}.")
-    if opset is not None:
-        _check_opset(opset, file_format)
-    check_choice("input_dtype", input_dtype, ("uint8", "float32"))
+    if opset is not None and file_format != "onnx":
+        raise ConfigError(f"opset has no effect on {file_format}. Leave it out, or use format onnx.")
     if size is not None and file_format == "torchscript":
         raise ConfigError(
             "image_size has no effect: TorchScript files accept any size. Leave it out, or use another format."
         )
+    evaluate = evaluate or is_int8
     if size is not None and evaluate:
         raise ConfigError(
             "image_size has no effect with precision int8 or evaluate, because images of DATASETS.TEST have other "
@@ -111,34 +106,30 @@ def export_detector(
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
     calibration = calibration_files(cfg, calibration_images) if is_int8 else []
-    fixed_number = cfg.TEST.DETECTIONS_PER_IMAGE if fixed_detections else None
-    if fixed_number is not None and fixed_number < 1:
-        raise ConfigError(
-            f"fixed_detections needs a detection, but TEST.DETECTIONS_PER_IMAGE is {fixed_number}. Raise it."
-        )
     check_output_folder(output)
     compared = parity_images(cfg, images, fixed=size)
     reference, categories = load_detector(with_overrides(cfg, {"MODEL.TRANSFORMER.COMPILE": False}), weights)
     network = cast_network(copy.deepcopy(reference), precision)
+    fixed_number = cfg.TEST.DETECTIONS_PER_IMAGE if fixed_detections else None
     exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
     facts = {"precision": precision, "input_dtype": input_dtype, "weights": weights, "opset": opset}
     metadata = describe_model(cfg, exportable, categories, file_format, **facts)
     for image, file in zip(compared, images or ["INPUT.MIN_SIZE_TEST"] * len(compared), strict=True):
         check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file))
 
-    def read(file: str) -> Tensor:
-        """Return a calibration image as an input of the model."""
-        (image,) = parity_images(cfg, [file])
-        check_sides(metadata["input"]["sides"], image.shape[-2:], what=file)
+    def as_input(image: Tensor) -> Tensor:
         image = image.to(getattr(torch, input_dtype))
         return image[None] if batched else image
+
+    def read(file: str) -> Tensor:
+        return as_input(*parity_images(cfg, [file]))
 
     # Find unreadable calibration images now, before minutes of export.
     for file in calibration:
         read(file)
-    example = example_image(*(size or EXAMPLE_SIZE)).to(getattr(torch, input_dtype))
+    example = as_input(example_image(*(size or EXAMPLE_SIZE)))
     if batched:
-        example = torch.stack([example] * 2)
+        example = example.repeat(2, 1, 1, 1)
 
     # Different inputs and outputs get different file names.
     parts = ["model", batched and "batched", precision != "fp32" and precision, fixed_detections and "fixed"]
@@ -149,22 +140,16 @@ def export_detector(
     with atomic_folder(path.parent) as unfinished:
         new = unfinished / path.name
         source = new.with_name(f"float{entry.suffix}") if is_int8 else new
-        options = {"opset": opset} if opset else {}
-        if file_format == "openvino":
-            options["quantizes"] = is_int8
-        try:
-            entry.write(exportable, example, source, **options)
-            if is_int8:
-                quantize(source, new, file_format, calibration, read)
-                metadata["quantization"] = {"calibration_images": len(calibration), "float_layers": FLOAT_LAYERS}
-            metadata = with_digest(metadata)
-            entry.embed(new, metadata)
-            own, *others = entry.files(new)
-            digests = {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
-            metadata_path(new).write_text(json.dumps(metadata | digests, indent=2) + "\n")
-        except OSError as error:
-            reason = error.strerror or error
-            raise ConfigError(f"Cannot write '{path}': {reason}. Check the folder and the free space.") from error
+        options = {"opset": opset} if opset else {"quantizes": is_int8} if file_format == "openvino" else {}
+        entry.write(exportable, example, source, **options)
+        if is_int8:
+            quantize(source, new, file_format, calibration, read)
+            metadata["quantization"] = {"calibration_images": len(calibration), "float_layers": FLOAT_LAYERS}
+        metadata = with_digest(metadata)
+        entry.embed(new, metadata)
+        own, *others = entry.files(new)
+        digests = {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
+        metadata_path(new).write_text(json.dumps(metadata | digests, indent=2) + "\n")
         report = check_export(cfg, reference, ExportedModel(new), compared, evaluate=evaluate, accept_drop=accept_drop)
         low_threshold = with_overrides(cfg, dict.fromkeys(_SCORE_THRESHOLDS, 0.0))
         has_detections = any(row["detections"] + row["detections_exported"] for row in report["images"])
@@ -181,17 +166,6 @@ def export_detector(
             for file in (*entry.files(path), metadata_path(path), report_path(path)):
                 os.replace(unfinished / file.name, file)
     return path, report
-
-
-def _check_opset(opset: int, file_format: str) -> None:
-    if file_format != "onnx":
-        raise ConfigError(f"opset has no effect on {file_format}. Leave it out, or use format onnx.")
-    import onnx
-
-    # For other opsets, torch writes opset 18 with only a warning.
-    newest = onnx.defs.onnx_opset_version()
-    if not 18 <= opset <= newest:
-        raise ConfigError(f"opset {opset} is not supported. Use 18 to {newest}.")
 
 
 def cast_network(detector: nn.Module, precision: str) -> nn.Module:

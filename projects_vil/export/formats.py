@@ -14,15 +14,14 @@ import logging
 import os
 import pickle
 import shutil
-import signal
 import sys
 import time
 import warnings
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from unittest.mock import patch
 
 import torch
@@ -36,13 +35,14 @@ from backbones import ConfigError
 from backbones.attention.chunks import copied_windows
 from backbones.errors import check_choice
 from backbones.layers.tracing import padding_to_multiple, static_size
+from projects_vil.config import one_line
 from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
-from projects_vil.utils import deferred_signals, handling_signals, terminate
+from projects_vil.utils import deferred_signals
 
 OPSET = 20
 _METADATA_KEY = "vil_metadata"  # in ONNX and OpenVINO files
-_METADATA_RECORD = "extra/metadata.json"  # in TorchScript and .pt2 archives
+_METADATA_FILE = "metadata.json"  # below extra/ in TorchScript and .pt2 archives
 RunFn = Callable[[Tensor], "tuple[Tensor, ...]"]
 # A runnable model and the JSON of its embedded metadata.
 Loaded = tuple[RunFn, str | None]
@@ -130,25 +130,12 @@ def trace(exportable: ExportableDetector, example: Tensor) -> torch.jit.ScriptMo
 
 @contextlib.contextmanager
 def log_step(name: str) -> Iterator[None]:
-    """Log the start and duration of an export step, silence warnings, and stop cleanly on a signal."""
-    received: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        terminate(number)
-
+    """Log the start and duration of an export step, and silence warnings."""
     _logger.info("%s ...", name)
     start = time.perf_counter()
-    try:
-        with warnings.catch_warnings(), handling_signals(stop):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        # torch can swallow or replace the exception, so raise the signal again for the caller's handler.
-        if received:
-            if signal.getsignal(received[0]) == signal.SIG_DFL:
-                terminate(received[0])  # an exception, so that the caller can remove its files
-            signal.raise_signal(received[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
     _logger.info("%s: %.1f s", name, time.perf_counter() - start)
 
 
@@ -227,23 +214,14 @@ def _winograd_conv2d(
 
 def _embed_in_archive(path: Path, metadata: dict) -> None:
     """Rewrite a torch archive with the metadata, and without the source locations (``.debug_pkl``)."""
-    reader = torch._C.PyTorchFileReader(str(path))
     buffer = io.BytesIO()
-    writer = torch._C.PyTorchFileWriter(buffer)
-    # torch selects the semantics of operators by this version. The writer adds its own serialization id.
-    writer.set_min_version(int(reader.get_record("version" if reader.has_record("version") else ".data/version")))
-    for name in reader.get_all_records():
-        if not name.endswith(".debug_pkl") and name not in ("version", ".data/version", ".data/serialization_id"):
-            contents = reader.get_record(name)
-            writer.write_record(name, contents, len(contents))
-    contents = json.dumps(metadata).encode()
-    writer.write_record(_METADATA_RECORD, contents, len(contents))
-    writer.write_end_of_file()
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(buffer, "w") as new:
+        for entry in archive.infolist():
+            if not entry.filename.endswith(".debug_pkl"):
+                new.writestr(entry, archive.read(entry))
+        folder = entry.filename.partition("/")[0]
+        new.writestr(f"{folder}/extra/{_METADATA_FILE}", json.dumps(metadata))
     path.write_bytes(buffer.getbuffer())
-
-
-def _embedded_in_archive(reader: torch._C.PyTorchFileReader) -> str | None:
-    return reader.get_record(_METADATA_RECORD).decode() if reader.has_record(_METADATA_RECORD) else None
 
 
 def _write_torchscript(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
@@ -252,7 +230,8 @@ def _write_torchscript(exportable: ExportableDetector, example: Tensor, path: Pa
 
 
 def _load_torchscript(path: Path) -> Loaded:
-    return torch.jit.load(str(path)), _embedded_in_archive(torch._C.PyTorchFileReader(str(path)))
+    embedded = {_METADATA_FILE: ""}
+    return torch.jit.load(str(path), _extra_files=embedded), embedded[_METADATA_FILE] or None
 
 
 def _write_torch_export(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
@@ -263,9 +242,8 @@ def _write_torch_export(exportable: ExportableDetector, example: Tensor, path: P
 
 def _load_torch_export(path: Path) -> Loaded:
     # Read once, so that the checked bytes are the loaded bytes.
-    buffer = io.BytesIO(path.read_bytes())
-    reader = torch._C.PyTorchFileReader(buffer)
-    embedded, names = _embedded_in_archive(reader), reader.get_all_records()
+    buffer, embedded = io.BytesIO(path.read_bytes()), {_METADATA_FILE: ""}
+    names = torch._C.PyTorchFileReader(buffer).get_all_records()
     # torch runs pickles and native code in these records. No exported detector contains them.
     if programs := [name for name in names if "_obj_" in name or name.startswith("data/aotinductor/")]:
         raise ConfigError(f"It contains the program '{programs[0]}', which exported detectors never do.")
@@ -274,7 +252,7 @@ def _load_torch_export(path: Path) -> Loaded:
         warnings.simplefilter("ignore")
         try:
             buffer.seek(0)
-            return torch.export.load(buffer).module(), embedded
+            return torch.export.load(buffer, extra_files=embedded).module(), embedded[_METADATA_FILE] or None
         except pickle.UnpicklingError as error:  # torch's message suggests to run the pickle
             raise ConfigError("It contains a pickle, which exported detectors never do.") from error
 
@@ -383,23 +361,17 @@ def check_onnx(path: Path) -> dict:
         onnxruntime that load the file on this machine.
 
     Raises:
-        ConfigError: If the file has operators outside the ONNX standard, or ``onnx.checker`` or strict shape inference
-            reports an error.
+        RuntimeError: If the file has operators outside the ONNX standard.
+        onnx.checker.ValidationError, onnx.shape_inference.InferenceError: If the file is not valid.
     """
     import onnx
     import onnxruntime
 
     model = onnx.load(path)
     other = {f"{node.domain}.{node.op_type}" for node in model.graph.node if node.domain not in ("", "ai.onnx")}
-    other |= {f"{function.domain}.{function.name}" for function in model.functions}
-    if other:
-        names = ", ".join(sorted(other))
-        raise ConfigError(f"{path.name} has operators outside the ONNX standard: {names}. Report this as a bug.")
-    try:
-        onnx.checker.check_model(model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(f"{path.name} is not valid ONNX: {reason}. Report this as a bug.") from error
+    if other or model.functions:
+        raise RuntimeError(f"{path.name} has operators outside the ONNX standard: {other or model.functions}")
+    onnx.checker.check_model(model, full_check=True)
     available = onnxruntime.get_available_providers()
     return {
         "operators": dict(Counter(node.op_type for node in model.graph.node).most_common()),
@@ -552,10 +524,7 @@ def load_model(path: Path) -> Loaded:
         raise ConfigError(f"Cannot load '{path}' without {error.name}. Run 'pip install {packages}'.") from error
     # The exceptions of onnxruntime have no common base class.
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        # OpenVINO puts its own source locations first.
-        reason = lines[-1 if path.suffix == ".xml" else 0].rstrip(".")
-        raise ConfigError(f"Cannot load '{path}': {reason}. Export the model again.") from error
+        raise ConfigError(f"Cannot load '{path}': {one_line(error)}. Export the model again.") from error
 
 
 def format_of(path: str | Path) -> str:

@@ -17,15 +17,8 @@ from projects_vil.config import detector_name
 from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
-from projects_vil.utils import parse_json, read_json
+from projects_vil.utils import read_json
 
-# The keys that :class:`projects_vil.export.ExportedModel` and ``Detector`` read.
-_REQUIRED = {
-    "input": ("name", "size", "batched", "dtype", "sides", "color_order"),
-    "resizing": ("short_side", "longest_side"),
-    "normalization": ("mean", "std"),
-    "thresholds": ("score", "detections_per_image"),
-}
 _DIGEST = "metadata_sha256"
 # Facts about the written files, which the embedded metadata cannot contain.
 _OF_FILES = ("sha256", "other_files", _DIGEST)
@@ -54,12 +47,12 @@ def read_metadata(path: Path) -> dict | None:
     """Return the metadata file next to an exported file, or ``None`` if there is none.
 
     Raises:
-        ConfigError: If the metadata file is invalid, or the SHA-256 of a file of the model differs.
+        ConfigError: If the SHA-256 of a file of the model differs.
     """
     file = metadata_path(path)
     if not file.exists():
         return None
-    metadata = _validate(read_json(file, what=f"metadata of {path}"), file)
+    metadata = read_json(file, what=f"metadata of {path}")
     # A user who edits the model deletes its sha256.
     for name, digest in ({path.name: metadata.get("sha256")} | metadata.get("other_files", {})).items():
         check_file(path.with_name(name), "file", key=f"part of {path}")
@@ -83,42 +76,22 @@ def select_metadata(path: Path, metadata: dict | None, embedded: str | None) -> 
         ConfigError: If there is no metadata, or the metadata file was changed without deleting its digest, or has
             another number of classes than the model.
     """
-    file = metadata_path(path)
-    inside = None if embedded is None else _validate(parse_json(embedded, source=path), path)
-    if metadata is None:
-        if inside is None:
-            check_file(file, "file", key=f"the metadata of {path}")
-        metadata, file = inside, path
-    digest = metadata.get(_DIGEST)
-    if digest is not None and not digest == with_digest(metadata)[_DIGEST] == (inside or metadata).get(_DIGEST):
+    if metadata is None and embedded is None:
+        check_file(metadata_path(path), "file", key=f"the metadata of {path}")
+    inside = metadata if embedded is None else json.loads(embedded)
+    chosen = inside if metadata is None else metadata
+    digest = chosen.get(_DIGEST)
+    if digest is not None and not digest == with_digest(chosen)[_DIGEST] == inside.get(_DIGEST):
         raise ConfigError(
-            f"'{file}' was changed after the export of {path.name}. Restore or delete it, or delete {_DIGEST} from it "
-            "if you changed it yourself."
+            f"'{metadata_path(path)}' was changed after the export of {path.name}. Restore or delete it, or delete "
+            f"{_DIGEST} from it if you changed it yourself."
         )
-    given, expected = len(metadata["classes"]), len((inside or metadata)["classes"])
+    given, expected = len(chosen["classes"]), len(inside["classes"])
     if given != expected:
-        raise ConfigError(f"'{file}' has {given} classes, but {path.name} has {expected}. Restore or delete the file.")
-    return metadata
-
-
-def _validate(metadata: object, file: Path) -> dict:
-    tables = metadata if isinstance(metadata, dict) else {}
-    wrong = []
-    for name, keys in _REQUIRED.items():
-        table = tables.get(name)
-        if not (isinstance(table, dict) and table.keys() >= set(keys)):
-            wrong.append(name)
-    wrong += [name for name in ("precision", "detector") if not isinstance(tables.get(name), str)]
-    if not wrong:
-        names, ids = tables.get("classes"), tables.get("category_ids")
-        wrong += ["classes"] * (not isinstance(names, list) or not names)
-        wrong += ["category_ids"] * (not isinstance(ids, list) or not len(ids) == len(set(ids)) == len(names or ()))
-        outputs = [output.get("name") for output in tables.get("outputs") or ()]
-        wrong += ["outputs"] * (outputs[:3] != ["boxes", "scores", "classes"])
-    if wrong:
-        advice = "Export the model again, or delete the file if the model contains its metadata."
-        raise ConfigError(f"'{file}' is not the metadata of an exported model: see {wrong[0]}. {advice}")
-    return tables
+        raise ConfigError(
+            f"'{metadata_path(path)}' has {given} classes, but {path.name} has {expected}. Restore or delete the file."
+        )
+    return chosen
 
 
 def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None:
@@ -131,24 +104,6 @@ def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None
         raise ConfigError(
             f"{what}: the image has {size[0]} x {size[1]} pixels, but the model accepts sides from {sides[0]} to "
             f"{sides[1]}. Resize it."
-        )
-
-
-def check_input(accepted: dict, shape: Sequence[int], *, what: str) -> None:
-    """Raise a :class:`ConfigError` if a model does not accept images of ``shape``, (3, H, W) or (B, 3, H, W).
-
-    Args:
-        accepted: ``input`` of the metadata.
-    """
-    height, width = shape[-2:]
-    if accepted["size"] and [height, width] != accepted["size"]:
-        fixed = f"{accepted['size'][0]} x {accepted['size'][1]}"
-        raise ConfigError(f"{what}: the image has {height} x {width} pixels. Resize and pad it to {fixed}.")
-    check_sides(accepted["sides"], (height, width), what=what)
-    smallest, largest = accepted.get("batch") or (1, shape[0])
-    if accepted["batched"] and not smallest <= shape[0] <= largest:
-        raise ConfigError(
-            f"{what}: the batch has {shape[0]} images, but the model accepts {smallest} to {largest}. Change its size."
         )
 
 

@@ -18,7 +18,7 @@ from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
 from projects_vil.checkpoint import fingerprint
-from projects_vil.data import build_test_loader, read_for_testing, read_image, size_for_testing
+from projects_vil.data import build_test_loader, read_image, size_for_testing
 from projects_vil.evaluation import build_evaluator
 from projects_vil.export.formats import FORMATS, check_onnx
 from projects_vil.export.runtime import ExportedModel, letterbox_size, pad_image
@@ -73,22 +73,19 @@ def parity_images(
     """
     if files:
         return [_read(cfg, file, fixed) for file in files]
-    if fixed:
-        return [example_image(*fixed, seed=seed) for seed in range(1, 5)]
-    sizes = [size_for_testing(cfg, *size) for size in ((400, 600), (600, 450), (360, 600), (500, 500))]
-    # The last one is smaller than in testing.
-    sizes[-1] = tuple(side // 2 + 3 for side in sizes[-1])
-    sizes = [tuple(max(side, MIN_EXPORT_SIDE) for side in size) for size in sizes]
+    sizes = [fixed or size_for_testing(cfg, *size) for size in ((400, 600), (600, 450), (360, 600), (500, 500))]
+    if not fixed:
+        # The last one is smaller than in testing.
+        sizes[-1] = tuple(side // 2 + 3 for side in sizes[-1])
+        sizes = [tuple(max(side, MIN_EXPORT_SIDE) for side in size) for size in sizes]
     return [example_image(*size, seed=seed) for seed, size in enumerate(sizes, start=1)]
 
 
 def _read(cfg: CfgNode, file: str | Path, fixed: tuple[int, int] | None) -> Tensor:
-    if fixed is None:
-        pixels, _ = read_for_testing(cfg, file, image_format=cfg.INPUT.FORMAT)
-    else:
-        pixels = read_image(file, cfg.INPUT.FORMAT)
-        height, width = pixels.shape[:2]
-        pixels = T.ResizeTransform(height, width, *letterbox_size(height, width, fixed)).apply_image(pixels)
+    pixels = read_image(file, cfg.INPUT.FORMAT)
+    height, width = pixels.shape[:2]
+    size = letterbox_size(height, width, fixed) if fixed else size_for_testing(cfg, height, width)
+    pixels = T.ResizeTransform(height, width, *size).apply_image(pixels)
     image = torch.as_tensor(pixels.transpose(2, 0, 1).copy())
     return pad_image(image, fixed, cfg.MODEL.PIXEL_MEAN) if fixed else image
 
@@ -235,7 +232,7 @@ def check_export(
         accept_drop: whether to accept any drop of average precision.
 
     Raises:
-        ConfigError: If an ONNX file is not valid or not portable, see :func:`projects_vil.export.formats.check_onnx`.
+        RuntimeError: If an ONNX file is not portable, see :func:`projects_vil.export.formats.check_onnx`.
     """
     precision, thresholds = model.metadata["precision"], model.metadata["thresholds"]
     eager = functools.partial(eager_detections, reference)

@@ -11,7 +11,7 @@ from torch import Tensor
 from backbones import ConfigError
 from backbones.errors import check_file
 from projects_vil.export.formats import format_of, load_model
-from projects_vil.export.metadata import check_input, read_metadata, select_metadata
+from projects_vil.export.metadata import check_sides, read_metadata, select_metadata
 from projects_vil.export.traceable import unpad_detections
 
 
@@ -51,12 +51,12 @@ class ExportedModel:
             images: (3, H, W), or (B, 3, H, W) for a batched model, with values from 0 to 255. Other dtypes are cast.
 
         Raises:
-            ConfigError: If the model does not accept the image size or batch size, or takes uint8 and the images are
+            ConfigError: If a side of the images is too small or too large, or the model takes uint8 and the images are
                 floating point.
         """
         if images.is_floating_point() and not self.dtype.is_floating_point:
             raise ConfigError(f"'{self.path}' accepts only {self.dtype} images. Export it with input_dtype float32.")
-        check_input(self.metadata["input"], images.shape, what=str(self.path))
+        check_sides(self.metadata["input"]["sides"], images.shape[-2:], what=str(self.path))
         with torch.no_grad():
             outputs = dict(zip(self.output_names, self._run(images.to(self.dtype)), strict=True))
         if "count" not in outputs:

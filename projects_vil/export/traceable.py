@@ -18,9 +18,7 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from detectron2.layers import ROIAlign
 from detectron2.modeling import GeneralizedRCNN, RetinaNet, StandardROIHeads
-from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
 from detectron2.modeling.poolers import ROIPooler
 from detectron2.modeling.proposal_generator import RPN
 from detectron2.modeling.roi_heads import CascadeROIHeads
@@ -29,6 +27,7 @@ from torch import Tensor, nn
 from torchvision.ops import nms
 
 from backbones import ConfigError
+from projects_vil.modeling.sync_free import grid_anchors
 
 _LOWEST = -1e30  # below every score
 
@@ -41,21 +40,6 @@ def per_anchor(predictions: Tensor, channels: int) -> Tensor:
     # Always copy, because whether a view is possible depends on the example's size.
     predictions = predictions.unflatten(1, (-1, channels)).permute(0, 3, 4, 1, 2)
     return predictions.clone(memory_format=torch.contiguous_format).flatten(1, 3)
-
-
-def grid_anchors(generator: DefaultAnchorGenerator, features: list[Tensor]) -> list[Tensor]:
-    """Return the anchors of each feature map, (H * W * A, 4), XYXY in pixels, as ``generator`` does."""
-    anchors = []
-    for level, stride, cell in zip(features, generator.strides, generator.cell_anchors, strict=True):
-        top, left = (
-            (torch.arange(size, dtype=torch.float32, device=cell.device) + generator.offset) * stride
-            for size in level.shape[2:]
-        )
-        # (H, W, 1, 4) and (A, 4)
-        top, left = torch.meshgrid(top, left, indexing="ij")
-        shifts = torch.stack([left, top, left, top], dim=-1)[:, :, None]
-        anchors.append((shifts + cell.float()).flatten(0, 2))
-    return anchors
 
 
 def clip(boxes: Tensor, size: tuple[int, int]) -> Tensor:
@@ -296,7 +280,7 @@ class ExportableRetinaNet(ExportableDetector):
         levels = [features[name] for name in model.head_in_features]
         logits, deltas = model.head(levels)
         candidates = []
-        for level, anchors in enumerate(grid_anchors(model.anchor_generator, levels)):
+        for level, anchors in enumerate(grid_anchors(model.anchor_generator, [level.shape[2:] for level in levels])):
             image, index, scores = topk_above(
                 per_anchor(logits[level], model.num_classes).float().sigmoid().flatten(1),
                 model.test_score_thresh,
@@ -344,7 +328,7 @@ class ExportableRCNN(ExportableDetector):
         levels = [features[name] for name in rpn.in_features]
         logits, deltas = rpn.rpn_head(levels)
         scores, boxes = [], []
-        for level, anchors in enumerate(grid_anchors(rpn.anchor_generator, levels)):
+        for level, anchors in enumerate(grid_anchors(rpn.anchor_generator, [level.shape[2:] for level in levels])):
             level_scores = per_anchor(logits[level], 1).float().flatten(1)
             best, index = padded_topk(level_scores, rpn.pre_nms_topk[False], padding=-math.inf)
             chosen = per_anchor(deltas[level], 4).gather(1, index[..., None].expand(-1, -1, 4))
@@ -432,9 +416,6 @@ def make_exportable(
             raise ConfigError(f"{type(heads.keypoint_head).__name__} cannot be exported. Set MODEL.KEYPOINT_ON False.")
         if heads.mask_on:
             _check("Mask head", heads.mask_head, MaskRCNNConvUpsampleHead)
-        for pooler in (heads.box_pooler, *([heads.mask_pooler] if heads.mask_on else [])):
-            for layer in pooler.level_poolers:
-                _check("Pooler layer", layer, ROIAlign)
         exportable = ExportableRCNN
     return exportable(detector, batched=batched, fixed_number=fixed_number, size=size).eval()
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import numbers
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +27,10 @@ from projects_vil.checkpoint import (
     zoo_config,
 )
 from projects_vil.config import CONFIG_FILE, choose_device, first_of, load_config
+from projects_vil.data import upright_pixels
 from projects_vil.inference.hub import HubMixin
-from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Runner, Skipped, Video, read_ahead
-from projects_vil.inference.runners import EagerRunner, ExportedRunner, encode_masks, to_host
+from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead
+from projects_vil.inference.runners import EagerRunner, ExportedRunner, Runner, encode_masks, to_host
 from vil.choices import EXPORT_SUFFIXES, SCORE_THRESHOLD
 
 LABEL_SIDE = 1000  # longer side in pixels above which labels grow with the image
@@ -226,10 +226,8 @@ class Detector(HubMixin):
             ConfigError: if a file is missing or damaged, or if files do not fit together.
         """
         source = Path(source).expanduser()
-        if score_threshold is not None:
-            check_threshold(score_threshold)
+        check_threshold(score_threshold)
         given: dict[Any, Any] = dict(zip(overrides[::2], overrides[1::2], strict=False))
-        device_name = "MODEL.DEVICE" if device is None else "device"
         weights, device = weights or given.get("MODEL.WEIGHTS"), device or given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's best or last checkpoint
@@ -252,12 +250,8 @@ class Detector(HubMixin):
         cfg.INFERENCE.DTYPE = dtype or cfg.INFERENCE.DTYPE
         if score_threshold is not None:
             cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
-        try:
-            cfg = choose_device(cfg, requested=device is not None)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("MODEL.DEVICE", device_name)) from error
-        file = os.fspath(weights or cfg.MODEL.WEIGHTS)
-        file = file if os.path.exists(file) else find_weights(file)
+        cfg = choose_device(cfg, requested=device is not None)
+        file = find_weights(os.fspath(weights or cfg.MODEL.WEIGHTS))
         return cls(EagerRunner(cfg, file, tta=tta), draw_threshold=score_threshold)
 
     def __repr__(self) -> str:
@@ -301,13 +295,12 @@ class Detector(HubMixin):
                 ``score_threshold`` is below the detector's threshold.
         """
         check_whole("batch_size", batch_size)
-        if score_threshold is not None:
-            check_threshold(score_threshold)
-            if score_threshold < self.runner.score_threshold:
-                raise ConfigError(
-                    f"score_threshold is {score_threshold:g}, below the detector's {self.runner.score_threshold:g}. "
-                    "Load or export the detector with a lower threshold."
-                )
+        check_threshold(score_threshold)
+        if score_threshold is not None and score_threshold < self.runner.score_threshold:
+            raise ConfigError(
+                f"score_threshold is {score_threshold:g}, below the detector's {self.runner.score_threshold:g}. "
+                "Load or export the detector with a lower threshold."
+            )
         single = not isinstance(images, (list, tuple))
         listed: Sequence[Any] = [images] if single else images
         sources = []
@@ -315,12 +308,12 @@ class Detector(HubMixin):
             name = "the image" if single else f"image {index + 1} of {len(listed)}"
             if isinstance(image, (str, os.PathLike)):
                 name, image = str(image) if single else f"{name}, {image}", Path(image)
-            elif not isinstance(image, np.ndarray | PIL.Image.Image):
+            elif isinstance(image, PIL.Image.Image):
+                image = upright_pixels(image, "RGB", name=name)
+            elif not isinstance(image, np.ndarray):
                 kind = type(image).__name__
                 raise ConfigError(f"{name} is a {kind}. Pass a file name, an array (H, W, 3) uint8 RGB or a PIL image.")
-            elif isinstance(image, np.ndarray) and (
-                image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size
-            ):
+            elif image.dtype != np.uint8 or image.shape[2:] != (3,) or not image.size:
                 raise ConfigError(f"{name} is an array {image.shape} {image.dtype}. Pass an array (H, W, 3) uint8 RGB.")
             sources.append(ImageSource(image, name, index))
 
@@ -395,10 +388,6 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
         hub = " To load from the Hugging Face Hub, use Detector.from_pretrained." * (len(source.parts) == 2)
         choices = f"a run, a checkpoint with {CONFIG_FILE} in its folder, an exported file or a name of the model zoo"
         raise ConfigError(f"Model '{source}' does not exist. Use {choices}.{hub}")
-    if str(source).endswith(EXPORT_SUFFIXES):
-        raise ConfigError(
-            f"'{source}' is an exported model, which can only predict. Use the run that it was exported from."
-        )
     folder = source if source.is_dir() else source.parent
     if source.suffix in (".yaml", ".yml") and source.name != CONFIG_FILE:
         return source, weights
@@ -416,7 +405,7 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
     return folder / CONFIG_FILE, weights
 
 
-def check_threshold(score_threshold: float) -> None:
-    """Raise a :class:`ConfigError` unless a score threshold is a number in [0, 1]."""
-    if not isinstance(score_threshold, numbers.Real) or not 0 <= score_threshold <= 1:
+def check_threshold(score_threshold: float | None) -> None:
+    """Raise a :class:`ConfigError` unless a score threshold is None or a number in [0, 1]."""
+    if score_threshold is not None and not 0 <= score_threshold <= 1:
         raise ConfigError(f"score_threshold is {score_threshold!r}. Use a number between 0 and 1.")

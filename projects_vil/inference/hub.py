@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from detectron2.config import CfgNode
@@ -17,7 +17,7 @@ from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 from backbones import ConfigError
 from backbones.checkpoint_files import write_checkpoint
 from projects_vil.checkpoint import METADATA_KEY, PUBLISHED_WEIGHTS, Categories, Checkpointer, fingerprint
-from projects_vil.config import CONFIG_FILE, default_config
+from projects_vil.config import CONFIG_FILE, default_config, value_of, with_overrides
 from projects_vil.evaluation import EVALUATED_MODEL_FILE, EVALUATION_FILE, read_results, results_as_files
 from projects_vil.export import describe_report
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
@@ -33,12 +33,8 @@ _METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 # The Hub's names of detectron2's tasks.
 _TASKS = {"bbox": "object-detection", "segm": "image-segmentation"}
 # Keys with paths, services and names that belong to one machine.
-_PRIVATE = {
-    "": ("OUTPUT_DIR", "LOGGING"),
-    "MODEL": ("WEIGHTS", "DEVICE"),
-    "TEST": ("EXPECTED_RESULTS",),
-    "DATASETS": ("COCO", "ADE20K", "PROPOSAL_FILES_TRAIN", "PROPOSAL_FILES_TEST"),
-}
+_PRIVATE = ("OUTPUT_DIR", "LOGGING", "MODEL.WEIGHTS", "MODEL.DEVICE", "TEST.EXPECTED_RESULTS", "DATASETS.COCO")
+_PRIVATE += ("DATASETS.ADE20K", "DATASETS.PROPOSAL_FILES_TRAIN", "DATASETS.PROPOSAL_FILES_TEST")
 # An absolute path, a path from the home or a relative folder, or a URL.
 _PATH = re.compile(r"(?:^|[\s=:,;'\"])(?:~|/|\\\\|[A-Za-z]:[\\/]|\.{1,2}[\\/]|\w+://)")
 _logger = logging.getLogger(__name__)
@@ -87,28 +83,21 @@ class HubMixin:
             classes=self.categories.names,
             category_ids=self.categories.ids,
         )
-        try:
-            # All files are complete before the first file is replaced.
-            with atomic_folder(folder) as unfinished:
-                for name, text in texts.items():
-                    (unfinished / name).write_text(text, encoding="utf-8")
-                contents = {"model": runner.detector.state_dict(), METADATA_KEY: metadata.to_dict()}
-                write_checkpoint(unfinished / PUBLISHED_WEIGHTS, contents)
-                for path in [path for pattern in REPORT_FILES for path in folder.glob(pattern)]:
-                    path.unlink()
-                for name in (*texts, PUBLISHED_WEIGHTS):
-                    os.replace(unfinished / name, folder / name)
-        except OSError as error:
-            raise ConfigError(f"Cannot write '{folder}': {error.strerror}. Choose another folder.") from error
+        # All files are complete before the first file is replaced.
+        with atomic_folder(folder) as unfinished:
+            for name, text in texts.items():
+                (unfinished / name).write_text(text, encoding="utf-8")
+            contents = {"model": runner.detector.state_dict(), METADATA_KEY: metadata.to_dict()}
+            write_checkpoint(unfinished / PUBLISHED_WEIGHTS, contents)
+            for path in [path for pattern in REPORT_FILES for path in folder.glob(pattern)]:
+                path.unlink()
+            for name in (*texts, PUBLISHED_WEIGHTS):
+                os.replace(unfinished / name, folder / name)
 
     def _model_card(
         self, evaluation: dict | None, reports: dict[str, dict], license: str | None, repo_id: str | None
     ) -> ModelCard:
-        if repo_id is not None:
-            validate_repo_id(repo_id)
-        cfg, detector = self.runner.cfg, self.runner.detector
-        name, masks = self.runner.architecture, cfg.MODEL.META_ARCHITECTURE != "RetinaNet" and cfg.MODEL.MASK_ON
-        backbone = self.runner.backbone
+        cfg, name, backbone = self.runner.cfg, self.runner.architecture, self.runner.backbone
         results = [
             EvalResult(_TASKS[task], dataset, dataset, metric, round(metrics[metric], 3))
             for dataset, tasks in (evaluation or {}).items()
@@ -116,6 +105,7 @@ class HubMixin:
             for metric in _METRICS
             if task in _TASKS and isinstance(metrics.get(metric), (int, float))
         ]
+        masks = cfg.MODEL.META_ARCHITECTURE != "RetinaNet" and cfg.MODEL.MASK_ON
         data = ModelCardData(
             library_name="vil-detectron2",
             license=license,
@@ -124,19 +114,17 @@ class HubMixin:
             model_name=f"{name}, {backbone}" if results else None,
             eval_results=results or None,
         )
-        classes = zip(self.categories.ids, self.categories.names, strict=True)
         return ModelCard.from_template(
             data,
             template_path=str(_TEMPLATE),
-            title=f"{name}, {backbone}",
             detector=name,
             backbone=backbone,
-            parameters=sum(parameter.numel() for parameter in detector.parameters()),
+            parameters=sum(parameter.numel() for parameter in self.runner.detector.parameters()),
             source=repo_id or "path/to/this/folder",
             masks=masks,
             cfg=cfg,
             score_threshold=self.runner.score_threshold,
-            classes=[(number, " ".join(text.split()).replace("|", "\\|")) for number, text in classes],
+            classes=list(zip(self.categories.ids, self.categories.names, strict=True)),
             metrics=_METRICS,
             evaluations=evaluation or {},
             reports=[describe_report(report) for report in reports.values()],
@@ -149,12 +137,7 @@ class HubMixin:
         license: str | None = None,
         private: bool | None = None,
         token: str | None = None,
-        branch: str | None = None,
-        commit_message: str = "Upload a detector of vil-detectron2",
-        create_pr: bool | None = None,
-        allow_patterns: list[str] | str | None = None,
-        ignore_patterns: list[str] | str | None = None,
-        delete_patterns: list[str] | str | None = None,
+        **upload: Any,
     ) -> str:
         """Save the detector into a temporary folder, validate its model card, and upload it to the Hub.
 
@@ -163,8 +146,9 @@ class HubMixin:
         Args:
             repo_id: ``OWNER/NAME``.
             license: a license id of the Hub.
-            private, token, branch, commit_message, create_pr, allow_patterns, ignore_patterns, delete_patterns: see
-                ``huggingface_hub.ModelHubMixin.push_to_hub``.
+            private, token: see ``huggingface_hub.HfApi.create_repo``.
+            upload: arguments of ``huggingface_hub.HfApi.upload_folder``, such as ``revision``, ``commit_message``,
+                ``create_pr``, ``allow_patterns``, ``ignore_patterns`` and ``delete_patterns``.
 
         Returns:
             The URL of the commit.
@@ -172,59 +156,45 @@ class HubMixin:
         Raises:
             ConfigError: see :meth:`save_pretrained`. Other errors are exceptions of ``huggingface_hub``.
         """
-        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
-        if delete_patterns is None and [*filter_repo_objects([PUBLISHED_WEIGHTS], **patterns)]:
-            delete_patterns = list(REPORT_FILES)
+        validate_repo_id(repo_id)
+        patterns = {key: upload.get(key) for key in ("allow_patterns", "ignore_patterns")}
+        if [*filter_repo_objects([PUBLISHED_WEIGHTS], **patterns)]:
+            upload.setdefault("delete_patterns", list(REPORT_FILES))
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "detector"
             self.save_pretrained(folder, license=license, repo_id=repo_id)
             ModelCard.load(folder / CARD_FILE).validate()
             api = HfApi(token=token)
-            return api.upload_folder(
-                repo_id=api.create_repo(repo_id=repo_id, private=private, exist_ok=True).repo_id,
-                repo_type="model",
-                folder_path=folder,
-                commit_message=commit_message,
-                revision=branch,
-                create_pr=create_pr,
-                delete_patterns=delete_patterns,
-                **patterns,
-            )
+            repo_id = api.create_repo(repo_id=repo_id, private=private, exist_ok=True).repo_id
+            upload.setdefault("commit_message", "Upload a detector of vil-detectron2")
+            return api.upload_folder(repo_id=repo_id, folder_path=folder, **upload)
 
     @classmethod
     def from_pretrained(
         cls: type[T],
         pretrained_model_name_or_path: str | os.PathLike,
         *,
-        revision: str | None = None,
-        cache_dir: str | os.PathLike | None = None,
-        token: str | bool | None = None,
-        local_files_only: bool = False,
-        force_download: bool = False,
         device: str | torch.device | None = None,
         score_threshold: float | None = None,
         tta: bool = False,
+        **download: Any,
     ) -> T:
         """Load a detector from a folder written by :meth:`save_pretrained`, or from the Hub.
 
         Args:
             pretrained_model_name_or_path: a folder, or ``OWNER/NAME`` on the Hub. A ``Path`` is always a folder.
-            revision, cache_dir, token, local_files_only, force_download: see ``huggingface_hub.snapshot_download``.
             device, score_threshold, tta: see :meth:`Detector.load`.
+            download: arguments of ``huggingface_hub.snapshot_download``, such as ``revision``, ``cache_dir``, ``token``
+                and ``local_files_only``.
 
         Raises:
             ConfigError: if the folder or repository has no such detector. Other errors are exceptions of
                 ``huggingface_hub``.
         """
-        name = os.fspath(pretrained_model_name_or_path)
-        folder = Path(name)
-        if not folder.is_dir():
-            if isinstance(pretrained_model_name_or_path, os.PathLike) or folder.exists():
-                raise ConfigError(f"Folder '{name}' does not exist. Check the path.")
-            options = {"revision": revision, "cache_dir": cache_dir, "token": token}
-            options |= {"local_files_only": local_files_only, "force_download": force_download}
+        folder = Path(pretrained_model_name_or_path)
+        if isinstance(pretrained_model_name_or_path, str) and not folder.exists():
             files = [CONFIG_FILE, PUBLISHED_WEIGHTS, CARD_FILE, *REPORT_FILES]
-            folder = Path(snapshot_download(name, allow_patterns=files, **options))
+            folder = Path(snapshot_download(pretrained_model_name_or_path, allow_patterns=files, **download))
         weights = folder / PUBLISHED_WEIGHTS
         return cls.load(folder, weights=weights, device=device, score_threshold=score_threshold, tta=tta)
 
@@ -245,15 +215,11 @@ def find_reports(folder: Path, model: str) -> tuple[dict | None, dict[str, dict]
         evaluation = read_results(folder, model=model)
     except ConfigError as error:
         _logger.warning("Skipping the evaluation: %s", error)
-    if evaluation is not None and _PATH.search(json.dumps(list(evaluation))):
-        _logger.warning("Skipping the evaluation in %s: the name of a dataset is a path.", folder)
-        evaluation = None
+    # The name of a dataset may be a path.
+    evaluation = {name: tasks for name, tasks in (evaluation or {}).items() if not _PATH.search(name)} or None
     for path in sorted([*folder.glob(EXPORT_REPORTS), *folder.glob(f"*/{EXPORT_REPORTS}")]):
-        try:
-            report = read_json(path)
-        except ConfigError:
-            report = None
-        if not isinstance(report, dict) or report.get("fingerprint") != model:
+        report = read_json(path)
+        if report.get("fingerprint") != model:
             _logger.warning("Skipping %s: it is for other weights or settings. Export the model again.", path)
         elif _PATH.search(json.dumps(report)) or path.name in reports:
             _logger.warning("Skipping %s: it contains a path, or another report has the same name.", path)
@@ -268,23 +234,16 @@ def published_config(cfg: CfgNode) -> CfgNode:
     The names of datasets are kept, except for names that are paths.
 
     Raises:
-        ConfigError: if another key contains a path, or if ``load_config`` does not accept a key.
+        ConfigError: if another key contains a path.
+        KeyError: if ``load_config`` does not accept a key.
     """
     usual, published = default_config(), default_config()
-    try:
-        published.merge_from_other_cfg(cfg)
-    except KeyError as error:
-        raise ConfigError(f"The config has an unknown key: {error.args[0]}. Remove it before saving.") from error
-    for node, keys in _PRIVATE.items():
-        ours, theirs = (getattr(config, node) if node else config for config in (published, usual))
-        for key in keys:
-            ours[key] = theirs[key]
-    for key in ("TRAIN", "TEST"):
-        names = published.DATASETS[key]
-        published.DATASETS[key] = tuple(name for name in names if not (_PATH.search(name) or os.sep in name))
-    unchanged = usual.dump().splitlines()
+    published.merge_from_other_cfg(cfg)
+    values = {key: value_of(usual, key) for key in _PRIVATE}
+    for key in ("DATASETS.TRAIN", "DATASETS.TEST"):
+        values[key] = tuple(name for name in value_of(cfg, key) if not (_PATH.search(name) or os.sep in name))
+    published, unchanged = with_overrides(published, values), usual.dump().splitlines()
     for line in published.dump().splitlines():
         if line not in unchanged and _PATH.search(line):
             raise ConfigError(f"The config contains a path: {line.strip()}. Set the key to its default before saving.")
-    published.freeze()
     return published

@@ -50,11 +50,8 @@ def find_images(
     if shard is not None and not 0 <= shard[0] < shard[1]:
         raise ConfigError(f"Shard {shard[0]}/{shard[1]} does not exist. Count shards from 0, up to {shard[1] - 1}.")
     images = load_listed(list_paths(str(source), exclude=exclude, column=column), shard)
-    first = next(images, None)
-    if first is None and shard is None:
-        formats = ", ".join((*IMAGE_SUFFIXES, *ARCHIVES))
-        raise ConfigError(f"Input '{source}' has no images. Supported formats: {formats}.")
-    return itertools.chain([] if first is None else [first], images)
+    # Checks the input now.
+    return itertools.chain(list(itertools.islice(images, 1)), images)
 
 
 def is_video(source: str) -> bool:
@@ -73,21 +70,28 @@ def suffix_of(path: str) -> str:
 
 
 def list_paths(source: str, *, exclude: str | Path, column: str | None = None) -> Iterator[tuple[str, str]]:
-    """Return an iterator over the names and paths of the images and tar files of an input; see :func:`find_images`.
+    """Yield the names and paths of the images and tar files of an input; see :func:`find_images`.
 
     Raises:
-        ConfigError: if the input does not exist or is a video, or if a column is given for an input without columns.
+        ConfigError: if the input does not exist, is a video, or has no images.
     """
+    formats = f"Supported formats: {', '.join((*IMAGE_SUFFIXES, *LISTS, *ARCHIVES))}."
     if is_video(source):
-        formats = ", ".join((*IMAGE_SUFFIXES, *LISTS, *ARCHIVES))
-        raise ConfigError(f"Input '{source}' is a video or a stream. Supported formats: {formats}.")
-    is_folder = os.path.isdir(source)
-    if column is not None and (is_folder or suffix_of(source) not in TABLES):
-        raise ConfigError(f"Column {column!r} needs a table ({', '.join(TABLES)}). Leave out --column for '{source}'.")
+        raise ConfigError(f"Input '{source}' is a video or a stream. {formats}")
     first = next(expand_braces(source), source)
     if "://" not in first and not os.path.exists(first):
         raise ConfigError(f"Input '{first}' does not exist. Check the path.")
-    return _listed_paths(source, _supported_files(source, exclude) if is_folder else None, column)
+    is_folder, is_empty = os.path.isdir(source), True
+    root = source if is_folder else os.path.dirname(source.partition("{")[0])
+    for path in _supported_files(source, exclude) if is_folder else expand_braces(source):
+        is_list = suffix_of(path) in LISTS
+        for name in _read_list(path, column) if is_list else [path[len(root) :].lstrip("/")]:
+            is_empty = False
+            # os.path.join keeps absolute paths.
+            joined = name if "://" in name else os.path.join(os.path.dirname(path), name)
+            yield name, joined if is_list else path
+    if is_empty:
+        raise ConfigError(f"Input '{source}' has no images. {formats}")
 
 
 def expand_braces(pattern: str) -> Iterator[str]:
@@ -112,17 +116,6 @@ def load_listed(paths: Iterable[tuple[str, str]], shard: tuple[int, int] | None 
         is_archive = suffix_of(path) in ARCHIVES
         for member, image in _read_tar(path) if is_archive else [("", path if "://" in path else Path(path))]:
             yield ImageSource(image, (encoded + member.encode(errors="backslashreplace")).decode(), next(number))
-
-
-def _listed_paths(source: str, files: Iterator[str] | None, column: str | None) -> Iterator[tuple[str, str]]:
-    root = source if files is not None else os.path.dirname(source.partition("{")[0])
-    for path in expand_braces(source) if files is None else files:
-        if suffix_of(path) not in LISTS:
-            yield path[len(root) :].lstrip("/"), path
-            continue
-        for entry in _read_list(path, column):
-            # os.path.join keeps absolute paths.
-            yield entry, entry if "://" in entry else os.path.join(os.path.dirname(path), entry)
 
 
 def _supported_files(folder: str, exclude: str | Path) -> Iterator[str]:

@@ -13,32 +13,26 @@ from collections import defaultdict, deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 from typing import IO, Any
 from urllib.parse import urlsplit
 
 import cv2
 import fsspec
 import numpy as np
-import PIL.Image
 import torch
 from detectron2.data import transforms as T
 from torch import Tensor
 
 from backbones import ConfigError
 from projects_vil.config import one_line
-from projects_vil.data import UnreadableImage, read_image, read_size, upright_pixels, upright_size
-from projects_vil.inference.runners import EagerRunner, ExportedRunner
+from projects_vil.data import UnreadableImage, read_image, read_size
+from projects_vil.inference.runners import Runner, size_error
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".ts")
 DEFAULT_FRAME_RATE = 25.0  # for videos without a frame rate
 NUM_READERS = 4  # threads that read images
 BATCHING_WINDOW = 512  # number of images from which batches of one padded size are formed
 PREFETCHED_BATCHES = 2
-Runner = EagerRunner | ExportedRunner
-
-# PIL images are not thread-safe, and a list may contain the same image twice.
-_PIL_LOCK = Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,50 +40,42 @@ class ImageSource:
     """An image before it is loaded.
 
     Attributes:
-        image: a path, a URL (text), the encoded content of a file, an array (H, W, 3) uint8 RGB, a PIL image, or the
-            error that occurred when the image was listed.
+        image: a path, a URL (text), the encoded content of a file, an array (H, W, 3) uint8 RGB, or the error that
+            occurred when the image was listed.
         name: the name in messages and results. For a file, its path relative to the input folder, with ``/``.
         image_id: the id in the results.
         size: the height and width in the annotation file; None if any size is accepted.
     """
 
-    image: Path | str | bytes | np.ndarray | PIL.Image.Image | OSError
+    image: Path | str | bytes | np.ndarray | OSError
     name: str
     image_id: int
     size: tuple[int, int] | None = None
 
     @functools.cached_property
-    def content(self) -> bytes:
-        """The encoded content of an image that is not a local file. A URL is fetched once."""
+    def _file(self) -> dict[str, Any]:
+        """The path of a local file, or the name and the content of another one. A URL is fetched once."""
+        if isinstance(self.image, Path):
+            return {"path": self.image}
         try:
             if isinstance(self.image, OSError):
                 raise self.image
-            if isinstance(self.image, bytes):
-                return self.image
-            with os_errors(self.image):
-                # One request. Opening and reading would be two.
-                return fsspec.filesystem(self.image.partition("://")[0]).cat_file(self.image)
+            content = self.image
+            if isinstance(content, str):
+                with os_errors(content):
+                    # One request. Opening and reading would be two.
+                    content = fsspec.filesystem(content.partition("://")[0]).cat_file(content)
         except OSError as error:
             raise UnreadableImage(self.name, error.strerror) from error
+        return {"path": self.name, "content": content}
 
     def read_size(self) -> tuple[int, int]:
         """Return the height and width from the header of the image. Raises UnreadableImage."""
-        if isinstance(self.image, Path):
-            return read_size(self.image)
-        if isinstance(self.image, str | bytes | OSError):
-            return read_size(self.name, content=self.content)
-        return self.image.shape[:2] if isinstance(self.image, np.ndarray) else upright_size(self.image)
+        return self.image.shape[:2] if isinstance(self.image, np.ndarray) else read_size(**self._file)
 
     def read(self) -> np.ndarray:
         """Return the upright image (H, W, 3) uint8 RGB. Raises UnreadableImage."""
-        if isinstance(self.image, Path):
-            return read_image(self.image, "RGB")
-        if isinstance(self.image, str | bytes | OSError):
-            return read_image(self.name, "RGB", content=self.content)
-        if isinstance(self.image, np.ndarray):
-            return self.image
-        with _PIL_LOCK:
-            return upright_pixels(self.image, "RGB", name=self.name)
+        return self.image if isinstance(self.image, np.ndarray) else read_image(**self._file)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +191,7 @@ class Video:
             while (read := self.capture.read())[0]:
                 pixels = np.ascontiguousarray(read[1][..., ::-1])
                 height, width = pixels.shape[:2]
-                if (reason := runner.size_error(height, width)) is not None:
+                if (reason := size_error(runner, height, width)) is not None:
                     raise ConfigError(
                         f"Cannot use the frames of '{without_password(self.source)}': {reason}. Resize the video."
                     )
@@ -246,7 +232,7 @@ def _load(numbered: tuple[int, ImageSource], runner: Runner, *, keep_pixels: boo
     except UnreadableImage as error:
         return Skipped(index, source.name, error.reason)
     height, width = pixels.shape[:2]
-    reason = runner.size_error(height, width)
+    reason = size_error(runner, height, width)
     if source.size not in (None, (height, width)):
         reason = f"it is {height} x {width} pixels, but {source.size[0]} x {source.size[1]} in the annotations"
     if reason is not None:
@@ -304,10 +290,5 @@ def os_errors(path: str | Path) -> Iterator[None]:
 @contextlib.contextmanager
 def open_file(path: str | Path) -> Iterator[IO[bytes]]:
     """Open a path or fsspec URL for reading. Errors inside the context are converted to OSError."""
-    is_url = "://" in str(path)
-    with os_errors(path):
-        # Opening a named pipe would block until a writer opens it.
-        if not is_url and Path(path).is_fifo():
-            raise OSError(errno.ESPIPE, "it is a pipe, which can be read only once. Write its content to a file.")
-        with fsspec.open(path, "rb") if is_url else open(path, "rb") as file:
-            yield file
+    with os_errors(path), fsspec.open(path) if "://" in str(path) else open(path, "rb") as file:
+        yield file

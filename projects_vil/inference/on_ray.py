@@ -6,7 +6,6 @@ own checkpoint (``ray.data.checkpoint``) is not used, because it does not notice
 
 import hashlib
 import itertools
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -19,14 +18,14 @@ from backbones import ConfigError
 from projects_vil.inference.detector import Detector
 from projects_vil.inference.image_listing import ARCHIVES, list_paths, load_listed, suffix_of
 from projects_vil.inference.image_loading import BATCHING_WINDOW, ImageBatches
-from projects_vil.inference.parquet_writer import check_same, describe_runner, summarize_parts, to_row, to_table
+from projects_vil.inference.parquet_writer import SCHEMA, describe_runner, read_part, schema_of, summarize, to_row
 from projects_vil.inference.predict import Summary
 from vil.choices import EXPORT_SUFFIXES
 
 try:
     import pyarrow as pa
     import ray.data
-    from pyarrow import compute, parquet
+    from pyarrow import parquet
 except ImportError as missing:
     raise ConfigError("Ray Data is not installed. Run \"pip install 'vil-detectron2[ray]'\".") from missing
 
@@ -71,18 +70,15 @@ def predict_on_ray(
         raise ConfigError("With Ray each worker loads the model. Pass a name or path, not a Detector.")
     model, source, output = str(model), str(source), Path(output).absolute()
     paths = list_paths(source, exclude=output, column=column)
-    first = next(paths, None)
-    if first is None:
-        raise ConfigError(f"Input '{source}' has no images. Check the path.")
+    first = next(paths)
     given = list(options.pop("overrides", ()))
     device = options.get("device") or dict(zip(given[::2], given[1::2], strict=False)).get("MODEL.DEVICE", "cuda")
     can_use_gpu = str(device) != "cpu" and not str(options.get("weights") or model).endswith(EXPORT_SUFFIXES)
     # This process leaves the GPUs to the workers, and some attention backends need a GPU.
     on_cpu = [*given, "MODEL.TRANSFORMER.ATTENTION_BACKEND", "auto"] if can_use_gpu else given
     detector = Detector.load(model, **options | {"device": "cpu", "overrides": on_cpu})
-    description, schema = describe_runner(detector.runner), to_table([], detector.categories).schema
-    schema = schema.with_metadata({**schema.metadata, "made_of": json.dumps(description)})
-    keys = [_finished(path, description) for path in sorted(output.glob("*.parquet"))]
+    made_of = describe_runner(detector.runner)
+    keys = [_finished(path, made_of) for path in sorted(output.glob("*.parquet"))]
     ray.init(ignore_reinit_error=True)
     unit = "GPU" if can_use_gpu and ray.cluster_resources().get("GPU") else "CPU"
     # Reading and writing need a CPU too.
@@ -109,14 +105,9 @@ def predict_on_ray(
     listed = ray.data.from_arrow_refs(blocks)
     detected = listed.map_batches(_Worker, compute=pool, batch_size=rows, batch_format="pyarrow", **arguments)
     output.mkdir(parents=True, exist_ok=True)
-    detected.write_parquet(str(output), schema=schema, min_rows_per_file=part_size)
-    images = errors = detections = parts = 0
-    for path in output.glob("*.parquet"):
-        table = parquet.read_table(path, columns=["category_ids", "error"])
-        images, errors = images + len(table), errors + len(table) - table["error"].null_count
-        detections += compute.sum(compute.list_value_length(table["category_ids"])).as_py()
-        parts += 1
-    return summarize_parts(output, images, errors, detections, parts)
+    detected.write_parquet(str(output), schema=schema_of(detector.categories, made_of), min_rows_per_file=part_size)
+    files = output.glob("*.parquet")
+    return summarize(output, (parquet.read_table(path, columns=["scores", "error"]) for path in files))
 
 
 class _Worker:
@@ -132,7 +123,7 @@ class _Worker:
         images = (image for image in load_listed(listed) if not self._is_finished(image.name))
         while window := list(itertools.islice(images, BATCHING_WINDOW)):
             rows = list(self.detector.detect(ImageBatches(window), to_row, batch_size=self.batch_size))
-            yield to_table(rows, self.detector.categories)
+            yield pa.Table.from_pylist(rows, SCHEMA)
 
     def _is_finished(self, name: str) -> bool:
         key = _keys([name])
@@ -140,21 +131,16 @@ class _Worker:
         return key[0] in self.finished[position : position + 1]
 
 
-def _finished(path: Path, description: dict[str, str]) -> np.ndarray:
+def _finished(path: Path, made_of: dict[str, str]) -> np.ndarray:
     """Return the keys of the images in an output file. An incomplete file is deleted."""
-    try:
-        table = parquet.read_table(path, columns=["file_name"])
-    except pa.ArrowInvalid as error:
-        # Delete only files that Ray has named.
-        if not re.fullmatch(r"\w+_\d{6}-\d+\.parquet", path.name):
-            raise ConfigError(f"'{path}' is not a complete Parquet file. Choose another output directory.") from error
-        path.unlink()
-        return _keys([])
-    before = (table.schema.metadata or {}).get(b"made_of")
-    if before is None:
-        raise ConfigError(f"'{path}' was not written by --ray. Choose another output directory.")
-    check_same(path, json.loads(before), description)
-    return _keys(table["file_name"].to_pylist())
+    table = read_part(path, made_of, columns=["file_name"])
+    if table is not None:
+        return _keys(table["file_name"].to_pylist())
+    # Delete only files that Ray has named.
+    if not re.fullmatch(r"\w+_\d{6}-\d+\.parquet", path.name):
+        raise ConfigError(f"'{path}' is not a complete Parquet file. Choose another output directory.")
+    path.unlink()
+    return _keys([])
 
 
 def _keys(names: list[str]) -> np.ndarray:

@@ -22,10 +22,11 @@ from tqdm import tqdm
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import GENERATOR, check_replaceable, check_whole, printable
-from projects_vil.checkpoint import Categories, dataset_categories, weights_of
-from projects_vil.config import CONFIG_FILE, default_config
-from projects_vil.data import describe_classes, load_dataset, match_all_classes, register_datasets
+from backbones.errors import GENERATOR, check_file, check_replaceable, check_whole, printable
+from projects_vil.checkpoint import Categories, weights_of
+from projects_vil.config import CONFIG_FILE
+from projects_vil.data import describe_classes, match_all_classes
+from projects_vil.data.readers import read_coco
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detections, Detector, check_threshold
 from projects_vil.inference.image_listing import find_images, is_video
@@ -134,10 +135,7 @@ def predict(
         if value is not None and flag not in flags:
             raise ConfigError(f"{name} has no effect with {flag}. Leave it out, or use {' or '.join(flags)}.")
     check_whole("batch_size", batch_size)
-    check_whole("part_size", part_size or PART_SIZE)
-    check_whole("draw_workers", draw_workers or 0, least=0)
-    if score_threshold is not None:
-        check_threshold(score_threshold)
+    check_threshold(score_threshold)
     source, output = os.fspath(source), Path(output)
     if (output / CONFIG_FILE).is_file() and weights_of(output) is not None:
         raise ConfigError(f"'{output}' has the config and the weights of a detector. Choose another output directory.")
@@ -152,8 +150,6 @@ def predict(
         _check_paths(Path(source), output, annotations and Path(annotations))
     if is_parquet or not (annotations or is_video(source)):
         images = find_images(source, exclude=output, column=column, shard=shard)
-    elif column is not None:
-        raise ConfigError(f"column is {column!r}, but '{source}' is not a table. Leave out --column.")
     detector = model if isinstance(model, Detector) else Detector.load(model, tta=tta, overrides=overrides)
     if is_parquet:
         from projects_vil.inference.parquet_writer import write_parts
@@ -265,23 +261,14 @@ def count(number: int, unit: str) -> str:
 
 
 def _check_paths(source: Path, output: Path, annotations: Path | None) -> None:
-    existing = output.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        message = f"Output '{output}' cannot be written: '{existing}' is not a writable folder"
-        raise ConfigError(f"{message}. Choose another output directory.")
     real = source.resolve()
     if real == output.resolve() or (output / DRAWINGS_FOLDER).resolve() in (real, *real.parents):
         raise ConfigError(f"Output '{output}' would overwrite the input '{source}'. Choose another output directory.")
     check_replaceable(output / IMAGES_FILE, advice="Choose another output directory.")
     if (output / RESULTS_FILE).exists() and not (output / IMAGES_FILE).exists():
-        message = f"Output '{output}' has a {RESULTS_FILE} that was not written by vil"
-        raise ConfigError(f"{message}. Choose another output directory.")
+        raise ConfigError(f"'{output / RESULTS_FILE}' was not written by vil. Choose another output directory.")
     if annotations is not None:
-        if not source.is_dir() or not annotations.is_file():
-            message = f"annotations is '{annotations}', and the input is '{source}'"
-            raise ConfigError(f"{message}. Use a COCO file and the folder of its images.")
+        check_file(annotations, "COCO file", key="annotations")
         if annotations.resolve() in [(output / name).resolve() for name in (RESULTS_FILE, IMAGES_FILE)]:
             raise ConfigError(f"The results would overwrite the annotations '{annotations}'. Choose another output.")
 
@@ -289,43 +276,23 @@ def _check_paths(source: Path, output: Path, annotations: Path | None) -> None:
 # Annotations ---------------------------------------------------------------------------------------------------------
 
 
-def categories_as_annotated(model: Categories, dataset: Categories) -> Categories:
-    """Return the classes of a model with the ids and names of a dataset, matched by name, or else by index.
+def _annotated_images(detector: Detector, folder: Path, annotations: Path) -> tuple[list[ImageSource], Categories]:
+    """Return the images of a COCO file, and the classes of the detector with the ids and names of the file.
 
-    Args:
-        model: the classes of the model, in the order of its outputs.
-        dataset: the classes of the annotation file.
+    Classes are matched by name, or else by index.
 
     Raises:
         ConfigError: if the number of classes differs, or if only some of the names match in another order.
     """
-    ours, theirs = describe_classes(model.names), describe_classes(dataset.names)
-    differ = f"the model has {ours}, and the annotations have {theirs}"
-    order = match_all_classes(model.names, dataset.names, differ=differ)
-    ids, names = zip(*((dataset.ids[index], dataset.names[index]) for index in order), strict=True)
-    return Categories(ids, names, dataset.colors and [dataset.colors[index] for index in order])
-
-
-def _annotated_images(detector: Detector, folder: Path, annotations: Path) -> tuple[list[ImageSource], Categories]:
-    """Return the images of a COCO file, and the classes of the detector with the file's ids and names."""
-    name = f"{annotations} for {folder}"
-    cfg = getattr(detector.runner, "cfg", default_config()).clone()
-    cfg.defrost()
-    cfg.DATASETS.COCO = [[name, str(annotations), str(folder)]]
-    # Only the names, sizes and ids of the images are used. An image of another size is skipped later.
-    cfg.DATASETS.CHECK = "off"
-    cfg.MODEL.RETINANET.NUM_CLASSES = cfg.MODEL.ROI_HEADS.NUM_CLASSES = len(detector.names)
-    register_datasets(cfg)
-    images = []
-    for record in load_dataset(cfg, [name], train=False):
-        path = Path(record["file_name"])
-        if not path.is_relative_to(folder) or ".." in path.relative_to(folder).parts:
-            raise ConfigError(
-                f"Image '{path}' in '{annotations}' is outside of '{folder}'. Give the folder of all images."
-            )
-        size = record["height"], record["width"]
-        images.append(ImageSource(path, path.relative_to(folder).as_posix(), record["image_id"], size))
-    return images, categories_as_annotated(detector.categories, dataset_categories([name], len(detector.names)))
+    content = read_coco(annotations)
+    images = [
+        ImageSource(folder / image["file_name"], image["file_name"], image["id"], (image["height"], image["width"]))
+        for image in content["images"]
+    ]
+    ids, names = zip(*sorted((category["id"], category["name"]) for category in content["categories"]), strict=True)
+    differ = f"the model has {describe_classes(detector.names)}, and the annotations have {describe_classes(names)}"
+    order = match_all_classes(detector.names, names, differ=differ)
+    return images, Categories(tuple(ids[index] for index in order), tuple(names[index] for index in order))
 
 
 # Drawings ------------------------------------------------------------------------------------------------------------

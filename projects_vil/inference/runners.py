@@ -9,7 +9,6 @@ import pycocotools.mask as mask_util
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import transforms as T
-from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.structures import Boxes, ImageList, Instances
 from torch import Tensor
 
@@ -35,6 +34,7 @@ class EagerRunner:
 
     Attributes:
         channels: the channel order of the input, ``"RGB"`` or ``"BGR"``.
+        sides: the smallest and largest side of an input in pixels; None if there is no limit.
         categories: the classes of the detector.
         architecture, backbone: names of the detector and its backbone.
         device, weights: the device and the path of the checkpoint.
@@ -45,12 +45,8 @@ class EagerRunner:
     """
 
     def __init__(self, cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:
-        for key, value, choices in (
-            ("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, DETECTORS),
-            ("INPUT.FORMAT", cfg.INPUT.FORMAT, ("RGB", "BGR")),
-            ("INFERENCE.DTYPE", cfg.INFERENCE.DTYPE, DTYPES),
-        ):
-            check_choice(key, value, choices)
+        check_choice("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, DETECTORS)
+        check_choice("INFERENCE.DTYPE", cfg.INFERENCE.DTYPE, DTYPES)
         self.detector, self.categories = load_detector(cfg, weights, device=cfg.MODEL.DEVICE, as_datasets=False)
         if self.detector.device.type == "cuda":
             use_sync_free_parts(self.detector)
@@ -61,7 +57,8 @@ class EagerRunner:
         head = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
         self.score_threshold, self.channels = head.SCORE_THRESH_TEST, cfg.INPUT.FORMAT
         self.dtype = getattr(torch, cfg.INFERENCE.DTYPE)
-        self.max_input_side = max_input_side(self.detector)
+        # Test-time augmentation limits the sizes itself.
+        self.sides = 1, None if tta else max_input_side(self.detector)
         self.model = add_tta(cfg, self.detector) if tta else self.detector
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
@@ -75,14 +72,6 @@ class EagerRunner:
         resized, backbone = torch.empty(self.input_size(height, width), device="meta"), self.detector.backbone
         padding = {"padding_constraints": backbone.padding_constraints}
         return tuple(ImageList.from_tensors([resized], backbone.size_divisibility, **padding).tensor.shape[1:])
-
-    def size_error(self, height: int, width: int) -> str | None:
-        """Return the reason why the model cannot use an image of this size, or None if it can."""
-        if not self.tta:
-            return _size_error((height, width), self.input_size(height, width), (1, self.max_input_side))
-        mapper = self.model.tta_mapper if isinstance(self.model, GeneralizedRCNNWithTTA) else self.model.mapper
-        smallest = T.ResizeShortestEdge.get_output_shape(height, width, min(mapper.min_sizes), mapper.max_size)
-        return _size_error((height, width), smallest, (1, None))
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
@@ -147,9 +136,6 @@ class ExportedRunner:
     def padded_size(self, height: int, width: int) -> tuple[int, int]:
         return self.fixed_size or self.input_size(height, width)
 
-    def size_error(self, height: int, width: int) -> str | None:
-        return _size_error((height, width), self.input_size(height, width), self.sides)
-
     def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
         mean = self.model.metadata["normalization"]["mean"]
         inputs = [pad_image(image, self.fixed_size, mean) if self.fixed_size else image for image in images]
@@ -161,12 +147,16 @@ class ExportedRunner:
         return detections
 
 
-def _size_error(original: tuple[int, int], resized: tuple[int, int], sides: Sequence[int | None]) -> str | None:
-    smallest, largest = sides
+Runner = EagerRunner | ExportedRunner
+
+
+def size_error(runner: Runner, height: int, width: int) -> str | None:
+    """Return the reason why a runner cannot use an image of this size, or None if it can."""
+    resized, (smallest, largest) = runner.input_size(height, width), runner.sides
     if min(resized) >= smallest and (largest is None or max(resized) <= largest):
         return None
     allowed = f"{smallest} or more" if largest is None else f"{smallest} to {largest}"
-    before, after = (f"{height} x {width}" for height, width in (original, resized))
+    before, after = (f"{size[0]} x {size[1]}" for size in ((height, width), resized))
     return f"{before} pixels are resized to {after}, but the model needs sides of {allowed} pixels"
 
 

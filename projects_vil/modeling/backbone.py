@@ -15,14 +15,12 @@ import torchvision  # noqa: F401  its operators are in every exported detector
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_model
-from detectron2.modeling.backbone import BACKBONE_REGISTRY, FPN, Backbone
+from detectron2.modeling.backbone import BACKBONE_REGISTRY, FPN, Backbone, SimpleFeaturePyramid
 from fvcore.nn.weight_init import c2_xavier_fill
 from torch import Tensor, nn
 
 from backbones import ConfigError, create_backbone
-from backbones.backbone import ATTENTION_BACKENDS
 from backbones.build import OPTIONS, get_variant
-from backbones.errors import check_choice
 from projects_vil.config import config_items, with_overrides
 from projects_vil.modeling.timm_backbone import TIMM_PREFIX, TIMM_STAGES, TimmBackbone
 
@@ -30,13 +28,6 @@ _logger = logging.getLogger(__name__)
 # The parts of a detector that may run in 16 bits. The last layers and the mask head stay in float32, because
 # post-processing compares scores and pastes masks by coordinates.
 _AUTOCAST_PARTS = r"backbone|head\.(cls|bbox)_subnet|proposal_generator\.rpn_head\.conv|roi_heads\.box_head(\.\d+)?"
-# The heads of each meta-architecture that read feature levels.
-_HEADS = {
-    "RetinaNet": ("RETINANET",),
-    "GeneralizedRCNN": ("RPN", "ROI_HEADS"),
-    "PanopticFPN": ("RPN", "ROI_HEADS", "SEM_SEG_HEAD"),
-    "SemanticSegmentor": ("SEM_SEG_HEAD",),
-}
 # Limits of exported programs: image sides in pixels, and images per batch.
 MIN_EXPORT_SIDE, MAX_EXPORT_SIDE, LARGEST_BATCH = 32, 8192, 1024
 
@@ -99,33 +90,15 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
     """Build the bottom-up backbone of ``MODEL.TRANSFORMER``.
 
     Raises:
-        ConfigError: for an invalid key of ``MODEL.TRANSFORMER`` or ``MODEL.FPN.IN_FEATURES``.
+        ConfigError: for an invalid key of ``MODEL.TRANSFORMER``, or an unknown stage in ``MODEL.FPN.IN_FEATURES``.
     """
-    node, in_features = cfg.MODEL.TRANSFORMER, list(cfg.MODEL.FPN.IN_FEATURES)
-    out_features, is_timm = list(node.OUT_FEATURES) or in_features, node.VARIANT.startswith(TIMM_PREFIX)
-    check_choice("MODEL.TRANSFORMER.ATTENTION_BACKEND", node.ATTENTION_BACKEND, ATTENTION_BACKENDS)
-    key, freeze_at = "MODEL.TRANSFORMER.VARIANT", cfg.MODEL.BACKBONE.FREEZE_AT
+    node = cfg.MODEL.TRANSFORMER
+    is_timm = node.VARIANT.startswith(TIMM_PREFIX)
     try:
-        stages = stage_names(node.VARIANT)
-        if not 0 <= freeze_at <= len(stages):
-            raise ConfigError(
-                f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}, but {node.VARIANT} has {len(stages)} stages. Lower it."
-            )
-        if not in_features:
-            raise ConfigError("MODEL.FPN.IN_FEATURES is empty. List the stages that feed FPN.")
-        for key, names, available in (
-            ("MODEL.TRANSFORMER.OUT_FEATURES", node.OUT_FEATURES, stages),
-            ("MODEL.FPN.IN_FEATURES", in_features, list(node.OUT_FEATURES) or stages),
-        ):
-            unknown = [name for name in names if name not in available]
-            if unknown:
-                available = ", ".join(available)
-                raise ConfigError(f"{key} has {unknown[0]!r}, which {node.VARIANT} does not return. Use {available}.")
-        key = "MODEL.TRANSFORMER"
         backbone = (TimmBackbone if is_timm else TransformerBackbone)(
             node.VARIANT,
-            out_features=out_features,
-            freeze_at=freeze_at,
+            out_features=list(node.OUT_FEATURES or cfg.MODEL.FPN.IN_FEATURES),
+            freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
             drop_path_rate=node.DROP_PATH,
             max_img_size=None if is_timm else node.MAX_IMG_SIZE,
             activation_checkpointing=node.ACTIVATION_CHECKPOINTING,
@@ -141,7 +114,7 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
             position_interpolation=node.POSITION_INTERPOLATION or None,
         )
     except ConfigError as error:
-        raise error if str(error).startswith("MODEL.") else ConfigError(f"{key}: {error}") from error
+        raise ConfigError(f"MODEL.TRANSFORMER: {error}") from error
     if node.COMPILE:
         _logger.info("MODEL.TRANSFORMER.COMPILE: the first call of the backbone compiles it, which takes minutes")
         # In place, at its first call: parameter names stay the same, and copies are not compiled.
@@ -213,6 +186,23 @@ class PaddedFPN(FPN):
         return max(super().size_divisibility, 32)
 
 
+class PlainViTPyramid(SimpleFeaturePyramid):
+    """ViTDet's pyramid, with a bottom-up network and a size divisibility that are named as in FPN."""
+
+    def __init__(self, bottom_up: TimmBackbone, *args: Any, **options: Any) -> None:
+        super().__init__(bottom_up, *args, **options)
+        del self.net
+        self.bottom_up = bottom_up
+
+    @property
+    def net(self) -> TimmBackbone:
+        return self.bottom_up
+
+    @property
+    def size_divisibility(self) -> int:
+        return self._size_divisibility
+
+
 @BACKBONE_REGISTRY.register()
 def build_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     """Build FPN with levels P2 to P6 from stages 1 to 4, for Mask R-CNN. P6 is pooled.
@@ -234,29 +224,25 @@ def build_retinanet_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpe
 def _build_fpn(cfg: CfgNode, bottom_up: Backbone, *, last_level: int) -> FPN:
     """Build FPN and its extra levels, up to ``last_level`` by convolution.
 
-    Raises:
-        ConfigError: if the strides of ``MODEL.FPN.IN_FEATURES`` do not double, or a head needs a missing level.
+    A plain ViT gets the pyramid of ViTDet instead of FPN. ``MODEL.FPN.IN_FEATURES`` then selects the levels by the
+    strides of four-stage models, and RetinaNet's P6 is a convolution on P5.
     """
     node, shapes = cfg.MODEL.FPN, bottom_up.output_shape()
-    strides = [shapes[name].stride for name in node.IN_FEATURES]
-    if strides != [strides[0] * 2**index for index in range(len(strides))] or strides[-1] not in (16, 32):
-        raise ConfigError(f"MODEL.FPN.IN_FEATURES have strides {strides}. They must double, up to 16 or 32.")
-    last, level = node.IN_FEATURES[-1], int(math.log2(strides[-1]))
+    last, is_plain = node.IN_FEATURES[-1], getattr(bottom_up, "is_plain", False)
+    level = int(math.log2(TIMM_STAGES[last] if is_plain else shapes[last].stride))
     levels = range(level + 1, last_level + 1)
-    if last_level == 7:
+    if last_level == 7 and not is_plain:
         top_block = LastLevelConvs(shapes[last].channels, node.OUT_CHANNELS, last, levels, relu=node.P7_RELU)
     else:
-        top_block = LastLevelConvs(node.OUT_CHANNELS, node.OUT_CHANNELS, f"p{level}", levels, pooled=True)
+        options = {"pooled": last_level == 5, "relu": node.P7_RELU}
+        top_block = LastLevelConvs(node.OUT_CHANNELS, node.OUT_CHANNELS, f"p{level}", levels, **options)
+    if is_plain:
+        [(stage, shape)] = shapes.items()
+        scales = [shape.stride / TIMM_STAGES[name] for name in node.IN_FEATURES]
+        norm = node.NORM or "LN"
+        return PlainViTPyramid(bottom_up, stage, node.OUT_CHANNELS, scales, top_block=top_block, norm=norm)
     options = {"norm": node.NORM, "top_block": top_block, "fuse_type": node.FUSE_TYPE}
-    fpn = PaddedFPN(bottom_up=bottom_up, in_features=node.IN_FEATURES, out_channels=node.OUT_CHANNELS, **options)
-    for head in _HEADS.get(cfg.MODEL.META_ARCHITECTURE, ()):
-        for name in cfg.MODEL[head].IN_FEATURES:
-            if name not in fpn.output_shape():
-                raise ConfigError(
-                    f"MODEL.{head}.IN_FEATURES has {name}, but FPN makes only {', '.join(fpn.output_shape())} from "
-                    f"MODEL.FPN.IN_FEATURES {list(node.IN_FEATURES)}. Change one of the two keys."
-                )
-    return fpn
+    return PaddedFPN(bottom_up=bottom_up, in_features=node.IN_FEATURES, out_channels=node.OUT_CHANNELS, **options)
 
 
 # -- models of a config, their image sizes and dtypes ----------------------------------------------
@@ -293,9 +279,8 @@ def stage_channels(name: str, stage: str) -> int:
         ConfigError: for an unknown variant or stage.
     """
     with torch.device("meta"):
-        if name.startswith(TIMM_PREFIX):
-            return TimmBackbone(name, out_features=(stage,)).output_shape()[stage].channels
-        return create_backbone(name, out_features=(stage,)).feature_info[stage].channels
+        backbone = (TimmBackbone if name.startswith(TIMM_PREFIX) else TransformerBackbone)(name, out_features=(stage,))
+    return backbone.output_shape()[stage].channels
 
 
 def export_sides(detector: nn.Module) -> tuple[int, int]:

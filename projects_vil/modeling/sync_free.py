@@ -1,5 +1,7 @@
 """Parts of detectron2's detectors with the same results, for which the host does not wait for the GPU."""
 
+from collections.abc import Sequence
+
 import torch
 from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
 from detectron2.modeling.box_regression import Box2BoxTransform
@@ -20,14 +22,27 @@ class SyncFreeAnchorGenerator(DefaultAnchorGenerator):
         self.num_features, self.cell_anchors = generator.num_features, generator.cell_anchors
 
     def _grid_anchors(self, grid_sizes: list[list[int]]) -> list[Tensor]:
-        anchors = []
-        for size, stride, cells in zip(grid_sizes, self.strides, self.cell_anchors, strict=True):
-            rows, columns = (
-                stride * (self.offset + torch.arange(number, dtype=cells.dtype, device=cells.device)) for number in size
-            )
-            shifts = torch.cartesian_prod(rows, columns).flip(1).repeat(1, 2)
-            anchors.append((shifts[:, None] + cells).reshape(-1, 4))
-        return anchors
+        return grid_anchors(self, grid_sizes)
+
+
+def grid_anchors(generator: DefaultAnchorGenerator, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return the anchors of each feature map, (H * W * A, 4), XYXY in pixels, as ``generator`` does.
+
+    Args:
+        generator: the anchor generator, with A anchors per position.
+        sizes: height and width of each feature map.
+    """
+    anchors = []
+    for size, stride, cells in zip(sizes, generator.strides, generator.cell_anchors, strict=True):
+        top, left = (
+            stride * (generator.offset + torch.arange(number, dtype=cells.dtype, device=cells.device))
+            for number in size
+        )
+        # (H, W, 1, 4) and (A, 4)
+        top, left = torch.meshgrid(top, left, indexing="ij")
+        shifts = torch.stack([left, top, left, top], dim=-1)[:, :, None]
+        anchors.append((shifts + cells).flatten(0, 2))
+    return anchors
 
 
 class SyncFreeMatcher(Matcher):

@@ -21,17 +21,20 @@ from projects_vil.config import one_line
 TIMM_PREFIX = "timm:"
 TIMM_STAGES = {"stage1": 4, "stage2": 8, "stage3": 16, "stage4": 32}
 # Accept images of any size, and shift windows in the last stage too, as Swin's official detectors do.
-_ANY_SIZE = {"strict_img_size": False, "always_partition": True}
+_ANY_SIZE = {"strict_img_size": False, "always_partition": True, "dynamic_img_size": True}
 _BATCH_NORMS = {"BN": lambda net: net, "FrozenBN": freeze_batch_norm_2d, "SyncBN": convert_sync_batchnorm}
 
 
 class TimmBackbone(Backbone):
     """A timm model with random weights. ``stage1`` to ``stage4`` are its feature maps of strides 4, 8, 16 and 32.
 
+    A plain ViT has one feature map, the output of its last block. Its position embeddings are interpolated to the size
+    of the image.
+
     Args:
         name: ``timm:MODEL``, or ``timm:MODEL.TAG`` for a model with pretrained weights (:meth:`pretrained_weights`).
-        out_features: names of the stages to return. Later stages are not built.
-        freeze_at: number of frozen stages, counted from the first.
+        out_features: names of the stages to return. Later stages are not built. A plain ViT returns its feature map.
+        freeze_at: number of frozen stages, counted from the first; 0 or 1 for a plain ViT.
         drop_path_rate: timm's stochastic depth rate; by default 0.1 for models that have it.
         activation_checkpointing: recompute activations in the backward pass.
         attention_backend: ``"auto"`` or ``"sdpa"``, because timm uses PyTorch's attention.
@@ -62,7 +65,8 @@ class TimmBackbone(Backbone):
         check_choice("norm", norm or "BN", _BATCH_NORMS)
         self.variant, self.name = name, name.removeprefix(TIMM_PREFIX)
         self.variant_options: dict[str, object] = {}
-        self.stages = [stage for stage in TIMM_STAGES if stage in out_features]
+        for stage in out_features:
+            check_choice("out_features", stage, TIMM_STAGES)
         with torch.device("meta"):
             probe = _create(name)
             parameters = inspect.signature(type(probe.model).__init__).parameters
@@ -71,6 +75,8 @@ class TimmBackbone(Backbone):
             wanted = _ANY_SIZE | {"drop_path_rate": 0.1 if drop_path_rate is None else drop_path_rate}
             self.options = {option: value for option, value in wanted.items() if option in parameters}
             indices = _indices(name, probe)
+            self.is_plain = len(indices) == 1
+            self.stages = [stage for stage in indices if stage in out_features or self.is_plain]
             probe = _create(name, out_indices=list(indices.values()), **self.options)
             frozen = _parameters_before(probe, freeze_at, name)
         self.net = _create(name, out_indices=[indices[stage] for stage in self.stages], **self.options)
@@ -78,16 +84,9 @@ class TimmBackbone(Backbone):
             if isinstance(module, Conv2dSame):
                 self.net.set_submodule(key, _SameConv2d(module))
         if norm is not None:
-            if not any(isinstance(module, nn.BatchNorm2d) for module in self.net.modules()):
-                raise ConfigError(f"{name} has no BatchNorm. Leave out MODEL.TRANSFORMER.NORM.")
             self.net = _BATCH_NORMS[norm](self.net)
         if activation_checkpointing:
-            try:
-                self.net.model.set_grad_checkpointing(True)
-            except (AssertionError, AttributeError) as error:
-                raise ConfigError(
-                    f"{name} has no activation checkpointing. Set MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING to False."
-                ) from error
+            self.net.model.set_grad_checkpointing(True)
         for parameter in [parameter for key, parameter in self.net.named_parameters() if key in frozen]:
             parameter.requires_grad_(False)
         self._is_frozen = bool(frozen)
@@ -116,8 +115,6 @@ class TimmBackbone(Backbone):
 
     @functools.cached_property
     def _layer_ids(self) -> dict[str, int]:
-        if not hasattr(self.net.model, "group_matcher"):
-            raise ConfigError(f"{self.variant} does not number its layers. Set SOLVER.LAYER_DECAY to 1.0.")
         return group_parameters(self.net.model, self.net.model.group_matcher(), reverse=True)
 
     @property
@@ -197,10 +194,12 @@ def _create(name: str, **options: object) -> nn.Module:
 def _indices(name: str, net: nn.Module) -> dict[str, int]:
     """Return the index of each stage among the feature maps of the model."""
     last = dict(zip(net.feature_info.reduction(), net.out_indices, strict=True))
+    if len(last) == 1 and last.keys() <= set(TIMM_STAGES.values()):
+        return {stage: last[stride] for stage, stride in TIMM_STAGES.items() if stride in last}
     if not last.keys() >= set(TIMM_STAGES.values()):
         raise ConfigError(
             f"{name} has feature maps of strides {', '.join(map(str, last))}, but a detector needs 4, 8, 16 and 32. "
-            "Choose a model with four stages, such as Swin, ConvNeXt, PVTv2 or ResNet."
+            "Choose a model with four stages, such as Swin, ConvNeXt, PVTv2 or ResNet, or a ViT of patch size 16."
         )
     return {stage: last[stride] for stage, stride in TIMM_STAGES.items()}
 

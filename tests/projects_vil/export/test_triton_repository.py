@@ -5,8 +5,9 @@ import re
 import pytest
 import torch
 
+from backbones import ConfigError
 from projects_vil import Detector
-from projects_vil.export import example_image
+from projects_vil.export import check_triton, example_image
 from tests.projects_vil.export.exporting import FEW_LEVELS, skip_without
 from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool, small_config, untrained_detector
 
@@ -52,9 +53,9 @@ def test_the_folder_of_a_model(run, tmp_path):
     assert parsed.max_batch_size > 1 and parsed.HasField("dynamic_batching") and parsed.output[-1].HasField("reshape")
 
 
-@pytest.mark.parametrize("flags", [FLAGS[2:], (*FLAGS[:2], FLAGS[3]), FLAGS[:3]])
-def test_a_model_that_triton_cannot_serve(run, tmp_path, flags):
-    result = run(*flags, "--triton", tmp_path / "models/shapes")
-    [line] = result.stderr.splitlines()
-    assert result.returncode != 0 and "--triton" in line
-    assert [path.name for path in tmp_path.iterdir()] == ["random.pth"]
+@pytest.mark.parametrize("change", [{"file_format": "torchscript"}, {"batched": False}, {"fixed_detections": False}])
+def test_a_model_that_triton_cannot_serve(tmp_path, change):
+    options = {"file_format": "onnx", "batched": True, "fixed_detections": True}
+    check_triton(tmp_path / "new", **options)
+    with pytest.raises(ConfigError, match="triton needs"):
+        check_triton(tmp_path / "new", **options | change)

@@ -26,7 +26,7 @@ config = functools.cache(small_config)
 class BrightHalfRunner:
     """A runner that detects the brighter half of each image. The score is its brightness."""
 
-    channels, score_threshold, weights = "RGB", 0.0, __file__
+    channels, sides, score_threshold, weights = "RGB", (1, None), 0.0, __file__
     categories = ANY
 
     def __init__(self) -> None:
@@ -37,9 +37,6 @@ class BrightHalfRunner:
 
     def padded_size(self, height: int, width: int) -> tuple[int, int]:
         return tuple(-(-side // 32) * 32 for side in self.input_size(height, width))
-
-    def size_error(self, height: int, width: int) -> str | None:
-        return "too thin" if min(self.input_size(height, width)) < 1 else None
 
     def __call__(self, images, sizes):
         assert len({self.padded_size(*size) for size in sizes}) == 1

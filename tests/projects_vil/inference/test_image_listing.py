@@ -3,7 +3,6 @@
 import csv
 import gzip
 import itertools
-import os
 import tarfile
 from pathlib import Path
 
@@ -195,21 +194,10 @@ def test_unreadable_images_have_errors(photos):
         ("shard-{10..12}.tar", {}, "shard-10.tar"),
         ("table.csv", {"column": "path"}, "path"),
         ("table.csv", {"column": "path"}, "--column"),
-        ("in", {"column": "path"}, "--column"),
-        ("list.txt", {"column": "path"}, "--column"),
     ],
 )
 def test_invalid_inputs(photos, source, options, named):
     assert named in message(find_images, photos / source, exclude=photos, **options)
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-@pytest.mark.parametrize("suffix", [".txt", ".csv", ".tar"])
-def test_a_pipe_is_an_error(tmp_path, suffix):
-    """Opening a pipe would block until a writer opens it."""
-    os.mkfifo(tmp_path / f"pipe{suffix}")
-    with pytest.raises((OSError, UnreadableImage), match="pipe"):
-        next(find_images(tmp_path / f"pipe{suffix}", exclude=tmp_path)).read()
 
 
 def test_names_in_tar_files_are_utf8(tmp_path):

@@ -8,9 +8,7 @@ from detectron2.modeling import build_model
 from detectron2.projects.point_rend import PointRendMaskHead
 from detectron2.utils.events import EventStorage
 
-from backbones.checkpoint_files import SUFFIXES, write_checkpoint
 from projects_vil import load_config
-from projects_vil.checkpoint import Checkpointer
 from tests.projects_vil.engine.test_train_step import images_of
 from tests.projects_vil.helpers import ROOT, SMALL, run_tool
 
@@ -48,16 +46,6 @@ def test_losses_equal_detectron2():
         with EventStorage():
             losses.append({name: value.item() for name, value in each(images).items()})
     assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_saved_weights_have_a_version(suffix, tmp_path, caplog):
-    """detectron2 renames weights without a version, with a warning."""
-    cfg, path = load_config(CONFIG, SMALL_POINTS), tmp_path / f"weights{suffix}"
-    model = build_model(cfg)
-    write_checkpoint(path, {"model": model.state_dict()})
-    Checkpointer(model, str(tmp_path), cfg=cfg, complete=True).load(str(path))
-    assert "Weight format" not in caplog.text
 
 
 @pytest.mark.slow

@@ -73,14 +73,6 @@ def test_boxes_are_clipped_and_merged():
     assert others.any() and box_iou(boxes, boxes)[others].max() <= cfg.MODEL.RETINANET.NMS_THRESH_TEST
 
 
-@pytest.mark.parametrize("detector", DETECTORS)
-def test_no_detections(detector):
-    none = ["MODEL.RETINANET.SCORE_THRESH_TEST", "1.0", "MODEL.ROI_HEADS.SCORE_THRESH_TEST", "1.0"]
-    cfg = config(detector, *none, "TEST.AUG.MIN_SIZES", "(64,)")
-    with torch.no_grad():
-        assert len(detect(add_tta(cfg, untrained_detector(cfg)), image())) == 0
-
-
 def test_default_sizes_are_scaled_to_the_test_size():
     model = untrained_detector(config("retinanet"))
     for key, value, expected in (
