@@ -23,6 +23,7 @@ ARCHIVES = (".tar", ".tar.gz", ".tgz")
 TABLES = (".csv", ".parquet")
 LISTS = (".txt", *TABLES)
 COLUMNS = ("path", "file_name", "url", "image", "image_url")  # the default columns of tables, in order of preference
+MAX_MEMBER_SIZE = 2**30  # bytes of an image in a tar file
 _logger = logging.getLogger(__name__)
 
 
@@ -215,8 +216,12 @@ def _read_tar(path: str) -> Iterator[tuple[str, bytes | OSError]]:
                 if is_image and not os.path.basename(member.name).startswith("."):
                     num_images += 1
                     hint = "Create the archive with 'tar --dereference --hard-dereference'."
-                    link = OSError(errno.EINVAL, f"it is a link to '{member.linkname}'. {hint}")
-                    yield f"/{member.name}", tar.extractfile(member).read() if member.isfile() else link
+                    image = OSError(errno.EINVAL, f"it is a link to '{member.linkname}'. {hint}")
+                    if member.size > MAX_MEMBER_SIZE:
+                        image = OSError(errno.EFBIG, f"it has {member.size:,} bytes, more than {MAX_MEMBER_SIZE:,}")
+                    elif member.isfile():
+                        image = tar.extractfile(member).read()
+                    yield f"/{member.name}", image
                 tar.members.clear()  # the list would grow with the file
             if member is None:
                 raise tarfile.ReadError("it contains only zeros")

@@ -7,6 +7,7 @@ import functools
 import itertools
 import operator
 import os
+import random
 import re
 import time
 from collections import defaultdict, deque
@@ -31,8 +32,12 @@ from projects_vil.inference.runners import Runner, size_error
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".ts")
 DEFAULT_FRAME_RATE = 25.0  # for videos without a frame rate
 NUM_READERS = 4  # threads that read images
-BATCHING_WINDOW = 512  # number of images from which batches of one padded size are formed
+BATCHING_WINDOW = 256  # number of images from which batches of one padded size are formed
 PREFETCHED_BATCHES = 2
+NUM_REQUESTS = 64  # URLs that are fetched at the same time
+REQUEST_TIMEOUT = 60.0  # seconds for one HTTP request
+NUM_ATTEMPTS = 4  # of a request that fails for a reason that may be temporary
+_RETRIED_STATUSES = (408, 425, 429)  # and 500 to 599
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,30 +57,29 @@ class ImageSource:
     image_id: int
     size: tuple[int, int] | None = None
 
-    @functools.cached_property
-    def _file(self) -> dict[str, Any]:
-        """The path of a local file, or the name and the content of another one. A URL is fetched once."""
-        if isinstance(self.image, Path):
-            return {"path": self.image}
+    def fetched(self) -> "ImageSource":
+        """Return the source with the content of its URL, or with the error. Others are returned unchanged."""
+        if not isinstance(self.image, str):
+            return self
         try:
-            if isinstance(self.image, OSError):
-                raise self.image
-            content = self.image
-            if isinstance(content, str):
-                with os_errors(content):
-                    # One request. Opening and reading would be two.
-                    content = fsspec.filesystem(content.partition("://")[0]).cat_file(content)
+            return dataclasses.replace(self, image=_fetch(self.image))
         except OSError as error:
-            raise UnreadableImage(self.name, error.strerror) from error
-        return {"path": self.name, "content": content}
+            return dataclasses.replace(self, image=error)
+
+    def _file(self) -> dict[str, Any]:
+        """Return the path of a local file, or the name and the content of another one."""
+        image = self.fetched().image
+        if isinstance(image, OSError):
+            raise UnreadableImage(self.name, image.strerror) from image
+        return {"path": image} if isinstance(image, Path) else {"path": self.name, "content": image}
 
     def read_size(self) -> tuple[int, int]:
         """Return the height and width from the header of the image. Raises UnreadableImage."""
-        return self.image.shape[:2] if isinstance(self.image, np.ndarray) else read_size(**self._file)
+        return self.image.shape[:2] if isinstance(self.image, np.ndarray) else read_size(**self._file())
 
     def read(self) -> np.ndarray:
         """Return the upright image (H, W, 3) uint8 RGB. Raises UnreadableImage."""
-        return self.image if isinstance(self.image, np.ndarray) else read_image(**self._file)
+        return self.image if isinstance(self.image, np.ndarray) else read_image(**self._file())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +116,7 @@ class ImageBatches:
     A single image has the same padding, so that results do not depend on the batch size. Batches are formed within
     windows of consecutive images, so that a batch depends on the images of its window only. The headers of the files
     give the sizes for batching. If an image turns out to have another size, its batch is split. Only a few batches of
-    pixels are in memory.
+    pixels are in memory. The URLs of the next window are fetched while the model runs.
 
     Args:
         images: the images, in the order of the results. An iterator is consumed one window at a time.
@@ -130,9 +134,11 @@ class ImageBatches:
     def batches(self, runner: Runner, batch_size: int) -> Generator[list[Loaded | Skipped], None, None]:
         """Yield the batches for a runner."""
         load = functools.partial(_load, runner=runner, keep_pixels=self.keep_pixels)
-        with ThreadPoolExecutor(NUM_READERS) as pool:
-            numbered = enumerate(self.images)
-            while window := list(itertools.islice(numbered, BATCHING_WINDOW)):
+        with (
+            ThreadPoolExecutor(NUM_READERS) as pool,
+            contextlib.closing(read_ahead(self._windows(), depth=1)) as windows,
+        ):
+            for window in windows:
                 buckets = defaultdict(list)
                 for image, size in zip(window, pool.map(_read_size, window), strict=True):
                     buckets[runner.padded_size(*size) if size else None].append(image)
@@ -143,6 +149,16 @@ class ImageBatches:
                         for item in pool.map(load, bucket[first : first + batch_size]):
                             by_size[getattr(item, "padded_size", None)].append(item)
                         yield from by_size.values()
+
+    def _windows(self) -> Iterator[list[tuple[int, ImageSource]]]:
+        """Yield windows of numbered images, with the contents of the URLs."""
+        images = iter(self.images)
+        with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+            for first in itertools.count(0, BATCHING_WINDOW):
+                window = list(itertools.islice(images, BATCHING_WINDOW))
+                if not window:
+                    return
+                yield list(enumerate(pool.map(ImageSource.fetched, window), start=first))
 
 
 class Video:
@@ -216,6 +232,33 @@ class Video:
         if index < min(self.total - 2, 0.95 * self.total):
             reason = f"the video is damaged from frame {index} on: only {index} of its {self.total} frames can be read"
             yield [Skipped(index, self.name, reason)]
+
+
+def _fetch(url: str) -> bytes:
+    """Return the content of a URL. A request that fails is repeated if the reason may be temporary.
+
+    Raises:
+        OSError: if all attempts fail. The reason names the last error.
+    """
+    protocol, options = url.partition("://")[0], {}
+    for attempt in range(1, NUM_ATTEMPTS + 1):
+        try:
+            with os_errors(url):
+                if protocol in ("http", "https"):
+                    from aiohttp import ClientTimeout  # an optional dependency
+
+                    options = {"client_kwargs": {"timeout": ClientTimeout(total=REQUEST_TIMEOUT)}}
+                # One request. Opening and reading would be two.
+                return fsspec.filesystem(protocol, **options).cat_file(url)
+        except OSError as error:
+            status = getattr(error.__cause__, "status", 500)
+            is_final = isinstance(error.__cause__, (FileNotFoundError, PermissionError))
+            is_final = is_final or (400 <= status < 500 and status not in _RETRIED_STATUSES)
+            if is_final or attempt == NUM_ATTEMPTS:
+                raise
+            # Full jitter: many clients of a busy server do not repeat their requests at the same time.
+            time.sleep(random.uniform(0, 2**attempt))
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _read_size(numbered: tuple[int, ImageSource]) -> tuple[int, int] | None:

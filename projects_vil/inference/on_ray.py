@@ -52,7 +52,7 @@ def predict_on_ray(
         source: see :func:`~projects_vil.inference.image_listing.find_images`. One worker reads a whole tar file.
         output: a folder that all machines share, for one model.
         part_size: minimum number of rows in a file if there are enough, and the number of images in a task of a worker,
-            which is at most 512.
+            which is at most 256.
         num_workers: minimum and maximum number of detectors. A worker reserves one GPU if the cluster has GPUs and the
             model can use one, otherwise one CPU. By default 1 to all GPUs, or to all CPUs but one, which reads and
             writes.

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import http.server
 import threading
+from collections import Counter
 
 import cv2
 import pytest
@@ -28,14 +29,24 @@ def exported_run(trained_run, made_once):
 class Server(http.server.SimpleHTTPRequestHandler):
     """A server of files, and of an endless stream of JPEG images as sent by an IP camera.
 
-    The first request for each file in ``flaky/`` fails.
+    The first request for each file in ``flaky/`` fails, a request for a file in ``slow/`` waits until 16 requests have
+    arrived, and a request for a file in ``silent/`` gets no answer. ``requests`` counts the requests by path.
     """
+
+    requests: Counter = Counter()
+    arrived = threading.Barrier(16)
 
     def __init__(self, *args, failed: set[str], **options) -> None:
         self.failed = failed
         super().__init__(*args, **options)
 
     def do_GET(self) -> None:
+        self.requests[self.path] += 1
+        if self.path.startswith("/slow/"):
+            self.arrived.wait(30)
+        if self.path.startswith("/silent/"):
+            self.rfile.read()  # until the client closes the connection
+            return
         if self.path.startswith("/flaky/") and self.path not in self.failed:
             self.failed.add(self.path)
             self.send_error(503)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from projects_vil.data import UnreadableImage
+from projects_vil.inference import image_listing
 from projects_vil.inference.image_listing import find_images
 from tests.projects_vil.helpers import message
 from tests.projects_vil.inference.helpers import picture, save
@@ -139,6 +140,19 @@ def test_links_in_a_tar_file_are_errors(photos):
     for link in links:
         with pytest.raises(UnreadableImage, match=r"link to 'a\.png'.*--hard-dereference"):
             link.read_size()
+
+
+def test_large_members_of_a_tar_file_are_not_read(photos, monkeypatch):
+    size = (photos / "in/a.png").stat().st_size
+    monkeypatch.setattr(image_listing, "MAX_MEMBER_SIZE", size)
+    (photos / "large.png").write_bytes((photos / "in/a.png").read_bytes() + b"0")
+    with tarfile.open(photos / "large.tar.gz", "w:gz") as tar:
+        tar.add(photos / "large.png", "a.png")
+        tar.add(photos / "in/a.png", "b.png")
+    large, image = find_images(photos / "large.tar.gz", exclude=photos / "in")
+    assert image.read_size()
+    with pytest.raises(UnreadableImage, match=f"it has {size + 1:,} bytes"):
+        large.read_size()
 
 
 def test_links_to_folders_are_skipped_with_a_warning(photos, caplog):

@@ -123,7 +123,7 @@ def test_batches_of_one_padded_size(tmp_path):
 
 
 def test_batches_stay_within_a_window(monkeypatch):
-    """Images are read one window at a time, and the batches of a window do not depend on other windows."""
+    """At most one window is read ahead, and the batches of a window do not depend on other windows."""
     monkeypatch.setattr(image_loading, "BATCHING_WINDOW", 4)
     sizes, taken = [(40, 60), (64, 50), (41, 60), (40, 61)] * 3, []
 
@@ -139,7 +139,7 @@ def test_batches_stay_within_a_window(monkeypatch):
     assert ImageBatches(images(0)).total == 0 and ImageBatches(list(images(0))).total == 12
     taken.clear()
     whole = batches(0)
-    assert next(whole) == [0, 2] and taken == [0, 1, 2, 3]
+    assert next(whole) == [0, 2] and len(taken) in (4, 8)
     assert list(whole)[-3:] == list(batches(8)) == [[8, 10], [9], [11]]
 
 

@@ -1,0 +1,43 @@
+"""URLs are fetched at the same time, with a timeout, and again after an error that may be temporary."""
+
+import numpy as np
+import pytest
+
+from projects_vil.inference import image_loading
+from projects_vil.inference.image_loading import ImageBatches, ImageSource, Skipped
+from tests.projects_vil.inference.conftest import Server
+from tests.projects_vil.inference.helpers import BrightHalfRunner, picture, save
+
+pytest.importorskip("aiohttp", reason="fsspec reads HTTP by aiohttp")
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    """Wait for a few milliseconds between attempts."""
+    monkeypatch.setattr(image_loading.random, "uniform", lambda low, high: 0.01)
+
+
+def load(served: str, *names: str) -> list:
+    sources = [ImageSource(f"{served}/{name}", name, number) for number, name in enumerate(names, start=1)]
+    return [item for batch in ImageBatches(sources).batches(BrightHalfRunner(), 4) for item in batch]
+
+
+def test_requests_run_at_the_same_time(served, tmp_path):
+    """The server answers none of the 16 requests before all have arrived."""
+    names = [f"slow/{number}.png" for number in range(16)]
+    for name in names:
+        save(tmp_path / name, picture(40, 60))
+    assert [item.entry["file_name"] for item in load(served, *names)] == names
+
+
+def test_only_errors_that_may_be_temporary_are_tried_again(served, tmp_path, monkeypatch):
+    monkeypatch.setattr(image_loading, "REQUEST_TIMEOUT", 0.5)
+    save(tmp_path / "flaky/a.png", picture(40, 60))
+    Server.requests.clear()
+    names = ["flaky/a.png", "missing.png", "flaky/missing.png", "silent/a.png"]
+    items = sorted(load(served, *names), key=lambda item: item.index)
+    assert [isinstance(item, Skipped) for item in items] == [False, True, True, True]
+    assert (items[0].image.permute(1, 2, 0).numpy().mean() - np.mean(picture(40, 60))) < 8
+    assert [Server.requests[f"/{name}"] for name in names] == [2, 1, 2, image_loading.NUM_ATTEMPTS]
+    assert "missing.png" in items[1].reason and "Timeout" in items[3].reason
+    assert not any("secret" in item.reason for item in items[1:])
