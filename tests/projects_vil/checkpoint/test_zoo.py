@@ -30,6 +30,7 @@ from projects_vil.config import config_path
 from projects_vil.recipes import STARTER, STARTER_WEIGHTS
 from tests import layouts
 from tests.backbones.official import OfficialStage, official_shapes, official_state_dict
+from tests.backbones.test_build import TABLE_9, stages_of
 from tests.golden import golden
 from tests.projects_vil.checkpoint.test_pretrained import BACKBONE_PREFIX, float32
 from tests.projects_vil.helpers import ROOT, message, run_tool
@@ -287,13 +288,6 @@ def test_the_table_has_the_published_files_and_figures():
         assert entry.variant in (*list_variants(), STARTER) and entry.group["license"] in ("MIT", "Apache-2.0")
 
 
-# The official architectures (ARCH in the official repository's configs): depth, patch size, heads and channels.
-SIZES = {
-    "tiny": ((1, 4, 1, 48), (1, 2, 3, 96), (9, 2, 3, 192), (1, 2, 6, 384)),
-    "small": ((1, 4, 3, 96), (2, 2, 3, 192), (8, 2, 6, 384), (1, 2, 12, 768)),
-    "medium_deep": ((1, 4, 3, 96), (4, 2, 3, 192), (16, 2, 6, 384), (1, 2, 12, 768)),
-    "base_deep": ((1, 4, 3, 96), (8, 2, 3, 192), (24, 2, 6, 384), (1, 2, 12, 768)),
-}
 # Fields of the four stages that differ from ViL.
 PARTIAL = {"full": (False, False, True, True)}
 MECHANISMS = {
@@ -318,7 +312,7 @@ def official_backbone(variant: str) -> dict[str, tuple[int, ...]]:
     fields = {"globals": (1, 1, 1, 0)} | MECHANISMS[mechanism]
     stages = tuple(
         OfficialStage(*sizes, **{field: values[index] for field, values in fields.items()})
-        for index, sizes in enumerate(SIZES[size])
+        for index, sizes in enumerate(stages_of(TABLE_9[f"vil_{size}"]))
     )
     return official_shapes(stages, relative_bias=variant.endswith("rpb"), img_size=42 * 32)
 
