@@ -11,8 +11,8 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -28,7 +28,6 @@ LONG = f"{TRAIN} SOLVER.MAX_ITER 4000 SOLVER.CHECKPOINT_PERIOD 1 SOLVER.CHECKPOI
 RUN = "--config-file run/config.yaml --weights run/model_final.pth"
 PREDICT, EXPORT = f"predict.py {RUN} --output out", f"export_model.py {RUN} --output out"
 EXPORTED = "predict.py --config-file run/config.yaml --weights export/model.ts --input photos --output out"
-EVALUATE = "train_net.py --config-file run/config.yaml --eval-only MODEL.WEIGHTS run/model_final.pth"
 RESUME = "train_net.py --config-file run/config.yaml --resume"
 CHECK = "check_dataset.py mine/annotations.json mine/images"
 FINAL, SHAPES = "run/model_final.pth", "datasets/shapes/annotations/instances_train.json"
@@ -52,7 +51,6 @@ class Case:
         when: Returns whether it is time for ``send``.
         send: A signal for the process, or a function that is called with the process id.
         limit: Maximum size of a file in bytes. It simulates a full disk.
-        environment: Environment variables.
     """
 
     command: str
@@ -63,7 +61,6 @@ class Case:
     when: Callable[[Path], object] | None = None
     send: int | Callable[[int], None] | None = None
     limit: int | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def needs_run(self) -> bool:
@@ -100,20 +97,16 @@ def kill_a_child(pid: int) -> None:
 
 VALUES = (
     *("SOLVER.MAX_ITER many", "SOLVER.MAX_ITER 0", "SOLVER.CHECKPOINT_PERIOD 0", "SOLVER.BASE_LR -0.1"),
-    *("SOLVER.OPTIMIZER ADAM", "SOLVER.LR_SCHEDULER_NAME Cosine", "SOLVER.GRADIENT_ACCUMULATION_STEPS 4"),
+    *("SOLVER.OPTIMIZER ADAM", "SOLVER.LR_SCHEDULER_NAME Cosine", "SOLVER.GRADIENT_ACCUMULATION_STEPS 3"),
     *("SOLVER.LAYER_DECAY 1.5", "MODEL.DEVICE tpu", "MODEL.META_ARCHITECTURE DETR", "INPUT.FORMAT HSV"),
     *("MODEL.TRANSFORMER.VARIANT vil_tinny", "TEST.BEST_METRIC bbox/ap", "DATASETS.CHECK eror"),
-    *("DATASETS.TRAIN ('shapes_trian',)", "DATASETS.TRAIN ()", f"OUTPUT_DIR {__file__}", "DATALOADER.NUM_WORKERS -1"),
+    *("DATASETS.TRAIN ()", "DATALOADER.NUM_WORKERS -1"),
 )
 CASES = {
     # Arguments and configs
     "value out of range": Case(f"{TRAIN} SOLVER.MAX_ITER 0", named="SOLVER.MAX_ITER"),
+    "output directory that is a file": Case(f"{TRAIN} OUTPUT_DIR small.yaml", named="OUTPUT_DIR"),
     "too many processes": Case(f"{TRAIN} --num-gpus 999", named="999"),
-    "torchrun without an address": Case(
-        TRAIN,
-        named="MASTER_ADDR",
-        environment={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
-    ),
     # Data
     "annotations that are a pipe": Case(TRAIN, replace_by(SHAPES, os.mkfifo), SHAPES),
     "annotations with a key twice": Case(
@@ -131,12 +124,7 @@ CASES = {
         ".jpg",
         writes=OUTPUT,
     ),
-    "findings over their own input": Case(
-        f"{CHECK} --json mine/link.json",
-        lambda folder: os.link(folder / "mine/annotations.json", folder / "mine/link.json"),
-        "mine/link.json",
-        status=2,
-    ),
+    "findings over their own input": Case(f"{CHECK} --json mine/annotations.json", named="--json", status=2),
     # Weights and runs
     "weights at a server that is not there": Case(
         "train_net.py --config-file run/config.yaml --eval-only MODEL.WEIGHTS http://127.0.0.1:9/w.pth",
@@ -163,12 +151,6 @@ CASES = {
     "full disk, export": Case(EXPORT, named="out", writes=("out",), limit=FULL_DISK),
     "full disk, predictions": Case(f"{PREDICT} --input photos", named="out", writes=("out", "out/*"), limit=500),
     "full disk, fixed annotations": Case(f"{CHECK} --fix clean.json", named="clean.json", limit=500),
-    "full shared memory in an evaluation": Case(
-        f"{EVALUATE} DATALOADER.NUM_WORKERS 1 INPUT.MIN_SIZE_TEST 640",
-        named="NUM_WORKERS",
-        writes=("run/log.txt",),
-        limit=FULL_DISK,
-    ),
     "SIGTERM at the start": Case(
         LONG, None, "SIGTERM", 143, OUTPUT, lambda folder: (folder / "output").exists(), signal.SIGTERM
     ),
@@ -274,7 +256,7 @@ def test_an_error_is_one_line_and_leaves_files_as_they_were(name, made_once, tmp
         case.corrupt(folder)
     before = contents_of(folder)
     tool, *arguments = shlex.split(case.command)
-    options = {"datasets_root": folder / "datasets", "root": folder, "environment": case.environment}
+    options = {"datasets_root": folder / "datasets", "root": folder}
     process = start_tool(tool, *arguments, folder=logs, file_size=case.limit, **options)
     if case.send is not None:
         deadline = time.monotonic() + PATIENCE

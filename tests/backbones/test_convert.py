@@ -50,8 +50,9 @@ def loaded(create, name: str, weights: dict, options: dict | None = None) -> tup
     assert {key for part in parts for key in part if key in weights} == weights.keys()
     filled = [*report.mapped.values(), *(key for keys in report.split.values() for key in keys), *report.initialized]
     assert sorted(filled) == sorted(converted) and report.resized.keys() <= converted.keys()
-    model = create(name, **options).double().eval()
-    model.load_state_dict(converted, strict=True)
+    with torch.device("meta"):
+        model = create(name, **options).double().eval()
+    model.load_state_dict(converted, strict=True, assign=True)
     return model, report
 
 

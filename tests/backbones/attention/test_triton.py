@@ -56,7 +56,7 @@ CASES = {
     "shift, strip": ("chunks", 1, 5, window(2, "cyclic", (1, 0)), {"num_global": 2}),
     # Windows have three tokens per axis for a segment of one, and nine for five.
     "two by three segments": ("segments", 4, 7, {"chunk_size": 3}, {"heads": 2}),
-    "even window": ("segments", 5, 9, {"chunk_size": 4}, {"num_global": 0}),
+    "even window": ("segments", 5, 6, {"chunk_size": 4}, {"num_global": 0}),
     "pairs": ("segments", 4, 5, {"chunk_size": 2}, {"num_global": 2, "biases": False}),
     "single tokens": ("segments", 2, 4, {"chunk_size": 1}, {"num_global": 0, "biases": False}),
     "one segment, many global tokens": ("segments", 3, 4, {"chunk_size": 5}, {"num_global": 18}),
@@ -71,7 +71,7 @@ CASES = {
     "global tokens without bias": ("dense", 3, 4, {}, {"num_global": 2, "biases": False}),
     "many global tokens": ("dense", 4, 5, {}, {"num_global": 70, "channels": 64}),
 }
-FAST = ["two by three chunks", "strip", "even window", "images", "one row", "global tokens without bias"]
+FAST = ["strip", "even window", "images", "one row", "global tokens without bias"]
 HEADS = [(16, torch.float32, "chunks"), (24, torch.float16, "chunks"), (32, torch.bfloat16, "chunks")]
 HEADS += [(96, torch.float32, "chunks"), (128, torch.float16, "chunks")]
 HEADS += [(32, torch.float16, "dense"), (24, torch.bfloat16, "dense"), (128, torch.float32, "dense")]
@@ -96,7 +96,7 @@ def test_equals_the_reference(case):
 
 
 @interpreted
-@pytest.mark.parametrize("channels, dtype, name", slow_except(HEADS, [24, 32]), ids=str)
+@pytest.mark.parametrize("channels, dtype, name", slow_except(HEADS, [24]), ids=str)
 def test_types_and_sizes_of_heads(name, channels, dtype):
     inputs = biased_inputs(name, 2, 5, channels=channels, dtype=dtype)
     assert_equals_reference(name, inputs, BIASED[name][0])
@@ -135,8 +135,9 @@ def test_no_images(name):
     assert not actual["gradient of local_bias"].any() and not actual["gradient of global_bias"].any()
 
 
+@pytest.mark.slow
 @interpreted
-@dense_is_fast
+@biased
 def test_operator_is_registered_as_pytorch_wants_it(name):
     inputs = {key: x.requires_grad_() for key, x in biased_inputs(name, 2, 5).items()}
     if name == "chunks":
