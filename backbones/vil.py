@@ -98,15 +98,7 @@ class ViLVariant(Variant):
     position_img_size: int = 224
     position_interpolation: str | None = None
 
-    options = (
-        "attention",
-        "attention_mode",
-        "global_tokens",
-        "position_interpolation",
-        "projection_rank",
-        "shared_projections",
-        "chunk_size",
-    )
+    options = ("attention", "global_tokens", "position_interpolation", *_USED_BY)
     norm_eps = 1e-6
 
     @property
@@ -184,18 +176,12 @@ class ViL(Backbone):
             resizing = variant.position_interpolation or "per_feature_map"
             bias_size = self._table_size(index, resizing) if variant.relative_bias else None
             return DenseAttention(spec.dim, bias_size=bias_size, bias_resizing=resizing, **common)
+        window = {"chunk_size": spec.chunk_size, "relative_bias": variant.relative_bias}
         if spec.attention == "sliding_chunk":
-            return SlidingChunkAttention(
-                spec.dim,
-                chunk_size=spec.chunk_size,
-                mode=variant.attention_mode,
-                relative_bias=variant.relative_bias,
-                shared_projections=variant.shared_projections,
-                **common,
-            )
+            options = {"mode": variant.attention_mode, "shared_projections": variant.shared_projections}
+            return SlidingChunkAttention(spec.dim, **window, **options, **common)
         if spec.attention == "long_short":
-            sizes = {"chunk_size": spec.chunk_size, "rank": spec.projection_rank}
-            return LongShortAttention(spec.dim, relative_bias=variant.relative_bias, **sizes, **common)
+            return LongShortAttention(spec.dim, rank=spec.projection_rank, **window, **common)
         common |= {"backend": self.common_backend}
         if spec.attention == "linformer":
             map_size = self._table_size(index, "once")
