@@ -72,20 +72,16 @@ class ConvLongShortAttention(DualNormAttention):
 
     Args:
         dim: Channels of a token.
-        num_heads: Number of heads. It divides ``dim``.
-        chunk_size: Side w of a segment.
         rank: Number r of projected keys of a head.
         norm: Norm of the projections, a key of ``BATCH_NORMS``.
-        backend: A key of :data:`.long_short.BACKENDS`.
+        common: See :class:`.DualNormAttention`.
     """
 
-    def __init__(
-        self, dim: int, *, num_heads: int, chunk_size: int, rank: int, norm: str = "BN", backend: str = "sdpa"
-    ) -> None:
-        super().__init__(dim, num_heads=num_heads, chunk_size=chunk_size, backend=backend)
+    def __init__(self, dim: int, *, rank: int, norm: str = "BN", **common: int | bool | str) -> None:
+        super().__init__(dim, **common)
         # Queries, keys and values
         self.conv_qkv = SeparableProjection(dim, dim, number=3, norm=norm)
-        self.dynamic_projection = StandardizedProjection(dim, num_heads * rank)
+        self.dynamic_projection = StandardizedProjection(dim, self.num_heads * rank)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:

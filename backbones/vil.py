@@ -98,15 +98,7 @@ class ViLVariant(Variant):
     position_img_size: int = 224
     position_interpolation: str | None = None
 
-    options = (
-        "attention",
-        "attention_mode",
-        "global_tokens",
-        "position_interpolation",
-        "projection_rank",
-        "shared_projections",
-        "chunk_size",
-    )
+    options = ("attention", "global_tokens", "position_interpolation", *_USED_BY)
     norm_eps = 1e-6
 
     @property
@@ -184,18 +176,12 @@ class ViL(Backbone):
             resizing = variant.position_interpolation or "per_feature_map"
             bias_size = self._table_size(index, resizing) if variant.relative_bias else None
             return DenseAttention(spec.dim, bias_size=bias_size, bias_resizing=resizing, **common)
+        window = {"chunk_size": spec.chunk_size, "relative_bias": variant.relative_bias}
         if spec.attention == "sliding_chunk":
-            return SlidingChunkAttention(
-                spec.dim,
-                chunk_size=spec.chunk_size,
-                mode=variant.attention_mode,
-                relative_bias=variant.relative_bias,
-                shared_projections=variant.shared_projections,
-                **common,
-            )
+            options = {"mode": variant.attention_mode, "shared_projections": variant.shared_projections}
+            return SlidingChunkAttention(spec.dim, **window, **options, **common)
         if spec.attention == "long_short":
-            sizes = {"chunk_size": spec.chunk_size, "rank": spec.projection_rank}
-            return LongShortAttention(spec.dim, relative_bias=variant.relative_bias, **sizes, **common)
+            return LongShortAttention(spec.dim, rank=spec.projection_rank, **window, **common)
         common |= {"backend": self.common_backend}
         if spec.attention == "linformer":
             map_size = self._table_size(index, "once")
@@ -207,10 +193,14 @@ class ViL(Backbone):
         return GlobalMemoryAttention(spec.dim, **common)
 
 
-def _vil(*stages: tuple[int, int, int, int]) -> ViLVariant:
-    """Return a variant from stages (n, p, h, d), as in the paper's tables. The last one has no global token."""
+def _vil(*stages: tuple[int, int, int, int], drop_path_rate: float = 0.1) -> ViLVariant:
+    """Return a variant from stages (n, p, h, d), as in the paper's tables. The last one has no global token.
+
+    The drop path rates are from the README of the official detection repository.
+    """
     last = len(stages) - 1
-    return ViLVariant(tuple(ViLStage(n, p, h, d, global_tokens=int(i < last)) for i, (n, p, h, d) in enumerate(stages)))
+    specs = (ViLStage(n, p, h, d, global_tokens=int(i < last)) for i, (n, p, h, d) in enumerate(stages))
+    return ViLVariant(tuple(specs), drop_path_rate=drop_path_rate)
 
 
 def _with_depths(size: str, *depths: int) -> ViLVariant:
@@ -251,12 +241,12 @@ def _long_short(variant: ViLVariant, *, chunk_size: int = 7, img_size: int = 224
 
 
 _VIL = {
-    "vil_tiny": _vil((1, 4, 1, 48), (1, 2, 3, 96), (9, 2, 3, 192), (1, 2, 6, 384)),
+    "vil_tiny": _vil((1, 4, 1, 48), (1, 2, 3, 96), (9, 2, 3, 192), (1, 2, 6, 384), drop_path_rate=0.05),
     "vil_small": _vil((1, 4, 3, 96), (2, 2, 3, 192), (8, 2, 6, 384), (1, 2, 12, 768)),
-    "vil_medium_deep": _vil((1, 4, 3, 96), (4, 2, 3, 192), (16, 2, 6, 384), (1, 2, 12, 768)),
-    "vil_medium_wide": _vil((1, 4, 3, 192), (2, 2, 6, 384), (8, 2, 8, 512), (1, 2, 12, 768)),
-    "vil_base_deep": _vil((1, 4, 3, 96), (8, 2, 3, 192), (24, 2, 6, 384), (1, 2, 12, 768)),
-    "vil_base_wide": _vil((1, 4, 3, 192), (2, 2, 6, 384), (8, 2, 12, 768), (1, 2, 16, 1024)),
+    "vil_medium_deep": _vil((1, 4, 3, 96), (4, 2, 3, 192), (16, 2, 6, 384), (1, 2, 12, 768), drop_path_rate=0.2),
+    "vil_medium_wide": _vil((1, 4, 3, 192), (2, 2, 6, 384), (8, 2, 8, 512), (1, 2, 12, 768), drop_path_rate=0.2),
+    "vil_base_deep": _vil((1, 4, 3, 96), (8, 2, 3, 192), (24, 2, 6, 384), (1, 2, 12, 768), drop_path_rate=0.3),
+    "vil_base_wide": _vil((1, 4, 3, 192), (2, 2, 6, 384), (8, 2, 12, 768), (1, 2, 16, 1024), drop_path_rate=0.3),
     # For the demo, not in the paper
     "vil_tiny_1_1_3_1": _with_depths("tiny", 1, 1, 3, 1),
 } | {
@@ -264,15 +254,6 @@ _VIL = {
     for size in ("tiny", "small")
     for depths in ((1, 10, 1), (2, 9, 1), (1, 9, 2), (2, 8, 2), (1, 1, 9, 1), (1, 2, 8, 1))
 }
-# The README of the official detection repository.
-for _name, _rate in (
-    ("tiny", 0.05),
-    ("medium_deep", 0.2),
-    ("medium_wide", 0.2),
-    ("base_deep", 0.3),
-    ("base_wide", 0.3),
-):
-    _VIL[f"vil_{_name}"] = dataclasses.replace(_VIL[f"vil_{_name}"], drop_path_rate=_rate)
 # Table 14 compares the mechanisms in these sizes.
 _COMPARED = [
     f"{size}{depths}" for size in ("tiny", "small") for depths in ("", "_1_10_1", "_2_9_1", "_1_1_9_1", "_1_2_8_1")

@@ -167,10 +167,8 @@ def trained_run(datasets_root, made_once):
 
     def train(output: Path) -> None:
         overrides = [*SMALL["retinanet"], *EXACT_TRAINING, "OUTPUT_DIR", str(output)]
-        # A new interpreter, as for a user.
-        result = run_tool(
-            "train_net.py", "--config-file", CONFIGS["retinanet"], *overrides, datasets_root=datasets_root, fresh=True
-        )
+        arguments = ["--config-file", CONFIGS["retinanet"], *overrides]
+        result = run_tool("train_net.py", *arguments, datasets_root=datasets_root)
         assert result.returncode == 0, result.stderr
         (output / "stdout.txt").write_text(result.stdout)
 

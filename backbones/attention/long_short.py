@@ -304,35 +304,26 @@ class LongShortAttention(DualNormAttention):
 
     Args:
         dim: Channels of a token.
-        num_heads: Number of heads. It divides ``dim``.
-        chunk_size: Side w of a segment. A token attends to about 2w x 2w tokens.
         rank: Number r of projected keys of a head.
         num_global_tokens: Number G of global tokens, 0 or more.
-        relative_bias: Whether each offset in the window has a learned bias.
         update_globals: Whether the global tokens are queries too. The last block of a stage drops them.
-        backend: A key of ``BACKENDS``. ``"reference"`` is quadratic and for debugging.
-
-    Raises:
-        ConfigError: If the backend is unknown.
+        common: See :class:`DualNormAttention`. A token attends to about 2w x 2w tokens.
     """
 
     def __init__(
         self,
         dim: int,
         *,
-        num_heads: int,
-        chunk_size: int,
         rank: int,
         num_global_tokens: int = 1,
-        relative_bias: bool = False,
         update_globals: bool = True,
-        backend: str = "sdpa",
+        **common: int | bool | str,
     ) -> None:
-        super().__init__(dim, num_heads=num_heads, chunk_size=chunk_size, relative_bias=relative_bias, backend=backend)
+        super().__init__(dim, **common)
         self.num_global_tokens = num_global_tokens
         self.update_globals = update_globals and num_global_tokens > 0
         self.qkv = nn.Linear(dim, 3 * dim)
-        self.dynamic_projection = nn.Linear(dim, num_heads * rank)
+        self.dynamic_projection = nn.Linear(dim, self.num_heads * rank)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:

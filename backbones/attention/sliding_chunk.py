@@ -32,7 +32,7 @@ from backbones.attention.dense import (
 )
 from backbones.attention.triton_check import resolve_backend
 from backbones.attention.triton_chunks import triton_chunk_attention
-from backbones.errors import ConfigError, check_choice
+from backbones.errors import check_choice
 from backbones.layers.position import WindowRelativeBias, global_query_bias, position_parameter
 from backbones.layers.tracing import is_tracing, padding_to_multiple, static_size
 
@@ -79,8 +79,7 @@ def sliding_chunk_attention(
     strips side by side are then one contiguous run of keys, and windows over them overlap without further copies. An
     exported model copies each window.
     """
-    if mode not in MODES:
-        raise ConfigError(f"Unknown attention mode {mode!r}. Choose one of {', '.join(MODES)}.")
+    check_choice("attention mode", mode, MODES)
     if shift is None and not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * chunk_size:
         return _whole_map_attention(
             query, key, value, global_key, global_value, local_bias, global_bias, chunk_size=chunk_size

@@ -13,8 +13,9 @@ import functools
 import importlib.util
 import math
 import os
+from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -151,11 +152,7 @@ def _attend_in_autocast_dtype(
     biases = (None if x is None else x.expand(heads, *x.shape[1:]) for x in inputs[5:])
     # Copy them once, not in each pass.
     inputs = _with_contiguous_globals(WindowInputs(*in_autocast_dtype(*inputs[:5]), *biases))
-    if inputs.query.dtype == torch.bfloat16 and inputs.query.device.type == "cpu":
-        # Triton's interpreter multiplies bfloat16 as if it were integers.
-        inputs = WindowInputs(*(x if x is None else x.float() for x in inputs))
-        return _attend(*inputs, chunk_size, mode, shift)[0].bfloat16()
-    return _attend(*inputs, chunk_size, mode, shift)[0]
+    return _attend(*inputs, chunk_size, mode, shift)
 
 
 def _with_contiguous_globals(inputs: WindowInputs) -> WindowInputs:
@@ -163,74 +160,93 @@ def _with_contiguous_globals(inputs: WindowInputs) -> WindowInputs:
     return inputs._replace(**{name: x.contiguous() for name, x in given.items()})
 
 
-_INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? global_key, Tensor? global_value, Tensor? local_bias, "
-    "Tensor? global_bias, int chunk_size, str mode, int[]? shift"
-)
+def define_operator(
+    name: str,
+    schema: str,
+    num_tensors: int,
+    *,
+    launcher: Callable[..., Any],
+    logsumexp_shape: Callable[[Tensor], tuple[int, ...]],
+) -> Callable[..., Tensor]:
+    """Define the operator ``backbones::NAME`` of attention, with gradients and shapes for ``torch.compile``.
+
+    Args:
+        name: Name of the operator.
+        schema: Schema of its arguments: first the queries, then other tensors, then options.
+        num_tensors: Number of tensors in ``schema``.
+        launcher: Returns an object for arguments. Its ``forward()`` returns the output and the log-sum-exps. Its
+            ``backward(grad, output, logsumexp, needed)`` returns the gradients of the tensors. ``needed`` tells which
+            of them are used.
+        logsumexp_shape: Returns the shape of the log-sum-exps for queries.
+
+    Returns:
+        A function that calls the operator and returns the output.
+    """
+
+    @torch.library.custom_op(f"backbones::{name}", mutates_args=(), schema=f"({schema}) -> (Tensor, Tensor)")
+    def attend(*arguments: object) -> tuple[Tensor, Tensor]:
+        check_requirement(arguments[0])
+        return launcher(*arguments).forward()
+
+    @torch.library.custom_op(
+        f"backbones::{name}_backward",
+        mutates_args=(),
+        schema=f"(Tensor grad, Tensor output, Tensor logsumexp, bool[] needed, {schema}) -> Tensor[]",
+    )
+    def attend_backward(
+        grad: Tensor, output: Tensor, logsumexp: Tensor, needed: list[bool], *arguments: object
+    ) -> list[Tensor]:
+        gradients = launcher(*arguments).backward(grad, output, logsumexp, needed)
+        return [x.to(y.dtype) for x, y, is_needed in zip(gradients, arguments, needed, strict=False) if is_needed]
+
+    @attend.register_fake
+    def _(query: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+        return new_map(query), new_sums(query, logsumexp_shape(query))
+
+    @attend_backward.register_fake
+    def _(
+        grad: Tensor, output: Tensor, logsumexp: Tensor, needed: list[bool], query: Tensor, *others: object
+    ) -> list[Tensor]:
+        given = [x for x, is_needed in zip((query, *others), needed, strict=False) if is_needed]
+        return [new_map(x) if x.dim() == query.dim() else x.new_empty(x.shape) for x in given]
+
+    def save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:num_tensors], *output)
+        ctx.options = inputs[num_tensors:]
+        ctx.mark_non_differentiable(output[1])
+
+    def gradients(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, output, logsumexp = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:num_tensors]
+        given = iter(attend_backward(grad, output, logsumexp, list(needed), *tensors, *ctx.options))
+        return *(next(given) if is_needed else None for is_needed in needed), *(None for _ in ctx.options)
+
+    attend.register_autograd(gradients, setup_context=save)
+
+    def run(*arguments: object) -> Tensor:
+        if arguments[0].dtype == torch.bfloat16 and arguments[0].device.type == "cpu":
+            # Triton's interpreter multiplies bfloat16 as if it were integers.
+            return attend(*(x.float() if torch.is_tensor(x) else x for x in arguments))[0].bfloat16()
+        return attend(*arguments)[0]
+
+    return run
 
 
-@torch.library.custom_op("backbones::triton_chunks", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
-def _attend(*arguments: Tensor | int | str | list[int] | None) -> tuple[Tensor, Tensor]:
-    """Return the output, and the log-sum-exps that the backward pass needs."""
-    query = arguments[0]
-    check_requirement(query)
-    return _KernelLauncher(*arguments).forward()
+def new_map(x: Tensor) -> Tensor:
+    """Return an empty tensor for ``x`` (B, M, ..., D) of the same shape, which lies in memory as (B, ..., M, D)."""
+    batch, heads, *tokens, channels = x.shape
+    return x.new_empty((batch, *tokens, heads, channels)).movedim(-2, 1)
 
 
-@torch.library.custom_op(
-    "backbones::triton_chunks_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor output, Tensor logsumexp, bool[] needed, {_INPUTS}) -> Tensor[]",
-)
-def _attend_backward(
-    grad: Tensor, output: Tensor, logsumexp: Tensor, needed: list[bool], *arguments: Tensor | int | str | None
-) -> list[Tensor]:
-    """Return the gradients of the tensors that need one, in the dtypes of the tensors."""
-    gradients = _KernelLauncher(*arguments).backward(grad, output, logsumexp, WindowInputs(*needed))
-    return [x.to(y.dtype) for x, y, is_needed in zip(gradients, arguments, needed, strict=False) if is_needed]
+def new_sums(query: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return an empty tensor for sums, in float32 or better."""
+    return query.new_empty(shape, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
 
 
-@_attend.register_fake
-def _(query: Tensor, *others: Tensor | int | str | list[int] | None) -> tuple[Tensor, Tensor]:
-    return _new_map(query), _new_sums(query)
-
-
-@_attend_backward.register_fake
-def _(
-    grad: Tensor, output: Tensor, logsumexp: Tensor, needed: list[bool], *arguments: Tensor | int | str | None
-) -> list[Tensor]:
-    tensors = zip(arguments[:7], needed, strict=True)
-    return [_new_map(x) if x.dim() == 5 else x.new_empty(x.shape) for x, is_needed in tensors if is_needed]
-
-
-def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:7], *output)
-    ctx.options = inputs[7:]
-    ctx.mark_non_differentiable(output[1])
-
-
-def _gradients(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, output, logsumexp = ctx.saved_tensors
-    needed = ctx.needs_input_grad[:7]
-    gradients = iter(_attend_backward(grad, output, logsumexp, list(needed), *tensors, *ctx.options))
-    return *(next(gradients) if is_needed else None for is_needed in needed), None, None, None
-
-
-_attend.register_autograd(_gradients, setup_context=_save)
-
-
-def _new_map(query: Tensor) -> Tensor:
-    """Return an empty feature map (B, M, H, W, D), which lies in memory as (B, H, W, M, D)."""
-    batch, heads, height, width, channels = query.shape
-    return query.new_empty((batch, height, width, heads, channels)).permute(0, 3, 1, 2, 4)
-
-
-def _new_sums(query: Tensor, *shape: int) -> Tensor:
-    """Return an empty tensor for sums, in float32 or better. Its shape is (B, H, W, M) by default."""
+def _logsumexp_shape(query: Tensor) -> tuple[int, ...]:
     batch, heads, height, width, _ = query.shape
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_empty(shape or (batch, height, width, heads), dtype=dtype)
+    return batch, height, width, heads
 
 
 @functools.cache
@@ -290,6 +306,15 @@ def power_of_two(number: int) -> int:
     return max(16, 1 << (number - 1).bit_length())
 
 
+def start_kernel(
+    kernel: Any, grid: tuple[int, int, int], values: dict[str, Any], **compiled: int | bool | None
+) -> None:
+    """Start the programs of a kernel. Its parameters get the ``values`` of the same names."""
+    if all(grid):
+        with torch.cuda.device_of(values["query"]):
+            kernel[grid](**{name: values[name] for name in kernel.arg_names}, **compiled)
+
+
 # With blocks of 32 tokens, these kernels took 0.8 of the time of 64 on an H200.
 _SMALL_BLOCKS = ("query_grad_kernel", "key_grad_kernel")
 
@@ -314,11 +339,12 @@ class _KernelLauncher:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the output (B, M, H, W, D) and the log-sum-exps to base 2 (B, H, W, M)."""
-        output, logsumexp = _new_map(self.inputs.query), _new_sums(self.inputs.query)
+        query = self.inputs.query
+        output, logsumexp = new_map(query), new_sums(query, _logsumexp_shape(query))
         self._start("forward_kernel", self.grid, output=output, lse=logsumexp)
         return output, logsumexp
 
-    def backward(self, grad: Tensor, output: Tensor, logsumexp: Tensor, needed: WindowInputs) -> WindowInputs:
+    def backward(self, grad: Tensor, output: Tensor, logsumexp: Tensor, needed: list[bool]) -> WindowInputs:
         """Return the gradients of the queries and of the other inputs that need one.
 
         Args:
@@ -327,9 +353,9 @@ class _KernelLauncher:
             logsumexp: The second result of :meth:`forward`.
             needed: Whether each input needs a gradient.
         """
-        query_grad = _new_map(self.inputs.query)
+        needed, query_grad = WindowInputs(*needed), new_map(self.inputs.query)
         # delta: the product of the output and its gradient, (B, H, W, M)
-        known = {"grad": grad, "lse": logsumexp, "delta": _new_sums(self.inputs.query)}
+        known = {"grad": grad, "lse": logsumexp, "delta": torch.empty_like(logsumexp)}
         self._start("query_grad_kernel", self.grid, output=output, query_grad=query_grad, **known)
         gradients = {"query": query_grad, "key": None, "value": None}
         if needed.key or needed.value:
@@ -342,7 +368,7 @@ class _KernelLauncher:
 
     def _key_grads(self, **tensors: Tensor) -> dict[str, Tensor]:
         """Return the gradients of keys and values from ``grad``, ``lse`` and ``delta``."""
-        key_grad, value_grad = _new_map(self.inputs.query), _new_map(self.inputs.query)
+        key_grad, value_grad = new_map(self.inputs.query), new_map(self.inputs.query)
         bias, shift = self.inputs.local_bias, self.shift or (0, 0)
         tensors |= {"mirrored_bias": None if bias is None else self._with_pitch(self._mirrored(bias))}
         seen = self.positions * (9 if self.shift is None else 2)
@@ -355,7 +381,7 @@ class _KernelLauncher:
         """Return the gradient of the local bias, in float32 or better. Shares of the chunks are summed first."""
         blocks = self.position_blocks * -(-self.seen // self.launch.tokens)
         shares = max(1, min(_SHARES // (blocks * self.heads), self.batch * self.chunks))
-        partial = _new_sums(self.inputs.query, shares, self.heads, self.positions, self.seen)
+        partial = new_sums(self.inputs.query, (shares, self.heads, self.positions, self.seen))
         self._start("local_bias_grad_kernel", (blocks, self.heads, shares), partial=partial, **tensors)
         return {"local_bias": partial.sum(0)}
 
@@ -365,8 +391,8 @@ class _KernelLauncher:
         most = -(-self.height * self.width // self.launch.tokens)
         shares = max(1, min(_SHARES // max(1, blocks * self.heads * self.batch), most))
         shape = (shares, self.batch, self.heads, self.num_global)
-        key, value = (_new_sums(self.inputs.query, *shape, self.channels) for _ in range(2))
-        bias = None if self.inputs.global_bias is None else _new_sums(self.inputs.query, *shape)
+        key, value = (new_sums(self.inputs.query, (*shape, self.channels)) for _ in range(2))
+        bias = None if self.inputs.global_bias is None else new_sums(self.inputs.query, shape)
         tensors |= {"key_partial": key, "value_partial": value, "bias_partial": bias}
         self._start("global_grad_kernel", (shares * blocks, self.heads, self.batch), **tensors)
         bias_grad = None if bias is None else bias.sum((0, 1))
@@ -374,8 +400,6 @@ class _KernelLauncher:
 
     def _start(self, name: str, grid: tuple[int, int, int], **arguments: Tensor | int | None) -> None:
         """Start a kernel. It gets the arguments below and ``arguments``, if it has parameters of these names."""
-        if not all(grid):
-            return
         kernels, launch = _kernels(), self.launch
         shift_row, shift_col = self.shift or (0, 0)
         values = self.inputs._asdict() | {
@@ -404,11 +428,8 @@ class _KernelLauncher:
             values |= {
                 f"{feature_map}_{axis}": n for axis, n in zip("bmhwd", values[feature_map].stride(), strict=True)
             }
-        kernel = getattr(kernels, name)
-        values = {argument: values[argument] for argument in kernel.arg_names}
         compiled = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
-        with torch.cuda.device_of(self.inputs.query):
-            kernel[grid](**values, **compiled)
+        start_kernel(getattr(kernels, name), grid, values, **compiled)
 
     def _mirrored(self, bias: Tensor) -> Tensor:
         """Return the bias (M, P, 9 * P or 2 * P) of key positions by query slots, from (M, P, S), queries by keys."""
@@ -431,3 +452,13 @@ class _KernelLauncher:
         padded = self.inputs.query.new_empty(*bias.shape[:2], self._pitch(bias.shape[2]))
         torch.mul(bias, math.log2(math.e), out=padded[..., : bias.shape[2]])
         return padded
+
+
+_attend = define_operator(
+    "triton_chunks",
+    "Tensor query, Tensor key, Tensor value, Tensor? global_key, Tensor? global_value, Tensor? local_bias, "
+    "Tensor? global_bias, int chunk_size, str mode, int[]? shift",
+    num_tensors=7,
+    launcher=_KernelLauncher,
+    logsumexp_shape=_logsumexp_shape,
+)

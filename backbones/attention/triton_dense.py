@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from backbones.attention.triton_chunks import check_requirement, power_of_two
+from backbones.attention.triton_chunks import define_operator, new_map, new_sums, power_of_two, start_kernel
 from backbones.layers.tracing import in_autocast_dtype
 
 # The mode of this attention in :mod:`.triton_check`
@@ -49,76 +49,7 @@ def triton_map_attention(
     Raises:
         ConfigError: If D is larger, the device cannot run Triton, or the dtype is float64 on a GPU.
     """
-    query, key, value = in_autocast_dtype(query.flatten(2, 3), key, value)
-    if query.dtype == torch.bfloat16 and query.device.type == "cpu":
-        # Triton's interpreter multiplies bfloat16 as if it were integers.
-        query, key, value = query.float(), key.float(), value.float()
-        return _attend(query, key, value, local_bias, global_bias)[0].bfloat16()
-    return _attend(query, key, value, local_bias, global_bias)[0]
-
-
-_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor local_bias, Tensor? global_bias"
-
-
-@torch.library.custom_op("backbones::triton_dense", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
-def _attend(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the output, and the log-sum-exps to base 2 (B, M, N) that the backward pass needs."""
-    query = inputs[0]
-    check_requirement(query)
-    output, logsumexp = _new_tokens(query), _new_sums(query, query.shape[:3])
-    _KernelLauncher(*inputs).forward(output, logsumexp)
-    return output, logsumexp
-
-
-@torch.library.custom_op(
-    "backbones::triton_dense_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor output, Tensor logsumexp, bool[] needed, {_INPUTS}) -> Tensor[]",
-)
-def _attend_backward(
-    grad: Tensor, output: Tensor, logsumexp: Tensor, needed: list[bool], *inputs: Tensor | None
-) -> list[Tensor]:
-    """Return the gradients of the inputs that need one, in their dtypes."""
-    gradients = _KernelLauncher(*inputs).backward(grad, output, logsumexp, *needed)
-    return [x.to(y.dtype) for x, y, is_needed in zip(gradients, inputs, needed, strict=True) if is_needed]
-
-
-@_attend.register_fake
-def _(query: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _new_tokens(query), _new_sums(query, query.shape[:3])
-
-
-@_attend_backward.register_fake
-def _(grad: Tensor, output: Tensor, logsumexp: Tensor, needed: list[bool], *inputs: Tensor | None) -> list[Tensor]:
-    given = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
-    return [_new_tokens(x) if x.dim() == 4 else x.new_empty(x.shape) for x in given]
-
-
-def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, *output)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _gradients(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, output, logsumexp = ctx.saved_tensors
-    needed = ctx.needs_input_grad
-    gradients = iter(_attend_backward(grad, output, logsumexp, list(needed), *inputs))
-    return tuple(next(gradients) if is_needed else None for is_needed in needed)
-
-
-_attend.register_autograd(_gradients, setup_context=_save)
-
-
-def _new_tokens(x: Tensor) -> Tensor:
-    """Return an empty tensor (B, M, L, D) for ``x`` of the same shape, which lies in memory as (B, L, M, D)."""
-    batch, heads, length, channels = x.shape
-    return x.new_empty((batch, length, heads, channels)).transpose(1, 2)
-
-
-def _new_sums(query: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return an empty tensor for sums, in float32 or better."""
-    return query.new_empty(shape, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+    return _attend(*in_autocast_dtype(query.flatten(2, 3), key, value), local_bias, global_bias)
 
 
 def _kernels() -> ModuleType:
@@ -180,7 +111,7 @@ class _KernelLauncher:
         self.num_global = key.shape[2] - self.tokens
         first = (self.height - 1) * local_bias.shape[2] + self.width
         length = first + local_bias[0].numel() + self.num_global
-        table = _new_sums(query, (self.heads, length))
+        table = new_sums(query, (self.heads, length))
         kernels = _kernels()
         self.arguments = {
             "query": query,
@@ -201,35 +132,30 @@ class _KernelLauncher:
         biases = {"offset_bias": local_bias, "global_bias": global_bias, "BLOCK": _TABLE_BLOCK}
         self._start("table_kernel", (-(-length // _TABLE_BLOCK), self.heads, 1), **biases)
 
-    def forward(self, output: Tensor, logsumexp: Tensor) -> None:
-        """Compute the output (B, M, N, D) and the log-sum-exps (B, M, N)."""
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return the output (B, M, N, D) and the log-sum-exps to base 2 (B, M, N)."""
+        output, logsumexp = new_map(self.query), new_sums(self.query, self.query.shape[:3])
         launch = self._launch("forward_kernel")
         grid = -(-self.tokens // launch.queries), self.heads, self.batch
         self._start("forward_kernel", grid, launch, output=output, lse=logsumexp)
+        return output, logsumexp
 
     def backward(
-        self,
-        grad: Tensor,
-        output: Tensor,
-        logsumexp: Tensor,
-        needs_query: bool,
-        needs_key: bool,
-        needs_value: bool,
-        needs_local_bias: bool,
-        needs_global_bias: bool,
+        self, grad: Tensor, output: Tensor, logsumexp: Tensor, needed: list[bool]
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the queries and of the other inputs that need one."""
+        _, needs_key, needs_value, needs_local_bias, needs_global_bias = needed
         key, known = self.arguments["key"], {"grad": grad, "lse": logsumexp, "delta": torch.empty_like(logsumexp)}
         launch = self._launch("query_grad_kernel")
         blocks = -(-self.tokens // launch.queries)
-        query_grad, partial = _new_tokens(self.query), None
+        query_grad, partial = new_map(self.query), None
         if needs_global_bias:
-            partial = _new_sums(self.query, (blocks, self.batch, self.heads, self.num_global))
+            partial = new_sums(self.query, (blocks, self.batch, self.heads, self.num_global))
         outputs = {"query_grad": query_grad, "global_bias_partial": partial}
         self._start("query_grad_kernel", (blocks, self.heads, self.batch), launch, output=output, **outputs, **known)
         key_grad = value_grad = local_bias_grad = None
         if needs_key or needs_value:
-            key_grad, value_grad = _new_tokens(key), _new_tokens(key)
+            key_grad, value_grad = new_map(key), new_map(key)
             launch = self._launch("key_grad_kernel")
             blocks = -(-self.tokens // launch.keys) + -(-self.num_global // launch.keys)
             outputs = {"key_grad": key_grad, "value_grad": value_grad}
@@ -246,10 +172,10 @@ class _KernelLauncher:
         keys = ((-(-height // rows) - 1) * rows + height) * width
         blocks = -(-rows * width // launch.queries) * -(-keys // launch.keys)
         shares = max(1, min(_PROGRAMS // (blocks * self.heads), self.batch))
-        partial = _new_sums(self.query, (shares, self.heads, rows * width, keys))
+        partial = new_sums(self.query, (shares, self.heads, rows * width, keys))
         grid = blocks, self.heads, shares
         self._start("pair_grad_kernel", grid, launch, partial=partial, rows=rows, **tensors)
-        gradient = _new_sums(self.query, (self.heads, 2 * height - 1, 2 * width - 1))
+        gradient = new_sums(self.query, (self.heads, 2 * height - 1, 2 * width - 1))
         grid = -(-(2 * width - 1) // _OFFSETS_BLOCK), 2 * height - 1, self.heads
         options = {"QUERIES_BLOCK": _PAIRS_BLOCK, "OFFSETS_BLOCK": _OFFSETS_BLOCK, "rows": rows, "shares": shares}
         self._start("offset_grad_kernel", grid, partial=partial, offset_bias_grad=gradient, **options)
@@ -262,8 +188,6 @@ class _KernelLauncher:
         self, name: str, grid: tuple[int, int, int], launch: Launch | None = None, **arguments: Tensor | int | None
     ) -> None:
         """Start a kernel. Its parameters get the arguments of the same names, and strides, such as ``query_b``."""
-        if not all(grid):
-            return
         values, compiled = self.arguments | arguments, {}
         if launch is not None:
             values = {"QUERIES_BLOCK": launch.queries, "KEYS_BLOCK": launch.keys} | values
@@ -271,11 +195,15 @@ class _KernelLauncher:
         for tensor, axes in _AXES.items():
             strides = [0] * len(axes) if values.get(tensor) is None else values[tensor].stride()
             values |= {f"{tensor}_{axis}": n for axis, n in zip(axes, strides, strict=True)}
-        kernel = getattr(_kernels(), name)
-        values = {argument: values[argument] for argument in kernel.arg_names}
-        with torch.cuda.device_of(self.query):
-            kernel[grid](**values, **compiled)
+        start_kernel(getattr(_kernels(), name), grid, values, **compiled)
 
 
 # Names of the strides that the kernels get
 _AXES = dict.fromkeys(("query", "key", "value", "grad"), "bmnd") | {"offset_bias": "mhw", "global_bias": "mg"}
+_attend = define_operator(
+    "triton_dense",
+    "Tensor query, Tensor key, Tensor value, Tensor local_bias, Tensor? global_bias",
+    num_tensors=5,
+    launcher=_KernelLauncher,
+    logsumexp_shape=lambda query: query.shape[:3],
+)

@@ -54,18 +54,9 @@ def _along_axis(slot, chunk, size, WINDOW: tl.constexpr, SIDE: tl.constexpr, MOD
 
 @triton.jit
 def _seen_tokens(
-    index,
-    chunk_row,
-    chunk_col,
-    height,
-    width,
-    shift_row,
-    shift_col,
-    WINDOW: tl.constexpr,
-    SIDE: tl.constexpr,
-    SEEN: tl.constexpr,
-    MODE: tl.constexpr,
-):
+    index, chunk_row, chunk_col, height, width, shift_row, shift_col,
+    WINDOW: tl.constexpr, SIDE: tl.constexpr, SEEN: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
     """Return, for slots of a window, their rows and columns in it and in the feature map, and which are tokens."""
     if SEEN == 2 * WINDOW * WINDOW:
         # The own chunk, then the neighbor
@@ -131,20 +122,9 @@ def _add_products(total, a, b, ACC_DTYPE: tl.constexpr):
 
 @triton.jit
 def _scores(
-    own,
-    seen,
-    position,
-    index,
-    slot_row,
-    slot_col,
-    is_seen,
-    local_bias,
-    WINDOW: tl.constexpr,
-    PITCH: tl.constexpr,
-    SCALE: tl.constexpr,
-    MODE: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-):
+    own, seen, position, index, slot_row, slot_col, is_seen, local_bias,
+    WINDOW: tl.constexpr, PITCH: tl.constexpr, SCALE: tl.constexpr, MODE: tl.constexpr, ACC_DTYPE: tl.constexpr,
+):  # fmt: skip
     """Return the scores (positions, tokens) of a block, to base 2, with -inf for hidden tokens.
 
     The bias of the head is added. Heads are the second axis of the grid.

@@ -29,28 +29,22 @@ class Mlp(nn.Module):
     Args:
         dim: Channels C of a token.
         hidden_dim: Channels between the layers.
-        dropout: Dropout rate after the GELU and after the second layer.
     """
 
-    def __init__(self, dim: int, *, hidden_dim: int, dropout: float = 0.0) -> None:
+    def __init__(self, dim: int, *, hidden_dim: int) -> None:
         super().__init__()
-        self.dropout = dropout
         self.fc1 = nn.Linear(dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.fc1(tokens)
-        if self.dropout or tokens.device.type == "cpu" or is_tracing() or torch.compiler.is_compiling():
-            return self._contract(hidden)
+        if tokens.device.type == "cpu" or is_tracing() or torch.compiler.is_compiling():
+            return self._reduce(hidden)
         # Keep only one copy of the widest tensor of a block: before the GELU, but not after it.
-        return checkpoint(self._contract, hidden, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(self._reduce, hidden, use_reentrant=False, preserve_rng_state=False)
 
-    def _contract(self, hidden: Tensor) -> Tensor:
-        hidden = F.gelu(hidden)
-        if not self.dropout:
-            # A trace would record a dropout of 0.
-            return self.fc2(hidden)
-        return F.dropout(self.fc2(F.dropout(hidden, self.dropout, self.training)), self.dropout, self.training)
+    def _reduce(self, hidden: Tensor) -> Tensor:
+        return self.fc2(F.gelu(hidden))
 
 
 class Block(nn.Module):

@@ -189,6 +189,19 @@ class SequenceAttention(DualNorm):
         return self.norm_projected(torch.stack([torch.cat(keys, 1), torch.cat(values, 1)])).unbind(3)
 
 
+class DropoutMlp(Mlp):
+    """An MLP with dropout after the GELU and after the second layer."""
+
+    def __init__(self, dim: int, *, hidden_dim: int, dropout: float) -> None:
+        super().__init__(dim, hidden_dim=hidden_dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not self.dropout.p:
+            return super().forward(tokens)
+        return self.dropout(self.fc2(self.dropout(F.gelu(self.fc1(tokens)))))
+
+
 class EncoderLayer(nn.Module):
     """Pre-norm attention and MLP with skip connections.
 
@@ -207,7 +220,7 @@ class EncoderLayer(nn.Module):
         self.attention_norm = nn.LayerNorm(dim)
         self.attention = attention
         self.mlp_norm = nn.LayerNorm(dim)
-        self.mlp = Mlp(dim, hidden_dim=hidden_dim, dropout=dropout)
+        self.mlp = DropoutMlp(dim, hidden_dim=hidden_dim, dropout=dropout)
 
     def forward(
         self, tokens: Tensor, class_token: Tensor | None, mask: Tensor | None

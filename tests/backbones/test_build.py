@@ -46,6 +46,11 @@ FEW = ["vil_tiny", "vil_tiny_1_10_1_rpb", "evit_full_16_tiny", "ls_tiny", "lit_t
 FEW += ["global_tiny", "sra64_tiny", "performer_tiny", "partial_vil_tiny"]
 
 
+def stages_of(row: str) -> list[tuple[int, ...]]:
+    """Return the numbers of each stage in a row of the tables above."""
+    return [tuple(map(int, stage.split(","))) for stage in row.split()]
+
+
 def meta(create, name: str, **options) -> torch.nn.Module:
     with torch.device("meta"):
         return create(name, **options)
@@ -73,8 +78,7 @@ def test_names():
 
 def test_sizes_of_vil():
     """Table 9 has the sizes. The flat models are E-ViT(full x 12/16; h, d, 1) of section 3.1 (Table 2)."""
-    for name, table in TABLE_9.items():
-        stages = [tuple(map(int, stage.split(","))) for stage in table.split()]
+    for name, stages in ((name, stages_of(row)) for name, row in TABLE_9.items()):
         variant = get_variant(name)
         assert [(s.depth, s.patch_size, s.heads, s.dim) for s in variant.stages] == stages, name
         assert [s.global_tokens for s in variant.stages] == [1] * (len(stages) - 1) + [0]
@@ -87,10 +91,9 @@ def test_sizes_of_vil():
         assert (stage.heads, stage.dim) == sizes
 
 
-@pytest.mark.parametrize("name", LIT_TABLE_1)
-def test_sizes_of_lit(name):
-    stages = [(s.depth, s.dim, s.heads, s.expansion) for s in get_variant(name).stages]
-    assert stages == [tuple(map(int, stage.split(","))) for stage in LIT_TABLE_1[name].split()]
+def test_sizes_of_lit():
+    for name, row in LIT_TABLE_1.items():
+        assert [(s.depth, s.dim, s.heads, s.expansion) for s in get_variant(name).stages] == stages_of(row), name
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ models = pytest.mark.parametrize("name", slow_except(VARIANTS, MECHANISMS))
 OPTIMIZED = ("vil_relative", "lit_relative", "cvt")
 varied = pytest.mark.parametrize("name", [*OPTIMIZED, "vil_cyclic", "vil_partial", "vil_long_short", "lit_absolute"])
 one_of_each = pytest.mark.parametrize("name", ["vil_absolute", "lit_relative", "cvt"])
-SIZES = [(37, 50), (32, 32), (64, 64), (64, 33), (61, 130), (5, 130), (5, 9)]
+SIZES = [(37, 50), (64, 64), (64, 33), (61, 130), (5, 9)]
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -231,7 +231,7 @@ def test_frozen_stages_keep_weights_and_statistics(name, number):
     assert [stage.training for stage in model.stages] == [index >= number for index in range(len(model.stages))]
 
 
-@pytest.mark.parametrize("name", slow_except(VARIANTS, OPTIMIZED))
+@pytest.mark.parametrize("name", slow_except(VARIANTS, ["vil_relative", "lit_relative"]))
 def test_trace_is_correct_for_other_sizes(name):
     model = small_model(name)
     # Fusing a traced graph takes half of the time, so only one model per family is optimized.

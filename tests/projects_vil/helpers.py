@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -92,14 +92,13 @@ def start_tool(
     folder: str | Path,
     datasets_root: Path | None = None,
     root: Path = ROOT,
-    environment: Mapping[str, str] | None = None,
     file_size: int | None = None,
 ) -> multiprocessing.process.BaseProcess:
     """Start a tool in a forked process in ``root``. It writes ``stdout`` and ``stderr`` to files in ``folder``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([forked.__name__])
     arguments = [str(argument) for argument in args]
-    env = _environment(datasets_root) | dict(environment or {})
+    env = _environment(datasets_root)
     process = context.Process(
         target=forked.run, args=(ROOT / "tools" / name, arguments, env, root, Path(folder), file_size)
     )

@@ -20,7 +20,8 @@ from projects_vil.config import (
     detector_name,
     number_of_classes,
 )
-from tests.projects_vil.helpers import CONFIGS, ROOT, small_config
+from tests.projects_vil.helpers import CONFIGS, ROOT, message, small_config
+from tests.selection import slow_except
 
 ZOO = Path(str(files("detectron2.model_zoo") / "configs"))
 
@@ -32,11 +33,7 @@ def write(folder, text: str):
 
 
 def error_of(path, overrides=()) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
-    text = str(caught.value)
-    assert "\n" not in text and len(text) < 700
-    return text
+    return message(load_config, path, overrides)
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -68,16 +65,17 @@ def assert_part_of(theirs: CfgNode, ours: CfgNode, prefix: str = "") -> None:
             assert (ours[key], type(ours[key])) == (value, type(value)), f"{prefix}{key}"
 
 
-def test_a_config_of_the_model_zoo_keeps_its_meaning():
+@pytest.mark.parametrize("step", slow_except([1, 6], [6]))
+def test_a_config_of_the_model_zoo_keeps_its_meaning(step):
     """detectron2 evaluates some values as Python code. ``load_config`` parses these values without running code."""
     paths, evaluated = sorted(ZOO.rglob("*.yaml")), 0
-    for path in paths:
+    for path in paths[step // 2 :: step]:
         theirs, ours = get_cfg(), load_config(path)
         theirs.merge_from_file(str(path))
         assert_part_of(theirs, ours)
         assert (ours.SOLVER.OPTIMIZER, ours.SOLVER.WEIGHT_DECAY_BIAS) == ("SGD", theirs.SOLVER.WEIGHT_DECAY_BIAS)
         evaluated += ours.MODEL.ANCHOR_GENERATOR.SIZES[0][1:] == [32 * 2 ** (1 / 3), 32 * 2 ** (2 / 3)]
-    assert len(paths) > 50 and evaluated > 5
+    assert len(paths) > 50 and evaluated > 5 // step
 
 
 def test_pointrends_color_augmentation(tmp_path):
@@ -251,8 +249,6 @@ def test_attention_for_a_gpu():
     found = choose_device(small_config("retinanet", *keys, "MODEL.DEVICE", "cuda"))
     assert (found.MODEL.DEVICE, found.MODEL.TRANSFORMER.ATTENTION_BACKEND) == ("cpu", "auto")
     assert not check_device(found)
-    with pytest.raises(ConfigError, match="MODEL.TRANSFORMER.ATTENTION_BACKEND"):
-        check_device(small_config("retinanet", *keys, "MODEL.DEVICE", "cpu"))
 
 
 # -- the task of a config --------------------------------------------------------------------------

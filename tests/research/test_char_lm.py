@@ -47,8 +47,6 @@ def test_overrides_of_a_config():
     assert size_for("small", dim=128, depth=4).hidden_dim == 512
     phases = phases_for("small", steps=[4300, 50], length=[64, 128], batch_size=[2])
     assert [astuple(phase) for phase in phases] == [(64, 4300, 100, 2.5e-4, 2), (128, 50, 5, 1.25e-4, 2)]
-    assert "length" in message(phases_for, "small", steps=[9, 9], length=[1, 2, 3])
-    assert "smal" in message(size_for, "smal")
 
 
 def test_full_attention_by_blocks_is_causal_and_equals_one_pass():
@@ -87,10 +85,7 @@ def test_text_is_split_into_train_val_and_test(tmp_path):
     train, val, test = (text.vocabulary.decode(part.tolist()) for part in (text.train, text.val, text.test))
     assert train + val[1:] + test[1:] == b"ab" * 90 + b"?" * 20
     assert text.vocabulary.encode_prompt("ba").tolist() == [1, 0]
-    for prompt in ("ax", ""):
-        assert "prompt" in message(text.vocabulary.encode_prompt, prompt)
-    (tmp_path / "short").write_bytes(b"x" * 99)
-    assert "short" in message(read_text, tmp_path / "short")
+    assert "prompt" in message(text.vocabulary.encode_prompt, "ax")
 
 
 class Uniform(nn.Module):

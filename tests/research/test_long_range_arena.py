@@ -73,10 +73,7 @@ def test_generated_samples_follow_from_the_arguments_and_are_kept(tmp_path):
     again, other = load_listops(tmp_path / "new", SHORT, **sizes), generate_listops(SHORT, seed=1, **sizes)
     assert [texts_of(split) for split in splits_of(first)] == [texts_of(split) for split in splits_of(again)]
     assert not set(texts_of(first.val)) & set(texts_of(other.val))
-    (path,) = (tmp_path / "new").iterdir()
-    assert path.name in message(load_listops, tmp_path / "new", dataclasses.replace(SHORT, max_arguments=4), **sizes)
-    path.write_bytes(path.read_bytes()[:2000])
-    assert path.name in message(load_listops, tmp_path / "new", SHORT, **sizes)
+    assert "listops" in message(load_listops, tmp_path / "new", dataclasses.replace(SHORT, max_arguments=4), **sizes)
     # With 4 tokens there are four operators and two digits: 400 samples.
     with pytest.raises(ConfigError, match="401"):
         generate_listops(ListOpsRules(3, 5, max_depth=2, max_arguments=2), num_train=399, num_val=1, num_test=1)
@@ -88,8 +85,6 @@ def test_released_listops(tmp_path):
         (tmp_path / f"basic_{name}.tsv").write_text("\r\n".join(["Source\tTarget", *lines, ""]), newline="")
     examples = read_released_listops(tmp_path, read_length=6, words=WORDS).val
     assert texts_of(examples) == ["[MIN 3 4 ]", "[SM 7 [MAX 1 6 ]"] and examples.labels.tolist() == [3, 3]
-    (tmp_path / "basic_val.tsv").write_text("Source\tTarget\n( [MIN 3 )\tx\n")
-    assert "basic_val.tsv line 2" in message(read_released_listops, tmp_path, read_length=30, words=WORDS)
     assert "basic_train.tsv" in message(read_released_listops, tmp_path / "none", read_length=30, words=WORDS)
 
 
@@ -108,9 +103,8 @@ def test_imdb_and_pairs(tmp_path):
     pairs = read_pairs(tmp_path, read_length=5).val
     assert pairs.documents == ([b"one t", b"x"], [b"anoth", b"y"])
     assert pairs.labels.tolist() == [1, 0]
-    for line in (b"2.0\ta\tb\tc\td\n", b"1.0\ta\tb\tc\n"):
-        (tmp_path / "new_aan_pairs.test.tsv").write_bytes(b"1\ta\tb\tc\td\n" + line)
-        assert "new_aan_pairs.test.tsv line 2" in message(read_pairs, tmp_path, read_length=5)
+    (tmp_path / "new_aan_pairs.test.tsv").write_bytes(b"1\ta\tb\tc\td\n1.0\ta\tb\tc\n")
+    assert "new_aan_pairs.test.tsv line 2" in message(read_pairs, tmp_path, read_length=5)
 
 
 TOKENS, LENGTHS = torch.arange(1, 31).view(2, 15), torch.tensor([15, 9])
@@ -188,11 +182,11 @@ def test_the_learning_rate_follows_run_tasks(tiny, schedule, warmup, monkeypatch
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", record)
-    train_classifier(quick(warmup_steps=warmup, schedule=schedule), tiny)
+    train_classifier(quick(steps=12, warmup_steps=warmup, schedule=schedule), tiny)
     # The warm-up ends at the highest rate and begins at a 25th of it; the linear schedule ends at a 250000th of it.
     assert rates[0] == pytest.approx(1e-2 / 25) and rates[warmup - 1] == pytest.approx(1e-2)
-    after = np.linspace(1e-2, 1e-2 / 25e4, 21 - warmup)
-    assert rates[warmup - 1 :] == pytest.approx(after if schedule == "linear" else [1e-2, *[after[1]] * (20 - warmup)])
+    after = np.linspace(1e-2, 1e-2 / 25e4, 13 - warmup)
+    assert rates[warmup - 1 :] == pytest.approx(after if schedule == "linear" else [1e-2, *[after[1]] * (12 - warmup)])
 
 
 @pytest.mark.slow

@@ -182,20 +182,6 @@ def test_incomplete_sets_are_evaluated_or_left_out(weights, tmp_path):
         assert name in message(evaluate, weights / "known.pth", tmp_path, name.removeprefix("imagenet-"))
 
 
-def test_folders_with_another_layout_raise(weights, tmp_path, error_of):
-    write_val(tmp_path)
-    (tmp_path / "val/tench").mkdir()
-    assert "tench" in message(evaluate, weights / "known.pth", tmp_path, "val")
-    (tmp_path / "val/tench").rename(tmp_path / "val/n01531178")
-    (tmp_path / "val/n01531178/a.JPEG").write_text("not an image")
-    arguments = ["--weights", weights / "known.pth", "--model", VARIANT, "--data", tmp_path, "--sets", "val"]
-    assert "a.JPEG" in error_of(TOOL, *arguments, "--workers", 0)
-    (tmp_path / "real.json").write_text("[[1]]")
-    assert "real.json" in message(correct_classes, tmp_path, "real", [("a.JPEG", 0)])
-    write_real(tmp_path, {1: [6]})
-    assert "a.JPEG" in message(correct_classes, tmp_path, "real", [("a.JPEG", 0)])
-
-
 @pytest.fixture(scope="module")
 def classifier():
     """Return a classifier with 7 classes at 64 pixels."""

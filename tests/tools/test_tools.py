@@ -72,12 +72,9 @@ def test_analyze_model(run_here, tmp_path):
     assert content["total"] == sum(content["parameters"].values()) > 1e6
     assert content["flops"] == sum(content["flops_by_operator"].values()) > 1e6
     assert f"{content['parameters']['backbone'] / 1e6:.3f}" in out and "convolution" in out
-    lines = run_here("analyze_model.py", "--no-flops", "--config-file", CONFIG, CONFIGS["mask_rcnn"])[1].splitlines()
-    assert [line.split()[0] for line in lines[2:]] == [str(CONFIG), str(CONFIGS["mask_rcnn"])]
     status, out, _ = run_here("analyze_model.py", "--variants", "vil_tiny_2_9", "--json", path)
     row = ["vil_tiny_2_9_1", "6.79", "6.78", "+0.01", "1.37", "1.29", "+0.08", "34.5"]
     assert status == 0 and row in [line.split() for line in out.splitlines()]
-    assert json.loads(path.read_text())["rows"][0]["published_flops"] == 1.29
 
 
 @pytest.mark.slow
@@ -157,19 +154,14 @@ def test_training_without_the_dataset(error_of, shapes, tmp_path, monkeypatch):
 def test_other_tools_name_what_is_wrong(error_of, trained_run, photo, shapes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = ["--config-file", CONFIG, "--output", "made", *SMALL["retinanet"]]
-    image = [*small, "--input", photo]
     (tmp_path / "run").mkdir()
     assert "config.yaml" in error_of("visualize.py", "results", "run")
     shutil.copy(trained_run / "config.yaml", "run")
     for words, name in (
         (["export_model.py", *small], "MODEL.WEIGHTS"),
-        (["visualize.py", "results", "run"], "coco_instances_results.json"),
         (["visualize.py", "results", "SOLVER.MAXITER", 3, "run"], "SOLVER.MAXITER"),
         (["visualize.py", "results", "run", "--dataset", "shapes_vall"], "'shapes_val'"),
-        (["visualize.py", "data", *small, "INPUT.LSJ.SIZE", 256], "INPUT.LSJ.SIZE"),
-        (["visualize.py", "offsets", *image], "LIT"),
-        (["visualize.py", "offsets", *image, "--points", 2, "--point", 1, 2], "--point"),
-        (["visualize.py", "attention", *image, "--stage", 9, "--block", 1, "--point", 2, 3], "Stage 9"),
+        (["visualize.py", "offsets", *small, "--input", photo, "--points", 2, "--point", 1, 2], "--point"),
     ):
         assert name in error_of(*words)
         assert not (tmp_path / "made").exists()

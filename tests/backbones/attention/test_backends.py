@@ -10,17 +10,23 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backbones import ConfigError, create_backbone
-from backbones.attention import triton_check, triton_chunks
+from backbones.attention import reference, triton_check, triton_chunks
 from backbones.attention.dense import DenseAttention
 from backbones.attention.long_short import LongShortAttention, long_short_attention
 from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chunk_attention
 from backbones.attention.triton_check import choose_kernel, resolve_backend, suggest_triton, triton_is_right
 from backbones.attention.triton_chunks import SEGMENT_MODE, triton_chunk_attention
+from backbones.attention.triton_dense import DENSE_MODE
 from tests.backbones.attention.cases import FakeGPU, OnMap, attend
-from tests.backbones.helpers import attention_inputs, randomize
+from tests.backbones.helpers import attention_inputs
 from tests.gpu import DEVICE, on_gpu
 
 BIASES = ("local_bias", "global_bias")
+# Mode -> the kernel, a right implementation, and biases. Other modes are modes of sliding chunks.
+OTHER_KERNELS = {
+    SEGMENT_MODE: ("triton_long_short_attention", long_short_attention, ("local_bias",)),
+    DENSE_MODE: ("triton_map_attention", reference.map_attention, BIASES),
+}
 
 
 @pytest.fixture
@@ -29,11 +35,13 @@ def choose(monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
     choose_kernel.cache_clear()
 
-    def run(kernel, device="cpu", dtype=torch.float32, num_global=1, biases=BIASES, is_learned=True, **changes) -> str:
-        is_segment = changes.get("mode") == SEGMENT_MODE
-        monkeypatch.setattr(triton_check, f"triton_{'long_short' if is_segment else 'chunk'}_attention", kernel)
+    def run(
+        kernel, device="cpu", dtype=torch.float32, channels=4, num_global=1, biases=BIASES, is_learned=True, **changes
+    ) -> str:
         options = {"chunk_size": 3, "mode": "zero_pad", "shift": None} | changes
-        return choose_kernel(torch.device(device), dtype, 4, num_global, biases, is_learned, **options)
+        name = OTHER_KERNELS[options["mode"]][0] if options["mode"] in OTHER_KERNELS else "triton_chunk_attention"
+        monkeypatch.setattr(triton_check, name, kernel)
+        return choose_kernel(torch.device(device), dtype, channels, num_global, biases, is_learned, **options)
 
     yield run
     choose_kernel.cache_clear()
@@ -93,10 +101,11 @@ def test_a_right_kernel_is_chosen_and_checked_once(choose, caplog, changes):
     assert line.endswith("on cpu: triton")
 
 
-def test_the_choice_for_long_short_attention(choose):
-    options = {"mode": SEGMENT_MODE, "biases": ("local_bias",)}
-    assert choose(long_short_attention, **options) == "triton"
-    assert choose(lambda **given: 1.2 * long_short_attention(**given), **options, num_global=5) == "sdpa"
+@pytest.mark.parametrize("mode", OTHER_KERNELS)
+def test_the_choice_for_other_kernels(choose, mode):
+    _, right_kernel, biases = OTHER_KERNELS[mode]
+    assert choose(right_kernel, mode=mode, biases=biases) == "triton"
+    assert choose(lambda **given: 1.2 * right_kernel(**given), mode=mode, biases=biases, num_global=5) == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -168,21 +177,30 @@ def asked(monkeypatch):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_triton_backend_describes_its_inputs_to_the_check(asked, monkeypatch, training):
-    """The arguments have the dtypes of autocast and the random shift of training."""
-    module = randomize(SlidingChunkAttention(8, num_heads=2, chunk_size=3, relative_bias=True, backend="triton"))
-    module.train(training).shift = (1, 0)
+@pytest.mark.parametrize(
+    "attention, num_global, described",
+    [
+        (functools.partial(SlidingChunkAttention, chunk_size=3, relative_bias=True), 1, (1, BIASES, 3, "zero_pad")),
+        # Projected keys count as global tokens.
+        (
+            functools.partial(LongShortAttention, chunk_size=3, rank=5, relative_bias=True),
+            *(1, (6, ("local_bias",), 3, SEGMENT_MODE)),
+        ),
+        (functools.partial(DenseAttention, bias_size=(5, 9)), 0, (0, ("local_bias",), 0, DENSE_MODE)),
+        (functools.partial(DenseAttention, bias_size=(5, 9)), 1, (1, BIASES, 0, DENSE_MODE)),
+    ],
+)
+def test_triton_backend_describes_its_inputs_to_the_check(asked, training, attention, num_global, described):
+    """The dtype is the dtype of autocast, and there is a random shift in training only."""
+    module = attention(8, num_heads=2, num_global_tokens=num_global, backend="triton").train(training)
+    module.shift, tokens = (1, 0), torch.randn(2, num_global + 70, 8)
     with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16):
-        attend(module, torch.randn(2, 7, 10, 8), torch.randn(2, 1, 8))
-    options = {"chunk_size": 3, "mode": "zero_pad", "shift": (1, 0) if training else None}
-    assert asked == [((torch.device("cpu"), torch.bfloat16, 4, 1, BIASES, training), options)]
-
-
-def test_triton_backend_counts_projected_keys_as_global_tokens(asked):
-    module = LongShortAttention(8, num_heads=2, chunk_size=3, rank=5, relative_bias=True, backend="triton")
-    attend(module, torch.randn(2, 7, 10, 8), torch.randn(2, 1, 8))
-    options = {"chunk_size": 3, "mode": SEGMENT_MODE, "shift": None}
-    assert asked == [((torch.device("cpu"), torch.float32, 4, 6, ("local_bias",), True), options)]
+        output = module(tokens, (7, 10))
+        module.backend = "sdpa"
+        assert torch.equal(output, module(tokens, (7, 10)))
+    keys, biases, chunk_size, mode = described
+    options = {"chunk_size": chunk_size, "mode": mode, "shift": (1, 0) if training and mode == "zero_pad" else None}
+    assert asked == [((torch.device("cpu"), torch.bfloat16, 4, keys, biases, training), options)]
 
 
 def test_empty_global_tokens_do_not_change_the_check(asked):
@@ -334,12 +352,16 @@ def test_backends_of_the_stages():
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"shift": (0, 1)}, {"is_learned": False}, {"mode": SEGMENT_MODE, "biases": ("local_bias",)}],
-    ids=["training", "shift", "inference", "long-short"],
+    "name, changes",
+    [
+        ("triton_chunk_attention", {}),
+        ("triton_chunk_attention", {"shift": (0, 1)}),
+        ("triton_chunk_attention", {"is_learned": False}),
+        ("triton_long_short_attention", {"mode": SEGMENT_MODE, "biases": ("local_bias",)}),
+        ("triton_map_attention", {"mode": DENSE_MODE, "channels": 32}),
+    ],
 )
-def test_tritons_kernel_is_right_on_a_gpu(choose, dtype, changes):
+def test_tritons_kernel_is_right_on_a_gpu(choose, dtype, name, changes):
     if DEVICE == "cpu":
         pytest.skip("the kernels are not compiled for a CPU")
-    name = "triton_long_short_attention" if "mode" in changes else "triton_chunk_attention"
     assert choose(getattr(triton_check, name), DEVICE, dtype, chunk_size=7, **changes) == "triton"

@@ -121,7 +121,7 @@ def test_traced_once_equals_the_reference_at_all_sizes(kernel, chunk_size, num_g
     for height, width, _ in SIZES[::2]:
         options = {"num_global": num_global, "biases": biases, "chunk_size": chunk_size}
         _, by_reference, inputs = case(kernel, height, width, **options)
-        assert_equals_reference(traced, by_reference, inputs)
+        torch.testing.assert_close(traced(**inputs), by_reference(**inputs), atol=1e-11, rtol=0)
 
 
 @windows
@@ -184,7 +184,7 @@ def test_memory_is_linear_in_the_tokens(kernel):
             outputs_and_gradients(functions[index], inputs)
         return seen.numel
 
-    assert largest(0, 36, 48) <= 4.5 * largest(0, 18, 24)
+    assert largest(0, 24, 36) <= 4.5 * largest(0, 12, 18)
     assert largest(1, 12, 16) >= (12 * 16) ** 2
 
 

@@ -52,20 +52,19 @@ def test_module_equals_its_steps_by_hand(chunk_size, num_global):
         centered = x - x.mean(-1, keepdim=True)
         return centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
 
+    def split(x: Tensor) -> Tensor:
+        return x.unflatten(1, (heads, -1)).transpose(0, 1)
+
     for image in range(2):
         local = tokens[image].reshape(-1, dim)
         everything = local if global_tokens is None else torch.cat([global_tokens[image], local])
         query, key, value = (everything @ module.qkv.weight.T + module.qkv.bias).split(dim, dim=-1)
         key, value = normed(key, module.local_norm), normed(value, module.local_norm)
-        scores = local @ module.dynamic_projection.weight.T
-        projected_key, projected_value = [], []
-        for head in range(heads):
-            channels = slice(4 * head, 4 * head + 4)
-            weights = scores[:, head * rank : (head + 1) * rank].softmax(dim=0)
-            projected_key.append(weights.T @ key[num_global:, channels])
-            projected_value.append(weights.T @ value[num_global:, channels])
-        projected_key = normed(torch.cat(projected_key, dim=-1), module.projected_norm)
-        projected_value = normed(torch.cat(projected_value, dim=-1), module.projected_norm)
+        weights = split(local @ module.dynamic_projection.weight.T).softmax(dim=1).mT
+        projected_key, projected_value = (
+            normed((weights @ split(x[num_global:])).transpose(0, 1).flatten(1), module.projected_norm)
+            for x in (key, value)
+        )
 
         output = torch.zeros(height * width, dim, dtype=torch.float64)
         for head, row, col in itertools.product(range(heads), range(height), range(width)):
@@ -87,11 +86,7 @@ def test_module_equals_its_steps_by_hand(chunk_size, num_global):
         if global_tokens is None:
             assert global_update is None
             continue
-        own = torch.zeros(num_global, dim, dtype=torch.float64)
-        for head in range(heads):
-            channels = slice(4 * head, 4 * head + 4)
-            keys = torch.cat([key[:num_global, channels], output[:, channels]])
-            values = torch.cat([value[:num_global, channels], output[:, channels]])
-            own[:, channels] = (query[:num_global, channels] @ keys.T / 2).softmax(-1) @ values
-        expected = own @ module.proj.weight.T + module.proj.bias
+        keys, values = (split(torch.cat([x[:num_global], output])) for x in (key, value))
+        own = (split(query[:num_global]) @ keys.mT / 2).softmax(-1) @ values
+        expected = own.transpose(0, 1).flatten(1) @ module.proj.weight.T + module.proj.bias
         torch.testing.assert_close(global_update[image], expected, atol=1e-12, rtol=0)

@@ -131,7 +131,7 @@ def outputs_and_gradients_of(module: nn.Module, num_global: int, height: int, wi
 @num_globals
 def test_gradients_match_reference_at_several_sizes(monkeypatch, name, num_global):
     ours, check = (build(name, num_global, backend=backend) for backend in ("sdpa", "reference"))
-    for height, width, block_scores in ((7, 10, 2000), (12, 5, 1), (2, 3, 2**20), (7, 10, 2**20)):
+    for height, width, block_scores in ((7, 10, 2000), (12, 5, 1), (2, 3, 2**20)):
         monkeypatch.setattr(cpu_blocks, "BLOCK_SCORES", block_scores)
         expected = outputs_and_gradients_of(check, num_global, height, width)
         assert_all_close(outputs_and_gradients_of(ours, num_global, height, width), expected, tolerance=1e-9)

@@ -1,4 +1,4 @@
-"""What the tests of the Triton kernels share: interpreted and compiled kernels, tolerances, a mark for a GPU."""
+"""Triton operators with their references and inputs, interpreted and compiled kernels, and a mark for a GPU."""
 
 import functools
 import importlib.util
@@ -12,13 +12,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from backbones.attention import triton_chunks
-from tests.backbones.helpers import random_images
+from backbones.attention import reference, triton_chunks
+from backbones.attention.triton_chunks import triton_chunk_attention, triton_long_short_attention
+from backbones.attention.triton_dense import triton_map_attention
+from tests.backbones.attention.cases import case
+from tests.backbones.helpers import attention_inputs, outputs_and_gradients, random_images
 from tests.gpu import DEVICE, on_gpu
 
 # Relative to the largest value of each tensor. A gradient of the global bias is small compared with its summands.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-# Of the conftest
 interpreted = pytest.mark.usefixtures("interpreter")
 # Options of ``attention_inputs``.
 ALL_INPUTS = {"num_global": 1, "local_bias": True, "global_bias": True}
@@ -32,6 +34,37 @@ def map_inputs(height, width, *, num_global=0, biases=True, batch=1, heads=1, ch
     if num_global and biases:
         shapes["global_bias"] = (heads, num_global)
     return {name: random_images(*shape, seed=seed).to(dtype) for seed, (name, shape) in enumerate(shapes.items())}
+
+
+def segment_inputs(height: int, width: int, **sizes) -> dict[str, torch.Tensor]:
+    return case("long_short", height, width, **sizes)[2]
+
+
+# The operator, its reference, and a function (height, width, **sizes) -> arguments of both
+OPERATORS = {
+    "chunks": (triton_chunk_attention, reference.sliding_chunk_attention, attention_inputs),
+    "segments": (
+        triton_long_short_attention,
+        reference.long_short_attention,
+        lambda *s, **o: case("long_short", *s, **o)[2],
+    ),
+    "dense": (triton_map_attention, reference.map_attention, map_inputs),
+}
+
+
+def make_inputs(name: str, height: int, width: int, options: dict, *, dtype=torch.float64, **sizes: int) -> dict:
+    """Return random arguments of an operator besides ``options``. The default is one image with one head."""
+    chunk_size = {key: size for key, size in options.items() if key == "chunk_size"}
+    inputs = OPERATORS[name][2](height, width, **{"batch": 1, "heads": 1} | chunk_size | sizes)
+    return {key: x.to(dtype) for key, x in inputs.items()}
+
+
+def assert_equals_reference(name: str, inputs: dict, options: dict, *, device: str = "cpu") -> None:
+    """Check that outputs and all gradients match the reference for the same rounded inputs in float64."""
+    operator, by_reference, _ = OPERATORS[name]
+    actual = outputs_and_gradients(operator, {key: x.to(device) for key, x in inputs.items()}, **options)
+    inputs = {key: x.cpu().double() for key, x in inputs.items()}
+    assert_near(actual, outputs_and_gradients(by_reference, inputs, **options))
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import copy
 import functools
 import shutil
 import unittest
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,13 +175,16 @@ def run_config(trained_run, *overrides: str):
     return load_config(trained_run / "config.yaml", ["OVERWRITE_OUTPUT_DIR", "True", *overrides])
 
 
+@functools.cache
+def contents_of(path: Path) -> dict:
+    return torch.load(path, weights_only=True)
+
+
 def with_metadata(trained_run, folder, name: str = "changed.pth", **metadata) -> str:
     """Save the last checkpoint of the run with other metadata, or without metadata."""
-    contents = torch.load(trained_run / "model_final.pth", weights_only=True)
-    contents[METADATA_KEY] |= metadata
-    if not metadata:
-        del contents[METADATA_KEY]
-    return save(folder, contents, name)
+    contents = contents_of(trained_run / "model_final.pth")
+    changed = {METADATA_KEY: contents[METADATA_KEY] | metadata} if metadata else {}
+    return save(folder, {key: contents[key] for key in contents if key != METADATA_KEY} | changed, name)
 
 
 def test_metadata_of_a_run(trained_run):

@@ -98,3 +98,20 @@ def test_a_slim_checkpoint_is_the_same_detector(trained_run, tmp_path, suffix):
         check_weights(cfg, str(output), complete=complete)
     ours, theirs = (load_detector(cfg, path)[0].state_dict() for path in (output, source))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize(
+    "contents, output",
+    [
+        ({"model": {"a": torch.zeros(3), "b": 3}}, "slim.pth"),
+        ({"model": {"a": torch.zeros(3)}}, "link.pth"),
+    ],
+)
+def test_files_that_cannot_be_slimmed(tmp_path, contents, output):
+    source = tmp_path / "model.pth"
+    (tmp_path / "link.pth").symlink_to(source)
+    torch.save(contents, source)
+    before = source.read_bytes()
+    with pytest.raises(ConfigError, match="model.pth" if output == "slim.pth" else output):
+        slim_checkpoint(source, tmp_path / output)
+    assert source.read_bytes() == before and not (tmp_path / "slim.pth").exists()

@@ -222,15 +222,12 @@ def test_dropout_acts_only_in_training(create):
     "create, changes",
     [
         (create_sequence_encoder, {"num_heads": 3}),
-        (create_sequence_encoder, {"window_size": -1}),
-        (create_sequence_encoder, {"rank": -1}),
         (create_sequence_encoder, {"rank": 0, "window_size": 0}),
         (create_sequence_encoder, {"class_token": "first_layer"}),
         (create_sequence_encoder, {"max_length": 8}),
         (create_char_lm, {"rank": 0}),
         (create_char_lm, {"window_size": 0}),
         (create_char_lm, {"memory_length": 14}),
-        (create_char_lm, {"memory_length": 4}),
         (create_char_lm, {"dim": 9, "num_heads": 3}),
     ],
 )
