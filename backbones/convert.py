@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backbones import lit, vil
+from backbones import lit, litv2, vil
 from backbones.build import create_backbone, create_classifier
 from backbones.checkpoint_files import state_dict_of
 from backbones.errors import ConfigError
@@ -30,7 +30,7 @@ InitialValues = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[s
 HEAD_NAMES = ("norm.weight", "norm.bias", "head.weight", "head.bias")
 HEAD = "the classification head and its norm are not part of a backbone"
 
-_FAMILIES: dict[type[nn.Module], ModuleType] = {vil.ViL: vil, lit.LIT: lit}
+_FAMILIES: dict[type[nn.Module], ModuleType] = {vil.ViL: vil, lit.LIT: lit, litv2.LITv2: litv2}
 _WRAPPERS = ("module.", "backbone.bottom_up.")
 _VIL_NAME = re.compile(
     r"layer[1-4]\.(0\.(proj|norm_embed|cls_token|cls_pos_embed|[xy]_pos_embed)|\d+\.(attn|mlp|norm)\.)"
