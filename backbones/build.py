@@ -90,6 +90,7 @@ def create_backbone(
             - CvT: ``chunk_size``, ``projection_rank`` and ``norm``.
             - LIT: ``token_merging`` (``"deformable"`` or ``"uniform"``) and ``norm`` (``"BN"``, ``"FrozenBN"`` or
               ``"SyncBN"``).
+            - LITv2: ``norm``.
 
     Returns:
         A module that takes images (B, 3, H, W) of any height and width, and returns a dict from stage names to feature

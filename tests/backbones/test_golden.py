@@ -1,4 +1,4 @@
-"""ViL, Transformer-LS and LIT give the feature maps and logits of the official code with converted weights."""
+"""ViL, Transformer-LS, LIT and LITv2 give the feature maps and logits of the official code with converted weights."""
 
 import pytest
 import torch
