@@ -48,7 +48,7 @@ LINT = ["build>=1.2", "codespell>=2.4", "import-linter>=2.1", "pre-commit>=4", "
 setup(
     name="vil-detectron2",
     version="0.1.0",
-    description="Vision Longformer, Transformer-LS and LIT backbones for detectron2 detectors",
+    description="Vision Longformer, Transformer-LS, LIT and LITv2 backbones for detectron2 detectors",
     long_description=long_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

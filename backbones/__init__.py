@@ -1,7 +1,7 @@
 """Efficient vision transformers in plain PyTorch, as backbones and as classifiers.
 
-There are four families: ViL (Vision Longformer, and the other attention mechanisms that its paper compares), LS (ViL
-with the long-short attention of Transformer-LS), CvT-LS (CvT with long-short attention) and LIT.
+There are five families: ViL (Vision Longformer, and the other attention mechanisms that its paper compares), LS (ViL
+with the long-short attention of Transformer-LS), CvT-LS (CvT with long-short attention), LIT and LITv2.
 :func:`create_backbone` creates a model that returns feature maps. :mod:`backbones.convert` converts official
 checkpoints.
 """

@@ -40,6 +40,7 @@ class Variant:
         options: The fields of the variant or of its stages that a user may override.
         pool: How the classifier pools tokens.
         norm_eps: Epsilon of the LayerNorms.
+        has_depthwise_mlp: Whether the MLPs have a depth-wise convolution.
         downsample_factors: The factor by which each stage reduces the height and width of its input.
         classifier_img_size: Image side in pixels on which the paper's classifier is trained.
         has_fixed_input_size: Whether a classifier raises an error for images larger than its ``img_size``.
@@ -51,6 +52,7 @@ class Variant:
     options: ClassVar[tuple[str, ...]]
     pool: ClassVar[str] = "mean"
     norm_eps: ClassVar[float]
+    has_depthwise_mlp: ClassVar[bool] = False
     downsample_factors: ClassVar[tuple[int, ...]]
     classifier_img_size: ClassVar[int] = 224
     has_fixed_input_size: ClassVar[bool] = False
@@ -249,6 +251,7 @@ class Backbone(nn.Module, abc.ABC):
                 spec.dim,
                 self._make_attention(index, number),
                 expansion=spec.expansion,
+                depthwise_mlp=self.variant.has_depthwise_mlp,
                 norm_eps=self.variant.norm_eps,
                 drop_path_rate=self.settings.drop_path_rate * (before + number) / last,
             )

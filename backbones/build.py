@@ -3,15 +3,16 @@
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 
-from backbones import cvt, lit, vil
+from backbones import cvt, lit, litv2, vil
 from backbones.backbone import Backbone, BackboneSettings, Classifier, Variant
 from backbones.errors import ConfigError, check_whole, closest
 
-VARIANTS: dict[str, Variant] = {**vil.VARIANTS, **cvt.VARIANTS, **lit.VARIANTS}
+VARIANTS: dict[str, Variant] = {**vil.VARIANTS, **cvt.VARIANTS, **lit.VARIANTS, **litv2.VARIANTS}
 _FAMILIES: dict[type[Variant], type[Backbone]] = {
     vil.ViLVariant: vil.ViL,
     cvt.CvTVariant: cvt.CvT,
     lit.LITVariant: lit.LIT,
+    litv2.LITv2Variant: litv2.LITv2,
 }
 OPTIONS = {option for family in _FAMILIES for option in family.options}
 
@@ -89,6 +90,7 @@ def create_backbone(
             - CvT: ``chunk_size``, ``projection_rank`` and ``norm``.
             - LIT: ``token_merging`` (``"deformable"`` or ``"uniform"``) and ``norm`` (``"BN"``, ``"FrozenBN"`` or
               ``"SyncBN"``).
+            - LITv2: ``norm``.
 
     Returns:
         A module that takes images (B, 3, H, W) of any height and width, and returns a dict from stage names to feature

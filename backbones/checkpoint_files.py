@@ -31,6 +31,27 @@ _METADATA, _DIGEST, _VERSIONS = "vil-detectron2", "sha256", "module_versions"
 _SETTINGS: list[Any] = [(OrderedDict, "yacs.config.CfgNode"), (OrderedDict, "argparse.Namespace")]
 
 
+class _Unread:
+    """Takes the place of an object of a training log in a checkpoint."""
+
+    def __init__(self, *arguments: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+# mmengine, the runner of mmdetection 3, saves its log as arrays next to the weights.
+_SETTINGS += [
+    (_Unread, name)
+    for name in (
+        "mmengine.logging.history_buffer.HistoryBuffer",
+        *("numpy.ndarray", "numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
+        *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
+    )
+]
+
+
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read a ``.pth`` or ``.safetensors`` file without running code.
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backbones import lit, vil
+from backbones import lit, litv2, vil
 from backbones.build import create_backbone, create_classifier
 from backbones.checkpoint_files import state_dict_of
 from backbones.errors import ConfigError
@@ -30,7 +30,7 @@ InitialValues = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[s
 HEAD_NAMES = ("norm.weight", "norm.bias", "head.weight", "head.bias")
 HEAD = "the classification head and its norm are not part of a backbone"
 
-_FAMILIES: dict[type[nn.Module], ModuleType] = {vil.ViL: vil, lit.LIT: lit}
+_FAMILIES: dict[type[nn.Module], ModuleType] = {vil.ViL: vil, lit.LIT: lit, litv2.LITv2: litv2}
 _WRAPPERS = ("module.", "backbone.bottom_up.")
 _VIL_NAME = re.compile(
     r"layer[1-4]\.(0\.(proj|norm_embed|cls_token|cls_pos_embed|[xy]_pos_embed)|\d+\.(attn|mlp|norm)\.)"
@@ -73,7 +73,7 @@ class OfficialCheckpoint:
 
     Attributes:
         project: ``"vision-longformer"``, ``"VisionLongformerForObjectDetection"``, ``"transformer-ls"``, ``"LIT"``,
-            ``"LIT mmdetection"`` or ``"LIT mmsegmentation"``.
+            ``"LIT mmdetection"`` or ``"LIT mmsegmentation"``. LITv2 is called LIT too.
         backbone: the input of :func:`convert_state_dict`, without prefixes.
         detector: FPN, heads and buffers under their official names; empty for a classifier.
         classifier: whether the checkpoint has a classification head.
@@ -124,7 +124,7 @@ def convert_state_dict(
     """Convert an official state dict for ``create_backbone(name, **model_options)``.
 
     Args:
-        official: state dict of vision-longformer, VisionLongformerForObjectDetection, transformer-ls or LIT. The
+        official: state dict of vision-longformer, VisionLongformerForObjectDetection, transformer-ls, LIT or LITv2. The
             prefixes ``module.`` and ``backbone.bottom_up.`` are removed.
         name: name of a variant.
         classifier: convert for ``create_classifier`` instead.
@@ -146,7 +146,7 @@ def convert_state_dict(
     backbone, prefix = (model.get_submodule("backbone"), "backbone.") if classifier else (model, "")
     family = _FAMILIES.get(type(backbone))
     if family is None:
-        raise ConfigError(f"{name!r} has no official weights. Choose a variant of ViL, Transformer-LS or LIT.")
+        raise ConfigError(f"{name!r} has no official weights. Choose a variant of ViL, Transformer-LS, LIT or LITv2.")
     modules = dict(backbone.named_modules())
 
     def convert(official_name: str, tensor: Tensor) -> Pieces:

@@ -91,7 +91,7 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.MODEL.TRANSFORMER.SHARED_PROJECTIONS = None
     # LIT: "deformable" or "uniform" token merging. Uniform merging has no offsets: also empty SOLVER.LR_MULTIPLIERS.
     cfg.MODEL.TRANSFORMER.TOKEN_MERGING = ""
-    # Batch norm of LIT's token merging, CvT's projections and models of timm: "BN", "FrozenBN" or "SyncBN".
+    # Batch norm of LIT's and LITv2's token merging, CvT's projections and models of timm: "BN", "FrozenBN" or "SyncBN".
     cfg.MODEL.TRANSFORMER.NORM = ""
     # ViL, LS and LIT: "once" resizes position tables to MAX_IMG_SIZE when weights are loaded, and "per_feature_map"
     # resizes them to each feature map. If empty, as in the paper of the family.

@@ -458,7 +458,7 @@ def _choose_config(
     schedule = schedule or SCHEDULES[0]
     check_choice("schedule", schedule, SCHEDULES)
     stage_names(model)  # raises for an unknown variant
-    family = next((prefix for prefix in ("lit_", "cvt_") if model.startswith(prefix)), "")
+    family = next((f"{family}_" for family in ("lit", "cvt") if model.startswith(family)), "")
     cfg = load_config(config_path(f"{folder}/{own}_{schedule}", f"base/{family}{folder}_{schedule}"))
     return with_overrides(cfg, values | {"MODEL.TRANSFORMER.VARIANT": model}), f"{model}_{detector}".replace(":", "_")
 

@@ -1,7 +1,12 @@
 """Contents of checkpoints in the layout of each official repository."""
 
 import argparse
+import sys
+import types
+from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 from yacs.config import CfgNode
 
@@ -38,6 +43,27 @@ def mmdetection(weights: dict, heads: dict | None = None) -> Contents:
     backbone = {f"backbone.{name}": tensor for name, tensor in weights.items()}
     meta = {"epoch": 12, "iter": 87960, "mmdet_version": "2.10.0", "CLASSES": ("person", "bicycle")}
     return {"meta": meta, "state_dict": backbone | (heads or {})}
+
+
+class HistoryBuffer:
+    """The values of a loss, as in mmengine's log."""
+
+    def __init__(self) -> None:
+        self._log_history, self._count_history, self.max_length = np.array([0.5, 0.4]), np.array([1, 1]), 1000000
+
+
+def save_mmdetection_3(weights: dict, heads: dict, path: Path) -> None:
+    """Save a detector as mmengine's runner does: with its log, and the buffers of the preprocessing."""
+    buffers = {f"data_preprocessor.{name}": torch.ones(3, 1, 1) for name in ("mean", "std")}
+    contents = mmdetection(weights, heads | buffers)
+    contents["meta"] = {"epoch": 12, "iter": 87960, "mmengine_version": "0.10.1", "dataset_meta": {"CLASSES": ("a",)}}
+    log = {"log_scalars": {"train/loss": HistoryBuffer()}, "runtime_info": {"epoch": np.float64(12)}}
+    module = types.ModuleType("mmengine.logging.history_buffer")
+    module.HistoryBuffer, HistoryBuffer.__module__ = HistoryBuffer, module.__name__
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("mmengine", "mmengine.logging", module.__name__):
+            patch.setitem(sys.modules, name, module)
+        torch.save({**contents, "message_hub": log, "param_schedulers": [{"last_step": 12}]}, path)
 
 
 def mmsegmentation(weights: dict) -> Contents:

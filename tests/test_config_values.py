@@ -2,7 +2,7 @@
 
 "Detection README" is README.md of github.com/microsoft/VisionLongformerForObjectDetection, whose tables, with relative
 bias and with absolute positions, have a column ``drop_path`` and end in "We use weight decay 0.05 for all experiments".
-LIT's files are in github.com/ziplab/LIT.
+LIT's files are in github.com/ziplab/LIT, LITv2's in github.com/ziplab/LITv2.
 """
 
 import functools
@@ -33,6 +33,8 @@ VALUES = {
     "MODEL.TRANSFORMER.DROP_PATH": (
         ("*/*lit_ti*", 0.1, "LIT detection/mmdet/models/backbones/lit_ti.py, segmentation/mmseg/models/backbones"),
         ("*/*lit_s*", 0.2, "LIT detection/configs/lit/*_lit_s_fpn_1x_coco.py, segmentation/configs/lit/lit_s_fpn_*.py"),
+        ("*/litv2_b*", 0.3, "LITv2 detection/configs/litv2/*_litv2_b_fpn_1x_coco*.py"),
+        ("*/litv2_*", 0.2, "LITv2 detection/configs/litv2/*_litv2_[sm]_fpn_1x_coco*.py"),
         ("*/vil_tiny_1_1_3_1_rpb_1x", 0.0, "none: a small model for short runs from random weights"),
         ("*/partial_performer_small_1x", 0.05, _ABSOLUTE),
         ("mask_rcnn/vil_small_rpb_1x", 0.2, _RPB),
@@ -46,6 +48,7 @@ VALUES = {
     ),
     "SOLVER.WEIGHT_DECAY": (
         ("*/*lit_*", 1e-4, "LIT sections 4.3 and 4.4; optimizer of {detection,segmentation}/configs/lit"),
+        ("*/litv2_*", 1e-4, "LITv2 detection/configs/litv2: optimizer"),
         ("*/performer_from_partial_small_1x", 0.1, "ViL Table 10: the figure is the paper's alone"),
         ("*_rpb_*", 0.05, "Detection README: 0.05 for all experiments"),
         ("*/vil_*", 0.1, "ViL Table 10"),
@@ -53,12 +56,14 @@ VALUES = {
     ),
     "SOLVER.BASE_LR": (
         ("*mask_rcnn*lit_*", 2e-4, "LIT section 4.3; detection/configs/lit/mask_rcnn_lit_*_fpn_1x_coco.py"),
+        ("mask_rcnn/litv2_*", 2e-4, "LITv2 detection/configs/litv2: optimizer"),
         ("*/lit_*", 1e-4, "LIT sections 4.3 and 4.4; optimizer of {detection,segmentation}/configs/lit"),
         ("*/vil_base_deep_*", 8e-5, "ViL Table 10, Base-D"),
         ("*", 1e-4, "ViL Table 10; SOLVER.BASE_LR in the Detection README's command"),
     ),
     "SOLVER.LR_MULTIPLIERS": (
         ("*/*lit_*", _OFFSETS, "LIT section 4.1: 1e-5 for offsets, 1e-3 otherwise"),
+        ("*/litv2_*", _OFFSETS, "LITv2 classification/configs: OFFSET_LR_MULTI"),
         ("*", [], "the Detection repository's YAML files: 1.0 for every part"),
     ),
     "SOLVER.IMS_PER_BATCH": (("*", 16, "ViL Table 10; LIT sections 4.3 and 4.4"),),
@@ -86,10 +91,12 @@ VALUES = {
     "SOLVER.WARMUP_ITERS": (
         ("semantic_fpn/*", 0, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: no warmup"),
         ("*/*lit_*", 500, "LIT detection/configs/_base_/schedules/schedule_1x.py: warmup_iters"),
+        ("*/litv2_*", 500, "LITv2 detection/configs/_base_/schedules/schedule_1x.py: warmup_iters"),
         ("*", 1000, "the Detection repository's YAML files"),
     ),
     "SOLVER.WARMUP_FACTOR": (
         ("*/*lit_*", 0.001, "LIT detection/configs/_base_/schedules/schedule_1x.py: warmup_ratio"),
+        ("*/litv2_*", 0.001, "LITv2 detection/configs/_base_/schedules/schedule_1x.py: warmup_ratio"),
         ("*", 0.01, "the Detection repository's YAML files"),
     ),
     "SOLVER.CLIP_GRADIENTS.ENABLED": (

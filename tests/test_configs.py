@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("configs/*/*.yaml") if path.parent.name != "base")
 # One config per family, detector and type of head. The others have the same parts.
 FAST = {
-    *(f"configs/retinanet/{name}_1x.yaml" for name in ("vil_tiny_rpb", "vil_tiny", "lit_ti")),
+    *(f"configs/retinanet/{name}_1x.yaml" for name in ("vil_tiny_rpb", "vil_tiny", "lit_ti", "litv2_s")),
     *("configs/mask_rcnn/vil_small_rpb_1x.yaml", "configs/mask_rcnn/performer_small_1x.yaml"),
     *("configs/demo/retinanet_vil_shapes.yaml", "configs/semantic_fpn/lit_s_seg.yaml"),
     *("configs/modern/cascade_mask_rcnn_lit_s.yaml", "configs/projects/point_rend_vil_tiny_rpb_1x.yaml"),
@@ -77,19 +77,19 @@ def test_a_config_builds_its_detector_and_optimizer(path):
     names = {name for name, parameter in model.named_parameters() if id(parameter) in slow}
     stage = "backbone.bottom_up.net.stages"
     offsets = {f"{stage}.{i}.patch_embed.offset.{leaf}" for i in (1, 2, 3) for leaf in ("weight", "bias")}
-    is_lit = cfg.MODEL.TRANSFORMER.VARIANT.startswith("lit_")
+    is_lit = cfg.MODEL.TRANSFORMER.VARIANT.startswith("lit")
     assert names == (offsets if is_lit else set())
     assert {round(group["lr"] / cfg.SOLVER.BASE_LR, 6) for group in groups} == ({0.01, 1.0} if is_lit else {1.0})
 
 
 _RECIPES = [(detector, schedule) for detector in ("retinanet", "mask_rcnn") for schedule in ("1x", "3x_ms")]
-_SIZES = [name for name in list_variants() if name.startswith(("ls_", "cvt_", "lit_", "vil_")) and name.count("_") < 4]
+_SIZES = [name for name in list_variants() if name.startswith(("ls_", "cvt_", "lit", "vil_")) and name.count("_") < 4]
 
 
-@pytest.mark.parametrize("name", slow_except(_SIZES, ["ls_small", "cvt_ls_13", "lit_m", "vil_base_wide"]))
+@pytest.mark.parametrize("name", slow_except(_SIZES, ["ls_small", "cvt_ls_13", "lit_m", "litv2_s", "vil_base_wide"]))
 @pytest.mark.parametrize("detector, schedule", _RECIPES)
 def test_every_variant_has_a_recipe(name, detector, schedule):
-    family = next((prefix for prefix in ("lit_", "cvt_") if name.startswith(prefix)), "")
+    family = next((f"{family}_" for family in ("lit", "cvt") if name.startswith(family)), "")
     path = f"configs/base/{family}{detector}_{schedule}.yaml"
     cfg, model = build_on_meta(path, "MODEL.TRANSFORMER.VARIANT", name)
     assert list(model.backbone.output_shape()) == [

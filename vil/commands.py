@@ -365,8 +365,8 @@ def report(parser: ToolParser, words: Sequence[str]) -> None:
 def convert(parser: ToolParser, words: Sequence[str]) -> None:
     """Convert an official checkpoint to weights of a detector (MODEL.WEIGHTS), or to a classifier.
 
-    The command supports checkpoints of vision-longformer, VisionLongformerForObjectDetection, transformer-ls and LIT
-    (classification, detection and segmentation). It detects the format from the names of the tensors.
+    The command supports checkpoints of vision-longformer, VisionLongformerForObjectDetection, transformer-ls, LIT
+    (classification, detection and segmentation) and LITv2. It detects the format from the names of the tensors.
 
     Example:
         vil convert model_best.pth vil_tiny.safetensors --model vil_tiny_rpb

@@ -170,3 +170,13 @@ def long_short_attention(
     # Projected keys come first and have no bias.
     bias = F.pad(bias, (key.shape[2] - bias.shape[2], 0))
     return attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
+
+
+def window_attention(query: Tensor, key: Tensor, value: Tensor, *, window_size: int) -> Tensor:
+    """Return the result of :func:`.hilo.window_attention`, from all N x N pairs."""
+    height, width = query.shape[2:4]
+    token = torch.arange(height * width, device=query.device)
+    row, col = token // width // window_size, token % width // window_size
+    same = (row[:, None] == row) & (col[:, None] == col)
+    bias = torch.zeros_like(same, dtype=query.dtype).masked_fill(~same, float("-inf"))
+    return attention(*(x.flatten(2, 3) for x in (query, key, value)), bias=bias).unflatten(2, (height, width))

@@ -1,5 +1,6 @@
 """The transformer block of all families and its MLP."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from backbones.layers.tracing import autocast_dtype, autocast_off, in_autocast_dtype, is_tracing
+from backbones.layers.tracing import autocast_dtype, autocast_off, contiguous_for_export, in_autocast_dtype, is_tracing
 
 
 class AutocastLayerNorm(nn.LayerNorm):
@@ -29,15 +30,25 @@ class Mlp(nn.Module):
     Args:
         dim: Channels C of a token.
         hidden_dim: Channels between the layers.
+        depthwise: Whether a depth-wise 3 x 3 convolution comes before the GELU (LITv2 section 3.2). The tokens are then
+            (B, H * W, C), without global tokens.
     """
 
-    def __init__(self, dim: int, *, hidden_dim: int) -> None:
+    def __init__(self, dim: int, *, hidden_dim: int, depthwise: bool = False) -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden_dim)
+        self.depthwise = nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim) if depthwise else None
         self.fc2 = nn.Linear(hidden_dim, dim)
+        if depthwise:
+            nn.init.normal_(self.depthwise.weight, std=math.sqrt(2 / 9))
+            nn.init.zeros_(self.depthwise.bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, size: tuple[int, int] | None = None) -> Tensor:
+        """Return the updated tokens. ``size``, H and W, is for the convolution."""
         hidden = self.fc1(tokens)
+        if self.depthwise is not None:
+            features = contiguous_for_export(hidden.unflatten(1, size).permute(0, 3, 1, 2))
+            hidden = contiguous_for_export(self.depthwise(features).permute(0, 2, 3, 1)).flatten(1, 2)
         if tokens.device.type == "cpu" or is_tracing() or torch.compiler.is_compiling():
             return self._reduce(hidden)
         # Keep only one copy of the widest tensor of a block: before the GELU, but not after it.
@@ -54,6 +65,7 @@ class Block(nn.Module):
         dim: Channels of a token.
         attention: A module as :class:`.TokenAttention`. None for a block with only an MLP (LIT section 3.2).
         expansion: Ratio of the MLP's inner channels to ``dim``.
+        depthwise_mlp: See :class:`Mlp`.
         norm_eps: Epsilon of the norms.
         drop_path_rate: Rate of stochastic depth.
     """
@@ -64,6 +76,7 @@ class Block(nn.Module):
         attention: nn.Module | None,
         *,
         expansion: int = 4,
+        depthwise_mlp: bool = False,
         norm_eps: float = 1e-6,
         drop_path_rate: float = 0.0,
     ) -> None:
@@ -71,7 +84,7 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(dim, eps=norm_eps) if attention is not None else None
         self.attention = attention
         self.mlp_norm = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = Mlp(dim, hidden_dim=expansion * dim)
+        self.mlp = Mlp(dim, hidden_dim=expansion * dim, depthwise=depthwise_mlp)
         self.drop_path_rate = drop_path_rate
 
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
@@ -90,7 +103,7 @@ class Block(nn.Module):
             if self.drops_globals:
                 tokens = tokens[:, self.attention.num_global_tokens :]
             tokens = tokens + self._drop_path(update, tokens.dtype)
-        return tokens + self._drop_path(self.mlp(self.mlp_norm(tokens)), tokens.dtype)
+        return tokens + self._drop_path(self.mlp(self.mlp_norm(tokens), size), tokens.dtype)
 
     @property
     def drops_globals(self) -> bool:

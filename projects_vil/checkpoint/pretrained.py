@@ -45,7 +45,9 @@ _ANCHORS = 9  # per position, in the official RetinaNets
 _CONFIG_OPTIONS = ("max_img_size", "position_interpolation", "global_tokens", "shared_projections")
 _MMSEGMENTATION_PARTS = ("neck", "decode_head", "auxiliary_head")
 _BIAS_TABLE = "attn.local_relative_position_bias_table"
-_CONFIG_BUFFER = re.compile(r"(proposal_generator\.)?anchor_generator\.cell_anchors\.\d|pixel_(mean|std)")
+_CONFIG_BUFFER = re.compile(
+    r"(proposal_generator\.)?anchor_generator\.cell_anchors\.\d|pixel_(mean|std)|data_preprocessor\.(mean|std)"
+)
 
 # Layers of the heads: mmdetection's name -> detectron2's
 _RETINANET = {
@@ -156,7 +158,7 @@ def convert_file(
     if official is None:
         raise ConfigError(
             f"'{source}' is not an official checkpoint. Use a checkpoint of vision-longformer, "
-            "VisionLongformerForObjectDetection, transformer-ls or LIT."
+            "VisionLongformerForObjectDetection, transformer-ls, LIT or LITv2."
         )
     try:
         converted = convert_official(official, variant, img_size=img_size, chunk_size=chunk_size, classifier=classifier)
@@ -421,7 +423,7 @@ def _convert_heads(official: OfficialCheckpoint, variant: str, report: Conversio
 
 
 def _from_mmdetection(detector: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Convert FPN and heads of mmdetection 2 for detectron2's modules, which compute the same.
+    """Convert FPN and heads of mmdetection 2 or 3 for detectron2's modules, which compute the same.
 
     mmdetection sorts the nine anchors of RetinaNet by aspect ratio, then size; detectron2 by size, then aspect ratio.
     docs/deviations.md has the differences outside of the modules.

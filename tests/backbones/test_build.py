@@ -41,9 +41,15 @@ LIT_TABLE_1 = {
     "lit_m": "2,96,0,4 2,192,0,4 18,384,12,4 2,768,24,4",
     "lit_b": "2,128,0,4 2,256,0,4 18,512,16,4 2,1024,32,4",
 }
+# The official configurations of LITv2: windows in stage 3, and plain attention in stage 4
+LITV2 = {
+    "litv2_s": "2,96,0 2,192,0 6,384,12 2,768,24",
+    "litv2_m": "2,96,0 2,192,0 18,384,12 2,768,24",
+    "litv2_b": "2,128,0 2,256,0 18,512,16 2,1024,32",
+}
 # One of each family, mechanism and type of position
-FEW = ["vil_tiny", "vil_tiny_1_10_1_rpb", "evit_full_16_tiny", "ls_tiny", "lit_ti", "lit_s_seg", "cvt_ls_13"]
-FEW += ["global_tiny", "sra64_tiny", "performer_tiny", "partial_vil_tiny"]
+FEW = ["vil_tiny", "vil_tiny_1_10_1_rpb", "evit_full_16_tiny", "ls_tiny", "lit_ti", "lit_s_seg", "litv2_s_ws4"]
+FEW += ["cvt_ls_13", "global_tiny", "sra64_tiny", "performer_tiny", "partial_vil_tiny"]
 
 
 def stages_of(row: str) -> list[tuple[int, ...]]:
@@ -71,7 +77,7 @@ def test_names():
         + [f"{mechanism}_{size}" for mechanism in mechanisms for size in ("tiny", "small", *columns)]
         + ["ls_tiny", "ls_small", "ls_medium", "ls_base", "ls_medium_384"]
         + ["cvt_ls_13", "cvt_ls_17", "cvt_ls_21", "cvt_ls_21s", "lit_ti"]
-        + ["lit_s", "lit_m", "lit_b", "lit_s_seg", "lit_m_seg", "lit_b_seg"]
+        + ["lit_s", "lit_m", "lit_b", "lit_s_seg", "lit_m_seg", "lit_b_seg", *LITV2, *map("{}_ws4".format, LITV2)]
     )
     assert list_variants("lit_") == ["lit_b", "lit_b_seg", "lit_m", "lit_m_seg", "lit_s", "lit_s_seg", "lit_ti"]
 
@@ -96,8 +102,20 @@ def test_sizes_of_lit():
         assert [(s.depth, s.dim, s.heads, s.expansion) for s in get_variant(name).stages] == stages_of(row), name
 
 
+@pytest.mark.parametrize("name", LITV2)
+def test_sizes_of_litv2(name):
+    for suffix, window_size in (("", 2), ("_ws4", 4)):
+        stages = get_variant(f"{name}{suffix}").stages
+        sizes = [(s.depth, s.dim, s.heads) for s in stages]
+        assert sizes == [tuple(map(int, stage.split(","))) for stage in LITV2[name].split()]
+        assert [s.window_size for s in stages] == [1, 1, window_size, 1] and {s.expansion for s in stages} == {4}
+    hilo = meta(create_backbone, name).stages[2].blocks[0].attention
+    assert (hilo.high_heads, hilo.low_heads) == ((2, 14) if name == "litv2_b" else (2, 10))
+
+
 @pytest.mark.parametrize(
-    "name, expected", [("vil_tiny_rpb", {1e-6}), ("lit_s", {1e-5}), ("cvt_ls_13", {1e-5}), ("lit_ti", {1e-5, 1e-6})]
+    "name, expected",
+    [("vil_tiny_rpb", {1e-6}), ("lit_s", {1e-5}), ("litv2_s", {1e-5}), ("cvt_ls_13", {1e-5}), ("lit_ti", {1e-5, 1e-6})],
 )
 def test_epsilon_of_layer_norms(name, expected):
     """The official code does the same. The patch embedding of LIT-Ti has PyTorch's initialization."""
@@ -136,7 +154,7 @@ def test_feature_maps_and_logits(name):
 
 def test_initial_values():
     torch.manual_seed(0)
-    for name in (DEMO, "lit_ti"):
+    for name in (DEMO, "lit_ti", "litv2_s"):
         model = create_backbone(name)
         for key, parameter in model.named_parameters():
             if key.endswith("norm.weight"):
@@ -148,6 +166,8 @@ def test_initial_values():
                 assert parameter.eq(0).all() or parameter.std().item() > 0.01, key
             elif key.endswith("bias"):
                 assert parameter.eq(0).all(), key
+            elif key.endswith("depthwise.weight"):
+                assert parameter.std().item() == pytest.approx((2 / 9) ** 0.5, rel=0.1), key
             elif parameter.numel() > 1000:
                 assert parameter.std().item() == pytest.approx(0.02, rel=0.1), key
     assert not torch.equal(next(create_backbone(DEMO).parameters()), next(create_backbone(DEMO).parameters()))

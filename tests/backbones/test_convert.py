@@ -13,12 +13,12 @@ from tests import layouts
 from tests.backbones import official_lit
 from tests.backbones.helpers import assert_all_close, random_images, with_tensor, without
 from tests.backbones.official import TINY, OfficialStage, official_state_dict
-from tests.backbones.official_lit import TI, S
+from tests.backbones.official_lit import TI, V2, S
 from tests.golden import golden, golden_state_dict
 
 RELATIVE, ABSOLUTE = "vil_tiny_1_1_3_1_rpb", "vil_tiny_1_1_3_1"
 NAMES = {True: RELATIVE, False: ABSOLUTE}
-LITS = {"lit_absolute": TI, "lit_relative": S}
+LITS = {"lit_absolute": TI, "lit_relative": S, "litv2": V2}
 HEADS = {"backbone.fpn_lateral3.weight": torch.ones(2), "head.cls_score.bias": torch.ones(3)}
 HEAD_AND_NORM = {"norm.weight", "norm.bias", "head.weight", "head.bias"}
 
@@ -27,7 +27,8 @@ HEAD_AND_NORM = {"norm.weight", "norm.bias", "head.weight", "head.bias"}
 def small_variants(monkeypatch):
     for name, variant in LITS.items():
         monkeypatch.setitem(VARIANTS, name, variant)
-        monkeypatch.setitem(VARIANTS, f"{name}_128", dataclasses.replace(variant, position_img_size=128))
+        if name != "litv2":
+            monkeypatch.setitem(VARIANTS, f"{name}_128", dataclasses.replace(variant, position_img_size=128))
 
 
 def vil(**options) -> dict[str, torch.Tensor]:
@@ -241,6 +242,9 @@ BIAS = "layers.3.blocks.0.attn.relative_position_bias_table"
         (lit, with_tensor(BIAS, 10, 6), "lit_relative", {}, BIAS),
         (lit, with_tensor(BIAS, 9, 5), "lit_relative", {}, BIAS),
         (lit, dict, "lit_absolute", {}, "layers.0"),
+        (lit, dict, "litv2", {}, "attn.proj"),
+        (lambda: lit("litv2"), dict, "lit_relative", {}, "dwconv"),
+        (lambda: lit("litv2"), without("layers.2.blocks.0.attn.h_"), "litv2", {}, "attention.high_qkv"),
         (lambda: vil(num_classes=5), dict, RELATIVE, {"num_classes": 10}, "head.weight"),
         (lambda: lit("lit_absolute"), dict, "lit_absolute", {"num_classes": 10}, "stages.3.global_tokens"),
         (lit, dict, "lit_relative", {"num_classes": 10}, "norm1.weight"),

@@ -30,10 +30,10 @@ from tests.backbones.helpers import (
 from tests.selection import slow_except
 
 MECHANISMS = ["absolute", "relative", "two_globals", "separate", "exact", "dense_relative", "long_short", "partial"]
-MECHANISMS = [*(f"vil_{name}" for name in MECHANISMS), "lit_absolute", "lit_relative", "cvt"]
+MECHANISMS = [*(f"vil_{name}" for name in MECHANISMS), "lit_absolute", "lit_relative", "litv2", "cvt"]
 models = pytest.mark.parametrize("name", slow_except(VARIANTS, MECHANISMS))
 # One trace per family runs with TorchScript's optimizer.
-OPTIMIZED = ("vil_relative", "lit_relative", "cvt")
+OPTIMIZED = ("vil_relative", "lit_relative", "litv2", "cvt")
 varied = pytest.mark.parametrize("name", [*OPTIMIZED, "vil_cyclic", "vil_partial", "vil_long_short", "lit_absolute"])
 one_of_each = pytest.mark.parametrize("name", ["vil_absolute", "lit_relative", "cvt"])
 SIZES = [(37, 50), (64, 64), (64, 33), (61, 130), (5, 9)]
@@ -268,6 +268,7 @@ ONNX = {
     "cyclic": lambda: vil(**FAMILIES["cyclic"]),
     "lit_absolute": lambda: lit("absolute"),
     "lit_relative": lambda: lit("relative", "stage2", "stage3"),
+    "litv2": lambda: small_model("litv2"),
     "dense_relative": lambda: small_vil("dense_relative", **LARGEST, out_features=("stage2",)),
 }
 OTHERS = ("absolute", "separate", "exact", "global")
@@ -319,6 +320,7 @@ COMPILED = {
     "vil": (lambda: vil(((4, 1),), **FAMILIES["relative"]), 2),
     "long_short": (lambda: vil(((4, 1),), **FAMILIES["long_short"]), 3),
     "lit": (lambda: lit("relative", "stage3"), 2),
+    "litv2": (lambda: small_model("litv2", out_features=("stage3",)), 2),
     "cvt": (lambda: small_model("cvt", out_features=("stage1",)), 3),
 }
 

@@ -1,4 +1,4 @@
-"""ViL, Transformer-LS and LIT give the feature maps and logits of the official code with converted weights."""
+"""ViL, Transformer-LS, LIT and LITv2 give the feature maps and logits of the official code with converted weights."""
 
 import pytest
 import torch
@@ -26,6 +26,9 @@ FILES = {
     "lit_s_seg": ("lit_s_seg", {}, None),
     "lit_ti_cls": ("lit_ti", None, {}),
     "lit_s_cls": ("lit_s", None, {}),
+    "litv2_s_det": ("litv2_s", {}, None),
+    "litv2_s_ws4_det": ("litv2_s_ws4", {}, None),
+    "litv2_s_cls": ("litv2_s", None, {}),
     "ls_medium_224_cls": ("ls_medium", {}, {}),
 }
 # Large models of Transformer-LS take seconds.

@@ -65,10 +65,15 @@ def test_weights_that_can_be_downloaded(start, monkeypatch, capsys):
     """Without the detector's file, training starts from the classifier. The anchors of a detector are kept."""
     monkeypatch.setattr(recipes, "find_weights", lambda name: name)
     anchors = load_config(config_path("base/retinanet_1x")).MODEL.ANCHOR_GENERATOR
-    for options in ({"model": "lit_ti"}, {"weights": "lit_ti_retinanet_1x"}):
+    for variant, options in (
+        ("lit_ti", {"model": "lit_ti"}),
+        ("lit_ti", {"weights": "lit_ti_retinanet_1x"}),
+        ("litv2_s_ws4", {"model": "litv2_s_ws4", "schedule": "3x_ms"}),
+    ):
         cfg = start(**options)
-        assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.WEIGHTS) == ("lit_ti", "lit_ti_retinanet_1x")
-        assert cfg.MODEL.ANCHOR_GENERATOR == anchors
+        assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.WEIGHTS) == (variant, f"{variant}_retinanet_1x")
+        assert cfg.MODEL.ANCHOR_GENERATOR == anchors and not cfg.MODEL.FPN.P7_RELU
+    assert start(model="litv2_s_ws4", detector="faster_rcnn").MODEL.WEIGHTS == "litv2_s_ws4_in1k"
 
     def find(name):
         if "retinanet" in name:

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import cpu_blocks, reference
@@ -14,6 +15,7 @@ from backbones.attention.efficient import (
     PerformerAttention,
     SpatialReductionAttention,
 )
+from backbones.attention.hilo import HiLoAttention
 from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.errors import ConfigError
@@ -135,6 +137,36 @@ def test_gradients_match_reference_at_several_sizes(monkeypatch, name, num_globa
         monkeypatch.setattr(cpu_blocks, "BLOCK_SCORES", block_scores)
         expected = outputs_and_gradients_of(check, num_global, height, width)
         assert_all_close(outputs_and_gradients_of(ours, num_global, height, width), expected, tolerance=1e-9)
+
+
+def hilo_by_windows(module: HiLoAttention, tokens: Tensor, global_tokens: None) -> tuple[Tensor]:
+    """Return the output (B, H * W, C) of HiLo attention by loops over windows, padded with zeros."""
+    (height, width), side = tokens.shape[1:3], module.window_size
+    padded, means = F.pad(tokens, (0, 0, 0, -width % side, 0, -height % side)), []
+    high = padded.new_zeros(*padded.shape[:3], module.high_proj.in_features)
+    for row in range(0, padded.shape[1], side):
+        for col in range(0, padded.shape[2], side):
+            window = slice(None), slice(row, row + side), slice(col, col + side)
+            inside = padded[window].flatten(1, 2)
+            qkv = split_heads(module.high_qkv(inside), 3 * module.high_heads).chunk(3, dim=1)
+            high[window] = merge_heads(reference.attention(*qkv)).unflatten(1, (side, side))
+            means.append(inside.mean(dim=1))
+    keys_values = split_heads(module.key_value(torch.stack(means, dim=1)), 2 * module.low_heads).chunk(2, dim=1)
+    low = reference.attention(split_heads(module.query(tokens.flatten(1, 2)), module.low_heads), *keys_values)
+    high = module.high_proj(high[:, :height, :width].flatten(1, 2))
+    return (torch.cat([high, module.proj(merge_heads(low))], dim=2).unflatten(1, (height, width)),)
+
+
+@pytest.mark.parametrize("height, width", [(6, 9), (5, 7), (7, 3), (2, 1)])
+def test_hilo_equals_its_definition(height, width):
+    """Outputs and gradients, also if the sides are no multiples of the window."""
+    ours, check = (
+        randomize(HiLoAttention(8, num_heads=4, window_size=3, alpha=0.5, backend=backend)).double()
+        for backend in ("sdpa", "reference")
+    )
+    expected = outputs_and_gradients_of(ours, 0, height, width, hilo_by_windows)
+    for module in (ours, check):
+        assert_all_close(outputs_and_gradients_of(module, 0, height, width), expected, tolerance=1e-10)
 
 
 @pytest.mark.parametrize("size", [(7, 5), (5, 8)])

@@ -1,7 +1,7 @@
-"""LIT's official detectors: mmdetection's formulas and our models give the same detections.
+"""Official detectors of LIT and LITv2: mmdetection's formulas and our models give the same detections.
 
-The formulas are restated from mmdetection 2.11 in LIT's repository (detection/mmdet: necks/fpn.py, dense_heads,
-roi_heads, core/anchor, core/bbox/coder). R: anchors or regions, K: classes.
+The formulas are restated from mmdetection 2.11 in the repositories of LIT and LITv2 (detection/mmdet: necks/fpn.py,
+dense_heads, roi_heads, core/anchor, core/bbox/coder). R: anchors or regions, K: classes.
 """
 
 import pytest
@@ -23,8 +23,8 @@ from tests.projects_vil.checkpoint.test_checkpointer import LOG, log_of, save
 from tests.projects_vil.helpers import ROOT, assert_same_detections
 
 WIDTH, CLASSES, FC_DIM, SIZE = 8, 3, 16, (64, 96)
-DIMS = [stage.dim for stage in official_lit.TI.stages]
-KEYS = ["MODEL.TRANSFORMER.VARIANT", "lit_small", "MODEL.DEVICE", "cpu", "MODEL.FPN.OUT_CHANNELS", str(WIDTH)]
+SMALL = {"lit_small": official_lit.TI, "litv2_small": official_lit.V2}
+KEYS = ["MODEL.DEVICE", "cpu", "MODEL.FPN.OUT_CHANNELS", str(WIDTH)]
 KEYS += ["MODEL.RETINANET.NUM_CLASSES", str(CLASSES), "MODEL.ROI_HEADS.NUM_CLASSES", str(CLASSES)]
 KEYS += ["MODEL.ROI_BOX_HEAD.FC_DIM", str(FC_DIM), "MODEL.ROI_MASK_HEAD.CONV_DIM", str(WIDTH)]
 # mmdetection keeps the best anchors of a level, and detectron2 the best pairs of anchor and class. Here, both keep all.
@@ -35,8 +35,9 @@ KEYS += ["TEST.DETECTIONS_PER_IMAGE", "1000"]
 class Heads(dict[str, Tensor]):
     """Return random FPN and heads with mmdetection's names. ``heads(name, x)`` applies a layer."""
 
-    def __init__(self, retinanet: bool) -> None:
+    def __init__(self, retinanet: bool, variant: str = "lit_small") -> None:
         super().__init__()
+        widths = [stage.dim for stage in SMALL[variant].stages]
         generator = torch.Generator().manual_seed(3)
 
         def add(name: str, out: int, *inputs: int) -> None:
@@ -45,12 +46,12 @@ class Heads(dict[str, Tensor]):
             self[f"{name}.weight"] = torch.randn(out, *inputs, generator=generator) * scale**0.5
             self[f"{name}.bias"] = 0.1 * torch.randn(out, generator=generator)
 
-        dims = DIMS[1:] if retinanet else DIMS
+        dims = widths[1:] if retinanet else widths
         for index, dim in enumerate(dims):
             add(f"neck.lateral_convs.{index}.conv", WIDTH, dim, 1, 1)
             add(f"neck.fpn_convs.{index}.conv", WIDTH, WIDTH, 3, 3)
         if retinanet:
-            add("neck.fpn_convs.3.conv", WIDTH, DIMS[-1], 3, 3)
+            add("neck.fpn_convs.3.conv", WIDTH, dims[-1], 3, 3)
             add("neck.fpn_convs.4.conv", WIDTH, WIDTH, 3, 3)
             for branch, out in (("cls", 9 * CLASSES), ("reg", 9 * 4)):
                 for index in range(4):
@@ -180,35 +181,45 @@ FORMULAS = {"retinanet": retinanet, "mask_rcnn": mask_rcnn}
 
 @pytest.fixture(autouse=True)
 def small_variant(monkeypatch):
-    monkeypatch.setitem(VARIANTS, "lit_small", official_lit.TI)
+    for name, variant in SMALL.items():
+        monkeypatch.setitem(VARIANTS, name, variant)
+
+
+def backbone_weights(variant: str = "lit_small") -> dict[str, Tensor]:
+    weights = official_lit.official_state_dict(SMALL[variant], classifier=False)
+    return {k: t.float() if t.is_floating_point() else t for k, t in weights.items()}
 
 
 def contents(heads: dict[str, Tensor]) -> dict:
-    weights = official_lit.official_state_dict(official_lit.TI, classifier=False)
-    return layouts.mmdetection({k: t.float() if t.is_floating_point() else t for k, t in weights.items()}, heads)
+    return layouts.mmdetection(backbone_weights(), heads)
 
 
-def config_of(name: str, *overrides: str):
-    return load_config(ROOT / f"configs/{name}/lit_ti_1x.yaml", [*KEYS, *overrides])
+def config_of(name: str, *overrides: str, variant: str = "lit_small"):
+    keys = ["MODEL.TRANSFORMER.VARIANT", variant, *KEYS, *overrides]
+    return load_config(ROOT / f"configs/{name}/lit_ti_1x.yaml", keys)
 
 
-def loaded(name: str, path: str) -> nn.Module:
-    cfg = config_of(name)
+def loaded(name: str, path: str, variant: str) -> nn.Module:
+    cfg = config_of(name, variant=variant)
     model = build_model(cfg)
     Checkpointer(model, cfg=cfg, complete=True).load(path)
     return model.eval()
 
 
+@pytest.mark.parametrize("variant", SMALL)
 @pytest.mark.parametrize("name", FORMULAS)
 @torch.no_grad()
-def test_detections_equal_mmdetection(tmp_path, name):
-    heads = Heads(name == "retinanet")
-    path = save(tmp_path, contents(heads))
+def test_detections_equal_mmdetection(tmp_path, name, variant):
+    heads, path = Heads(name == "retinanet", variant), str(tmp_path / "official.pth")
+    if variant == "lit_small":
+        torch.save(contents(heads), path)
+    else:
+        layouts.save_mmdetection_3(backbone_weights(variant), heads, path)
     image = 255 * torch.rand(3, *SIZE, generator=torch.Generator().manual_seed(1))
-    converted = convert_file(path, tmp_path / "ours.pth", "lit_small")
+    converted = convert_file(path, tmp_path / "ours.pth", variant)
     assert heads.keys() <= converted.report.mapped.keys()
     for file in (path, str(tmp_path / "ours.pth")):
-        model = loaded(name, file)
+        model = loaded(name, file, variant)
         inputs = [{"image": image, "height": SIZE[0], "width": SIZE[1]}]
         normalized = model.preprocess_image(inputs).tensor
         features = list(model.backbone.bottom_up.net.forward(normalized).values())

@@ -14,6 +14,7 @@ from detectron2.modeling import build_model
 from PIL import Image
 
 from backbones import list_variants
+from backbones.build import get_variant
 from backbones.checkpoint_files import read_checkpoint
 from backbones.convert import detect_format
 from projects_vil import Checkpointer, Detector, load_config
@@ -29,6 +30,7 @@ from projects_vil.checkpoint import (
 from projects_vil.config import config_path
 from projects_vil.recipes import STARTER, STARTER_WEIGHTS
 from tests import layouts
+from tests.backbones import official_lit
 from tests.backbones.official import OfficialStage, official_shapes, official_state_dict
 from tests.backbones.test_build import TABLE_9, stages_of
 from tests.golden import golden
@@ -254,14 +256,19 @@ def test_another_table_of_another_form(tmp_path, monkeypatch, text):
 # -- the table -------------------------------------------------------------------------------------
 
 # Numbers of files in the READMEs, without the files that the table leaves out.
-FILES = {"ziplab/LIT": 10, "microsoft/vision-longformer": 29, "VisionLongformerForObjectDetection": 25}
-FILES |= {"NVIDIA/transformer-ls": 3}
+FILES = {"ziplab/LIT/": 10, "microsoft/vision-longformer": 29, "VisionLongformerForObjectDetection": 25}
+FILES |= {"NVIDIA/transformer-ls": 3, "ziplab/LITv2": 19}
 PUBLISHED = {
     # README of ziplab/LIT: RetinaNet, Mask R-CNN, ImageNet and ADE20K.
     "lit_ti_retinanet_1x": {"box_ap": 41.6},
     "lit_s_mask_rcnn_1x": {"box_ap": 42.9, "mask_ap": 39.6},
     "lit_b_in1k": {"top1": 83.4},
     "lit_s_semantic_fpn": {"miou": 41.7},
+    # README of ziplab/LITv2
+    "litv2_s_retinanet_1x": {"box_ap": 44.0},
+    "litv2_m_ws4_mask_rcnn_1x": {"box_ap": 46.5, "mask_ap": 42.0},
+    "litv2_b_384_in1k": {"top1": 84.7},
+    "litv2_s_ws4_in1k": {},
     # README of microsoft/VisionLongformerForObjectDetection. The README of vision-longformer has 45.0 and 41.2.
     "vil_small_rpb_mask_rcnn_1x": {"box_ap": 44.9, "mask_ap": 41.1},
     # READMEs of microsoft/vision-longformer and NVIDIA/transformer-ls.
@@ -275,7 +282,8 @@ def test_the_table_has_the_published_files_and_figures():
     for repository, number in FILES.items():
         assert sum(repository in entry.group["source"] for entry in entries.values()) == number
     assert {name: entries[name].figures for name in PUBLISHED} == PUBLISHED
-    urls = [entry.url for entry in entries.values()]
+    # The window size of LITv2 changes no weight.
+    urls = [entry.url for name, entry in entries.items() if not name.endswith("ws4_in1k")]
     assert len(set(urls)) == len(urls) and all(
         re.fullmatch(r"https://([^{}\s]+\.pth(\?dl=1)?|pypi\.org/project/[\w-]+/)", url) for url in urls
     )
@@ -301,6 +309,8 @@ DETECTORS = [name for name, entry in read_zoo().items() if entry.config]
 
 def official_backbone(variant: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the official detector's backbone for images of up to 1333 pixels: 42 x 42 at stride 32."""
+    if variant.startswith("litv2"):
+        return official_lit.official_shapes(get_variant(variant), classifier=False)
     if variant.startswith("lit"):
         return {name: entry["shape"] for name, entry in golden(f"{variant}_det")["state_dict"].items()}
     mechanism, size = re.fullmatch(r"(\w+?)_(tiny|small|medium_deep|base_deep)(?:_rpb)?", variant).groups()

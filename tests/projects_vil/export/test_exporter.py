@@ -115,7 +115,7 @@ def test_a_failed_export_leaves_the_older_one(exported, weights, tmp_path, monke
 
 FAMILIES = [
     # tests/backbones exports the backbones of all families to ONNX.
-    *("vil-mask_rcnn-onnx", "lit-retinanet-onnx"),
+    *("vil-mask_rcnn-onnx", "lit-retinanet-onnx", "litv2-retinanet-onnx"),
     *("ls-mask_rcnn-openvino", "lit-retinanet-openvino", "cvt-retinanet-openvino"),
     # ONNX files come from the same program.
     "vil-retinanet-torch_export",
