@@ -11,8 +11,10 @@ from projects_vil.data.coco import write_cleaned
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import Dataset, read_dataset
 from projects_vil.data.readers.detect import annotation_format
+from projects_vil.utils import paused_garbage_collection
 
 
+@paused_garbage_collection()
 def check_dataset(
     data: str | Path,
     images: str | Path | None = None,

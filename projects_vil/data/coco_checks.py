@@ -20,12 +20,22 @@ from pycocotools import mask as mask_util
 from backbones import ConfigError
 from projects_vil.data.detection_utils import missing_files, read_sizes
 from projects_vil.data.readers import SOURCE, read_coco
-from projects_vil.data.segmentation import FAR, box_of, check_segmentation, count_masks, has_mask, rectangle, rle_of
+from projects_vil.data.segmentation import (
+    FAR,
+    box_of,
+    check_segmentation,
+    count_masks,
+    has_mask,
+    have_masks,
+    rectangle,
+    rle_of,
+)
 from projects_vil.utils import paused_garbage_collection
 
 NUM_EXAMPLES = 5
-# Larger numbers could overflow.
-_LARGEST = 1e300
+# The product of larger numbers could overflow.
+_LARGEST = 1e100
+_NO_BOX = [math.nan] * 4
 # The check for [left, top, right, bottom] boxes needs at least this many boxes and this fraction beyond their images.
 _MIN_BOXES, _BEYOND_FRACTION = 20, 0.2
 # The images of a file with at most this many images are always decoded.
@@ -81,8 +91,10 @@ class CocoFile:
         self.dataset = read_coco(path) if dataset is None else dataset
         self.images, self.categories = self.dataset["images"], self.dataset["categories"]
         self.annotations = self.dataset.get("annotations", [])
-        number, total = count_masks(self.annotations)
-        self.masks = masks is not False and number > 0 and (masks or 2 * number >= total)
+        if masks is None:
+            number, total = count_masks(self.annotations)
+            masks = 2 * number >= total
+        self.masks = masks and any(have_masks(self.annotations))
         self.pixels, self.progress = pixels, progress
         self.heights, self.widths = np.zeros((2, len(self.images)), np.int64)
         self.image_of, self.category_of = np.full((2, len(self.annotations)), -1)
@@ -218,12 +230,14 @@ class CocoFile:
 
 def as_int(value: object) -> int | None:
     """Return an id as an integer, or None if it is not a whole number or the text of one."""
+    if type(value) is int:
+        return value
     if isinstance(value, bool):
         return None
     try:
         if isinstance(value, float):
             return int(value) if value.is_integer() else None
-        return int(value) if isinstance(value, (int, str)) else None
+        return int(value) if isinstance(value, str) else None
     except ValueError:
         return None
 
@@ -304,25 +318,20 @@ def find_in_files(file: CocoFile) -> Findings:
 
 def find_in_annotations(file: CocoFile) -> Findings:
     are_mixed = bool(file.found["mixed_image_id_types"])
-    # The last element is for annotations of an unknown image, whose index is -1.
-    largest_areas = [*(2 * np.maximum(file.heights * file.widths, 1)).tolist(), math.inf]
     for index, entry in enumerate(file.annotations):
         if not isinstance(entry, dict):
             yield "invalid_annotation_entry", index, None
             continue
         name = entry.get("image_id")
-        image = file.image_by_id.get(name, -1) if isinstance(name, (int, str, float)) else -1
-        if image < 0:
-            image = file.image_by_number.get(as_int(name), -1)
-        file.image_of[index] = image
-        if image < 0:
-            yield "unknown_image_id", index, None
-        elif are_mixed or file.images[image]["id"] != name:
-            yield "image_id_type_mismatch", index, None
+        image = file.image_by_id.get(name) if isinstance(name, (int, str, float)) else None
+        is_same = image is not None and not are_mixed
+        file.image_of[index] = image = file.image_by_number.get(as_int(name), -1) if image is None else image
+        if not is_same:
+            yield "unknown_image_id" if image < 0 else "image_id_type_mismatch", index, None
         category = entry.get("category_id")
-        file.category_of[index] = file.category_by_id.get(as_int(category), -1)
-        if type(category) is not int or category not in file.category_by_id:
-            name = "category_id_type_mismatch" if as_int(category) in file.category_by_id else "unknown_category_id"
+        file.category_of[index] = position = file.category_by_id.get(as_int(category), -1)
+        if position < 0 or type(category) is not int:
+            name = "unknown_category_id" if position < 0 else "category_id_type_mismatch"
             yield name, index, f"category_id {_shortened(category)}"
         number = entry.get("id")
         if type(number) is not int or number <= 0:
@@ -332,29 +341,27 @@ def find_in_annotations(file: CocoFile) -> Findings:
         crowd = entry.get("iscrowd")
         if crowd in (None, "0", "1"):
             yield "missing_iscrowd", index, None
-        elif type(crowd) not in (int, bool, float) or crowd not in (0, 1):
+        elif crowd not in (0, 1):
             yield "invalid_iscrowd", index, f"iscrowd {_shortened(crowd)}"
         if entry.get("ignore") and crowd not in (1, "1"):
             yield "ignore_flag", index, None
-        area, box = entry.get("area"), entry.get("bbox")
-        is_valid = type(area) in (int, float) and 0 <= area <= largest_areas[image]
-        if not is_valid or (is_box(box) and not fits_box(area, box)):
-            yield "missing_or_invalid_area", index, None if area is None else f"area {_shortened(area)}"
 
 
 def is_box(box: Any) -> bool:
     """Return whether a value is a list of four finite numbers."""
     are_numbers = type(box) is list and len(box) == 4 and set(map(type, box)) <= {int, float}
-    return are_numbers and all(-_LARGEST < number < _LARGEST for number in box)
+    # The maximum does not find NaN, but the sum does.
+    return are_numbers and max(map(abs, box)) < _LARGEST and sum(box) == sum(box)
 
 
-def fits_box(area: float, box: list[float]) -> bool:
-    """Return whether an object with a box may have an area. The limits allow for rounded values and thin objects."""
-    width, height = abs(box[2]), abs(box[3])
-    return not (width and height) or 1e-3 * width * height <= area <= 2 * (width + 1) * (height + 1)
+def misfits_box(area: Any, width: Any, height: Any) -> Any:
+    """Return whether an area is impossible in a box. The limits allow for rounded values and thin objects."""
+    box_area = width * height
+    return (box_area > 0) & ((area < 1e-3 * box_area) | (area > 2 * (width + 1) * (height + 1)))
 
 
 def find_in_masks(file: CocoFile) -> Findings:
+    sizes = [*zip(file.heights.tolist(), file.widths.tolist(), strict=True), (0, 0)]
     for index, entry in enumerate(file.annotations if file.masks else ()):
         if not isinstance(entry, dict):
             continue
@@ -362,7 +369,7 @@ def find_in_masks(file: CocoFile) -> Findings:
         if not has_mask(segmentation):
             yield "missing_segmentation", index, None
             continue
-        height, width = file.size_of_image(index)
+        height, width = sizes[file.image_of[index]]
         if height:
             for problem in check_segmentation(segmentation, height, width)[0]:
                 yield problem, index, segmentation
@@ -371,36 +378,44 @@ def find_in_masks(file: CocoFile) -> Findings:
 
 
 def find_in_boxes(file: CocoFile) -> Findings:
-    indices, rows = [], []
+    indices, rows, areas = [], [], []
     for index, entry in enumerate(file.annotations):
         if not isinstance(entry, dict):
             continue
-        box = entry.get("bbox")
-        if is_box(box):
-            indices.append(index)
-            rows.append(box)
-        elif "bbox" in entry:
+        box, area = entry.get("bbox"), entry.get("area")
+        indices.append(index)
+        rows.append(box if is_box(box) else _NO_BOX)
+        areas.append(area if type(area) in (int, float) and abs(area) < _LARGEST else math.nan)
+        if rows[-1] is not _NO_BOX:
+            continue
+        if "bbox" in entry:
             yield "invalid_bbox", index, box
         else:
             yield "missing_bbox_and_mask" if box_of_mask(file, index, entry) is None else "missing_bbox", index, None
-    if not rows:
-        return
-    boxes = np.array(rows, np.float64)
-    for name, where in _box_problems(file, np.array(indices), boxes):
-        yield from ((name, indices[row], rows[row]) for row in np.flatnonzero(where).tolist())
-    keys = np.column_stack([file.image_of[indices], file.category_of[indices], boxes])
-    order = np.lexsort(keys.T)
-    for row in np.flatnonzero((keys[order[1:]] == keys[order[:-1]]).all(1)).tolist():
-        first, second = (indices[place] for place in order[row : row + 2])
+    indices, boxes, areas = np.array(indices, int), np.array(rows, float).reshape(-1, 4), np.array(areas)
+    for name, where in _box_problems(file, indices, boxes):
+        yield from ((name, index, file.annotations[index]["bbox"]) for index in indices[where].tolist())
+    # The last element is for annotations of an unknown image, whose index is -1.
+    largest = np.append(2.0 * np.maximum(file.heights * file.widths, 1), math.inf)[file.image_of[indices]]
+    is_valid = (areas >= 0) & (areas <= largest) & ~misfits_box(areas, *abs(boxes[:, 2:].T))
+    for index in indices[~is_valid].tolist():
+        area = file.annotations[index].get("area")
+        yield "missing_or_invalid_area", index, None if area is None else f"area {_shortened(area)}"
+    keys = file.image_of[indices], file.category_of[indices], *boxes.T
+    order = np.lexsort(keys)
+    are_equal = np.all([key[order[1:]] == key[order[:-1]] for key in keys], axis=0)
+    for first, second in zip(indices[order[:-1][are_equal]], indices[order[1:][are_equal]], strict=True):
         if file.annotations[first].get("segmentation") == file.annotations[second].get("segmentation"):
-            yield "duplicate_object", second, None
+            yield "duplicate_object", int(second), None
 
 
 def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the name of a check and the boxes with this problem as (N,) bool, for boxes (N, 4)."""
     images = file.image_of[indices]
     heights, widths = np.append(file.heights, 0)[images], np.append(file.widths, 0)[images]
-    has_size, (left, top, wide, high) = (heights > 0) & (widths > 0), boxes.T
+    left, top, wide, high = boxes.T
+    # Comparisons with NaN are false.
+    has_size = (heights > 0) & (widths > 0) & (left == left)
     yield "swapped_bbox_corners", (wide < 0) | (high < 0)
     left, top, wide, high = np.minimum(left, left + wide), np.minimum(top, top + high), abs(wide), abs(high)
     right, bottom, far = left + wide, top + high, FAR * np.maximum(heights, widths)
@@ -489,9 +504,9 @@ def new_id_unless_equal(file: CocoFile, index: int, entry: dict[str, Any]) -> di
 def area_of_mask_or_box(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
     mask = file.mask(index, entry)
     area = 0 if mask is None else float(mask_util.area(rle_of(mask, *file.size_of_image(index))))
-    box_area = float(entry["bbox"][2]) * float(entry["bbox"][3])
+    width, height = entry["bbox"][2:]
     # The area of a very thin mask may be 0 pixels.
-    return entry | {"area": area if area and fits_box(area, entry["bbox"]) else box_area}
+    return entry | {"area": area if area and not misfits_box(area, width, height) else float(width) * float(height)}
 
 
 # -- the table -------------------------------------------------------------------------------------
