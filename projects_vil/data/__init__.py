@@ -39,3 +39,4 @@ from projects_vil.data.detection_utils import (
 )
 from projects_vil.data.readers import SOURCE, Dataset, read_dataset
 from projects_vil.data.samplers import EvaluationLoader, derived_seed, seed_all
+from projects_vil.data.writers import check_output, convert_dataset, write_detections

@@ -69,8 +69,8 @@ class CocoFile:
         dataset: The content of the file.
         found: A dict from the name of a check to indices in the list of the check.
         examples: A dict from the name of a check to the ids, file names and values of its first findings.
-        heights: The height of each image in pixels, or 0 if it is unknown.
-        widths: The width of each image in pixels, or 0 if it is unknown.
+        sizes: The height and width of each image in pixels, and (0, 0) if they are unknown. The last element is
+            for annotations of an unknown image, whose index is -1.
         image_of: The index of the image of each annotation, or -1 if it is unknown.
         category_of: The index of the category of each annotation, or -1 if it is unknown.
     """
@@ -96,7 +96,7 @@ class CocoFile:
             masks = 2 * number >= total
         self.masks = masks and any(have_masks(self.annotations))
         self.pixels, self.progress = pixels, progress
-        self.heights, self.widths = np.zeros((2, len(self.images)), np.int64)
+        self.sizes = [(0, 0)] * (len(self.images) + 1)
         self.image_of, self.category_of = np.full((2, len(self.annotations)), -1)
         # The index of the first valid entry with each id.
         self.image_by_id: dict[Any, int] = {}
@@ -120,14 +120,9 @@ class CocoFile:
         """Return the first error that has no fix, or None."""
         return next((check for check in self.findings("error") if check.fix is None), None)
 
-    def size_of_image(self, annotation: int) -> tuple[int, int]:
-        """Return the height and width of the image of an annotation, or 0 if they are unknown."""
-        image = self.image_of[annotation]
-        return (int(self.heights[image]), int(self.widths[image])) if image >= 0 else (0, 0)
-
     def mask(self, index: int, entry: dict[str, Any]) -> Any:
         """Return the valid part of the segmentation of an annotation, or None if there is none."""
-        (height, width), segmentation = self.size_of_image(index), entry.get("segmentation")
+        (height, width), segmentation = self.sizes[self.image_of[index]], entry.get("segmentation")
         return check_segmentation(segmentation, height, width)[1] if segmentation and height else None
 
     def _example(self, key: str, index: int, value: Any) -> dict[str, Any]:
@@ -145,8 +140,7 @@ class CocoFile:
         return f"{self._counted(check)}: {check.effect}"
 
     def _counted(self, check: "Check") -> str:
-        first = _example_text(self.examples[check.name][0])
-        return f"{check.what} ({len(self.found[check.name]):,}; first: {first})"
+        return f"{check.what} ({len(self.found[check.name]):,}; first: {_example_text(self.examples[check.name][0])})"
 
     def lines(self) -> list[str]:
         """Return all findings as lines of text."""
@@ -205,18 +199,15 @@ class CocoFile:
             annotations.
         """
         self.new_ids = itertools.count(max(self.annotation_by_id, default=0) + 1)
-        dataset, removed, changed = dict(self.dataset), {}, {}
+        dataset, removed, changed = dict(self.dataset), defaultdict(set), defaultdict(dict)
         for key in ("categories", "images", "annotations"):
             entries = self.dataset.get(key, [])
-            removed[key], changed[key] = set(), {}
             if key == "annotations":
-                removed[key] = set(np.flatnonzero(np.isin(self.image_of, list(removed["images"]))).tolist())
+                removed[key].update(np.flatnonzero(np.isin(self.image_of, list(removed["images"]))).tolist())
             for check in CHECKS.values():
                 if check.key != key or check.fix is None or (check.name == "missing_or_invalid_area" and not areas):
                     continue
-                for index in self.found.get(check.name, ()):
-                    if index in removed[key]:
-                        continue
+                for index in [index for index in self.found.get(check.name, ()) if index not in removed[key]]:
                     entry = check.fix(self, index, changed[key].get(index, entries[index]))
                     if entry is None:
                         removed[key].add(index)
@@ -232,12 +223,10 @@ def as_int(value: object) -> int | None:
     """Return an id as an integer, or None if it is not a whole number or the text of one."""
     if type(value) is int:
         return value
-    if isinstance(value, bool):
-        return None
+    if type(value) is float:
+        return int(value) if value.is_integer() else None
     try:
-        if isinstance(value, float):
-            return int(value) if value.is_integer() else None
-        return int(value) if isinstance(value, str) else None
+        return int(value) if type(value) is str else None
     except ValueError:
         return None
 
@@ -280,7 +269,7 @@ def find_in_images(file: CocoFile) -> Findings:
         names.add(entry["file_name"])
         sides = entry.get("height"), entry.get("width")
         if all(type(side) is int and 0 < side < 2**31 for side in sides):
-            file.heights[index], file.widths[index] = sides
+            file.sizes[index] = sides
         else:
             yield "missing_image_size", index, None
     for indices in indices_of_id.values():
@@ -306,13 +295,12 @@ def find_in_files(file: CocoFile) -> Findings:
     for count, (index, (size, damage)) in enumerate(zip(opened, sizes, strict=True), start=1):
         if file.progress is not None:
             file.progress(count)
-        expected = int(file.heights[index]), int(file.widths[index])
         if damage is not None:
             yield "unreadable_image_file" if size is None else "damaged_image_file", index, damage
         if size is not None and index in unsized:
-            file.heights[index], file.widths[index] = size
-        elif size not in (None, expected):
-            value = f"(height, width) is {size} in the file, {expected} in the annotations"
+            file.sizes[index] = size
+        elif size not in (None, file.sizes[index]):
+            value = f"(height, width) is {size} in the file, {file.sizes[index]} in the annotations"
             yield "image_size_mismatch", index, value
 
 
@@ -361,7 +349,6 @@ def misfits_box(area: Any, width: Any, height: Any) -> Any:
 
 
 def find_in_masks(file: CocoFile) -> Findings:
-    sizes = [*zip(file.heights.tolist(), file.widths.tolist(), strict=True), (0, 0)]
     for index, entry in enumerate(file.annotations if file.masks else ()):
         if not isinstance(entry, dict):
             continue
@@ -369,7 +356,7 @@ def find_in_masks(file: CocoFile) -> Findings:
         if not has_mask(segmentation):
             yield "missing_segmentation", index, None
             continue
-        height, width = sizes[file.image_of[index]]
+        height, width = file.sizes[file.image_of[index]]
         if height:
             for problem in check_segmentation(segmentation, height, width)[0]:
                 yield problem, index, segmentation
@@ -384,19 +371,16 @@ def find_in_boxes(file: CocoFile) -> Findings:
             continue
         box, area = entry.get("bbox"), entry.get("area")
         indices.append(index)
-        rows.append(box if is_box(box) else _NO_BOX)
         areas.append(area if type(area) in (int, float) and abs(area) < _LARGEST else math.nan)
-        if rows[-1] is not _NO_BOX:
-            continue
-        if "bbox" in entry:
+        rows.append(box if is_box(box) else _NO_BOX)
+        if rows[-1] is _NO_BOX and "bbox" in entry:
             yield "invalid_bbox", index, box
-        else:
+        elif rows[-1] is _NO_BOX:
             yield "missing_bbox_and_mask" if box_of_mask(file, index, entry) is None else "missing_bbox", index, None
     indices, boxes, areas = np.array(indices, int), np.array(rows, float).reshape(-1, 4), np.array(areas)
     for name, where in _box_problems(file, indices, boxes):
         yield from ((name, index, file.annotations[index]["bbox"]) for index in indices[where].tolist())
-    # The last element is for annotations of an unknown image, whose index is -1.
-    largest = np.append(2.0 * np.maximum(file.heights * file.widths, 1), math.inf)[file.image_of[indices]]
+    largest = np.array([2.0 * height * width or math.inf for height, width in file.sizes])[file.image_of[indices]]
     is_valid = (areas >= 0) & (areas <= largest) & ~misfits_box(areas, *abs(boxes[:, 2:].T))
     for index in indices[~is_valid].tolist():
         area = file.annotations[index].get("area")
@@ -411,8 +395,7 @@ def find_in_boxes(file: CocoFile) -> Findings:
 
 def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the name of a check and the boxes with this problem as (N,) bool, for boxes (N, 4)."""
-    images = file.image_of[indices]
-    heights, widths = np.append(file.heights, 0)[images], np.append(file.widths, 0)[images]
+    heights, widths = np.array(file.sizes)[file.image_of[indices]].T
     left, top, wide, high = boxes.T
     # Comparisons with NaN are false.
     has_size = (heights > 0) & (widths > 0) & (left == left)
@@ -465,7 +448,7 @@ def convert(key: str, to: Callable[[Any], Any]) -> Fix:
 
 
 def set_file_size(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"height": int(file.heights[index]), "width": int(file.widths[index])}
+    return entry | dict(zip(("height", "width"), file.sizes[index], strict=True))
 
 
 def renumber_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
@@ -488,7 +471,7 @@ def ordered_corners(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[s
 
 def box_of_mask(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any] | None:
     mask = file.mask(index, entry)
-    box = None if mask is None else box_of(mask, *file.size_of_image(index))
+    box = None if mask is None else box_of(mask, *file.sizes[file.image_of[index]])
     return None if box is None else entry | {"bbox": box}
 
 
@@ -503,7 +486,7 @@ def new_id_unless_equal(file: CocoFile, index: int, entry: dict[str, Any]) -> di
 
 def area_of_mask_or_box(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
     mask = file.mask(index, entry)
-    area = 0 if mask is None else float(mask_util.area(rle_of(mask, *file.size_of_image(index))))
+    area = 0 if mask is None else float(mask_util.area(rle_of(mask, *file.sizes[file.image_of[index]])))
     width, height = entry["bbox"][2:]
     # The area of a very thin mask may be 0 pixels.
     return entry | {"area": area if area and not misfits_box(area, width, height) else float(width) * float(height)}
