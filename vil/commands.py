@@ -318,7 +318,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         parser.error(f"argument --fix: '{args.fix}' already exists. Give a new file or folder")
 
     from projects_vil.config import config_path, load_config
-    from projects_vil.data import check_dataset, write_fixed
+    from projects_vil.data import check_dataset, removed_on_error, write_fixed
     from projects_vil.data.object_sizes import choose_size, objects_of
     from projects_vil.recipes import IMAGE_SIZES
 
@@ -329,18 +329,19 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     options: dict[str, Any] = {"masks": False if args.boxes else None, "pixels": args.deep, "progress": progress}
     if args.json:
         options |= {"num_examples": math.inf, "report": args.json}
-    dataset, files = check_dataset(args.data, args.images or args.folder, fixed=args.fix, **options)
-    if dataset:
-        show(dataset.line())
-    for file in files.values():
-        show(*file.lines())
-    objects = objects_of(files["train"].dataset if "train" in files else {"images": ()})
-    if len(objects):
-        show(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=IMAGE_SIZES["cpu"]).line())
-    found = {split: file.to_json() for split, file in files.items()}
-    unused = {"notes": dataset.notes, "unused": dataset.unused} if dataset else {}
-    write_json(args.json, found.get("") or {"splits": found, **unused})
-    show(*write_fixed(files, args.fix))
+    with removed_on_error(args.fix):
+        dataset, files = check_dataset(args.data, args.images or args.folder, fixed=args.fix, **options)
+        if dataset:
+            show(dataset.line())
+        for file in files.values():
+            show(*file.lines())
+        objects = objects_of(files["train"].dataset if "train" in files else {"images": ()})
+        if len(objects):
+            show(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=IMAGE_SIZES["cpu"]).line())
+        found = {split: file.to_json() for split, file in files.items()}
+        unused = {"notes": dataset.notes, "unused": dataset.unused} if dataset else {}
+        write_json(args.json, found.get("") or {"splits": found, **unused})
+        show(*write_fixed(files, args.fix))
 
 
 def convert_data(parser: ToolParser, words: Sequence[str]) -> None:

@@ -113,7 +113,7 @@ def write_dataset(
 ) -> list[str]:
     """Write a dataset with copies of its images, and return a summary as lines.
 
-    The images of a split are in one folder. An image ``day1/a.jpg`` becomes ``day1_a.jpg``.
+    The images of a split are in one folder. If they come from several folders, ``day1/a.jpg`` becomes ``day1_a.jpg``.
 
     Args:
         parts: A dict from the split to a valid COCO content and its image folder. Annotations may have a ``score``.
@@ -135,8 +135,10 @@ def write_dataset(
             folder, objects = _FORMATS[output_format][0].format(split=split), defaultdict(list)
             for one in content.get("annotations", ()):
                 objects[one["image_id"]].append(one | {"label": names[one["category_id"]]})
-            for entry in content["images"]:
-                path = PurePosixPath(folder, _new_name(entry["file_name"], used[folder]))
+            paths = [_parts(entry["file_name"]) for entry in content["images"]]
+            num_common = len(os.path.commonprefix([parts[:-1] for parts in paths]))
+            for entry, parts in zip(content["images"], paths, strict=True):
+                path = PurePosixPath(folder, _new_name("_".join(parts[num_common:]), used[folder]))
                 images.append(_Image(split, path, entry, objects[entry["id"]]))
                 (partial / path).parent.mkdir(parents=True, exist_ok=True)
                 try:
@@ -151,11 +153,14 @@ def write_dataset(
     return [f"wrote {output}: {len(images):,} images in format {output_format}", *lines]
 
 
+def _parts(path: str) -> list[str]:
+    return [part for part in PurePosixPath(path.replace("\\", "/")).parts if part not in ("/", "..")]
+
+
 def _new_name(file_name: str, used: set[str]) -> str:
-    """Return a file name without folders, whose stem is not in ``used``, and add its stem to ``used``."""
-    parts = [part for part in PurePosixPath(file_name.replace("\\", "/")).parts if part not in ("/", "..")]
+    """Return a file name whose stem is not in ``used``, and add its stem to ``used``."""
     # A comment in the lists of Pascal VOC starts with #.
-    path = PurePosixPath("_".join(parts).replace("#", "_"))
+    path = PurePosixPath(file_name.replace("#", "_"))
     stems = itertools.chain([path.stem], (f"{path.stem}_{number}" for number in itertools.count(2)))
     stem = next(stem for stem in stems if normalized(stem) not in used)
     used.add(normalized(stem))

@@ -184,7 +184,7 @@ def _unused_images(source: Path, name: str, parts: Parts, index: FileIndex) -> d
     what = "without an annotation file" if name in FILE_PER_IMAGE else "that the annotations do not name"
     unused = {f"images {what}": [path for path in index.images if path not in used and path.startswith(below)]}
     if types := Counter(os.path.splitext(path)[1].lower() for path in index.unsupported):
-        text = ", ".join(f"{suffix} ({number:,})" for suffix, number in types.most_common())
+        text = ", ".join(f"{suffix or 'none'} ({number:,})" for suffix, number in types.most_common())
         unused[f"files of an unsupported type, {text}"] = index.unsupported
     return unused
 

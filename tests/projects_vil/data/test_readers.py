@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from projects_vil.data import check_dataset, read_dataset, write_fixed
+from projects_vil.data import check_dataset, convert_dataset, read_dataset, write_fixed
 from tests.projects_vil.helpers import message
+from vil.choices import LABEL_FORMATS
+from vil.cli import _main as run
 
 STEMS = ("0", "001", "IMG_2", "my photo", "caf\u00e9", "100%", "a.b", "val_3")
 FOLDERS = ("", "day1", "day2/cam", "Raw")
@@ -99,6 +101,9 @@ def test_every_file_is_counted_and_no_object_is_on_another_image(name, seed, tmp
         (root / path).unlink()
     save_image(root / "train/unlabeled.jpg", 250)
     (root / "train/clip.mp4").touch()
+    (root / "boxes.csv").touch()
+    save_image(root / "train/none.png", 251)
+    (root / "train/none.png").rename(root / "train/none")
     (root / "notes.json").write_text('{"images": 3}')
     dataset = read_dataset(root, tmp_path / "out", val=0)
     found = objects_of(dataset) if name != "COCO" else []
@@ -109,7 +114,8 @@ def test_every_file_is_counted_and_no_object_is_on_another_image(name, seed, tmp
         for image in json.loads(path.read_text())["images"]
     }
     unused = [os.path.realpath(path) for files in dataset.unused.values() for path in files]
-    images = {os.path.realpath(path) for path in root.rglob("*.*") if path.suffix in (".png", ".jpg", ".mp4")}
+    others = (".xml", ".json")
+    images = {os.path.realpath(path) for path in root.rglob("*") if path.is_file() and path.suffix not in others}
     assert images <= used | set(unused) and not used & set(unused)
     if name in ("Pascal VOC", "LabelMe"):
         without_image = dataset.unused["annotation files without an image of their own"]
@@ -366,6 +372,12 @@ def test_kinds_of_files(kind, tmp_path):
     folder = dataset.splits["train"][1]
     assert all((folder / image["file_name"]).is_file() for image in contents["train"]["images"])
     assert ("skeleton" in dataset.line()) == ("skeleton" in kind)
+    # Another format has the same objects.
+    output_format = LABEL_FORMATS[sorted(KINDS).index(kind) % len(LABEL_FORMATS)]
+    convert_dataset(root, tmp_path / "converted", output_format)
+    converted = {}
+    assert read_dataset(tmp_path / "converted", tmp_path / "out", val=0, contents=converted).sizes == dataset.sizes
+    np.testing.assert_allclose(converted["train"]["annotations"][0]["bbox"], BOX, atol=0.01)
 
 
 # -- missing images and ties -----------------------------------------------------------------------
@@ -388,6 +400,22 @@ def test_a_missing_image_is_not_taken_from_another_folder(tmp_path):
     dataset = read_dataset(tmp_path / "data", tmp_path / "out", val=0)
     assert dataset.sizes == {"train": 1} and dataset.splits["train"][1] == tmp_path / "data/cam1"
     assert [Path(path).name for files in dataset.unused.values() for path in files] == ["a.xml", "a.png"]
+
+
+def test_the_written_folder_decides_a_tie(tmp_path):
+    text = voc_text(bndbox(11, 21, 50, 50), "a.png")
+    for number, written in enumerate(("<folder>y</folder>", "<path>C:\\me\\y\\a.png</path>")):
+        text = text.replace("<filename>", f"{written}<filename>")
+        write_files(tmp_path / str(number), {"x/a.png": 1, "y/a.png": 2, "a.xml": text})
+        dataset = read_dataset(tmp_path / str(number), tmp_path / "out", val=0)
+        assert dataset.splits["train"][1] == tmp_path / str(number) / "y"
+
+
+def test_a_failed_fix_leaves_no_files(tmp_path):
+    inside = labelme_text({}, imageData=base64_of(Image.new("RGB", IMAGE), "JPEG"))
+    write_files(tmp_path / "data", {"a.json": inside, "b.png": 1, "b.json": labelme_text({"points": [["x", 1]]})})
+    assert "is not a number" in message(run, ["check", str(tmp_path / "data"), "--fix", str(tmp_path / "fixed")])
+    assert not (tmp_path / "fixed").exists()
 
 
 def test_a_validation_file_does_not_use_training_images(tmp_path):
