@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
-from xml.etree.ElementTree import Element, SubElement, indent, tostring
+from xml.sax.saxutils import escape, quoteattr
 
 import cv2
 import yaml
@@ -186,10 +186,12 @@ def _polygons(segmentation: Any, image: dict[str, Any], tolerance: float = 0) ->
     """
     if not isinstance(segmentation, dict):
         return segmentation or []
-    mask = mask_util.decode(rle_of(segmentation, image["height"], image["width"]))
+    rle = rle_of(segmentation, image["height"], image["width"])
+    left, top, width, height = map(int, mask_util.toBbox(rle))
+    part = mask_util.decode(rle)[top : top + height, left : left + width]
     # The contours of OpenCV lead through pixel centers. In an image of twice the size, rounding gives the edges.
-    doubled = mask.repeat(2, axis=0).repeat(2, axis=1)
-    contours, hierarchy = cv2.findContours(doubled, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE)
+    doubled, start = part.repeat(2, axis=0).repeat(2, axis=1), (2 * left, 2 * top)
+    contours, hierarchy = cv2.findContours(doubled, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE, offset=start)
     outlines = defaultdict(list)
     for index, contour in enumerate(contours):
         points = cv2.approxPolyDP((contour + 1) // 2, tolerance, True).ravel().tolist()
@@ -238,27 +240,23 @@ def _write_yolo(images: list[_Image], categories: list[dict[str, Any]], skipped:
 def _write_voc(images: list[_Image], categories: list[dict[str, Any]], skipped: Counter) -> Files:
     files: Files = defaultdict(str)
     for image in images:
-        root = Element("annotation")
-        _add(root, "filename", image.path.name)
-        size = _add(root, "size")
-        for side in ("width", "height"):
-            _add(size, side, image.entry[side])
-        _add(size, "depth", 3)
+        text = f"<filename>{escape(image.path.name)}</filename>"
+        text += _tags("size", width=image.entry["width"], height=image.entry["height"], depth=3)
         boxes = [[round(number, 4) for number in one["bbox"]] for one in image.objects]
         # Whole pixels are counted from 1, and the box includes the last pixel. Fractions are counted from 0.
         offset = int(all(number == int(number) for box in boxes for number in box))
         for one, (left, top, width, height) in zip(image.objects, boxes, strict=True):
             skipped["masks"] += bool(one.get("segmentation"))
-            entry = _add(root, "object")
-            _add(entry, "name", one["label"])
-            _add(entry, "difficult", int(one["iscrowd"]))
-            sides = {"xmin": left + offset, "ymin": top + offset, "xmax": left + width, "ymax": top + height}
-            box = _add(entry, "bndbox")
-            for side, number in sides.items():
-                _add(box, side, f"{number:.10g}")
-        files[f"Annotations/{image.path.stem}.xml"] = _xml(root)
+            box = _tags("bndbox", xmin=left + offset, ymin=top + offset, xmax=left + width, ymax=top + height)
+            name = f"<name>{escape(one['label'])}</name><difficult>{int(one['iscrowd'])}</difficult>"
+            text += f"\n<object>{name}{box}</object>"
+        files[f"Annotations/{image.path.stem}.xml"] = f"<annotation>{text}</annotation>\n"
         files[f"ImageSets/Main/{image.split}.txt"] += f"{image.path.stem}\n"
     return files
+
+
+def _tags(name: str, **numbers: float) -> str:
+    return f"<{name}>" + "".join(f"<{key}>{number:.10g}</{key}>" for key, number in numbers.items()) + f"</{name}>"
 
 
 def _write_labelme(images: list[_Image], categories: list[dict[str, Any]], skipped: Counter) -> Files:
@@ -281,42 +279,27 @@ def _write_labelme(images: list[_Image], categories: list[dict[str, Any]], skipp
 
 
 def _write_cvat(images: list[_Image], categories: list[dict[str, Any]], skipped: Counter) -> Files:
-    root = Element("annotations")
-    _add(root, "version", "1.1")
-    labels = _add(_add(_add(root, "meta"), "task"), "labels")
-    for category in categories:
-        label = _add(labels, "label")
-        _add(label, "name", category["name"])
-        attribute = _add(_add(label, "attributes"), "attribute")
-        for name, text in {"name": "score", "mutable": "False", "input_type": "text"}.items():
-            _add(attribute, name, text)
+    score = "<attribute><name>score</name><mutable>False</mutable><input_type>text</input_type></attribute>"
+    attributes = f"<attributes>{score}</attributes>"
+    labels = "".join(f"<label><name>{escape(entry['name'])}</name>{attributes}</label>" for entry in categories)
+    lines = [f"<annotations><version>1.1</version><meta><task><labels>{labels}</labels></task></meta>"]
     for index, image in enumerate(images):
-        size = {side: image.entry[side] for side in ("width", "height")}
-        element = _add(root, "image", id=index, name=image.path.name, subset=image.split, **size)
+        size = f'width="{image.entry["width"]}" height="{image.entry["height"]}"'
+        lines.append(f'<image id="{index}" name={quoteattr(image.path.name)} subset="{image.split}" {size}>')
         for number, (one, polygons) in enumerate(_shapes(image, skipped), start=1):
-            left, top, width, height = one["bbox"]
-            common = {"label": one["label"], "source": "file", "occluded": 0, "z_order": 0}
-            common |= {"group_id": number} if len(polygons) > 1 else {}
-            sides = {"xtl": left, "ytl": top, "xbr": left + width, "ybr": top + height}
+            group = f' group_id="{number}"' if len(polygons) > 1 else ""
+            common = f'label={quoteattr(one["label"])} source="file" occluded="0" z_order="0"{group}'
+            score = f'<attribute name="score">{one["score"]:.4f}</attribute>' if "score" in one else ""
             for points in polygons:
-                pairs = zip(points[::2], points[1::2], strict=True)
-                _add(element, "polygon", points=";".join(f"{x:.10g},{y:.10g}" for x, y in pairs), **common)
+                pairs = ";".join(f"{x:.10g},{y:.10g}" for x, y in zip(points[::2], points[1::2], strict=True))
+                lines.append(f'<polygon points="{pairs}" {common}>{score}</polygon>')
             if not polygons:
-                _add(element, "box", **common, **{side: f"{number:.10g}" for side, number in sides.items()})
-            for shape in element[-max(len(polygons), 1) :] if "score" in one else ():
-                _add(shape, "attribute", f"{one['score']:.4f}", name="score")
-    return {"annotations.xml": _xml(root)}
-
-
-def _add(parent: Element, tag: str, text: Any = None, **attributes: Any) -> Element:
-    element = SubElement(parent, tag, {name: str(value) for name, value in attributes.items()})
-    element.text = None if text is None else str(text)
-    return element
-
-
-def _xml(root: Element) -> str:
-    indent(root)
-    return tostring(root, encoding="unicode")
+                left, top, width, height = one["bbox"]
+                sides = {"xtl": left, "ytl": top, "xbr": left + width, "ybr": top + height}
+                text = " ".join(f'{side}="{number:.10g}"' for side, number in sides.items())
+                lines.append(f"<box {text} {common}>{score}</box>")
+        lines.append("</image>")
+    return {"annotations.xml": "\n".join([*lines, "</annotations>\n"])}
 
 
 # The image folder and the writer of each format
