@@ -191,7 +191,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--no-drawings", "do not write drawings", dest="drawings", action="store_false")
     threshold_help = f"minimum score of detections in drawings and labels (default {choices.SCORE_THRESHOLD})"
     parser.add("--score-threshold", threshold_help, type=float, metavar="T")
-    labels_help = "also write OUTPUT/labels, a dataset for corrections in annotation tools, with copies of the images"
+    labels_help = "also write OUTPUT/dataset with copies of the images, for corrections in an annotation tool"
     parser.add("--save-labels", labels_help, choices=choices.LABEL_FORMATS)
     drawing_help = "processes for drawings (default 0: draw in the main process between batches)"
     parser.add("--draw-workers", drawing_help, type=not_negative)

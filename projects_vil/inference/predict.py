@@ -41,7 +41,7 @@ from projects_vil.inference.image_loading import ImageBatches, ImageSource, Load
 from projects_vil.utils import stop_requests
 from vil.choices import PART_SIZE, SCORE_THRESHOLD
 
-RESULTS_FILE, IMAGES_FILE, DRAWINGS_FOLDER, LABELS_FOLDER = "results.json", "images.json", "drawings", "labels"
+RESULTS_FILE, IMAGES_FILE, DRAWINGS_FOLDER, DATASET_FOLDER = "results.json", "images.json", "drawings", "dataset"
 MIN_DRAWING_SIDE = 480  # smaller images are enlarged to this many pixels on the longer side
 VIDEO_CODEC = "mp4v"
 SECONDS_BETWEEN_LINES = 30  # between progress lines in a log file
@@ -93,7 +93,7 @@ def predict(
     - ``images.json``: ``images`` with id, file name, height and width, and for a video the frame (from 0) and the time
       in seconds; ``categories`` with id and name; ``skipped`` with file name and reason.
     - ``drawings/``: a drawing of each image under the name of the image, or a video.
-    - ``labels/``: with ``save_labels``, the detections above the threshold and copies of the images as a dataset.
+    - ``dataset/``: with ``save_labels``, the detections above the threshold and copies of the images as a dataset.
 
     Image ids count from 1 in the order of the input. Category ids come from the detector, or from ``annotations``.
     Both JSON files are streamed to temporary files and renamed at the end. A camera or a stream is read until it ends,
@@ -116,7 +116,7 @@ def predict(
         score_threshold: lowest score in drawings and labels, in [0, 1]; 0.3 by default. The results contain all
             detections.
         draw_workers: processes that draw while the detector runs. With 0 (default) this process draws between batches.
-        save_labels: the format of ``labels/``: ``"coco"``, ``"yolo"``, ``"voc"``, ``"labelme"`` or ``"cvat"``. The
+        save_labels: the format of ``dataset/``: ``"coco"``, ``"yolo"``, ``"voc"``, ``"labelme"`` or ``"cvat"``. The
             input is an image or a folder.
         part_size: number of rows in a Parquet file; 1024 by default.
         shard: (i, n) for job i, counted from 0, of n jobs that share the output directory.
@@ -165,7 +165,7 @@ def predict(
     if not is_parquet:
         _check_paths(Path(source), output, annotations and Path(annotations))
     if save_labels:
-        check_output(output / LABELS_FOLDER, save_labels)
+        check_output(output / DATASET_FOLDER, save_labels)
         if not os.path.isdir(source) and not source.lower().endswith(IMAGE_SUFFIXES):
             raise ConfigError(f"--save-labels needs an image or a folder, but the input is '{source}'.")
     if is_parquet or not (annotations or is_video(source)):
@@ -194,7 +194,7 @@ def predict(
             {"id": number, "name": name} for number, name in zip(detector.categories.ids, detector.names, strict=True)
         ]
         root = source if os.path.isdir(source) else os.path.dirname(source)
-        lines = write_detections(labels, categories, root, output / LABELS_FOLDER, save_labels)
+        lines = write_detections(labels, categories, root, output / DATASET_FOLDER, save_labels)
         summary = dataclasses.replace(summary, lines=(*summary.lines, *lines))
     return summary
 

@@ -222,14 +222,14 @@ def test_commands(source, written, tmp_path, capsys, read):
     for name in ("a.png", "day1/a.png"):
         Image.fromarray(picture(40, 60)).save(tmp_path / "in" / name)
     summary = run_on(tmp_path / "in", tmp_path / "out", save_labels="labelme")
-    assert f"wrote {tmp_path / 'out/labels'}: 2 images in format labelme" in summary.lines
-    dataset = read(tmp_path / "out/labels", val=0)
+    assert f"wrote {tmp_path / 'out/dataset'}: 2 images in format labelme" in summary.lines
+    dataset = read(tmp_path / "out/dataset", val=0)
     assert dataset.sizes == {"train": 2} and dataset.classes == ("left",)
     assert [one["bbox"] for one in content_of(dataset, "train")["annotations"]] == [[0, 0, 30, 40]] * 2
     # Corrected labels are not overwritten, and other inputs have no image files.
-    assert "labels' already exists" in message(run_on, tmp_path / "in", tmp_path / "out", save_labels="yolo")
+    assert "dataset' already exists" in message(run_on, tmp_path / "in", tmp_path / "out", save_labels="yolo")
     run_on(tmp_path / "in/a.png", tmp_path / "b", save_labels="coco", score_threshold=0.9)
-    assert len(json.loads((tmp_path / "b/labels/annotations/instances_train.json").read_text())["images"]) == 1
+    assert len(json.loads((tmp_path / "b/dataset/annotations/instances_train.json").read_text())["images"]) == 1
     (tmp_path / "list.txt").write_text("in/a.png")
     assert "--save-labels" in message(run_on, tmp_path / "list.txt", tmp_path / "c", save_labels="yolo")
 
