@@ -14,6 +14,7 @@ EXPORT_SUFFIXES = (".ts", ".onnx", ".pt2", ".xml")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 INPUT_DTYPES = ("uint8", "float32")
 PREDICTION_FORMATS = ("coco", "parquet")
+LABEL_FORMATS = ("coco", "yolo", "voc", "labelme", "cvat")
 # Images in a Parquet file.
 PART_SIZE = 1024
 # Lowest score of a detection in a drawing.

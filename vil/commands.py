@@ -189,8 +189,10 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     workers_help = "minimum and maximum number of Ray workers (default: 1 and one per GPU, or CPU cores minus 1)"
     parser.add("--ray-workers", workers_help, nargs=2, type=positive, metavar=("MIN", "MAX"))
     parser.add("--no-drawings", "do not write drawings", dest="drawings", action="store_false")
-    threshold_help = f"minimum score of detections in drawings (default {choices.SCORE_THRESHOLD})"
+    threshold_help = f"minimum score of detections in drawings and labels (default {choices.SCORE_THRESHOLD})"
     parser.add("--score-threshold", threshold_help, type=float, metavar="T")
+    labels_help = "also write OUTPUT/dataset with copies of the images, for corrections in an annotation tool"
+    parser.add("--save-labels", labels_help, choices=choices.LABEL_FORMATS)
     drawing_help = "processes for drawings (default 0: draw in the main process between batches)"
     parser.add("--draw-workers", drawing_help, type=not_negative)
     args = parser.parse_args(words)
@@ -316,7 +318,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         parser.error(f"argument --fix: '{args.fix}' already exists. Give a new file or folder")
 
     from projects_vil.config import config_path, load_config
-    from projects_vil.data import check_dataset, write_fixed
+    from projects_vil.data import check_dataset, removed_on_error, write_fixed
     from projects_vil.data.object_sizes import choose_size, objects_of
     from projects_vil.recipes import IMAGE_SIZES
 
@@ -327,18 +329,38 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     options: dict[str, Any] = {"masks": False if args.boxes else None, "pixels": args.deep, "progress": progress}
     if args.json:
         options |= {"num_examples": math.inf, "report": args.json}
-    dataset, files = check_dataset(args.data, args.images or args.folder, fixed=args.fix, **options)
-    if dataset:
-        show(dataset.line())
-    for file in files.values():
-        show(*file.lines())
-    objects = objects_of(files["train"].dataset if "train" in files else {"images": ()})
-    if len(objects):
-        show(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=IMAGE_SIZES["cpu"]).line())
-    found = {split: file.to_json() for split, file in files.items()}
-    unused = {"notes": dataset.notes, "unused": dataset.unused} if dataset else {}
-    write_json(args.json, found.get("") or {"splits": found, **unused})
-    show(*write_fixed(files, args.fix))
+    with removed_on_error(args.fix):
+        dataset, files = check_dataset(args.data, args.images or args.folder, fixed=args.fix, **options)
+        if dataset:
+            show(dataset.line())
+        for file in files.values():
+            show(*file.lines())
+        objects = objects_of(files["train"].dataset if "train" in files else {"images": ()})
+        if len(objects):
+            show(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=IMAGE_SIZES["cpu"]).line())
+        found = {split: file.to_json() for split, file in files.items()}
+        unused = {"notes": dataset.notes, "unused": dataset.unused} if dataset else {}
+        write_json(args.json, found.get("") or {"splits": found, **unused})
+        show(*write_fixed(files, args.fix))
+
+
+def convert_data(parser: ToolParser, words: Sequence[str]) -> None:
+    """Convert a dataset to COCO, YOLO, Pascal VOC, LabelMe or CVAT format, with its images and splits.
+
+    The images are copied. Entries that the new format cannot express are counted.
+
+    Example:
+        vil convert-dataset photos photos_yolo --format yolo
+    """
+    parser.add("data", _DATA, type=existing_path, metavar="DATA")
+    parser.add("output", "new folder", metavar="OUT")
+    parser.add("--format", "format of OUT", dest="output_format", choices=choices.LABEL_FORMATS, required=True)
+    parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
+    args = parser.parse_args(words)
+
+    from projects_vil.data import convert_dataset
+
+    show(*convert_dataset(**vars(args)))
 
 
 def report(parser: ToolParser, words: Sequence[str]) -> None:
@@ -616,6 +638,7 @@ COMMANDS: dict[str, tuple[Callable[[Any, Sequence[str]], None], dict[str, Any] |
     "check": (check, None),
     "report": (report, {"config_file": False, "devices": ()}),
     "convert": (convert, None),
+    "convert-dataset": (convert_data, None),
     "analyze": (analyze, {"config_file": False, "devices": ()}),
     "benchmark": (benchmark, {"config_file": False}),
     "visualize": (visualize, None),

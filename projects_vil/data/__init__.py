@@ -20,7 +20,7 @@ from projects_vil.data.catalog import (
     read_categories,
     register_datasets,
 )
-from projects_vil.data.check import check_dataset, write_fixed
+from projects_vil.data.check import check_dataset, removed_on_error, write_fixed
 from projects_vil.data.coco import CHECK_MODES, fixed_coco, ground_truth, is_coco, write_cleaned
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.dataset_mapper import Mapper, check_crop
@@ -39,3 +39,4 @@ from projects_vil.data.detection_utils import (
 )
 from projects_vil.data.readers import SOURCE, Dataset, read_dataset
 from projects_vil.data.samplers import EvaluationLoader, derived_seed, seed_all
+from projects_vil.data.writers import check_output, convert_dataset, write_detections

@@ -1,8 +1,10 @@
 """Check a dataset of any supported format, and write a fixed copy in COCO format."""
 
+import contextlib
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ from projects_vil.data.coco import write_cleaned
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import Dataset, read_dataset
 from projects_vil.data.readers.detect import annotation_format
+from projects_vil.utils import paused_garbage_collection
 
 
+@paused_garbage_collection()
 def check_dataset(
     data: str | Path,
     images: str | Path | None = None,
@@ -54,6 +58,17 @@ def check_dataset(
             # The file was temporary: it was converted from another format.
             file.path = f"{data} ({split})" if len(files) > 1 else str(data)
     return dataset, files
+
+
+@contextlib.contextmanager
+def removed_on_error(output: str | Path | None) -> Iterator[None]:
+    """Remove a new folder, such as the folder of a fixed copy, if an error occurs inside the context."""
+    try:
+        yield
+    except BaseException:
+        if output:
+            shutil.rmtree(output, ignore_errors=True)
+        raise
 
 
 def write_fixed(files: Mapping[str, CocoFile], output: str | Path | None) -> list[str]:

@@ -20,12 +20,22 @@ from pycocotools import mask as mask_util
 from backbones import ConfigError
 from projects_vil.data.detection_utils import missing_files, read_sizes
 from projects_vil.data.readers import SOURCE, read_coco
-from projects_vil.data.segmentation import FAR, box_of, check_segmentation, count_masks, has_mask, rectangle, rle_of
+from projects_vil.data.segmentation import (
+    FAR,
+    box_of,
+    check_segmentation,
+    count_masks,
+    has_mask,
+    have_masks,
+    rectangle,
+    rle_of,
+)
 from projects_vil.utils import paused_garbage_collection
 
 NUM_EXAMPLES = 5
-# Larger numbers could overflow.
-_LARGEST = 1e300
+# The product of larger numbers could overflow.
+_LARGEST = 1e100
+_NO_BOX = [math.nan] * 4
 # The check for [left, top, right, bottom] boxes needs at least this many boxes and this fraction beyond their images.
 _MIN_BOXES, _BEYOND_FRACTION = 20, 0.2
 # The images of a file with at most this many images are always decoded.
@@ -59,8 +69,8 @@ class CocoFile:
         dataset: The content of the file.
         found: A dict from the name of a check to indices in the list of the check.
         examples: A dict from the name of a check to the ids, file names and values of its first findings.
-        heights: The height of each image in pixels, or 0 if it is unknown.
-        widths: The width of each image in pixels, or 0 if it is unknown.
+        sizes: The height and width of each image in pixels, and (0, 0) if they are unknown. The last element is
+            for annotations of an unknown image, whose index is -1.
         image_of: The index of the image of each annotation, or -1 if it is unknown.
         category_of: The index of the category of each annotation, or -1 if it is unknown.
     """
@@ -81,10 +91,12 @@ class CocoFile:
         self.dataset = read_coco(path) if dataset is None else dataset
         self.images, self.categories = self.dataset["images"], self.dataset["categories"]
         self.annotations = self.dataset.get("annotations", [])
-        number, total = count_masks(self.annotations)
-        self.masks = masks is not False and number > 0 and (masks or 2 * number >= total)
+        if masks is None:
+            number, total = count_masks(self.annotations)
+            masks = 2 * number >= total
+        self.masks = masks and any(have_masks(self.annotations))
         self.pixels, self.progress = pixels, progress
-        self.heights, self.widths = np.zeros((2, len(self.images)), np.int64)
+        self.sizes = [(0, 0)] * (len(self.images) + 1)
         self.image_of, self.category_of = np.full((2, len(self.annotations)), -1)
         # The index of the first valid entry with each id.
         self.image_by_id: dict[Any, int] = {}
@@ -108,14 +120,9 @@ class CocoFile:
         """Return the first error that has no fix, or None."""
         return next((check for check in self.findings("error") if check.fix is None), None)
 
-    def size_of_image(self, annotation: int) -> tuple[int, int]:
-        """Return the height and width of the image of an annotation, or 0 if they are unknown."""
-        image = self.image_of[annotation]
-        return (int(self.heights[image]), int(self.widths[image])) if image >= 0 else (0, 0)
-
     def mask(self, index: int, entry: dict[str, Any]) -> Any:
         """Return the valid part of the segmentation of an annotation, or None if there is none."""
-        (height, width), segmentation = self.size_of_image(index), entry.get("segmentation")
+        (height, width), segmentation = self.sizes[self.image_of[index]], entry.get("segmentation")
         return check_segmentation(segmentation, height, width)[1] if segmentation and height else None
 
     def _example(self, key: str, index: int, value: Any) -> dict[str, Any]:
@@ -133,8 +140,7 @@ class CocoFile:
         return f"{self._counted(check)}: {check.effect}"
 
     def _counted(self, check: "Check") -> str:
-        first = _example_text(self.examples[check.name][0])
-        return f"{check.what} ({len(self.found[check.name]):,}; first: {first})"
+        return f"{check.what} ({len(self.found[check.name]):,}; first: {_example_text(self.examples[check.name][0])})"
 
     def lines(self) -> list[str]:
         """Return all findings as lines of text."""
@@ -193,18 +199,15 @@ class CocoFile:
             annotations.
         """
         self.new_ids = itertools.count(max(self.annotation_by_id, default=0) + 1)
-        dataset, removed, changed = dict(self.dataset), {}, {}
+        dataset, removed, changed = dict(self.dataset), defaultdict(set), defaultdict(dict)
         for key in ("categories", "images", "annotations"):
             entries = self.dataset.get(key, [])
-            removed[key], changed[key] = set(), {}
             if key == "annotations":
-                removed[key] = set(np.flatnonzero(np.isin(self.image_of, list(removed["images"]))).tolist())
+                removed[key].update(np.flatnonzero(np.isin(self.image_of, list(removed["images"]))).tolist())
             for check in CHECKS.values():
                 if check.key != key or check.fix is None or (check.name == "missing_or_invalid_area" and not areas):
                     continue
-                for index in self.found.get(check.name, ()):
-                    if index in removed[key]:
-                        continue
+                for index in [index for index in self.found.get(check.name, ()) if index not in removed[key]]:
                     entry = check.fix(self, index, changed[key].get(index, entries[index]))
                     if entry is None:
                         removed[key].add(index)
@@ -218,12 +221,12 @@ class CocoFile:
 
 def as_int(value: object) -> int | None:
     """Return an id as an integer, or None if it is not a whole number or the text of one."""
-    if isinstance(value, bool):
-        return None
+    if type(value) is int:
+        return value
+    if type(value) is float:
+        return int(value) if value.is_integer() else None
     try:
-        if isinstance(value, float):
-            return int(value) if value.is_integer() else None
-        return int(value) if isinstance(value, (int, str)) else None
+        return int(value) if type(value) is str else None
     except ValueError:
         return None
 
@@ -266,7 +269,7 @@ def find_in_images(file: CocoFile) -> Findings:
         names.add(entry["file_name"])
         sides = entry.get("height"), entry.get("width")
         if all(type(side) is int and 0 < side < 2**31 for side in sides):
-            file.heights[index], file.widths[index] = sides
+            file.sizes[index] = sides
         else:
             yield "missing_image_size", index, None
     for indices in indices_of_id.values():
@@ -292,37 +295,31 @@ def find_in_files(file: CocoFile) -> Findings:
     for count, (index, (size, damage)) in enumerate(zip(opened, sizes, strict=True), start=1):
         if file.progress is not None:
             file.progress(count)
-        expected = int(file.heights[index]), int(file.widths[index])
         if damage is not None:
             yield "unreadable_image_file" if size is None else "damaged_image_file", index, damage
         if size is not None and index in unsized:
-            file.heights[index], file.widths[index] = size
-        elif size not in (None, expected):
-            value = f"(height, width) is {size} in the file, {expected} in the annotations"
+            file.sizes[index] = size
+        elif size not in (None, file.sizes[index]):
+            value = f"(height, width) is {size} in the file, {file.sizes[index]} in the annotations"
             yield "image_size_mismatch", index, value
 
 
 def find_in_annotations(file: CocoFile) -> Findings:
     are_mixed = bool(file.found["mixed_image_id_types"])
-    # The last element is for annotations of an unknown image, whose index is -1.
-    largest_areas = [*(2 * np.maximum(file.heights * file.widths, 1)).tolist(), math.inf]
     for index, entry in enumerate(file.annotations):
         if not isinstance(entry, dict):
             yield "invalid_annotation_entry", index, None
             continue
         name = entry.get("image_id")
-        image = file.image_by_id.get(name, -1) if isinstance(name, (int, str, float)) else -1
-        if image < 0:
-            image = file.image_by_number.get(as_int(name), -1)
-        file.image_of[index] = image
-        if image < 0:
-            yield "unknown_image_id", index, None
-        elif are_mixed or file.images[image]["id"] != name:
-            yield "image_id_type_mismatch", index, None
+        image = file.image_by_id.get(name) if isinstance(name, (int, str, float)) else None
+        is_same = image is not None and not are_mixed
+        file.image_of[index] = image = file.image_by_number.get(as_int(name), -1) if image is None else image
+        if not is_same:
+            yield "unknown_image_id" if image < 0 else "image_id_type_mismatch", index, None
         category = entry.get("category_id")
-        file.category_of[index] = file.category_by_id.get(as_int(category), -1)
-        if type(category) is not int or category not in file.category_by_id:
-            name = "category_id_type_mismatch" if as_int(category) in file.category_by_id else "unknown_category_id"
+        file.category_of[index] = position = file.category_by_id.get(as_int(category), -1)
+        if position < 0 or type(category) is not int:
+            name = "unknown_category_id" if position < 0 else "category_id_type_mismatch"
             yield name, index, f"category_id {_shortened(category)}"
         number = entry.get("id")
         if type(number) is not int or number <= 0:
@@ -332,26 +329,23 @@ def find_in_annotations(file: CocoFile) -> Findings:
         crowd = entry.get("iscrowd")
         if crowd in (None, "0", "1"):
             yield "missing_iscrowd", index, None
-        elif type(crowd) not in (int, bool, float) or crowd not in (0, 1):
+        elif crowd not in (0, 1):
             yield "invalid_iscrowd", index, f"iscrowd {_shortened(crowd)}"
         if entry.get("ignore") and crowd not in (1, "1"):
             yield "ignore_flag", index, None
-        area, box = entry.get("area"), entry.get("bbox")
-        is_valid = type(area) in (int, float) and 0 <= area <= largest_areas[image]
-        if not is_valid or (is_box(box) and not fits_box(area, box)):
-            yield "missing_or_invalid_area", index, None if area is None else f"area {_shortened(area)}"
 
 
 def is_box(box: Any) -> bool:
     """Return whether a value is a list of four finite numbers."""
     are_numbers = type(box) is list and len(box) == 4 and set(map(type, box)) <= {int, float}
-    return are_numbers and all(-_LARGEST < number < _LARGEST for number in box)
+    # The maximum does not find NaN, but the sum does.
+    return are_numbers and max(map(abs, box)) < _LARGEST and sum(box) == sum(box)
 
 
-def fits_box(area: float, box: list[float]) -> bool:
-    """Return whether an object with a box may have an area. The limits allow for rounded values and thin objects."""
-    width, height = abs(box[2]), abs(box[3])
-    return not (width and height) or 1e-3 * width * height <= area <= 2 * (width + 1) * (height + 1)
+def misfits_box(area: Any, width: Any, height: Any) -> Any:
+    """Return whether an area is impossible in a box. The limits allow for rounded values and thin objects."""
+    box_area = width * height
+    return (box_area > 0) & ((area < 1e-3 * box_area) | (area > 2 * (width + 1) * (height + 1)))
 
 
 def find_in_masks(file: CocoFile) -> Findings:
@@ -362,7 +356,7 @@ def find_in_masks(file: CocoFile) -> Findings:
         if not has_mask(segmentation):
             yield "missing_segmentation", index, None
             continue
-        height, width = file.size_of_image(index)
+        height, width = file.sizes[file.image_of[index]]
         if height:
             for problem in check_segmentation(segmentation, height, width)[0]:
                 yield problem, index, segmentation
@@ -371,36 +365,40 @@ def find_in_masks(file: CocoFile) -> Findings:
 
 
 def find_in_boxes(file: CocoFile) -> Findings:
-    indices, rows = [], []
+    indices, rows, areas = [], [], []
     for index, entry in enumerate(file.annotations):
         if not isinstance(entry, dict):
             continue
-        box = entry.get("bbox")
-        if is_box(box):
-            indices.append(index)
-            rows.append(box)
-        elif "bbox" in entry:
+        box, area = entry.get("bbox"), entry.get("area")
+        indices.append(index)
+        areas.append(area if type(area) in (int, float) and abs(area) < _LARGEST else math.nan)
+        rows.append(box if is_box(box) else _NO_BOX)
+        if rows[-1] is _NO_BOX and "bbox" in entry:
             yield "invalid_bbox", index, box
-        else:
+        elif rows[-1] is _NO_BOX:
             yield "missing_bbox_and_mask" if box_of_mask(file, index, entry) is None else "missing_bbox", index, None
-    if not rows:
-        return
-    boxes = np.array(rows, np.float64)
-    for name, where in _box_problems(file, np.array(indices), boxes):
-        yield from ((name, indices[row], rows[row]) for row in np.flatnonzero(where).tolist())
-    keys = np.column_stack([file.image_of[indices], file.category_of[indices], boxes])
-    order = np.lexsort(keys.T)
-    for row in np.flatnonzero((keys[order[1:]] == keys[order[:-1]]).all(1)).tolist():
-        first, second = (indices[place] for place in order[row : row + 2])
+    indices, boxes, areas = np.array(indices, int), np.array(rows, float).reshape(-1, 4), np.array(areas)
+    for name, where in _box_problems(file, indices, boxes):
+        yield from ((name, index, file.annotations[index]["bbox"]) for index in indices[where].tolist())
+    largest = np.array([2.0 * height * width or math.inf for height, width in file.sizes])[file.image_of[indices]]
+    is_valid = (areas >= 0) & (areas <= largest) & ~misfits_box(areas, *abs(boxes[:, 2:].T))
+    for index in indices[~is_valid].tolist():
+        area = file.annotations[index].get("area")
+        yield "missing_or_invalid_area", index, None if area is None else f"area {_shortened(area)}"
+    keys = file.image_of[indices], file.category_of[indices], *boxes.T
+    order = np.lexsort(keys)
+    are_equal = np.all([key[order[1:]] == key[order[:-1]] for key in keys], axis=0)
+    for first, second in zip(indices[order[:-1][are_equal]], indices[order[1:][are_equal]], strict=True):
         if file.annotations[first].get("segmentation") == file.annotations[second].get("segmentation"):
-            yield "duplicate_object", second, None
+            yield "duplicate_object", int(second), None
 
 
 def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the name of a check and the boxes with this problem as (N,) bool, for boxes (N, 4)."""
-    images = file.image_of[indices]
-    heights, widths = np.append(file.heights, 0)[images], np.append(file.widths, 0)[images]
-    has_size, (left, top, wide, high) = (heights > 0) & (widths > 0), boxes.T
+    heights, widths = np.array(file.sizes)[file.image_of[indices]].T
+    left, top, wide, high = boxes.T
+    # Comparisons with NaN are false.
+    has_size = (heights > 0) & (widths > 0) & (left == left)
     yield "swapped_bbox_corners", (wide < 0) | (high < 0)
     left, top, wide, high = np.minimum(left, left + wide), np.minimum(top, top + high), abs(wide), abs(high)
     right, bottom, far = left + wide, top + high, FAR * np.maximum(heights, widths)
@@ -450,7 +448,7 @@ def convert(key: str, to: Callable[[Any], Any]) -> Fix:
 
 
 def set_file_size(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"height": int(file.heights[index]), "width": int(file.widths[index])}
+    return entry | dict(zip(("height", "width"), file.sizes[index], strict=True))
 
 
 def renumber_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
@@ -473,7 +471,7 @@ def ordered_corners(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[s
 
 def box_of_mask(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any] | None:
     mask = file.mask(index, entry)
-    box = None if mask is None else box_of(mask, *file.size_of_image(index))
+    box = None if mask is None else box_of(mask, *file.sizes[file.image_of[index]])
     return None if box is None else entry | {"bbox": box}
 
 
@@ -488,10 +486,10 @@ def new_id_unless_equal(file: CocoFile, index: int, entry: dict[str, Any]) -> di
 
 def area_of_mask_or_box(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
     mask = file.mask(index, entry)
-    area = 0 if mask is None else float(mask_util.area(rle_of(mask, *file.size_of_image(index))))
-    box_area = float(entry["bbox"][2]) * float(entry["bbox"][3])
+    area = 0 if mask is None else float(mask_util.area(rle_of(mask, *file.sizes[file.image_of[index]])))
+    width, height = entry["bbox"][2:]
     # The area of a very thin mask may be 0 pixels.
-    return entry | {"area": area if area and fits_box(area, entry["bbox"]) else box_area}
+    return entry | {"area": area if area and not misfits_box(area, width, height) else float(width) * float(height)}
 
 
 # -- the table -------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Check COCO segmentations without pycocotools, because some malformed segmentations crash pycocotools."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,15 @@ def count_masks(annotations: Iterable[Any]) -> tuple[int, int]:
 
     A dataset has masks if at least half of its objects have one.
     """
-    objects = [entry for entry in annotations if isinstance(entry, dict) and entry.get("iscrowd") not in (1, "1")]
-    return sum(has_mask(entry.get("segmentation")) for entry in objects), len(objects)
+    masks = list(have_masks(annotations))
+    return sum(masks), len(masks)
+
+
+def have_masks(annotations: Iterable[Any]) -> Iterator[bool]:
+    """Yield for each object that is not a crowd whether it has a mask."""
+    for entry in annotations:
+        if isinstance(entry, dict) and entry.get("iscrowd") not in (1, "1"):
+            yield has_mask(entry.get("segmentation"))
 
 
 def rectangle(box: list[float]) -> list[list[float]]:

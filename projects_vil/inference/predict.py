@@ -25,7 +25,7 @@ from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_file, check_replaceable, check_whole, printable
 from projects_vil.checkpoint import Categories, weights_of
 from projects_vil.config import CONFIG_FILE
-from projects_vil.data import describe_classes, match_all_classes
+from projects_vil.data import IMAGE_SUFFIXES, check_output, describe_classes, match_all_classes, write_detections
 from projects_vil.data.readers import read_coco
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detections, Detector, check_threshold
@@ -34,7 +34,7 @@ from projects_vil.inference.image_loading import ImageBatches, ImageSource, Load
 from projects_vil.utils import stop_requests
 from vil.choices import PART_SIZE, SCORE_THRESHOLD
 
-RESULTS_FILE, IMAGES_FILE, DRAWINGS_FOLDER = "results.json", "images.json", "drawings"
+RESULTS_FILE, IMAGES_FILE, DRAWINGS_FOLDER, DATASET_FOLDER = "results.json", "images.json", "drawings", "dataset"
 MIN_DRAWING_SIDE = 480  # smaller images are enlarged to this many pixels on the longer side
 VIDEO_CODEC = "mp4v"
 SECONDS_BETWEEN_LINES = 30  # between progress lines in a log file
@@ -69,6 +69,7 @@ def predict(
     drawings: bool = True,
     score_threshold: float | None = None,
     draw_workers: int | None = None,
+    save_labels: str | None = None,
     part_size: int | None = None,
     shard: tuple[int, int] | None = None,
     ray: bool = False,
@@ -85,6 +86,7 @@ def predict(
     - ``images.json``: ``images`` with id, file name, height and width, and for a video the frame (from 0) and the time
       in seconds; ``categories`` with id and name; ``skipped`` with file name and reason.
     - ``drawings/``: a drawing of each image under the name of the image, or a video.
+    - ``dataset/``: with ``save_labels``, the detections above the threshold and copies of the images as a dataset.
 
     Image ids count from 1 in the order of the input. Category ids come from the detector, or from ``annotations``.
     Both JSON files are streamed to temporary files and renamed at the end. A camera or a stream is read until it ends,
@@ -104,8 +106,11 @@ def predict(
         column: the column of a table of paths or URLs. By default the first of ``COLUMNS``.
         annotations: a COCO file of the images in the folder. Only its images are used, in its order and with its ids.
         drawings: whether to write drawings.
-        score_threshold: lowest score in drawings, in [0, 1]; 0.3 by default. The results contain all detections.
+        score_threshold: lowest score in drawings and labels, in [0, 1]; 0.3 by default. The results contain all
+            detections.
         draw_workers: processes that draw while the detector runs. With 0 (default) this process draws between batches.
+        save_labels: the format of ``dataset/``: ``"coco"``, ``"yolo"``, ``"voc"``, ``"labelme"`` or ``"cvat"``. The
+            input is an image or a folder.
         part_size: number of rows in a Parquet file; 1024 by default.
         shard: (i, n) for job i, counted from 0, of n jobs that share the output directory.
         ray: whether to distribute the images over a Ray cluster.
@@ -128,6 +133,7 @@ def predict(
         ("annotations", annotations, "--format coco"),
         ("score_threshold", score_threshold, "--format coco"),
         ("draw_workers", draw_workers, "--format coco"),
+        ("save_labels", save_labels, "--format coco"),
         ("part_size", part_size, "--format parquet", "--ray"),
         ("shard", shard, "--format parquet"),
         ("ray_workers", ray_workers, "--ray"),
@@ -148,6 +154,10 @@ def predict(
     images, is_parquet = None, file_format == "parquet"
     if not is_parquet:
         _check_paths(Path(source), output, annotations and Path(annotations))
+    if save_labels:
+        check_output(output / DATASET_FOLDER, save_labels)
+        if not os.path.isdir(source) and not source.lower().endswith(IMAGE_SUFFIXES):
+            raise ConfigError(f"--save-labels needs an image or a folder, but the input is '{source}'.")
     if is_parquet or not (annotations or is_video(source)):
         images = find_images(source, exclude=output, column=column, shard=shard)
     detector = model if isinstance(model, Detector) else Detector.load(model, tta=tta, overrides=overrides)
@@ -165,7 +175,16 @@ def predict(
     opened = Video(source) if images is None else ImageBatches(images, keep_pixels=drawings)
     threshold = SCORE_THRESHOLD if score_threshold is None else score_threshold
     drawer = _drawer(output / DRAWINGS_FOLDER, source, opened, workers=draw_workers or 0, threshold=threshold)
-    return _write_coco(detector, opened, output, drawer if drawings else None, batch_size, threshold)
+    labels: list[tuple[dict, list[dict]]] | None = [] if save_labels else None
+    summary = _write_coco(detector, opened, output, drawer if drawings else None, batch_size, threshold, labels)
+    if labels:
+        categories = [
+            {"id": number, "name": name} for number, name in zip(detector.categories.ids, detector.names, strict=True)
+        ]
+        root = source if os.path.isdir(source) else os.path.dirname(source)
+        lines = write_detections(labels, categories, root, output / DATASET_FOLDER, save_labels)
+        summary = dataclasses.replace(summary, lines=(*summary.lines, *lines))
+    return summary
 
 
 def _write_coco(
@@ -175,8 +194,12 @@ def _write_coco(
     drawer: contextlib.AbstractContextManager | None,
     batch_size: int,
     threshold: float,
+    labels: list[tuple[dict, list[dict]]] | None,
 ) -> Summary:
-    """Run the detector on a source and stream the results to the COCO files and to the drawings."""
+    """Run the detector on a source and stream the results to the COCO files and to the drawings.
+
+    The images and their results above the threshold are added to ``labels``.
+    """
     num_images = num_detections = num_drawn = 0
     highest_score, skipped = 0.0, []
     is_stream = getattr(source, "is_stream", False)
@@ -216,6 +239,8 @@ def _write_coco(
                 if entry is not None:
                     images_file.write(", " * (num_images > 0) + json.dumps(entry))
                     num_images += 1
+                    if labels is not None:
+                        labels.append((entry, [result for result in results if result["score"] >= threshold]))
                 progress.update()
                 if received:
                     break

@@ -13,11 +13,9 @@ from projects_vil.data.readers.index import FileIndex, Request, split_of
 from projects_vil.data.readers.shapes import (
     Annotations,
     Record,
-    ellipse,
     mask_objects,
     number,
     objects_of,
-    polygon_object,
     rotated,
 )
 from projects_vil.data.readers.voc import parse_xml
@@ -68,7 +66,7 @@ def _objects(
                 objects += mask_objects(label, *_mask(shape, where), size, found.counts)
             elif shape.tag == "ellipse":
                 numbers = [number(shape.get(key) or 0, where) for key in ("cx", "cy", "rx", "ry", "rotation")]
-                objects.append(polygon_object(label, [ellipse(*numbers)]))
+                shapes.append(("ellipse", label, None, numbers))
             elif shape.tag == "polygon":
                 points = [number(point, where) for point in re.split("[;,]", shape.get("points") or "") if point]
                 shapes.append(("polygon", label, group, points))

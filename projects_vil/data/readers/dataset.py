@@ -29,6 +29,7 @@ from projects_vil.data.readers.via import read_via
 from projects_vil.data.readers.voc import read_voc
 from projects_vil.data.readers.yolo import read_yolo
 from projects_vil.data.segmentation import count_masks
+from projects_vil.utils import paused_garbage_collection
 
 VAL_FRACTION = 0.2
 # The key in "info" of a converted COCO file for the path of the original dataset.
@@ -72,6 +73,7 @@ class Dataset:
         return "; ".join([f"{self.source} is {self.format}: {what}", sizes, *self.notes, *unused])
 
 
+@paused_garbage_collection()
 def read_dataset(
     source: str | Path,
     folder: str | Path,
@@ -173,17 +175,16 @@ def _write(
 def _unused_images(source: Path, name: str, parts: Parts, index: FileIndex) -> dict[str, list[str]]:
     """Return the images of a dataset that no annotation names, and the files of unsupported types."""
     used = {
-        os.path.abspath(os.path.join(root, image["file_name"]))
+        os.path.normpath(os.path.join(os.path.abspath(root), image["file_name"]))
         for content, _, root in parts.values()
         for image in content["images"]
         if isinstance(image, dict) and isinstance(image.get("file_name"), str)
     }
     below = tuple(os.path.abspath(root) for _, _, root in parts.values()) if source.is_file() else ""
     what = "without an annotation file" if name in FILE_PER_IMAGE else "that the annotations do not name"
-    paths = {path: os.path.abspath(path) for path in index.images}
-    unused = {f"images {what}": [path for path, own in paths.items() if own not in used and own.startswith(below)]}
+    unused = {f"images {what}": [path for path in index.images if path not in used and path.startswith(below)]}
     if types := Counter(os.path.splitext(path)[1].lower() for path in index.unsupported):
-        text = ", ".join(f"{suffix} ({number:,})" for suffix, number in types.most_common())
+        text = ", ".join(f"{suffix or 'none'} ({number:,})" for suffix, number in types.most_common())
         unused[f"files of an unsupported type, {text}"] = index.unsupported
     return unused
 

@@ -78,6 +78,7 @@ class Request(NamedTuple):
         size: The written height and width, or None.
         stems: File names without suffix that are accepted if no image has one of the names.
         split: The split of the annotation. By default, the folders of the image and of the annotation file decide.
+        hint: A path of the image that is often outdated, or an empty text. It decides only what nothing else decides.
     """
 
     annotation: str
@@ -85,6 +86,7 @@ class Request(NamedTuple):
     size: tuple[int, int] | None = None
     stems: tuple[str, ...] = ()
     split: str | None = None
+    hint: str = ""
 
 
 class FileIndex:
@@ -98,7 +100,8 @@ class FileIndex:
         root: The folder of the dataset.
         files: All files below ``root``, sorted.
         images: All image files below ``root`` or ``images``, sorted.
-        unsupported: The files below ``root`` of an image or video type that cannot be read.
+        unsupported: The files below ``root`` of an image, video or table type that cannot be read, and images without a
+            suffix.
     """
 
     def __init__(self, root: Path, images: Path | None = None) -> None:
@@ -107,7 +110,8 @@ class FileIndex:
         self._image_root = self.root if images is None else os.path.abspath(images)
         below = self.files if images is None else list(walk(self._image_root))
         self.images = [path for path in below if path.lower().endswith(IMAGE_SUFFIXES)]
-        self.unsupported = [path for path in below if path.lower().endswith(tuple(UNSUPPORTED_SUFFIXES))]
+        unsupported = (*UNSUPPORTED_SUFFIXES, ".csv", ".tsv")
+        self.unsupported = [path for path in below if path.lower().endswith(unsupported) or _lacks_suffix(path)]
         self._image_set = set(self.images)
         self._split = functools.cache(self._find_split)
 
@@ -185,9 +189,10 @@ class FileIndex:
         percent codes decoded, then without the prefix of Label Studio, then by its stem. Of several images with this
         name, the folders decide, in this order: the longest common end with the written path, and with the folder of
         the annotation file; the number of common folders, and the longest common beginning, with the folder of the
-        annotation file; the path from the root; a folder named images. Then the size decides. An image is not used if
-        it is in the folder of another split, or if the written folder or the folder of the annotation file has other
-        images. If an image fits several annotations, it belongs to the one that fits best, and the others have none.
+        annotation file; the path from the root; a folder named images. Then the size decides, and last the hint. An
+        image is not used if it is in the folder of another split, or if the written folder or the folder of the
+        annotation file has other images. If an image fits several annotations, it belongs to the one that fits best,
+        and the others have none.
 
         Raises:
             ConfigError: If several images fit an annotation equally well, or several annotations an image.
@@ -203,6 +208,9 @@ class FileIndex:
             if len(paths) > 1 and len({self.split_of(path) for path in paths} - {None}) < 2:
                 is_same = len(set(map(content_hash, paths))) == 1
                 paths = sorted(paths, key=lambda path: self.split_of(path) is None)[:1] if is_same else paths
+            if len(paths) > 1 and request.hint:
+                common = [_num_common(self.folders_of(path)[::-1], parts_of(request.hint)[-2::-1]) for path in paths]
+                paths = [path for path, number in zip(paths, common, strict=True) if number == max(common)]
             if not paths or all(path in owners and owners[path][0] > rank for path in paths):
                 continue
             if len(paths) > 1:
@@ -263,6 +271,11 @@ def _grouped(paths: list[str], key: Callable[[str], str]) -> dict[str, list[str]
     for path in paths:
         groups[normalized(key(path))].append(path)
     return groups
+
+
+def _lacks_suffix(path: str) -> bool:
+    """Return whether a file is an image whose name has no suffix."""
+    return "." not in os.path.basename(path) and size_or_none(path) is not None
 
 
 def _num_common(a: tuple[str, ...], b: tuple[str, ...]) -> int:

@@ -119,7 +119,8 @@ def objects_of(shapes: list[tuple[str, str, Any, list[float]]], counts: Counter)
 
     Args:
         shapes: Tuples with the shape type, the label, the group or None, and the points ``[x0, y0, x1, y1, ...]``.
-            Polygons with the same label and group are parts of one object.
+            Polygons with the same label and group are parts of one object. The numbers of an ellipse are the arguments
+            of :func:`ellipse`.
         counts: Counts the skipped shapes.
     """
     objects, groups = [], defaultdict(list)
@@ -133,6 +134,8 @@ def objects_of(shapes: list[tuple[str, str, Any, list[float]]], counts: Counter)
         elif shape_type == "circle" and num_points == 2:
             (x, y), radius = points[:2], math.dist(points[:2], points[2:])
             objects.append(polygon_object(label, [ellipse(x, y, radius, radius)]))
+        elif shape_type == "ellipse" and len(points) == 5:
+            objects.append(polygon_object(label, [ellipse(*points)]))
         elif shape_type == "polygon" and num_points >= 3 and not len(points) % 2:
             groups[label, f"shape {index}" if group is None else group].append(points)
         else:

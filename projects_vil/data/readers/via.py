@@ -6,7 +6,7 @@ from typing import Any
 
 from backbones import ConfigError
 from projects_vil.data.readers.index import FileIndex, Request
-from projects_vil.data.readers.shapes import Annotations, Record, box_object, ellipse, number, polygon_object
+from projects_vil.data.readers.shapes import Annotations, Record, number, objects_of
 from projects_vil.utils import read_json
 
 # The region attribute with the class, in order of preference
@@ -32,7 +32,7 @@ def read_via(files: list[str], index: FileIndex, folder: Path) -> Annotations:
         if file is None:
             found.unused["missing images that an annotation file names"].append(entry["filename"])
             continue
-        objects, location = [], f"{path}: {entry['filename']}"
+        shapes, location = [], f"{path}: {entry['filename']}"
         for region in _regions(entry):
             label = ((region.get("region_attributes") or {}).get(key) or "") if key else _NO_CLASS
             if isinstance(label, dict):
@@ -40,12 +40,11 @@ def read_via(files: list[str], index: FileIndex, folder: Path) -> Annotations:
                 label, *more = [*(name for name, is_checked in label.items() if is_checked), ""]
                 if len(more) > 1:
                     raise ConfigError(f"{location} has a region of the classes {label!r} and {more[0]!r}. Choose one.")
-            shape = region.get("shape_attributes") or {}
-            if one := _object(str(label).strip(), shape, location) if str(label).strip() else None:
-                objects.append(one)
+            if str(label).strip():
+                shapes.append(_shape(str(label).strip(), region.get("shape_attributes") or {}, location))
             else:
-                found.counts[str(shape.get("name")) if str(label).strip() else "regions without a class"] += 1
-        found.records.append(Record(file, index.split_of(path, file), None, objects))
+                found.counts["regions without a class"] += 1
+        found.records.append(Record(file, index.split_of(path, file), None, objects_of(shapes, found.counts)))
     return found
 
 
@@ -68,23 +67,24 @@ def _regions(image: dict[str, Any]) -> list[dict[str, Any]]:
     return regions
 
 
-def _object(label: str, shape: dict[str, Any], location: str) -> dict[str, Any] | None:
+def _shape(label: str, shape: dict[str, Any], location: str) -> tuple[str, str, None, list[float]]:
+    """Return a shape as in :func:`objects_of`."""
+
     def numbers(*keys: str) -> list[float]:
         return [number(shape.get(key, 0), f"{location}: {key}") for key in keys]
 
     match shape.get("name"):
         case "rect":
             left, top, width, height = numbers("x", "y", "width", "height")
-            return box_object(label, left, top, left + width, top + height)
+            return "rectangle", label, None, [left, top, left + width, top + height]
         case "circle":
             x, y, radius = numbers("cx", "cy", "r")
-            return polygon_object(label, [ellipse(x, y, radius, radius)])
+            return "circle", label, None, [x, y, x + radius, y]
         case "ellipse":
             # The angle is in radians.
             *axes, angle = numbers("cx", "cy", "rx", "ry", "theta")
-            return polygon_object(label, [ellipse(*axes, math.degrees(angle))])
+            return "ellipse", label, None, [*axes, math.degrees(angle)]
         case "polygon":
             pairs = zip(shape.get("all_points_x", ()), shape.get("all_points_y", ()), strict=False)
-            points = [number(value, f"{location}: polygon") for pair in pairs for value in pair]
-            return polygon_object(label, [points]) if len(points) >= 6 else None
-    return None
+            return "polygon", label, None, [number(value, f"{location}: polygon") for pair in pairs for value in pair]
+    return str(shape.get("name")), label, None, []

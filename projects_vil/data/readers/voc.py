@@ -39,7 +39,8 @@ def read_voc(files: list[str], index: FileIndex, folder: Path) -> Annotations:
         stem, name = Path(path).stem, (annotation.findtext("filename") or "").strip()
         # The name in the file is often outdated, so an image with the stem of the annotation has priority.
         names = (stem + (Path(name).suffix or ".jpg"), *([name] if name else []))
-        requests.append(Request(path, names, _size(annotation, path), (stem,)))
+        hint = annotation.findtext("path") or f"{annotation.findtext('folder') or ''}/{name}"
+        requests.append(Request(path, names, _size(annotation, path), (stem,), hint=hint.strip()))
     for image, request in zip(index.find_images(requests), requests, strict=True):
         path = request.annotation
         annotation, split = annotations[path]

@@ -1,20 +1,27 @@
+"""Test that datasets in all formats are read as they were written, in folders and with faults of many kinds."""
+
 import json
 import os
 import re
 import shutil
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
+from pycocotools import mask as mask_util
 
 from backbones import ConfigError
-from projects_vil.data import read_dataset, register_datasets
-from tests.projects_vil.data.format_writers import WRITERS, write_voc
+from projects_vil.data import convert_dataset, read_dataset, register_datasets
+from projects_vil.data.writers import write_dataset, write_detections
 from tests.projects_vil.helpers import error_line, message, run_tool, small_config
+from tests.projects_vil.inference.helpers import picture, run_on
+from vil.cli import _main as run
 
 CLASSES = ("circle", "square", "triangle")
-FORMATS = list(WRITERS)
+NAMES = {"COCO": "coco", "YOLO": "yolo", "Pascal VOC": "voc", "LabelMe": "labelme", "CVAT": "cvat"}
+FORMATS = list(NAMES)
 
 
 @pytest.fixture
@@ -28,12 +35,19 @@ def source(shapes):
     return contents, {split: shapes / split for split in contents}
 
 
+def write(root: Path, contents: dict, images: dict, name: str, *, masks: bool = False) -> Path:
+    kept = {} if masks else {"segmentation": []}
+    parts = {
+        split: (content | {"annotations": [one | kept for one in content["annotations"]]}, images[split])
+        for split, content in contents.items()
+    }
+    write_dataset(parts, root, NAMES[name])
+    return root
+
+
 @pytest.fixture
 def written(source, tmp_path):
-    def write(name: str, *, masks: bool = False) -> Path:
-        return WRITERS[name](tmp_path / "mine", *source, masks=masks)
-
-    return write
+    return lambda name, **options: write(tmp_path / "mine", *source, name, **options)
 
 
 @pytest.fixture
@@ -45,83 +59,179 @@ def content_of(dataset, split: str) -> dict:
     return json.loads(dataset.splits[split][0].read_text())
 
 
-def records(content: dict, folder: Path) -> dict:
-    """Return the size and the objects (class, box, iscrowd and polygons) of each image, by file name."""
-    names = {entry["id"]: entry["name"] for entry in content["categories"]}
-    found = {}
+def objects_of(content: dict, folder: Path, *, crowds: bool = True) -> dict:
+    """Return the size and the objects (class, iscrowd, box and polygons) of each image, by file name."""
+    names, found = {entry["id"]: entry["name"] for entry in content["categories"]}, {}
+    objects = defaultdict(list)
+    for one in content["annotations"]:
+        if crowds or not one["iscrowd"]:
+            entry = names[one["category_id"]], one["iscrowd"], one["bbox"], one.get("segmentation") or []
+            objects[one["image_id"]].append(entry)
     for image in content["images"]:
         assert (folder / image["file_name"]).is_file()
-        found[Path(image["file_name"]).name] = [(image["height"], image["width"])]
-        for a in content["annotations"]:
-            if a["image_id"] == image["id"]:
-                numbers = (a["bbox"], a["iscrowd"], a.get("segmentation") or [])
-                found[Path(image["file_name"]).name].append((names[a["category_id"]], *numbers))
+        found[Path(image["file_name"]).name] = (image["height"], image["width"]), objects[image["id"]]
     return found
+
+
+def assert_equal(found: dict, expected: dict, *, joined: bool = False, masks: bool = False) -> None:
+    """Check that all objects are equal to 0.01 pixels. The box of a polygon may differ from the annotated box."""
+    assert found.keys() == expected.keys()
+    for name, (size, objects) in expected.items():
+        assert found[name][0] == size and len(found[name][1]) == len(objects)
+
+        def order(one) -> list:
+            return [one[0], *(sum(one[3], [])[:6] if masks else np.round(one[2], 1))]
+
+        pairs = zip(sorted(found[name][1], key=order), sorted(objects, key=order), strict=True)
+        for one, other in pairs if masks else zip(found[name][1], objects, strict=True):
+            assert one[:2] == other[:2]
+            if not masks:
+                np.testing.assert_allclose(one[2], other[2], atol=0.0101)
+            elif not joined or len(other[3]) == 1:
+                assert list(map(len, one[3])) == list(map(len, other[3]))
+                np.testing.assert_allclose(sum(one[3], []), sum(other[3], []), atol=0.0101)
+            else:
+                # YOLO has one polygon per object. Its corners are those of the parts.
+                corners = [{(round(x), round(y)) for x, y in np.reshape(sum(o[3], []), (-1, 2))} for o in (one, other)]
+                assert len(one[3]) == 1 and len(corners[0] ^ corners[1]) <= 0.1 * len(corners[1])
 
 
 # -- the same dataset in five formats --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_boxes_are_the_same_to_the_pixel(name, source, written, read):
+def test_boxes_are_equal(name, source, written, read):
     dataset, (contents, images) = read(written(name)), source
     assert (dataset.format, dataset.classes, dataset.has_masks) == (name, CLASSES, False)
-    assert dataset.sizes == {split: len(content["images"]) for split, content in contents.items()}
     for split, content in contents.items():
-        expected = content | {"annotations": [{**a, "segmentation": []} for a in content["annotations"]]}
-        assert records(content_of(dataset, split), dataset.splits[split][1]) == records(expected, images[split])
+        expected = objects_of(content, images[split])
+        assert_equal(objects_of(content_of(dataset, split), dataset.splits[split][1]), expected)
     assert [entry["id"] for entry in content_of(dataset, "val")["categories"]] == [1, 2, 3]
-    assert dataset.line().startswith(f"{dataset.source} is {name}: 24 images, 3 classes, boxes; train 16, val 8")
-
-
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "Pascal VOC"])
-def test_polygons_are_the_same(name, source, written, read):
-    dataset, (contents, images) = read(written(name, masks=True)), source
-    assert dataset.has_masks and "boxes and masks" in dataset.line()
-    for split, content in contents.items():
-        found = records(content_of(dataset, split), dataset.splits[split][1])
-        for file, (size, *objects) in records(content, images[split]).items():
-            assert found[file][0] == size and len(found[file]) == len(objects) + 1
-            for (label, box, crowd, polygons), one in zip(objects, found[file][1:], strict=True):
-                assert (label, crowd) == (one[0], one[2])
-                np.testing.assert_allclose(sum(one[3], []), sum(polygons, []), atol=0.01)
-                # YOLO has one polygon per object.
-                assert len(one[3]) == len(polygons) or name == "YOLO"
-                # The box of the polygon lies slightly inside the box of the pixels.
-                np.testing.assert_allclose(one[1], box, atol=0.3)
+    assert dataset.line() == f"{dataset.source} is {name}: 24 images, 3 classes, boxes; train 16, val 8"
 
 
 @pytest.mark.real_data
 @pytest.mark.parametrize("masks", [False, True])
-def test_photos_of_coco(masks, tmp_path, read):
-    """The test rounds boxes to whole pixels, as in Pascal VOC, and skips crowds."""
-    root = Path(os.environ.get("DETECTRON2_DATASETS", "datasets")) / "coco"
-    if not (root / "annotations/instances_val2017.json").is_file():
-        pytest.skip("COCO is not in DETECTRON2_DATASETS")
-    images, found = {split: root / f"{split}2017" for split in ("train", "val")}, {}
-    contents = {split: json.loads((root / f"annotations/instances_{split}2017.json").read_text()) for split in images}
-    for content in contents.values():
-        content["annotations"] = [a for a in content["annotations"] if not a["iscrowd"]]
-        for a in content["annotations"]:
-            a["bbox"] = [float(max(round(number), 1)) for number in a["bbox"]]
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("folder", ["coco", "raccoon"])
+def test_photos_are_equal(folder, name, masks, tmp_path, read):
+    root = Path(os.environ.get("DETECTRON2_DATASETS", "datasets")) / folder
+    if not root.is_dir():
+        pytest.skip(f"{folder} is not in DETECTRON2_DATASETS")
+    if masks and (name == "Pascal VOC" or folder == "raccoon"):
+        pytest.skip("Pascal VOC has no masks")
+    original = read_dataset(root, tmp_path / "original", val=0)
+    contents = {split: json.loads(path.read_text()) for split, (path, _) in original.splits.items()}
+    images = {split: folder for split, (_, folder) in original.splits.items()}
+    dataset = read(write(tmp_path / "out", contents, images, name, masks=masks), val=0)
+    assert dataset.has_masks is masks and dataset.sizes == original.sizes
+    for split, content in contents.items():
+        found = objects_of(content_of(dataset, split), dataset.splits[split][1], crowds=False)
+        assert_equal(found, objects_of(content, images[split], crowds=False), joined=name == "YOLO", masks=masks)
+        if name in ("COCO", "Pascal VOC"):
+            crowds = [sum(one["iscrowd"] for one in c["annotations"]) for c in (content, content_of(dataset, split))]
+            assert crowds[0] == crowds[1]
+
+
+PARTS = [[[10.25, 20.5, 40.375, 20.5, 40.375, 60.5], [50, 61, 52, 61, 52, 62.125], [5, 5, 9, 5, 9, 8]]]
+PARTS += [[[1, 1, 6, 1, 6, 6, 1, 6]], []]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_names_and_shapes_of_many_kinds(name, tmp_path, read):
+    """Equal names in folders, other alphabets, several parts, holes, crowds, and classes and images without objects."""
+    names = ["day1/a.jpg", "day2/a.jpg", "day2/a.png", "b/../caf\u00e9 #1.JPG", "my photo.b.jpg", "day1/A.jpg"]
+    for number, file in enumerate(names):
+        (tmp_path / "photos" / file).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (200, 100), number).save(tmp_path / "photos" / file)
+    ring = np.zeros((100, 200), np.uint8, order="F")
+    ring[10:50, 20:80], ring[20:30, 30:40], ring[50:55, 80:90] = 1, 0, 1
+    rle = mask_util.encode(ring) | {"size": [100, 200]}
+    segmentations = [*PARTS, rle | {"counts": rle["counts"].decode()}]
+    boxes = [[5, 5, 47, 57.125], [1, 1, 5, 5], [0.5, 1.25, 3, 4], [20, 10, 70, 45]]
+    annotations = [
+        {"image_id": image, "category_id": 3 + 4 * (image % 2), "bbox": box, "segmentation": polygons, "iscrowd": 0}
+        for image in range(5)
+        for box, polygons in zip(boxes, segmentations, strict=True)
+    ]
+    annotations.append(annotations[1] | {"iscrowd": 1})
+    content = {
+        "images": [{"id": i, "file_name": file, "height": 100, "width": 200} for i, file in enumerate(names)],
+        "annotations": [one | {"id": i, "area": 9.0} for i, one in enumerate(annotations, start=1)],
+        "categories": [{"id": 9, "name": "none"}, {"id": 3, "name": "K\u00e4fer, gro\u00df"}, {"id": 7, "name": "on"}],
+    }
+    lines = write_dataset({"train": (content, tmp_path / "photos")}, tmp_path / "mine", NAMES[name])
+    dataset = read(tmp_path / "mine", val=0)
+    found = content_of(dataset, "train")
+    assert len(found["images"]) == 6 and {*dataset.classes} - {"none"} == {"K\u00e4fer, gro\u00df", "on"}
+    assert ("none" in dataset.classes) == (name in ("COCO", "YOLO", "CVAT"))
+    assert any("crowd" in line for line in lines) == (name in ("YOLO", "LabelMe", "CVAT"))
+    own = objects_of(found, dataset.splits["train"][1], crowds=False)
+    for file, (_, objects) in own.items():
+        with Image.open(dataset.splits["train"][1] / file) as image:
+            number = image.getpixel((0, 0))
+        assert len(objects) == (0 if number == 5 else 4)
+        for label, _, box, polygons in objects:
+            assert label == ("on" if number % 2 else "K\u00e4fer, gro\u00df")
+            index = min(range(4), key=lambda index: np.abs(np.subtract(boxes[index], box)).sum())
+            np.testing.assert_allclose(box, boxes[index], atol=0.0101)
+            if index == 3 and name != "Pascal VOC":
+                mask = (
+                    polygons
+                    if isinstance(polygons, dict)
+                    else mask_util.merge(mask_util.frPyObjects(polygons, 100, 200))
+                )
+                assert (mask_util.decode(mask) == ring).all()
+            elif name in ("COCO", "LabelMe", "CVAT") or index > 0:
+                assert polygons == (PARTS[index] if name != "Pascal VOC" else [])
+            elif name == "YOLO":
+                assert len(polygons) == 1 and len(polygons[0]) == 18 + 6 + 2
+
+
+def test_detections_are_written_with_scores(tmp_path, read):
+    Image.new("L", (200, 100)).save(tmp_path / "a.jpg")
+    disk = np.hypot(*np.ogrid[-50:50, -80:120]) < 30
+    rle = mask_util.encode(np.asfortranarray(disk.astype(np.uint8)))
+    results = [{"image_id": 1, "category_id": 1, "bbox": [50.0, 20.0, 59.0, 59.0], "score": 0.75, "segmentation": rle}]
+    entry = {"id": 1, "file_name": "a.jpg", "height": 100, "width": 200}
     for name in FORMATS:
-        if name == "Pascal VOC" and masks:
-            continue
-        dataset = read(WRITERS[name](tmp_path / name, contents, images, masks=masks))
-        assert dataset.has_masks is masks and dataset.sizes == {"train": 80, "val": 80}
-        found[name] = {split: records(content_of(dataset, split), dataset.splits[split][1]) for split in images}
-    if masks:
-        # The boxes enclose the polygons, and the polygons may have another order.
-        assert found["LabelMe"] == found["CVAT"]
-        for split in images:
-            for file, (_, *objects) in found["COCO"][split].items():
-                numbers = [
-                    sorted(sum(sum((one[3] for one in ones), []), []))
-                    for ones in (objects, found["CVAT"][split][file][1:])
-                ]
-                np.testing.assert_allclose(numbers[0], numbers[1], atol=0.01)
-    else:
-        assert all(found[name] == found["COCO"] for name in FORMATS)
+        write_detections([(entry, results)], [{"id": 1, "name": "cat"}], tmp_path, tmp_path / name, NAMES[name])
+        (one,) = content_of(read(tmp_path / name, val=0), "train")["annotations"]
+        texts = [path.read_text() for path in (tmp_path / name).rglob("*.*") if path.suffix in (".json", ".xml")]
+        assert any("0.75" in text for text in texts) == (name in ("COCO", "LabelMe", "CVAT"))
+        np.testing.assert_allclose(one["bbox"], results[0]["bbox"], atol=2)
+        if name != "Pascal VOC":
+            (points,) = one["segmentation"]
+            assert 16 <= len(points) < 80 and abs(one["area"] - disk.sum()) < 0.05 * disk.sum()
+    assert "already exists" in message(write_detections, [(entry, results)], [], tmp_path, tmp_path / name, "cvat")
+
+
+def test_commands(source, written, tmp_path, capsys, read):
+    """Predict, correct and train, and convert a dataset with errors."""
+    written("YOLO")
+    run(["convert-dataset", str(tmp_path / "mine"), str(tmp_path / "cvat"), "--format", "cvat"])
+    assert "wrote" in capsys.readouterr().out
+    dataset, (contents, images) = read(tmp_path / "cvat"), source
+    for split, content in contents.items():
+        expected = objects_of(content, images[split])
+        assert_equal(objects_of(content_of(dataset, split), dataset.splits[split][1]), expected)
+    (tmp_path / "mine/images/val/000000000017.jpg").write_bytes(b"")
+    text = message(convert_dataset, tmp_path / "mine", tmp_path / "voc", "voc")
+    assert "vil check" in text and not (tmp_path / "voc").exists()
+    (tmp_path / "in/day1").mkdir(parents=True)
+    for name in ("a.png", "day1/a.png"):
+        Image.fromarray(picture(40, 60)).save(tmp_path / "in" / name)
+    summary = run_on(tmp_path / "in", tmp_path / "out", save_labels="labelme")
+    assert f"wrote {tmp_path / 'out/dataset'}: 2 images in format labelme" in summary.lines
+    dataset = read(tmp_path / "out/dataset", val=0)
+    assert dataset.sizes == {"train": 2} and dataset.classes == ("left",)
+    assert [one["bbox"] for one in content_of(dataset, "train")["annotations"]] == [[0, 0, 30, 40]] * 2
+    # Corrected labels are not overwritten, and other inputs have no image files.
+    assert "dataset' already exists" in message(run_on, tmp_path / "in", tmp_path / "out", save_labels="yolo")
+    run_on(tmp_path / "in/a.png", tmp_path / "b", save_labels="coco", score_threshold=0.9)
+    assert len(json.loads((tmp_path / "b/dataset/annotations/instances_train.json").read_text())["images"]) == 1
+    (tmp_path / "list.txt").write_text("in/a.png")
+    assert "--save-labels" in message(run_on, tmp_path / "list.txt", tmp_path / "c", save_labels="yolo")
 
 
 # -- splits ----------------------------------------------------------------------------------------
@@ -135,7 +245,7 @@ def test_a_split_by_hash_depends_on_file_names_only(source, tmp_path, read):
     contents, images = ({"train": part["train"]} for part in source)
     chosen = []
     for name in FORMATS:
-        dataset = read(WRITERS[name](tmp_path / name, contents, images, masks=False), val=0.25)
+        dataset = read(write(tmp_path / name, contents, images, name), val=0.25)
         assert dataset.sizes == {"train": 12, "val": 4} and "hash" in dataset.line()
         chosen.append(validated(dataset))
         before = [dataset.splits[split][0].read_bytes() for split in dataset.splits]
@@ -150,14 +260,14 @@ def test_a_split_by_hash_depends_on_file_names_only(source, tmp_path, read):
     assert read(tmp_path / "CVAT").sizes == {"train": 13, "val": 3}
     assert read(tmp_path / "YOLO", val=0).sizes == {"train": 16}
     # A single COCO file is split too, and its images are not copied.
-    path = tmp_path / "COCO/annotations/instances_train2017.json"
+    path = tmp_path / "COCO/annotations/instances_train.json"
     dataset = read(path, val=0.25)
-    assert validated(dataset) == chosen[0] and dataset.splits["val"][1] == tmp_path / "COCO/train2017"
-    assert read(tmp_path / "COCO", val=0).splits == {"train": (path, tmp_path / "COCO/train2017")}
+    assert validated(dataset) == chosen[0] and dataset.splits["val"][1] == tmp_path / "COCO/images/train"
+    assert read(tmp_path / "COCO", val=0).splits == {"train": (path, tmp_path / "COCO/images/train")}
 
 
 def test_lists_of_images_and_test_splits(written, read, monkeypatch):
-    root = written("YOLO")
+    root = written("YOLO") / "data.yaml"
     (root.parent / "val.txt").write_text("./images/val/000000000017.jpg\n\nimages/val/000000000018.jpg\n")
     root.write_text(root.read_text().replace("val: images/val", "val: val.txt\ntest: [images/val]"))
     assert read(root).sizes == {"train": 16, "val": 2, "test": 8}
@@ -181,7 +291,7 @@ def test_files_of_one_folder_per_split(source, tmp_path, read):
         for name in ("coco", "voc"):
             shutil.copytree(images[split], tmp_path / name / folder)
         (tmp_path / "coco" / folder / "_annotations.coco.json").write_text(json.dumps(contents[split]))
-    write_voc(tmp_path / "made", *source)
+    write(tmp_path / "made", *source, "Pascal VOC")
     for path in (tmp_path / "made/Annotations").iterdir():
         folder = "valid" if (tmp_path / f"voc/valid/{path.stem}.jpg").exists() else "train"
         # The file name in the annotation is outdated.
@@ -244,7 +354,7 @@ def test_files_whose_format_is_found_by_reading_all_of_them(name, written, read)
 def test_images_with_the_same_names_in_two_splits(name, source, tmp_path, read):
     """The images of a split come from its own folder."""
     for split in ("train", "val"):
-        WRITERS[name](tmp_path / "made", *({split: part[split]} for part in source), masks=False)
+        write(tmp_path / "made", *({split: part[split]} for part in source), name)
         (tmp_path / "made").rename(tmp_path / split)
         folder = tmp_path / "mine" / split
         (folder / "photos").mkdir(parents=True), (folder / "labels").mkdir()
@@ -273,7 +383,7 @@ def test_images_with_the_same_names_in_two_splits(name, source, tmp_path, read):
 
 
 def test_labels_beside_images_and_files_that_do_not_match(source, tmp_path, read):
-    root = WRITERS["YOLO"](tmp_path / "mine", *source, masks=False).parent
+    root = write(tmp_path / "mine", *source, "YOLO")
     expected = content_of(read(root), "val")
     for path in (root / "labels/val").iterdir():
         path.rename(root / "images/val" / path.name)
@@ -281,7 +391,7 @@ def test_labels_beside_images_and_files_that_do_not_match(source, tmp_path, read
     (root / "labels/train/classes.txt").write_text("circle")
     next((root / "images/train").iterdir()).rename(root / "images/train/photo.heic")
     assert "label files without an image: 1 (first: " in read(root).line()
-    root = WRITERS["LabelMe"](tmp_path / "labelme", *source, masks=False)
+    root = write(tmp_path / "labelme", *source, "LabelMe")
     next(root.rglob("*.json")).unlink()
     assert "images without an annotation file: 1 (first: " in read(root).line()
 
@@ -329,9 +439,9 @@ WRONG = {
     "no labels": ("YOLO", lambda root: (root / "labels").rename(root / "label"), "label file"),
     "XML": ("Pascal VOC", replace("Annotations/*.xml", "</size>", ""), ".xml' is not XML"),
     "an entity": ("Pascal VOC", replace("Annotations/*.xml", "<annotation>", f"{BOMB}<annotation>&a9;"), "not XML"),
-    "an encoding": ("CVAT", replace("*.xml", "utf-8", "utf-99"), ".xml' is not XML"),
+    "an encoding": ("CVAT", replace("*.xml", "^", '<?xml version="1.0" encoding="utf-99"?>'), ".xml' is not XML"),
     "a number in VOC": ("Pascal VOC", replace("Annotations/*.xml", "<xmin>", "<xmin>x"), "xmin of"),
-    "no class": ("Pascal VOC", replace("Annotations/*.xml", r"<object><name>\w+", "<object><name>"), "has no class"),
+    "no class": ("Pascal VOC", replace("Annotations/*.xml", r"<name>\w+", "<name>"), "has no class"),
     "a listed file": ("Pascal VOC", replace("ImageSets/Main/val.txt", "^", "absent\n"), "no absent.xml"),
     "JSON": ("LabelMe", replace("val/*.json", '"label"', '"name"'), ".json' is not a valid LabelMe file"),
     "a label": ("CVAT", replace("*.xml", 'label="circle"', 'label="disc"'), "'disc'"),
@@ -339,9 +449,9 @@ WRONG = {
     "several files": ("CVAT", lambda root: shutil.copy(root / "annotations.xml", root / "b.xml"), "b.xml"),
     "an empty file in VOC": ("Pascal VOC", lambda root: empty(root, "Annotations/*.xml"), "1.xml"),
     "an empty file in LabelMe": ("LabelMe", lambda root: empty(root, "val/*.json"), "7.json"),
-    "an empty file in COCO": ("COCO", lambda root: empty(root, "annotations/*val*"), "instances_val2017.json"),
+    "an empty file in COCO": ("COCO", lambda root: empty(root, "annotations/*val*"), "instances_val.json"),
     "UTF-16 in YOLO": ("YOLO", lambda root: in_utf_16(root, "labels/val/*.txt"), "7.txt, line 1"),
-    "COCO without images": ("COCO", lambda root: shutil.rmtree(root / "val2017"), "instances_val2017.json"),
+    "COCO without images": ("COCO", lambda root: shutil.rmtree(root / "images/val"), "instances_val.json"),
 }  # fmt: skip
 
 

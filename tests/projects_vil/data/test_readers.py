@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import math
 import os
 import random
 import unicodedata
@@ -13,10 +12,13 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
-from projects_vil.data import check_dataset, read_dataset, write_fixed
+from projects_vil.data import check_dataset, convert_dataset, read_dataset, write_fixed
 from tests.projects_vil.helpers import message
+from vil.choices import LABEL_FORMATS
+from vil.cli import _main as run
 
 STEMS = ("0", "001", "IMG_2", "my photo", "caf\u00e9", "100%", "a.b", "val_3")
 FOLDERS = ("", "day1", "day2/cam", "Raw")
@@ -99,6 +101,9 @@ def test_every_file_is_counted_and_no_object_is_on_another_image(name, seed, tmp
         (root / path).unlink()
     save_image(root / "train/unlabeled.jpg", 250)
     (root / "train/clip.mp4").touch()
+    (root / "boxes.csv").touch()
+    save_image(root / "train/none.png", 251)
+    (root / "train/none.png").rename(root / "train/none")
     (root / "notes.json").write_text('{"images": 3}')
     dataset = read_dataset(root, tmp_path / "out", val=0)
     found = objects_of(dataset) if name != "COCO" else []
@@ -109,7 +114,8 @@ def test_every_file_is_counted_and_no_object_is_on_another_image(name, seed, tmp
         for image in json.loads(path.read_text())["images"]
     }
     unused = [os.path.realpath(path) for files in dataset.unused.values() for path in files]
-    images = {os.path.realpath(path) for path in root.rglob("*.*") if path.suffix in (".png", ".jpg", ".mp4")}
+    others = (".xml", ".json")
+    images = {os.path.realpath(path) for path in root.rglob("*") if path.is_file() and path.suffix not in others}
     assert images <= used | set(unused) and not used & set(unused)
     if name in ("Pascal VOC", "LabelMe"):
         without_image = dataset.unused["annotation files without an image of their own"]
@@ -189,21 +195,11 @@ def labelme_text(shape: dict, **entry) -> str:
     return json.dumps({"shapes": [shape], "imagePath": "a.jpg", "imageHeight": 100, "imageWidth": 200} | entry)
 
 
-def cvat_text(shape: str, name: str = "a.jpg", labels: str = "<label><name>cat</name></label>") -> str:
-    image = f'<image name="{name}" width="200" height="100">{shape}</image>'
-    return f"<annotations><meta><task><labels>{labels}</labels></task></meta>{image}</annotations>"
-
-
 def coco_text(name: str = "a.jpg", **content) -> str:
     image = {"id": 1, "file_name": name, "width": 200, "height": 100}
     annotation = {"id": 1, "image_id": 1, "category_id": 1, "bbox": BOX, "area": 1200}
     categories = [{"id": 1, "name": "cat"}]
     return json.dumps(content | {"images": [image], "annotations": [annotation], "categories": categories})
-
-
-def via_text(shape: dict, attributes: dict | None = None) -> str:
-    region = {"shape_attributes": shape, "region_attributes": {"class": "cat"} if attributes is None else attributes}
-    return json.dumps({"a.jpg123": {"filename": "a.jpg", "size": 123, "regions": {"0": region}}})
 
 
 def base64_of(image: Image.Image, image_format: str) -> str:
@@ -212,139 +208,8 @@ def base64_of(image: Image.Image, image_format: str) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-MASK = base64_of(Image.new("1", (40, 30), 1), "PNG")
 YAML = "train: images\nnames: [cat]\n"
-# The text of each file, or None for an image. Without an image, there is a.jpg. The only object is BOX of class "cat"
-# unless the name says otherwise.
-KINDS = {
-    "VIA, rectangle": {"via.json": via_text({"name": "rect", "x": 10, "y": 20, "width": 40, "height": 30})},
-    "VIA, polygon": {
-        "via.json": via_text({"name": "polygon", "all_points_x": [10, 50, 50, 10], "all_points_y": [20, 20, 50, 50]})
-    },
-    "VIA, ellipse and checkbox": {
-        "via_region_data.json": via_text(
-            {"name": "ellipse", "cx": 30, "cy": 35, "rx": 15, "ry": 20, "theta": math.pi / 2}, {"type": {"cat": True}}
-        )
-    },
-    "VIA, project": {
-        "p.json": json.dumps(
-            {
-                "_via_settings": {},
-                "_via_img_metadata": json.loads(
-                    via_text({"name": "rect", "x": 10, "y": 20, "width": 40, "height": 30})
-                ),
-            }
-        )
-    },
-    "LabelMe, mask": {"a.json": labelme_text({"shape_type": "mask", "mask": MASK, "points": [[10, 20], [49, 49]]})},
-    "LabelMe, rotated": {
-        "a.json": labelme_text(
-            {"shape_type": "rotation", "points": [[10, 20], [50, 20], [50, 50], [10, 50]], "direction": 0}
-        )
-    },
-    "LabelMe, image inside": {"a.json": labelme_text({}, imageData=base64_of(Image.new("RGB", IMAGE), "JPEG"))},
-    "LabelMe, path of another computer": {
-        "photos/a.jpg": None,
-        "labels/a.json": labelme_text({}, imagePath="C:\\x\\photos\\a.jpg"),
-    },
-    "LabelMe, UTF-16": {"a.json": labelme_text({}).encode("utf-16")},
-    "CVAT, frame": {
-        "images/frame_01.png": None,
-        "annotations.xml": cvat_text('<box label="cat" xtl="10" ytl="20" xbr="50" ybr="50"/>', "frame_01"),
-    },
-    "CVAT, ellipse": {"annotations.xml": cvat_text('<ellipse label="cat" cx="30" cy="35" rx="20" ry="15"/>')},
-    "CVAT, mask": {
-        "annotations.xml": cvat_text('<mask label="cat" rle="0, 1200" left="10" top="20" width="40" height="30"/>')
-    },
-    "CVAT, skeleton": {
-        "annotations.xml": cvat_text(
-            '<skeleton label="person"><points label="1" points="3,4"/></skeleton>'
-            '<box label="cat" xtl="10" ytl="20" xbr="50" ybr="50"/>',
-            labels="<label><name>cat</name></label><label><name>person</name><type>skeleton</type></label>"
-            "<label><name>1</name><type>points</type><parent>person</parent></label>",
-        )
-    },
-    "VOC, fractions": {"a.xml": voc_text(bndbox("10.0", "20.0", "50.0", "50.0") + bndbox(0.5, 0, 3, 4))},
-    "VOC, swapped corners": {"a.xml": voc_text(bndbox(50, 50, 11, 21))},
-    "VOC, rotated": {
-        "a.xml": voc_text(
-            "<object><name>cat</name><robndbox><cx>30</cx><cy>35</cy><w>30</w><h>40</h><angle>1.5707963</angle></robndbox></object>"
-        )
-    },
-    "VOC, web": {
-        "a.xml": voc_text(
-            "<object><name>cat</name><polygon>"
-            + "".join(f"<pt><x>{x}</x><y>{y}</y></pt>" for x, y in ((10, 20), (50, 20), (50, 50)))
-            + "</polygon></object>"
-        )
-    },
-    "VOC, list with tags": {
-        "JPEGImages/a.jpg": None,
-        "Annotations/a.xml": voc_text(bndbox(11, 21, 50, 50)),
-        "ImageSets/Main/train.txt": "# names\na.jpg  1\n",
-    },
-    "VOC, two roots": {
-        "VOC2007/JPEGImages/a.jpg": None,
-        "VOC2007/Annotations/a.xml": voc_text(bndbox(11, 21, 50, 50)),
-        "VOC2007/ImageSets/Main/train.txt": "a",
-        "VOC2012/JPEGImages/a.jpg": None,
-        "VOC2012/Annotations/a.xml": voc_text(""),
-        "VOC2012/ImageSets/Main/val.txt": "a",
-    },
-    "YOLO, path of another computer": {
-        "images/train/a.jpg": None,
-        "labels/train/a.txt": YOLO_ROW,
-        "data.yaml": "train: D:/work/set/images/train\nval: D:\\work\\set\\images\\train\nnames: {'0': cat}\n",
-    },
-    "YOLO, list of another computer": {
-        "images/a.jpg": None,
-        "labels/a.txt": YOLO_ROW,
-        "train.txt": "C:\\x\\images\\a.jpg",
-        "data.yaml": "train: train.txt\nnames: [cat]\n",
-    },
-    "YOLO, files": {
-        "images/a.jpg": None,
-        "labels/a.txt": YOLO_ROW,
-        "data.yaml": "train: [images/a.jpg]\nnames: [cat]\n",
-    },
-    "YOLO, validation": {
-        "v/images/b.jpg": None,
-        "t/images/a.jpg": None,
-        "t/labels/a.txt": YOLO_ROW,
-        "data.yaml": "train: t/images\nvalidation: v/images\nnames: [cat]\n",
-        "args.yaml": "val: true\nmode: train\n",
-    },
-    "YOLO, Darknet": {
-        "obj/a.jpg": None,
-        "obj/a.txt": YOLO_ROW,
-        "obj.names": "cat\n",
-        "train.txt": "data/obj/a.jpg\n",
-        "obj.data": "classes = 1\ntrain = data/train.txt\nnames = data/obj.names\n",
-    },
-    "YOLO, Label Studio": {
-        "images/a.jpg": None,
-        "labels/a.txt": YOLO_ROW,
-        "classes.txt": "cat\n",
-        "notes.json": '{"info": {}}',
-    },
-    "YOLO, DOTA": {
-        "images/a.jpg": None,
-        "labelTxt/a.txt": "imagesource:GoogleEarth\ngsd:0.1\n10 20 50 20 50 50 10 50 cat 0\n",
-        "data.yaml": YAML,
-    },
-    "YOLO, pose": {"images/a.jpg": None, "labels/a.txt": f"{YOLO_ROW} 0.1 0.3 2 0.2 0.4 1", "data.yaml": YAML},
-    "YOLO, other case": {"Images/A.JPG": None, "Labels/a.txt": YOLO_ROW, "data.yaml": "train: Images\nnames: [cat]\n"},
-    "COCO, percent": {"images/my a.jpg": None, "a.json": coco_text("images/my%20a.jpg")},
-    "COCO, Label Studio": {"result.json": coco_text("/data/upload/3/0123abcd-a.jpg")},
-    "COCO, other case and form": {"photos/CAF\u00c9.JPG": None, "a.json": coco_text("cafe\u0301.jpg")},
-    "COCO, long info": {"a.json": coco_text(info={"description": "x" * 9000})},
-    "COCO, names without a common pattern": {
-        "train/a.jpg": None,
-        "v/b.jpg": None,
-        "instances_train.json": coco_text(),
-        "val.json": coco_text("b.jpg"),
-    },
-}
+KINDS = yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -357,7 +222,8 @@ def test_kinds_of_files(kind, tmp_path):
         if text is None:
             Image.new("RGB", IMAGE).save(path)
         else:
-            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+            text = text.replace("LONG", "x" * 9000)
+            path.write_text(text, encoding="utf-16" if "UTF-16" in kind else "utf-8")
     contents = {}
     dataset = read_dataset(root, tmp_path / "out", val=0, contents=contents)
     assert kind.startswith(dataset.format.removeprefix("Pascal ")) and dataset.classes == ("cat",)
@@ -366,6 +232,12 @@ def test_kinds_of_files(kind, tmp_path):
     folder = dataset.splits["train"][1]
     assert all((folder / image["file_name"]).is_file() for image in contents["train"]["images"])
     assert ("skeleton" in dataset.line()) == ("skeleton" in kind)
+    # Another format has the same objects.
+    output_format = LABEL_FORMATS[sorted(KINDS).index(kind) % len(LABEL_FORMATS)]
+    convert_dataset(root, tmp_path / "converted", output_format)
+    converted = {}
+    assert read_dataset(tmp_path / "converted", tmp_path / "out", val=0, contents=converted).sizes == dataset.sizes
+    np.testing.assert_allclose(converted["train"]["annotations"][0]["bbox"], BOX, atol=0.01)
 
 
 # -- missing images and ties -----------------------------------------------------------------------
@@ -388,6 +260,22 @@ def test_a_missing_image_is_not_taken_from_another_folder(tmp_path):
     dataset = read_dataset(tmp_path / "data", tmp_path / "out", val=0)
     assert dataset.sizes == {"train": 1} and dataset.splits["train"][1] == tmp_path / "data/cam1"
     assert [Path(path).name for files in dataset.unused.values() for path in files] == ["a.xml", "a.png"]
+
+
+def test_the_written_folder_decides_a_tie(tmp_path):
+    text = voc_text(bndbox(11, 21, 50, 50), "a.png")
+    for number, written in enumerate(("<folder>y</folder>", "<path>C:\\me\\y\\a.png</path>")):
+        text = text.replace("<filename>", f"{written}<filename>")
+        write_files(tmp_path / str(number), {"x/a.png": 1, "y/a.png": 2, "a.xml": text})
+        dataset = read_dataset(tmp_path / str(number), tmp_path / "out", val=0)
+        assert dataset.splits["train"][1] == tmp_path / str(number) / "y"
+
+
+def test_a_failed_fix_leaves_no_files(tmp_path):
+    inside = labelme_text({}, imageData=base64_of(Image.new("RGB", IMAGE), "JPEG"))
+    write_files(tmp_path / "data", {"a.json": inside, "b.png": 1, "b.json": labelme_text({"points": [["x", 1]]})})
+    assert "is not a number" in message(run, ["check", str(tmp_path / "data"), "--fix", str(tmp_path / "fixed")])
+    assert not (tmp_path / "fixed").exists()
 
 
 def test_a_validation_file_does_not_use_training_images(tmp_path):

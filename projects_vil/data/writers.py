@@ -1,0 +1,312 @@
+"""Write datasets and detections in COCO, YOLO, Pascal VOC, LabelMe and CVAT format, with copies of the images.
+
+supervision writes YOLO, Pascal VOC and LabelMe, but not CVAT. It loses scores and crowds, converts polygons to bitmaps
+and back, rounds the boxes of Pascal VOC to whole pixels, and rejects images with equal names in two folders.
+"""
+
+import itertools
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape, quoteattr
+
+import cv2
+import yaml
+from pycocotools import mask as mask_util
+
+from backbones import ConfigError
+from backbones.errors import check_choice
+from projects_vil.data.check import check_dataset
+from projects_vil.data.readers.index import normalized
+from projects_vil.data.readers.shapes import area
+from projects_vil.data.segmentation import rle_of
+
+# The polygon of a predicted mask is simplified by at most this many pixels.
+_TOLERANCE = 1.0
+
+
+class _Image(NamedTuple):
+    """An image of a dataset, its path in the copy, its COCO entry, and its annotations with ``label``."""
+
+    split: str
+    path: PurePosixPath
+    entry: dict[str, Any]
+    objects: list[dict[str, Any]]
+
+
+# A dict from the path of a file to its text
+Files = dict[str, str]
+
+
+def convert_dataset(
+    data: str | Path, output: str | Path, output_format: str, *, images: str | Path | None = None
+) -> list[str]:
+    """Write a copy of a dataset in another format, with its images and splits, and return a summary as lines.
+
+    Args:
+        data: A dataset in any format that :func:`.read_dataset` reads.
+        output: A new folder.
+        output_format: ``"coco"``, ``"yolo"``, ``"voc"``, ``"labelme"`` or ``"cvat"``.
+        images: The folder with the images, if it is not the folder of the dataset.
+
+    Raises:
+        ConfigError: If the dataset cannot be read or has errors, or if ``output`` exists.
+    """
+    check_output(output, output_format)
+    with tempfile.TemporaryDirectory() as extracted:
+        dataset, files = check_dataset(data, images, fixed=extracted)
+        parts = {}
+        for split, file in files.items():
+            if file.findings("error"):
+                raise file.error()
+            content = file.fixed()[0]
+            for one in [] if file.masks else content.get("annotations", []):
+                one.pop("segmentation", None)
+            parts[split or "train"] = content, Path(file.image_root)
+        lines = write_dataset(parts, output, output_format)
+    return [dataset.line(), *lines] if dataset else lines
+
+
+def write_detections(
+    detections: Iterable[tuple[dict[str, Any], list[dict[str, Any]]]],
+    categories: list[dict[str, Any]],
+    root: str | Path,
+    output: str | Path,
+    output_format: str,
+) -> list[str]:
+    """Write detections as a dataset that annotation tools open for correction, and return a summary as lines.
+
+    Masks become polygons, which are simplified by at most a pixel.
+
+    Args:
+        detections: Pairs of a COCO image, whose file name is relative to ``root``, and its results in COCO's format.
+        categories: The categories of the results.
+        root: The image folder.
+        output: A new folder.
+        output_format: See :func:`convert_dataset`.
+    """
+    content: dict[str, Any] = {"images": [], "annotations": [], "categories": categories}
+    for image, results in detections:
+        content["images"].append(image)
+        for one in results:
+            polygons = _polygons(one.get("segmentation"), image, _TOLERANCE)
+            size = area(polygons) if polygons else one["bbox"][2] * one["bbox"][3]
+            ids = {"id": len(content["annotations"]) + 1, "iscrowd": 0}
+            content["annotations"].append(one | ids | {"area": size, "segmentation": polygons})
+    return write_dataset({"train": (content, Path(root))}, output, output_format)
+
+
+def check_output(output: str | Path, output_format: str) -> None:
+    """Raise a :class:`ConfigError` if a path exists, or if a format is unknown."""
+    check_choice("format", output_format, _FORMATS)
+    if os.path.lexists(output):
+        raise ConfigError(f"'{output}' already exists. Name a new folder.")
+
+
+def write_dataset(
+    parts: Mapping[str, tuple[dict[str, Any], Path]], output: str | Path, output_format: str
+) -> list[str]:
+    """Write a dataset with copies of its images, and return a summary as lines.
+
+    The images of a split are in one folder. If they come from several folders, ``day1/a.jpg`` becomes ``day1_a.jpg``.
+
+    Args:
+        parts: A dict from the split to a valid COCO content and its image folder. Annotations may have a ``score``.
+        output: A new folder, which appears when all files are written.
+        output_format: See :func:`convert_dataset`.
+
+    Raises:
+        ConfigError: If ``output`` exists, or if an image cannot be copied.
+    """
+    check_output(output, output_format)
+    parent = Path(output).absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    categories = sorted(next(iter(parts.values()))[0]["categories"], key=lambda category: category["id"])
+    names = {category["id"]: category["name"] for category in categories}
+    images, used, skipped = [], defaultdict(set), Counter()
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".") as temporary:
+        partial = Path(temporary, "dataset")
+        for split, (content, root) in parts.items():
+            folder, objects = _FORMATS[output_format][0].format(split=split), defaultdict(list)
+            for one in content.get("annotations", ()):
+                objects[one["image_id"]].append(one | {"label": names[one["category_id"]]})
+            paths = [_parts(entry["file_name"]) for entry in content["images"]]
+            num_common = len(os.path.commonprefix([parts[:-1] for parts in paths]))
+            for entry, parts in zip(content["images"], paths, strict=True):
+                path = PurePosixPath(folder, _new_name("_".join(parts[num_common:]), used[folder]))
+                images.append(_Image(split, path, entry, objects[entry["id"]]))
+                (partial / path).parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    shutil.copyfile(root / entry["file_name"], partial / path)
+                except OSError as error:
+                    raise ConfigError(f"Cannot copy '{root / entry['file_name']}': {error.strerror}.") from error
+        for name, text in _FORMATS[output_format][1](images, categories, skipped).items():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            (partial / name).write_text(text, encoding="utf-8")
+        partial.rename(output)
+    lines = [f"left out {number:,} {reason}, which the format does not have" for reason, number in (+skipped).items()]
+    return [f"wrote {output}: {len(images):,} images in format {output_format}", *lines]
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in PurePosixPath(path.replace("\\", "/")).parts if part not in ("/", "..")]
+
+
+def _new_name(file_name: str, used: set[str]) -> str:
+    """Return a file name whose stem is not in ``used``, and add its stem to ``used``."""
+    # A comment in the lists of Pascal VOC starts with #.
+    path = PurePosixPath(file_name.replace("#", "_"))
+    stems = itertools.chain([path.stem], (f"{path.stem}_{number}" for number in itertools.count(2)))
+    stem = next(stem for stem in stems if normalized(stem) not in used)
+    used.add(normalized(stem))
+    return stem + path.suffix
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+def _shapes(image: _Image, skipped: Counter) -> Iterator[tuple[dict[str, Any], list[list[float]]]]:
+    """Yield the objects of an image that are not crowds, and their polygons."""
+    for one in image.objects:
+        if one["iscrowd"]:
+            skipped["crowds"] += 1
+        else:
+            yield one, _polygons(one.get("segmentation"), image.entry)
+
+
+def _polygons(segmentation: Any, image: dict[str, Any], tolerance: float = 0) -> list[list[float]]:
+    """Return a valid segmentation as polygons, which are simplified by at most ``tolerance`` pixels.
+
+    Polygons of RLE follow the edges of the pixels. A hole is connected with its outline by a line without width.
+    """
+    if not isinstance(segmentation, dict):
+        return segmentation or []
+    rle = rle_of(segmentation, image["height"], image["width"])
+    left, top, width, height = map(int, mask_util.toBbox(rle))
+    part = mask_util.decode(rle)[top : top + height, left : left + width]
+    # The contours of OpenCV lead through pixel centers. In an image of twice the size, rounding gives the edges.
+    doubled, start = part.repeat(2, axis=0).repeat(2, axis=1), (2 * left, 2 * top)
+    contours, hierarchy = cv2.findContours(doubled, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE, offset=start)
+    outlines = defaultdict(list)
+    for index, contour in enumerate(contours):
+        points = cv2.approxPolyDP((contour + 1) // 2, tolerance, True).ravel().tolist()
+        parent = int(hierarchy[0][index][3])
+        if len(points) >= 6:
+            outlines[index if parent < 0 else parent].append(points)
+    return [_joined(parts) for parts in outlines.values()]
+
+
+def _joined(polygons: list[list[float]]) -> list[float]:
+    """Return polygons as one polygon, whose parts are connected by lines without width."""
+    closed = [number for points in polygons for number in (*points, *points[:2] * (len(polygons) > 1))]
+    return closed + [number for points in polygons[-2:0:-1] for number in points[:2]]
+
+
+# -- formats ---------------------------------------------------------------------------------------
+
+
+def _write_coco(images: list[_Image], categories: list[dict[str, Any]], skipped: Counter) -> Files:
+    files = {}
+    for split, own in itertools.groupby(images, key=lambda image: image.split):
+        content: dict[str, Any] = {"images": [], "annotations": [], "categories": categories}
+        for image in own:
+            content["images"].append(image.entry | {"file_name": image.path.name})
+            content["annotations"] += [{key: one[key] for key in one if key != "label"} for one in image.objects]
+        files[f"annotations/instances_{split}.json"] = json.dumps(content)
+    return files
+
+
+def _write_yolo(images: list[_Image], categories: list[dict[str, Any]], skipped: Counter) -> Files:
+    indices = {category["id"]: index for index, category in enumerate(categories)}
+    settings: dict[str, Any] = {image.split: f"images/{image.split}" for image in images}
+    settings["names"] = {indices[category["id"]]: category["name"] for category in categories}
+    files = {"data.yaml": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)}
+    for image in images:
+        rows, sides = [], (image.entry["width"], image.entry["height"])
+        for one, polygons in _shapes(image, skipped):
+            left, top, width, height = one["bbox"]
+            numbers = _joined(polygons) if polygons else [left + width / 2, top + height / 2, width, height]
+            normal = [f"{number / side:.9g}" for number, side in zip(numbers, itertools.cycle(sides), strict=False)]
+            rows.append(" ".join([str(indices[one["category_id"]]), *normal]) + "\n")
+        files[f"labels/{image.split}/{image.path.stem}.txt"] = "".join(rows)
+    return files
+
+
+def _write_voc(images: list[_Image], categories: list[dict[str, Any]], skipped: Counter) -> Files:
+    files: Files = defaultdict(str)
+    for image in images:
+        text = f"<filename>{escape(image.path.name)}</filename>"
+        text += _tags("size", width=image.entry["width"], height=image.entry["height"], depth=3)
+        boxes = [[round(number, 4) for number in one["bbox"]] for one in image.objects]
+        # Whole pixels are counted from 1, and the box includes the last pixel. Fractions are counted from 0.
+        offset = int(all(number == int(number) for box in boxes for number in box))
+        for one, (left, top, width, height) in zip(image.objects, boxes, strict=True):
+            skipped["masks"] += bool(one.get("segmentation"))
+            box = _tags("bndbox", xmin=left + offset, ymin=top + offset, xmax=left + width, ymax=top + height)
+            name = f"<name>{escape(one['label'])}</name><difficult>{int(one['iscrowd'])}</difficult>"
+            text += f"\n<object>{name}{box}</object>"
+        files[f"Annotations/{image.path.stem}.xml"] = f"<annotation>{text}</annotation>\n"
+        files[f"ImageSets/Main/{image.split}.txt"] += f"{image.path.stem}\n"
+    return files
+
+
+def _tags(name: str, **numbers: float) -> str:
+    return f"<{name}>" + "".join(f"<{key}>{number:.10g}</{key}>" for key, number in numbers.items()) + f"</{name}>"
+
+
+def _write_labelme(images: list[_Image], categories: list[dict[str, Any]], skipped: Counter) -> Files:
+    files = {}
+    for image in images:
+        shapes = []
+        for number, (one, polygons) in enumerate(_shapes(image, skipped), start=1):
+            left, top, width, height = one["bbox"]
+            shape = {"label": one["label"], "group_id": number if len(polygons) > 1 else None, "flags": {}}
+            shape |= {"shape_type": "polygon" if polygons else "rectangle"}
+            if "score" in one:
+                # X-AnyLabeling shows the score, and LabelMe shows the description.
+                shape |= {"score": one["score"], "description": f"score {one['score']:.3f}"}
+            for points in polygons or [[left, top, left + width, top + height]]:
+                shapes.append(shape | {"points": list(map(list, zip(points[::2], points[1::2], strict=True)))})
+        content = {"version": "5.5.0", "flags": {}, "shapes": shapes, "imagePath": image.path.name, "imageData": None}
+        content |= {"imageHeight": image.entry["height"], "imageWidth": image.entry["width"]}
+        files[str(image.path.with_suffix(".json"))] = json.dumps(content, ensure_ascii=False, indent=2)
+    return files
+
+
+def _write_cvat(images: list[_Image], categories: list[dict[str, Any]], skipped: Counter) -> Files:
+    score = "<attribute><name>score</name><mutable>False</mutable><input_type>text</input_type></attribute>"
+    attributes = f"<attributes>{score}</attributes>"
+    labels = "".join(f"<label><name>{escape(entry['name'])}</name>{attributes}</label>" for entry in categories)
+    lines = [f"<annotations><version>1.1</version><meta><task><labels>{labels}</labels></task></meta>"]
+    for index, image in enumerate(images):
+        size = f'width="{image.entry["width"]}" height="{image.entry["height"]}"'
+        lines.append(f'<image id="{index}" name={quoteattr(image.path.name)} subset="{image.split}" {size}>')
+        for number, (one, polygons) in enumerate(_shapes(image, skipped), start=1):
+            group = f' group_id="{number}"' if len(polygons) > 1 else ""
+            common = f'label={quoteattr(one["label"])} source="file" occluded="0" z_order="0"{group}'
+            score = f'<attribute name="score">{one["score"]:.4f}</attribute>' if "score" in one else ""
+            for points in polygons:
+                pairs = ";".join(f"{x:.10g},{y:.10g}" for x, y in zip(points[::2], points[1::2], strict=True))
+                lines.append(f'<polygon points="{pairs}" {common}>{score}</polygon>')
+            if not polygons:
+                left, top, width, height = one["bbox"]
+                sides = {"xtl": left, "ytl": top, "xbr": left + width, "ybr": top + height}
+                text = " ".join(f'{side}="{number:.10g}"' for side, number in sides.items())
+                lines.append(f"<box {text} {common}>{score}</box>")
+        lines.append("</image>")
+    return {"annotations.xml": "\n".join([*lines, "</annotations>\n"])}
+
+
+# The image folder and the writer of each format
+_FORMATS = {
+    "coco": ("images/{split}", _write_coco),
+    "yolo": ("images/{split}", _write_yolo),
+    "voc": ("JPEGImages", _write_voc),
+    "labelme": ("{split}", _write_labelme),
+    "cvat": ("images/{split}", _write_cvat),
+}
