@@ -12,6 +12,9 @@ TYPED = $(addprefix backbones/,__init__.py build.py checkpoint_files.py convert.
 	$(addprefix projects_vil/,__init__.py checkpoint/__init__.py config.py data/__init__.py data/catalog.py run.py) \
 	$(addprefix projects_vil/inference/,__init__.py detector.py) tests/public_types.py $(wildcard vil/*.py)
 
+# Tests of the code that depends most on the versions of torch, NumPy, Pillow and OpenCV.
+LOWEST_TESTS := backbones/attention/test_sliding_chunk.py
+
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
 ifneq ($(DETECTOR),retinanet)
 ifneq ($(DETECTOR),mask_rcnn)
@@ -20,7 +23,7 @@ endif
 endif
 endif
 
-.PHONY: help demo test test-slow test-all test-compiled gpu test-gpu lint types docs release-check clean
+.PHONY: help demo test test-slow test-all test-compiled test-lowest gpu test-gpu lint types docs release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,10 +43,15 @@ test: .venv/.stamp ## run the fast tests; pytest gets ARGS, for example ARGS="te
 test-slow: .venv/.stamp ## run the slow tests
 	@$(PYTEST) -m slow $(ARGS)
 
-test-all: test test-slow ## run the fast and the slow tests
+test-all: .venv/.stamp ## run the fast and the slow tests
+	@$(PYTEST) -m 'not compiled' $(ARGS)
 
 test-compiled: .venv/.stamp ## run the AOTInductor tests, which compile for tens of minutes
 	@$(PYTEST) -m compiled $(ARGS)
+
+test-lowest: private RUN := .venv-lowest/bin/python
+test-lowest: .venv-lowest/.stamp ## run a sample of the fast tests with the lowest supported versions
+	@$(PYTEST) $(addprefix tests/,$(LOWEST_TESTS)) $(ARGS)
 
 gpu: ## check and measure the backbones on a GPU with plain torch, Triton and timm; results in output/gpu
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
@@ -73,11 +81,11 @@ docs: .venv/.stamp ## build the documentation in site/; broken links are errors
 release-check: .venv/.stamp ## check the version, build dist/ and test the wheel
 	@$(RUN) .ci/release_check.py
 
-clean: ## delete the output of the demo, tests and builds, but not .venv
+clean: ## delete the output of the demo, tests and builds, but not the environments
 	rm -rf output/demo_retinanet* output/demo_mask_rcnn* output/demo_cascade* output/demo_semantic_fpn*
 	rm -rf datasets/shapes datasets/shapes_sem_seg datasets/shapes_panoptic
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache
-	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 # .venv is created once and updated when one of the files below changes. While a step changes .venv, the file
 # .venv/.sound does not exist. If a step is killed or interrupted, the next run therefore creates .venv again. If a step
@@ -97,6 +105,19 @@ step = trap 'exit 130' INT TERM HUP; rm -f .venv/.sound; $(1); status=$$?; touch
 		rm -rf .venv && $(PYTHON) -m venv .venv && touch .venv/.sound; fi
 	@$(call step,$(PIP) install --upgrade pip 'setuptools<81' wheel)
 	@echo 'Installing the requirements: about 2.7 GB, mostly torch. The first time takes 2 to 5 minutes.'
-	@$(call step,$(PIP) install --editable '.[$(EXTRAS)]')
+	@$(call step,$(PIP) install --no-compile --editable '.[$(EXTRAS)]')
 	@$(call step,$(RUN) tools/install_detectron2.py)
+	@touch $@
+
+# The lowest versions that have wheels for the interpreter, which is Python 3.10 if uv finds it.
+WHEELS := matplotlib numpy opencv-python-headless pillow pyarrow pycocotools pyyaml safetensors
+
+.venv-lowest/.stamp: .venv/.stamp
+	@echo 'Creating .venv-lowest and installing the lowest versions of the requirements: about 2.7 GB'
+	@rm -rf .venv-lowest
+	@.venv/bin/uv venv --quiet --seed .venv-lowest \
+		--python "$$(.venv/bin/uv python find --quiet 3.10 2>/dev/null || command -v $(PYTHON))"
+	@.venv/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct \
+		$(addprefix --only-binary ,$(WHEELS)) --editable '.[hub,scale,starter,test]'
+	@.venv-lowest/bin/python tools/install_detectron2.py --source index
 	@touch $@

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = {
-    "setup.py": r'^    version="(.+)"',
+    "pyproject.toml": r'^version = "(.+)"',
     "CITATION.cff": r"^version: (.+)$",
     "CHANGELOG.md": r"^## \[?(\d[^\s\],]*)",
 }
@@ -42,7 +42,7 @@ def check_versions() -> str:
         found |= {f"tag {tag}": tag[1:] for tag in run("git", "tag", "--points-at", "HEAD", "v*").split()}
     if len(set(found.values())) > 1:
         sys.exit(f"error: the versions differ: {', '.join(f'{name} has {version}' for name, version in found.items())}")
-    return found["setup.py"]
+    return found["pyproject.toml"]
 
 
 def check_wheel(wheel: Path) -> None:

@@ -57,7 +57,7 @@ _WARNINGS = (
     r"torch\.meshgrid: in an upcoming release",
     # detectron2 passes this argument to DistributedDataParallel.
     r"`broadcast_buffers` is deprecated",
-    # detectron2's model zoo imports it. setup.py excludes the versions of setuptools without it.
+    # detectron2's model zoo imports it. `vil install-detectron2` excludes the versions of setuptools without it.
     r"pkg_resources is deprecated as an API",
 )
 # Names of loggers, and regular expressions for the start of the records that are dropped.

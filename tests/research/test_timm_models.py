@@ -11,7 +11,8 @@ import timm
 import torch
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
-from timm.models import group_parameters, save_for_hf
+from timm.models import group_parameters
+from timm.models._hub import save_for_hf
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
