@@ -107,6 +107,8 @@ setup(
         "ray": RAY,
         "serve": SERVE,
         "heic": ["pillow-heif>=0.18"],
+        # The last release with the MIT license
+        "albumentations": ["albumentations>=2.0,<2.1"],
         "docs": DOCS,
         "dev": ["pytest>=7.4", "pytest-xdist>=3.5", *LINT, *STARTER, *EXPORT, *OPENVINO, *SCALE],
     },

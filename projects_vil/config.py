@@ -186,6 +186,9 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.INPUT.COPY_PASTE.PROBABILITY = 0.5
     # Whether training images get random brightness, contrast, saturation and hue, as in SSD.
     cfg.INPUT.PHOTOMETRIC_DISTORTION = False
+    # File with a pipeline of Albumentations, written by albumentations.save(pipeline, file, data_format="yaml"). It is
+    # applied to training images before all other transforms.
+    cfg.INPUT.ALBUMENTATIONS = ""
 
     # Check of COCO files before training and evaluation: "error" stops at errors, "warn" logs them and skips the
     # affected annotations and images, "off" does not check.
