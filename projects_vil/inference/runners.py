@@ -19,7 +19,7 @@ from projects_vil.checkpoint import known_categories, load_detector
 from projects_vil.config import DETECTORS, detector_name
 from projects_vil.data import size_for_testing
 from projects_vil.export import ExportedModel, letterbox_size, pad_image, to_instances
-from projects_vil.modeling import add_tta, autocast_detector, max_input_side, use_sync_free_parts
+from projects_vil.modeling import add_tiles, add_tta, autocast_detector, max_input_side, use_sync_free_parts
 from vil.choices import DTYPES
 
 MAX_MASK_PIXELS = 2**27  # pixels of masks that are encoded at once; each takes one byte, plus temporary copies
@@ -61,8 +61,9 @@ class EagerRunner:
         head = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
         self.score_threshold, self.channels = head.SCORE_THRESH_TEST, cfg.INPUT.FORMAT
         self.dtype = getattr(torch, cfg.INFERENCE.DTYPE)
-        self.max_input_side = max_input_side(self.detector)
-        self.model = add_tta(cfg, self.detector) if tta else self.detector
+        # The absolute positions of a detector in tiles limit the tiles, not the images.
+        self.max_input_side = None if cfg.TEST.TILE_SIZE else max_input_side(self.detector)
+        self.model = add_tta(cfg, self.detector) if tta else add_tiles(cfg, self.detector)
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width after resizing for inference."""
