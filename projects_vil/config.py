@@ -128,6 +128,11 @@ def add_vil_config(cfg: CfgNode) -> None:
     # Data type of predictions: "float32", "bfloat16" or "float16". In 16 bits, autocast covers the backbone, the FPN
     # and all but the last layers of the heads. Scores, boxes and masks stay in float32.
     cfg.INFERENCE.DTYPE = "float32"
+    # Side in pixels of the overlapping tiles in which images are evaluated and predicted, with INPUT.MIN_SIZE_TEST 0.
+    # 0 uses whole images.
+    cfg.TEST.TILE_SIZE = 0
+    # Overlap of neighboring tiles, as a fraction of TILE_SIZE.
+    cfg.TEST.TILE_OVERLAP = 0.25
     # Library that computes AP: "pycocotools", or "faster_coco_eval", which is faster with the same results.
     cfg.TEST.COCO_API = "pycocotools"
     # Number of validation images, 0 to 32, that each evaluation draws into OUTPUT_DIR/drawings.
@@ -186,6 +191,9 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.INPUT.COPY_PASTE.PROBABILITY = 0.5
     # Whether training images get random brightness, contrast, saturation and hue, as in SSD.
     cfg.INPUT.PHOTOMETRIC_DISTORTION = False
+    # File with a pipeline of Albumentations, written by albumentations.save(pipeline, file, data_format="yaml"). It is
+    # applied to training images before all other transforms.
+    cfg.INPUT.ALBUMENTATIONS = ""
 
     # Check of COCO files before training and evaluation: "error" stops at errors, "warn" logs them and skips the
     # affected annotations and images, "off" does not check.

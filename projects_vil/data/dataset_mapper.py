@@ -25,6 +25,7 @@ from pycocotools import mask as mask_util
 from backbones import ConfigError
 from backbones.errors import check_choice
 from projects_vil.config import is_segmentor
+from projects_vil.data.albumentations_pipeline import AlbumentationsAugmentation, build_albumentations
 from projects_vil.data.augmentation import color_augmentation, large_scale_jitter
 from projects_vil.data.detection_utils import (
     DAMAGED,
@@ -59,6 +60,7 @@ class Mapper(DatasetMapper):
         num_labels: The number of classes of label images.
         padded_size: The minimum height and width after padding.
         pixel_mean: The color of the padding.
+        albumentations: Transforms of the image before all others.
         options: Options of detectron2's mapper.
     """
 
@@ -70,10 +72,12 @@ class Mapper(DatasetMapper):
         num_labels: int = IGNORED_LABEL,
         padded_size: tuple[int, int] | None = None,
         pixel_mean: Sequence[float] = (),
+        albumentations: AlbumentationsAugmentation | None = None,
         **options: Any,
     ) -> None:
         super().__init__(is_train, **options)
         self.num_labels, self.padded_size, self.pixel_mean = num_labels, padded_size, pixel_mean
+        self.albumentations = albumentations
 
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
@@ -81,7 +85,8 @@ class Mapper(DatasetMapper):
             return super().from_config(cfg, is_train) | {"num_labels": cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES}
         check_crop(cfg)
         crop, is_label_model = cfg.INPUT.CROP, is_segmentor(cfg)
-        options = super().from_config(cfg, is_train) | {"num_labels": cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES}
+        options = {"albumentations": build_albumentations(cfg), "num_labels": cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES}
+        options |= super().from_config(cfg, is_train)
         if cfg.INPUT.AUGMENTATION != "default" and not is_label_model:
             return options | {"augmentations": large_scale_jitter(cfg), "recompute_boxes": cfg.MODEL.MASK_ON}
         augmentations = options["augmentations"]
@@ -113,6 +118,11 @@ class Mapper(DatasetMapper):
         except SizeMismatchError as error:
             raise ConfigError(f"{str(error).rstrip('.')}. Correct the annotations, or run 'vil check'.") from error
         record |= {DAMAGED: damaged} if damaged else {}
+        if self.is_train and "annotations" in record:
+            record["annotations"] = self._instances(record)
+        if self.albumentations is not None:
+            image, objects, labels = self.albumentations(image, record.get("annotations", []), labels)
+            record |= {"annotations": objects} if "annotations" in record else {}
         inputs = T.AugInput(image, sem_seg=labels)
         transforms = self.augmentations(inputs)
         height, width = inputs.image.shape[:2]
@@ -143,15 +153,20 @@ class Mapper(DatasetMapper):
         padding = (0, size[1] - width, 0, size[0] - height)
         record |= {"image": image, "sem_seg": F.pad(record["sem_seg"], padding, value=IGNORED_LABEL)}
 
+    def _instances(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the annotations without crowds."""
+        objects = [entry for entry in record["annotations"] if entry.get("iscrowd", 0) == 0]
+        if self.use_instance_mask and not all("segmentation" in entry for entry in objects):
+            raise ConfigError(
+                f"Image '{record['file_name']}' has an object without a mask. Set DATASETS.CHECK warn to use its box "
+                "as its mask, or MODEL.MASK_ON False to train on boxes only."
+            )
+        return objects
+
     def _transform_annotations(
         self, dataset_dict: dict[str, Any], transforms: T.TransformList, image_shape: tuple[int, int]
     ) -> None:
-        objects = [entry for entry in dataset_dict.pop("annotations") if entry.get("iscrowd", 0) == 0]
-        if self.use_instance_mask and not all("segmentation" in entry for entry in objects):
-            raise ConfigError(
-                f"Image '{dataset_dict['file_name']}' has an object without a mask. Set DATASETS.CHECK warn to use its "
-                "box as its mask, or MODEL.MASK_ON False to train on boxes only."
-            )
+        objects = dataset_dict.pop("annotations")
         has_rle = self.use_instance_mask and any(isinstance(entry["segmentation"], dict) for entry in objects)
         mask_format = "bitmask" if has_rle or self.recompute_boxes else self.instance_mask_format
         flipped = self.keypoint_hflip_indices

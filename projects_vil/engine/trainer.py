@@ -35,7 +35,7 @@ from projects_vil.config import one_line, with_overrides
 from projects_vil.engine import hooks
 from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_service_writers
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
-from projects_vil.modeling import MicroBatches, autocast_detector, use_sync_free_parts
+from projects_vil.modeling import MicroBatches, add_tiles, autocast_detector, use_sync_free_parts
 from projects_vil.utils import read_json, stop_requests, terminate, terminating_between_calls
 
 _logger = logging.getLogger(__name__)
@@ -618,7 +618,7 @@ class Trainer(DefaultTrainer):
         if cfg.TEST.AMP.ENABLED:
             _logger.info("Evaluating with bfloat16 networks (TEST.AMP)")
         with autocast_detector(torch.bfloat16 if cfg.TEST.AMP.ENABLED else torch.float32, module):
-            results = super().test(cfg, model, evaluators)
+            results = super().test(cfg, add_tiles(cfg, model), evaluators)
         for name in cfg.DATASETS.TEST if cfg.TEST.VALIDATION_LOSS else ():
             dataset_results = results if len(cfg.DATASETS.TEST) == 1 else results[name]
             dataset_results[LOSS_TASK] = validation_loss(cfg, module, name)

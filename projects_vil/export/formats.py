@@ -164,6 +164,7 @@ def _attention_as_products(
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    is_causal: bool = False,
     *,
     scale: float | None = None,
 ) -> Tensor:
@@ -172,6 +173,8 @@ def _attention_as_products(
     The ONNX and OpenVINO exporters would transpose a copy of the keys. In onnxruntime the copy takes as long as the
     product.
     """
+    if is_causal:
+        raise NotImplementedError("Causal attention cannot be exported.")
     scale = static_size(query.shape[-1]) ** -0.5 if scale is None else scale
     scores = (query * scale) @ key.transpose(-2, -1)
     if attn_mask is not None:

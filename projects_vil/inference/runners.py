@@ -18,7 +18,7 @@ from projects_vil.checkpoint import known_categories, load_detector
 from projects_vil.config import DETECTORS, detector_name
 from projects_vil.data import size_for_testing
 from projects_vil.export import ExportedModel, letterbox_size, pad_image, to_instances
-from projects_vil.modeling import add_tta, autocast_detector, max_input_side, use_sync_free_parts
+from projects_vil.modeling import add_tiles, add_tta, autocast_detector, max_input_side, use_sync_free_parts
 from vil.choices import DTYPES
 
 MAX_MASK_PIXELS = 2**27  # pixels of masks that are encoded at once; each takes one byte, plus temporary copies
@@ -57,9 +57,9 @@ class EagerRunner:
         head = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
         self.score_threshold, self.channels = head.SCORE_THRESH_TEST, cfg.INPUT.FORMAT
         self.dtype = getattr(torch, cfg.INFERENCE.DTYPE)
-        # Test-time augmentation limits the sizes itself.
-        self.sides = 1, None if tta else max_input_side(self.detector)
-        self.model = add_tta(cfg, self.detector) if tta else self.detector
+        # Test-time augmentation limits the sizes itself, and absolute positions limit the tiles instead of the images.
+        self.sides = 1, None if tta or cfg.TEST.TILE_SIZE else max_input_side(self.detector)
+        self.model = add_tta(cfg, self.detector) if tta else add_tiles(cfg, self.detector)
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width after resizing for inference."""

@@ -1,0 +1,130 @@
+"""Augmentation of training images with Albumentations: ``INPUT.ALBUMENTATIONS``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from detectron2.config import CfgNode
+from detectron2.structures import BoxMode
+from detectron2.structures.masks import polygons_to_bitmask
+from pycocotools import mask as mask_util
+
+from backbones import ConfigError
+from backbones.errors import check_file
+from projects_vil.config import one_line
+
+_KEY = "INPUT.ALBUMENTATIONS"
+# The conditions of a BboxParams in the file that apply. Boxes are always passed in pixels, with their indices.
+_CONDITIONS = ("min_area", "min_visibility", "min_width", "min_height", "max_accept_ratio")
+
+
+class AlbumentationsAugmentation:
+    """Transforms of Albumentations for the image, the boxes and the masks of a record.
+
+    All random numbers come from NumPy's generator. The loader seeds this generator for each image, so that a resumed
+    run gets the same images.
+
+    Args:
+        path: A YAML or JSON file that ``albumentations.save`` wrote. The conditions of its ``bbox_params``, such as
+            ``min_visibility``, decide which objects are kept.
+        image_format: The channels of the images, ``"RGB"`` or ``"BGR"``. The transforms get RGB images.
+        use_masks: Whether masks are transformed. Boxes then enclose the masks.
+
+    Raises:
+        ConfigError: If the file cannot be read, or if Albumentations is not installed.
+    """
+
+    def __init__(self, path: str, *, image_format: str, use_masks: bool) -> None:
+        check_file(path, "pipeline of Albumentations", key=_KEY)
+        try:
+            import albumentations as A
+        except ImportError as error:
+            raise ConfigError(
+                f"{_KEY} needs Albumentations. Run \"pip install 'vil-detectron2[albumentations]'\"."
+            ) from error
+        try:
+            pipeline = A.load(path, data_format="json" if Path(path).suffix == ".json" else "yaml")
+        except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = one_line(error).rstrip(".")
+            raise ConfigError(
+                f"{_KEY} '{path}' is not a pipeline of Albumentations: {reason}. Write the file with A.save(pipeline, "
+                f"{path!r}, data_format='yaml')."
+            ) from error
+        processor = getattr(pipeline, "processors", {}).get("bboxes")
+        conditions = {name: getattr(processor.params, name) for name in _CONDITIONS} if processor else {}
+        boxes = A.BboxParams(
+            format="pascal_voc", label_fields=["index"], clip=True, filter_invalid_bboxes=True, **conditions
+        )
+        self.path, self.is_bgr, self.use_masks = path, image_format == "BGR", use_masks
+        self.pipeline = A.Compose([pipeline], bbox_params=boxes)
+
+    def __call__(
+        self, image: np.ndarray, objects: list[dict[str, Any]], labels: np.ndarray | None
+    ) -> tuple[np.ndarray, list[dict[str, Any]], np.ndarray | None]:
+        """Transform an image, its objects and its label image.
+
+        Args:
+            image: (H, W, 3) uint8.
+            objects: Annotations in detectron2's format. They are not modified.
+            labels: (H, W), or None.
+
+        Returns:
+            The image, possibly of another size, the annotations that are left, and the label image.
+
+        Raises:
+            ConfigError: If the result is not a uint8 image with three channels.
+        """
+        height, width = image.shape[:2]
+        boxes = [BoxMode.convert(entry["bbox"], entry["bbox_mode"], BoxMode.XYXY_ABS) for entry in objects]
+        inputs = {
+            "image": np.ascontiguousarray(image[..., ::-1] if self.is_bgr else image),
+            "bboxes": np.array(boxes, dtype=np.float64).reshape(-1, 4),
+            "index": np.arange(len(objects)),
+        }
+        if self.use_masks and objects:
+            inputs["masks"] = np.stack([_mask(entry["segmentation"], height, width) for entry in objects])
+        if labels is not None:
+            inputs["mask"] = labels
+        self.pipeline.set_random_seed(np.random.randint(2**31))
+        outputs = self.pipeline(**inputs)
+        image = np.asarray(outputs["image"])
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+            raise ConfigError(
+                f"{_KEY} '{self.path}' returns {image.dtype} images of shape {image.shape}. The detector needs uint8 "
+                "images of shape (H, W, 3). Remove Normalize and ToTensorV2."
+            )
+        kept = []
+        for box, index in zip(outputs["bboxes"], outputs["index"], strict=True):
+            entry = objects[int(index)] | {"bbox": box.tolist(), "bbox_mode": BoxMode.XYXY_ABS}
+            if self.use_masks:
+                mask = mask_util.encode(np.asfortranarray(outputs["masks"][int(index)]))
+                if not mask_util.area(mask):
+                    continue
+                entry |= {"segmentation": mask, "bbox": mask_util.toBbox(mask).tolist(), "bbox_mode": BoxMode.XYWH_ABS}
+            kept.append(entry)
+        return image[..., ::-1] if self.is_bgr else image, kept, outputs.get("mask")
+
+
+def _mask(segmentation: list[list[float]] | dict[str, Any], height: int, width: int) -> np.ndarray:
+    """Return a mask (H, W) uint8."""
+    if isinstance(segmentation, dict):
+        return mask_util.decode(segmentation)
+    return polygons_to_bitmask([np.asarray(polygon) for polygon in segmentation], height, width).astype(np.uint8)
+
+
+def build_albumentations(cfg: CfgNode) -> AlbumentationsAugmentation | None:
+    """Return the transforms of ``INPUT.ALBUMENTATIONS``, or None.
+
+    Raises:
+        ConfigError: If the model uses keypoints or proposals, which are not transformed, and see the class.
+    """
+    if not cfg.INPUT.ALBUMENTATIONS:
+        return None
+    if cfg.MODEL.KEYPOINT_ON or cfg.MODEL.LOAD_PROPOSALS:
+        raise ConfigError(f"{_KEY} does not support keypoints and precomputed proposals. Leave it empty.")
+    return AlbumentationsAugmentation(
+        cfg.INPUT.ALBUMENTATIONS, image_format=cfg.INPUT.FORMAT, use_masks=cfg.MODEL.MASK_ON
+    )
