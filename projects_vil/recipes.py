@@ -8,6 +8,7 @@ import torch
 from detectron2.config import CfgNode
 
 from backbones import ConfigError
+from backbones.errors import counted
 from projects_vil.checkpoint import find_weights, is_zoo_name, read_zoo, zoo_entry
 from projects_vil.config import (
     config_items,
@@ -92,7 +93,8 @@ def with_recipe(
         values.pop("SOLVER.EPOCHS", None)
     cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
     if not is_paper:
-        length = f"{cfg.SOLVER.EPOCHS} epochs" if cfg.SOLVER.EPOCHS else f"{cfg.SOLVER.MAX_ITER} iterations"
+        epochs = cfg.SOLVER.EPOCHS
+        length = counted(epochs, "epoch") if epochs else counted(cfg.SOLVER.MAX_ITER, "iteration")
         print(
             f"Recipe {recipe}: {length}, batch {batch}, learning rate {cfg.SOLVER.BASE_LR:.3g}, image size {size}",
             flush=True,

@@ -16,13 +16,15 @@ from vil.arguments import (
     ToolParser,
     add_process_arguments,
     add_resume_argument,
+    config_name,
     config_of,
     existing_path,
+    image_size,
     image_source,
+    model_source,
     not_negative,
     output_file,
     positive,
-    positive_or_auto,
     shard,
     show,
     weights_file,
@@ -52,38 +54,38 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
         vil train --config mask_rcnn/vil_small_rpb_1x --num-gpus 8
         vil train --resume --output output/mine
     """
+    parser.section("Common options")
     parser.add("data", _DATA, nargs="?", type=existing_path, metavar="DATA")
     epochs_help = "passes over the training images (default: by recipe, number of images and device)"
     parser.add("--epochs", epochs_help, type=positive)
-    batch_help = "images per iteration (default: by recipe and device). Without --lr, the learning rate is scaled to it"
-    parser.add("--batch", batch_help, type=positive)
+    parser.add("--batch", "images per iteration (default: by recipe and device)", type=positive)
     size_help = "shorter side of the images in pixels, or auto (default): chosen from the sizes of the objects"
-    parser.add("--image-size", size_help, type=positive_or_auto, metavar="PX")
+    parser.add("--image-size", size_help, type=image_size, metavar="PX")
     parser.add("--output", "output directory (default: output/DATA_MODEL_DETECTOR)", metavar="DIR")
     parser.add("--device", "cpu or cuda (config key MODEL.DEVICE; default: the GPU if there is one)", metavar="DEVICE")
     add_resume_argument(parser)
+    parser.section("Model")
     model_help = "variant, or timm:NAME for a timm model (default: a small model with ImageNet weights)"
     parser.add("--model", model_help, metavar="NAME")
     parser.add("--detector", "detector (default retinanet)", choices=choices.DETECTORS)
-    weights_help = (
-        "checkpoint, name in the model zoo, or none for random weights (config key MODEL.WEIGHTS; default: the best "
-        "available weights of the model)"
-    )
+    weights_help = "checkpoint, name in the model zoo, or none (config key MODEL.WEIGHTS; default: the best available)"
     parser.add("--weights", weights_help, metavar="FILE")
+    config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
+    parser.add("--config", config_help, type=config_name, metavar="NAME")
+    parser.section("Training")
     recipe_help = (
         "optimizer, schedule and augmentation: finetune (default with pretrained weights), scratch (default with "
         "random weights), or paper (the values of the config; default with --config, or without DATA)"
     )
     parser.add("--recipe", recipe_help, choices=choices.RECIPES)
     parser.add("--lr", "learning rate (config key SOLVER.BASE_LR)", type=float, metavar="RATE")
-    parser.add("--workers", "data loader processes (default: at most 4)", type=not_negative)
+    schedule_help = "1x (default), or 3x_ms (images of several sizes, and three times the iterations on COCO)"
+    parser.add("--schedule", schedule_help, choices=choices.SCHEDULES)
+    parser.section("Data")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     val_help = "fraction of the images for validation if DATA has no validation images (default 0.2)"
     parser.add("--val-fraction", val_help, type=float, metavar="F")
-    config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
-    parser.add("--config", config_help, metavar="NAME")
-    schedule_help = "1x (default), or 3x_ms (images of several sizes, and three times the iterations on COCO)"
-    parser.add("--schedule", schedule_help, choices=choices.SCHEDULES)
+    parser.add("--workers", "data loader processes (default: at most 4)", type=not_negative)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
 
@@ -131,6 +133,8 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
         arguments |= {"model": None, "data": data[0] if data else None, "predictions": parts}
     elif arguments["model"] is None:
         parser.error("MODEL is missing. Give MODEL or --predictions")
+    else:
+        parser.check("MODEL", model_source, arguments["model"])
 
     from projects_vil import run
 
@@ -208,10 +212,8 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         parser.error(f"unexpected argument {positional[0]}. Give MODEL or --config-file, and INPUT or --input")
     if not model or not source:
         parser.error("MODEL or INPUT is missing. Give both, or --weights and --input")
-    try:
-        image_source(source)
-    except argparse.ArgumentTypeError as error:
-        parser.error(f"argument INPUT: {error}")
+    parser.check("INPUT", image_source, source)
+    parser.check("MODEL", model_source, model)
 
     from projects_vil.inference import predict
 
@@ -233,7 +235,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
         vil export output/mine --format onnx
         vil export lit_ti_retinanet_1x --format openvino --precision fp16 --evaluate
     """
-    parser.add("model", _MODEL, nargs="?", metavar="MODEL")
+    parser.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
     parser.add("--output", "output folder (default: export/ in the folder of MODEL)", metavar="DIR")
     formats, precisions, dtypes = choices.EXPORT_FORMATS, choices.PRECISIONS, choices.INPUT_DTYPES
     format_help = f"file format (default {formats[0]})"
@@ -609,15 +611,15 @@ def install(parser: ToolParser, words: Sequence[str]) -> None:
 
 # Commands and the options of their parsers. None means that a command has no config keys.
 COMMANDS: dict[str, tuple[Callable[[Any, Sequence[str]], None], dict[str, Any] | None]] = {
+    "check": (check, None),
     "train": (train, {"config_file": False, "devices": ()}),
     "eval": (evaluate, {"config_file": False}),
     "predict": (predict, {"config_required": False, "weights": True}),
-    "export": (export, {"config_required": False, "weights": True, "devices": ("cpu",)}),
-    "check": (check, None),
     "report": (report, {"config_file": False, "devices": ()}),
-    "convert": (convert, None),
+    "export": (export, {"config_required": False, "weights": True, "devices": ("cpu",)}),
     "analyze": (analyze, {"config_file": False, "devices": ()}),
     "benchmark": (benchmark, {"config_file": False}),
-    "visualize": (visualize, None),
+    "convert": (convert, None),
+    "visualize": (visualize, {"config_file": False, "devices": ()}),
     "install-detectron2": (install, None),
 }

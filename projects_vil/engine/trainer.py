@@ -453,6 +453,8 @@ class Trainer(DefaultTrainer):
             before.append(PreciseBN(eval_period, self.model, loader, test.PRECISE_BN.NUM_ITER))
         if self.averaged is not None:
             before.append(CallbackHook(after_step=_update_average))
+        if is_main and sys.stdout.isatty():
+            before.append(hooks.ProgressBar(len(getattr(self._trainer.data_loader, "dataset", ()))))
         self._saving = hooks.PeriodicCheckpointer(
             self.checkpointer, period=options.CHECKPOINT_PERIOD, max_to_keep=options.CHECKPOINT_MAX_TO_KEEP
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
+from backbones.errors import counted
 from projects_vil.checkpoint import Categories, fingerprint
 from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detections, Detector
@@ -23,7 +24,7 @@ from projects_vil.inference.image_loading import (
     os_errors,
     without_password,
 )
-from projects_vil.inference.predict import Summary, count, progress_bar, report_skipped
+from projects_vil.inference.predict import Summary, progress_bar, report_skipped
 
 with os_errors("Parquet files"):
     import pyarrow as pa
@@ -172,7 +173,7 @@ def write_parts(
 def summarize_parts(output: Path, images: int, errors: int, detections: int, parts: int) -> Summary:
     """Return the summary of Parquet files: numbers of images, of images with an error, of detections and of files."""
     units = {"image": images, "error": errors, "detection": detections, "part": parts}
-    line = f"{output}: {', '.join(count(number, unit) for unit, number in units.items())}"
+    line = f"{output}: {', '.join(counted(number, unit) for unit, number in units.items())}"
     return Summary(images - errors, detections, errors, (line,))
 
 

@@ -22,13 +22,13 @@ from tqdm import tqdm
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import GENERATOR, check_replaceable, check_whole, printable
+from backbones.errors import GENERATOR, check_replaceable, check_whole, counted, printable
 from projects_vil.checkpoint import Categories, dataset_categories, weights_of
 from projects_vil.config import CONFIG_FILE, default_config
 from projects_vil.data import describe_classes, load_dataset, match_all_classes, register_datasets
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detections, Detector, check_threshold
-from projects_vil.inference.image_listing import find_images, is_video
+from projects_vil.inference.image_listing import find_images, is_video, number_of_images
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video
 from projects_vil.utils import stop_requests
 from vil.choices import PART_SIZE, SCORE_THRESHOLD
@@ -166,7 +166,11 @@ def predict(
     if annotations is not None:
         images, categories = _annotated_images(detector, Path(source), Path(annotations))
         detector = Detector(detector.runner, categories=categories)
-    opened = Video(source) if images is None else ImageBatches(images, keep_pixels=drawings)
+    if images is None:
+        opened = Video(source)
+    else:
+        opened = ImageBatches(images, keep_pixels=drawings)
+        opened.total = opened.total or number_of_images(source, exclude=output)
     threshold = SCORE_THRESHOLD if score_threshold is None else score_threshold
     drawer = _drawer(output / DRAWINGS_FOLDER, source, opened, workers=draw_workers or 0, threshold=threshold)
     return _write_coco(detector, opened, output, drawer if drawings else None, batch_size, threshold)
@@ -236,15 +240,15 @@ def _write_coco(
             "skipped": [{"file_name": item.name, "reason": item.reason} for item in skipped],
         }
         images_file.write("], " + json.dumps(tail)[1:])
-    total = count(num_detections, "detection")
-    lines = [f"{count(num_images, source.unit)}, {total}"]
+    total = counted(num_detections, "detection")
+    lines = [f"{counted(num_images, source.unit)}, {total}"]
     if drawer is not None and num_detections:
         highest = "" if num_drawn else f"; the highest score is {highest_score:.3g}"
         lines.append(f"{num_drawn} of {total} drawn (score >= {threshold:g}){highest}")
     written = [output / RESULTS_FILE, output / IMAGES_FILE]
     written += [output / DRAWINGS_FOLDER] * (drawer is not None and num_images > 0)
     lines.append(f"wrote {', '.join(map(str, written))}")
-    lines += [f"skipped {count(len(skipped), 'file')} that could not be read"] * bool(skipped)
+    lines += [f"skipped {counted(len(skipped), 'file')} that could not be read"] * bool(skipped)
     return Summary(num_images, num_detections, len(skipped), tuple(lines))
 
 
@@ -257,11 +261,6 @@ def progress_bar(unit: str, *, total: int = 0) -> tqdm:
     """Return a progress bar, which prints a line every 30 seconds if stderr is not a terminal."""
     interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
     return tqdm(total=total or None, unit=f" {unit}s", dynamic_ncols=True, mininterval=interval)
-
-
-def count(number: int, unit: str) -> str:
-    """Return a number with its unit in the singular or plural."""
-    return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
 def _check_paths(source: Path, output: Path, annotations: Path | None) -> None:

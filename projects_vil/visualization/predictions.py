@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from detectron2.structures import BitMasks, BoxMode
 
-from backbones.errors import ConfigError, check_whole
+from backbones.errors import ConfigError, check_whole, counted
 from projects_vil.config import is_panoptic, is_segmentor, with_overrides
 from projects_vil.data import IGNORED_LABEL, build_train_loader, label_reader, load_dataset, read_image
 from projects_vil.evaluation import EVALUATION_FILE
@@ -131,7 +131,10 @@ def summarize_run(run: Path, dataset_name: str, *, num_images: int, drawing: Pat
             f"'{run / EVALUATION_FILE}' has no results on {dataset_name!r} ({error!r}). Run 'vil eval {run}'."
         ) from error
     values = "   ".join(f"{label} {'undefined' if value is None else f'{value:.1f}'}" for label, value in found.items())
-    return [f"{values}   ({dataset_name}, {num_images} images)", f"results in {run}, predictions drawn in {drawing}"]
+    return [
+        f"{values}   ({dataset_name}, {counted(num_images, 'image')})",
+        f"results in {run}, predictions drawn in {drawing}",
+    ]
 
 
 def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: int | None = None) -> list[Path]:
