@@ -7,6 +7,7 @@ errors in the arguments appear at once.
 import argparse
 import difflib
 import errno
+import importlib.util
 import json
 import logging
 import os
@@ -188,6 +189,12 @@ class ToolParser(argparse.ArgumentParser):
             check(value)
         except argparse.ArgumentTypeError as error:
             self.error(f"argument {name}: {error}")
+
+    def require(self, name: str, *packages: str) -> None:
+        """Print an error unless the optional packages of an argument or a command are installed."""
+        for package in packages:
+            if importlib.util.find_spec(package) is None:
+                self.error(f"{name} needs the package {package}. Run 'pip install {' '.join(packages)}'")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Suggest the closest choice."""

@@ -166,7 +166,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     Example:
         vil predict output/mine holiday.jpg
         vil predict output/mine photos --output found --score-threshold 0.5
-        vil predict output/mine 0
+        vil predict output/mine street.mp4 --track
         vil predict output/mine 'shards-{000..127}.tar' --output found --format parquet
     """
     parser.add("model", f"exported file, {_MODEL}", nargs="?", metavar="MODEL")
@@ -178,6 +178,8 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--output", output_help, default="predictions", metavar="DIR")
     parser.add("--batch", "maximum images per batch (default 1)", dest="batch_size", type=positive, default=1)
     parser.add("--tta", "test-time augmentation: predict on several sizes and flips of each image", action="store_true")
+    track_help = "track objects through a video or a folder of frames (needs supervision and trackers)"
+    parser.add("--track", track_help, action="store_true")
     annotations_help = (
         "COCO file for the folder INPUT. Only its images are read, and the results have its ids and categories"
     )
@@ -212,6 +214,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         parser.error(f"unexpected argument {positional[0]}. Give MODEL or --config-file, and INPUT or --input")
     if not model or not source:
         parser.error("MODEL or INPUT is missing. Give both, or --weights and --input")
+    parser.require("--track", *("supervision", "trackers") * args.track)
     parser.check("INPUT", image_source, source)
     parser.check("MODEL", model_source, model)
 

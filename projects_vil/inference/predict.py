@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
@@ -29,9 +30,12 @@ from projects_vil.data import describe_classes, load_dataset, match_all_classes,
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detections, Detector, check_threshold
 from projects_vil.inference.image_listing import find_images, is_video, number_of_images
-from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video
+from projects_vil.inference.image_loading import DEFAULT_FRAME_RATE, ImageBatches, ImageSource, Loaded, Skipped, Video
 from projects_vil.utils import stop_requests
 from vil.choices import PART_SIZE, SCORE_THRESHOLD
+
+if TYPE_CHECKING:
+    from projects_vil.inference.tracking import Tracker
 
 RESULTS_FILE, IMAGES_FILE, DRAWINGS_FOLDER = "results.json", "images.json", "drawings"
 MIN_DRAWING_SIDE = 480  # smaller images are enlarged to this many pixels on the longer side
@@ -73,6 +77,7 @@ def predict(
     ray: bool = False,
     ray_workers: tuple[int, int] | None = None,
     tta: bool = False,
+    track: bool = False,
     overrides: Sequence[object] = (),
 ) -> Summary:
     """Detect objects in the images of an input and write the results into an output directory.
@@ -110,6 +115,8 @@ def predict(
         ray: whether to distribute the images over a Ray cluster.
         ray_workers: minimum and maximum number of detectors on the cluster.
         tta: whether to use test-time augmentation, if ``model`` is a name or path.
+        track: whether to track objects through the frames of a video or a folder. Tracked detections have ``track_id``
+            in the results, and the drawings show it. ``score_threshold`` is the lowest score that starts a track.
         overrides: config keys and values, if ``model`` is a name or path.
 
     Raises:
@@ -127,6 +134,7 @@ def predict(
         ("annotations", annotations, "--format coco"),
         ("score_threshold", score_threshold, "--format coco"),
         ("draw_workers", draw_workers, "--format coco"),
+        ("track", track or None, "--format coco"),
         ("part_size", part_size, "--format parquet", "--ray"),
         ("shard", shard, "--format parquet"),
         ("ray_workers", ray_workers, "--ray"),
@@ -141,6 +149,8 @@ def predict(
     source, output = os.fspath(source), Path(output)
     if (output / CONFIG_FILE).is_file() and weights_of(output) is not None:
         raise ConfigError(f"'{output}' has the config and the weights of a detector. Choose another output directory.")
+    if track:
+        from projects_vil.inference.tracking import Tracker  # needs optional packages
     if ray:
         from projects_vil.inference.on_ray import predict_on_ray
 
@@ -173,7 +183,9 @@ def predict(
         opened.total = opened.total or number_of_images(source, exclude=output)
     threshold = SCORE_THRESHOLD if score_threshold is None else score_threshold
     drawer = _drawer(output / DRAWINGS_FOLDER, source, opened, workers=draw_workers or 0, threshold=threshold)
-    return _write_coco(detector, opened, output, drawer if drawings else None, batch_size, threshold)
+    frame_rate = getattr(opened, "frame_rate", DEFAULT_FRAME_RATE)
+    tracker = Tracker(frame_rate=frame_rate, threshold=threshold) if track else None
+    return _write_coco(detector, opened, output, drawer if drawings else None, tracker, batch_size, threshold)
 
 
 def _write_coco(
@@ -181,12 +193,13 @@ def _write_coco(
     source: ImageBatches | Video,
     output: Path,
     drawer: contextlib.AbstractContextManager | None,
+    tracker: "Tracker | None",
     batch_size: int,
     threshold: float,
 ) -> Summary:
     """Run the detector on a source and stream the results to the COCO files and to the drawings."""
     num_images = num_detections = num_drawn = 0
-    highest_score, skipped = 0.0, []
+    highest_score, skipped, tracks = 0.0, [], set()
     is_stream = getattr(source, "is_stream", False)
     if is_stream:
         logging.getLogger(__name__).info("Reading %s. Press Ctrl-C to stop and to write the results.", source.name)
@@ -207,6 +220,9 @@ def _write_coco(
                 skipped.append(item)
                 report_skipped(item)
                 return None, []
+            if tracker is not None:
+                detections = tracker.update(item, detections)
+                tracks.update(detections.track_ids[detections.track_ids >= 0].tolist())
             if draw is not None:
                 draw(item.entry, detections)
                 num_drawn += int((detections.scores >= threshold).sum())
@@ -241,7 +257,7 @@ def _write_coco(
         }
         images_file.write("], " + json.dumps(tail)[1:])
     total = counted(num_detections, "detection")
-    lines = [f"{counted(num_images, source.unit)}, {total}"]
+    lines = [f"{counted(num_images, source.unit)}, {total}" + f", {counted(len(tracks), 'track')}" * bool(tracker)]
     if drawer is not None and num_detections:
         highest = "" if num_drawn else f"; the highest score is {highest_score:.3g}"
         lines.append(f"{num_drawn} of {total} drawn (score >= {threshold:g}){highest}")
