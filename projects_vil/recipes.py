@@ -79,7 +79,7 @@ def with_recipe(
         size = choice.size
         values |= choice.anchors | (size_values(size) if is_auto else {})
     if is_paper:
-        values |= {"SOLVER.EPOCHS": _PAPER_EPOCHS} if content else {}
+        values |= {"SOLVER.EPOCHS": cfg.SOLVER.EPOCHS or _PAPER_EPOCHS} if content else {}
     else:
         values |= _recipe_values(cfg, recipe, size, batch)
         if any(key in given and not cfg.TEST[key[5:]] for key in ("TEST.EVAL_PERIOD", "TEST.BEST_METRIC")):

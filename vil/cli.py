@@ -14,7 +14,7 @@ from vil.arguments import ConfigToolParser, ToolParser, run_tool
 from vil.commands import COMMANDS
 
 # Titles in the list of commands, and the command below each.
-_TITLES = {"check": "Your photos", "analyze": "Models and checkpoints", "install-detectron2": "Setup"}
+_TITLES = {"check": "Your photos", "analyze": "Models and checkpoints", "examples": "Setup and examples"}
 
 
 def main(command: str | None = None) -> None:

@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -100,6 +101,40 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     else:
         folder = shlex.quote(str(trained.folder))
         show(f"Next: vil predict {folder} PHOTOS, or vil report {folder}")
+
+
+def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
+    """Search for the best learning rate, batch size, image size and augmentation for your photos.
+
+    The command runs short trainings (trials) and compares their AP on the validation images. The first trial is the
+    recipe of vil train. A trial that is behind the others is stopped early. The best config is written to best.yaml for
+    vil train --config. If the command is interrupted, the same command resumes the search. KEY VALUE pairs apply to all
+    trials.
+
+    Example:
+        vil tune photos --trials 20 --epochs 10
+        vil train photos --config output/photos_tune/best.yaml --epochs 50
+    """
+    parser.add("data", _DATA, type=existing_path, metavar="DATA")
+    parser.add("--trials", "number of trials (default 20)", type=positive, default=20)
+    parser.add("--output", "output directory (default: output/DATA_tune)", metavar="DIR")
+    parser.add("--epochs", "epochs of each trial (default: as for vil train)", type=positive)
+    parser.add("--model", "variant, or timm:NAME (default: as for vil train)", metavar="NAME")
+    parser.add("--detector", "detector (default retinanet)", choices=choices.DETECTORS)
+    parser.add("--recipe", "recipe of the first trial (default: as for vil train)", choices=choices.RECIPES[:2])
+    parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
+    args = parser.parse_args(words)
+    parser.require("this command", "optuna")
+
+    from projects_vil.tune import tune
+
+    options = {name: getattr(args, name) for name in ("epochs", "model", "detector", "recipe", "images")}
+    flags = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+    output = Path(args.output or f"output/{Path(args.data).resolve().stem}_tune")
+    metric = "segm/AP" if args.detector == "mask_rcnn" else "bbox/AP"
+    given = dict(zip(args.opts[::2], args.opts[1::2], strict=True))
+    tune(args.data, output, trials=args.trials, metric=metric, words=flags, given=given)
+    show(f"Next: vil train {shlex.quote(args.data)} --config {shlex.quote(str(output / 'best.yaml'))} --epochs N")
 
 
 def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
@@ -600,6 +635,21 @@ def _draw_results(args: argparse.Namespace) -> list[str]:
     return summarize_run(run, dataset, num_images=len(records), drawing=drawing)
 
 
+def examples(parser: ToolParser, words: Sequence[str]) -> None:
+    """Copy the example programs to a folder.
+
+    Example:
+        vil examples examples
+        python examples/make_shapes_dataset.py photos
+    """
+    parser.add("folder", "folder to create", metavar="DIR")
+    folder = Path(parser.parse_args(words).folder)
+    if os.path.lexists(folder):
+        parser.error(f"'{folder}' already exists. Give a new folder")
+    shutil.copytree(choices.EXAMPLES, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    show(f"wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+
+
 def install(parser: ToolParser, words: Sequence[str]) -> None:
     """Install detectron2, which is not on the package index.
 
@@ -616,6 +666,7 @@ def install(parser: ToolParser, words: Sequence[str]) -> None:
 COMMANDS: dict[str, tuple[Callable[[Any, Sequence[str]], None], dict[str, Any] | None]] = {
     "check": (check, None),
     "train": (train, {"config_file": False, "devices": ()}),
+    "tune": (tune, {"config_file": False, "weights": True}),
     "eval": (evaluate, {"config_file": False}),
     "predict": (predict, {"config_required": False, "weights": True}),
     "report": (report, {"config_file": False, "devices": ()}),
@@ -624,5 +675,6 @@ COMMANDS: dict[str, tuple[Callable[[Any, Sequence[str]], None], dict[str, Any] |
     "benchmark": (benchmark, {"config_file": False}),
     "convert": (convert, None),
     "visualize": (visualize, {"config_file": False, "devices": ()}),
+    "examples": (examples, None),
     "install-detectron2": (install, None),
 }
