@@ -35,7 +35,7 @@ TRACK = ["supervision>=0.31", "trackers>=2.6"]
 # Requirements of vil tune.
 TUNE = ["optuna>=5.0"]
 # Requirements of the examples with other libraries.
-EXAMPLES = ["sahi>=0.12", *TRACK]
+EXAMPLES = ["sahi>=0.12"]
 # Requirements of vil export --format openvino. nncf is for int8.
 OPENVINO = ["openvino>=2026.4", "nncf>=3.4"]
 # Requirements of vil predict for --format parquet, and for inputs in Parquet, CSV, tar files and URLs. Install s3fs or
