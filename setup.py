@@ -7,12 +7,13 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithConfigs(build_py):
-    """Copy configs/ into the installed package. An editable install reads configs/ in the repository instead."""
+    """Copy configs/ and examples/ into the installed package. An editable install reads them in the repository."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            self.copy_tree("configs", str(Path(self.build_lib, "projects_vil/configs")))
+            for name in ("configs", "examples"):
+                self.copy_tree(name, str(Path(self.build_lib, "projects_vil", name)))
 
 
 setup(cmdclass={"build_py": BuildWithConfigs})

@@ -26,6 +26,11 @@ def printable(text: object) -> str:
     return re.sub(control, lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun in the singular or plural, such as ``"1 image"`` or ``"1,200 images"``."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 def closest(word: str, candidates: Iterable[str], *, most: int = 1) -> str:
     """Return ``". Did you mean 'vil_small'?"`` with the candidates closest to ``word``, or an empty string.
 

@@ -17,15 +17,12 @@ from detectron2.projects.point_rend import add_pointrend_config
 
 from backbones.attention.triton_chunks import unmet_requirement
 from backbones.errors import ConfigError, check_file, closest
-from vil.choices import DEVICES
+from vil.choices import CONFIGS, DEVICES
 
 # The resolved config of a run, in OUTPUT_DIR.
 CONFIG_FILE = "config.yaml"
 # Meta-architectures that can be exported and can predict.
 DETECTORS = ("RetinaNet", "GeneralizedRCNN")
-# The folder of the configs in an installed package, or in a clone.
-_CONFIGS = Path(__file__).parent / "configs"
-_CONFIGS = _CONFIGS if _CONFIGS.is_dir() else Path(__file__).parents[1] / "configs"
 _EVAL = "tag:yaml.org,2002:python/object/apply:eval"
 _ARITHMETIC = (
     *(ast.Expression, ast.List, ast.Tuple, ast.ListComp, ast.comprehension, ast.Name, ast.Load, ast.Store),
@@ -218,10 +215,10 @@ def config_path(*names: str) -> Path:
         ConfigError: if no config exists, with the closest names.
     """
     for name in names:
-        path = _CONFIGS / f"{name.removesuffix('.yaml')}.yaml"
-        if path.is_file() and path.resolve().is_relative_to(_CONFIGS.resolve()):
+        path = CONFIGS / f"{name.removesuffix('.yaml')}.yaml"
+        if path.is_file() and path.resolve().is_relative_to(CONFIGS.resolve()):
             return path
-    known = [path.relative_to(_CONFIGS).with_suffix("").as_posix() for path in _CONFIGS.rglob("*.yaml")]
+    known = [path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml")]
     hint = closest(name.removesuffix(".yaml"), known, most=3) or ". Choose a file in configs/."
     raise ConfigError(f"There is no config '{name}'{hint}")
 

@@ -8,6 +8,7 @@ import torch
 from detectron2.config import CfgNode
 
 from backbones import ConfigError
+from backbones.errors import counted
 from projects_vil.checkpoint import find_weights, is_zoo_name, read_zoo, zoo_entry
 from projects_vil.config import (
     config_items,
@@ -78,7 +79,7 @@ def with_recipe(
         size = choice.size
         values |= choice.anchors | (size_values(size) if is_auto else {})
     if is_paper:
-        values |= {"SOLVER.EPOCHS": _PAPER_EPOCHS} if content else {}
+        values |= {"SOLVER.EPOCHS": cfg.SOLVER.EPOCHS or _PAPER_EPOCHS} if content else {}
     else:
         values |= _recipe_values(cfg, recipe, size, batch)
         if any(key in given and not cfg.TEST[key[5:]] for key in ("TEST.EVAL_PERIOD", "TEST.BEST_METRIC")):
@@ -92,7 +93,8 @@ def with_recipe(
         values.pop("SOLVER.EPOCHS", None)
     cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
     if not is_paper:
-        length = f"{cfg.SOLVER.EPOCHS} epochs" if cfg.SOLVER.EPOCHS else f"{cfg.SOLVER.MAX_ITER} iterations"
+        epochs = cfg.SOLVER.EPOCHS
+        length = counted(epochs, "epoch") if epochs else counted(cfg.SOLVER.MAX_ITER, "iteration")
         print(
             f"Recipe {recipe}: {length}, batch {batch}, learning rate {cfg.SOLVER.BASE_LR:.3g}, image size {size}",
             flush=True,

@@ -17,12 +17,13 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write, read_checkpoint
-from backbones.errors import GENERATOR, check_choice, check_replaceable, closest
+from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
     config_path,
     detector_name,
+    first_of,
     load_config,
     merge_overrides,
     number_of_classes,
@@ -35,7 +36,7 @@ from projects_vil.inference import Detector, find_model
 from projects_vil.modeling import TIMM_PREFIX, stage_names
 from projects_vil.recipes import best_weights, default_model, size_values, starts_pretrained, with_recipe
 from projects_vil.utils import cleanup_on_failure, read_json, run_lock
-from vil.choices import NAMES_OF_OTHERS, RECIPES, SCHEDULES
+from vil.choices import IMAGE_SIZES, NAMES_OF_OTHERS, RECIPES, SCHEDULES
 
 # Detector -> its folder in configs/, and the config keys in which it differs.
 DETECTORS: dict[str, tuple[str, dict[str, object]]] = {
@@ -147,10 +148,13 @@ def train(
         >>> detections = run.detector()("holiday.jpg")
     """
     given = _overrides_of(train, overrides)
-    for argument, value in {"epochs": epochs, "batch": batch, "image_size": image_size}.items():
-        if value is not None and value != "auto" and (isinstance(value, str) or value < 1):
-            raise ConfigError(f"{argument} is {value!r}. It must be a whole number of at least 1.")
-    pixels = image_size if isinstance(image_size, int) else None
+    for argument, value in {"epochs": epochs, "batch": batch}.items():
+        check_whole(argument, 1 if value is None else value)
+    pixels = None if image_size == "auto" else image_size
+    if pixels is not None and not (isinstance(pixels, int) and IMAGE_SIZES[0] <= pixels <= IMAGE_SIZES[1]):
+        raise ConfigError(
+            "image_size is {!r}. Give a whole number from {} to {}, or 'auto'.".format(pixels, *IMAGE_SIZES)
+        )
     named = {
         "OUTPUT_DIR": output,
         "SOLVER.EPOCHS": epochs,
@@ -318,7 +322,7 @@ def evaluate(
             evaluated += f" (split {present[0]} has no annotations)" if test != present[0] else ""
             print(f"{dataset.line()}; evaluated: {evaluated}", flush=True)
             # Classes are matched by name to the classes of the checkpoint, or else of its training dataset.
-            classes = None if predictions else _write_classes(cfg.MODEL.WEIGHTS, folder / DATA_FOLDER)
+            classes = None if predictions else _write_classes(cfg.MODEL.WEIGHTS, dataset, folder / DATA_FOLDER)
             if classes is not None:
                 dataset = dataclasses.replace(dataset, splits=dataset.splits | {CLASSES: (classes, folder)})
             values = _register(dataset, folder.name, train=CLASSES if classes else "train", test=test)
@@ -332,11 +336,16 @@ def evaluate(
     return Run(folder).results
 
 
-def _write_classes(weights: str, folder: Path) -> Path | None:
+def _write_classes(weights: str, dataset: Dataset, folder: Path) -> Path | None:
     """Write the classes of a checkpoint as a COCO file without images. Return None if they are unknown."""
     names = CheckpointMetadata.from_contents(read_checkpoint(weights)).classes if os.path.isfile(weights) else None
     if names is None:
         return None
+    if unknown := [name for name in dataset.classes if name not in names]:
+        raise ConfigError(
+            f"'{dataset.source}' has classes that the model does not have: {first_of(list(map(repr, unknown)), 5)}"
+            f"{closest(unknown[0], names) or '.'} Rename or remove them. The model has {first_of(names, 5)}."
+        )
     path = folder / f"{CLASSES}.json"
     check_replaceable(path, advice="Choose another output directory.")
     categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
@@ -360,7 +369,7 @@ def _overrides_of(function: Callable, overrides: Mapping[str, object]) -> dict[s
     unknown = next((key for key in overrides if "." not in key and not key.isupper()), None)
     if unknown is not None:
         known, same = set(inspect.signature(function).parameters) - {"overrides"}, NAMES_OF_OTHERS.get(unknown)
-        hint = f". Use {same!r}." if same in known else closest(unknown, known)
+        hint = f". Use {same!r}." if same and (same in known or same.isupper()) else closest(unknown, known)
         raise ConfigError(f"{function.__name__}() has no keyword {unknown!r}{hint or '.'} Config keys are in capitals.")
     return dict(overrides)
 

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import torch
 from filelock import FileLock, Timeout
 from torch import nn
+from tqdm import tqdm
 
 from backbones import ConfigError
 from backbones.errors import check_file
@@ -180,14 +181,28 @@ def log_run(output_dir: str, *, rank: int = 0) -> None:
         for handler in setup_logger(output_dir, distributed_rank=rank, **options).handlers:
             if getattr(handler, "stream", None) is sys.stdout:
                 handler.addFilter(is_for_console)
+                if sys.stdout.isatty():
+                    handler.setStream(_AboveProgressBar())
+
+
+class _AboveProgressBar:
+    """Stream that writes to stdout above a progress bar."""
+
+    def write(self, text: str) -> None:
+        tqdm.write(text, end="")
+
+    def flush(self) -> None:
+        sys.stdout.flush()
 
 
 def is_for_console(record: logging.LogRecord) -> bool:
     """Return whether the console shows a record.
 
     It omits very long records. It also omits the traceback of a user's mistake, because the run ends with a one-line
-    error instead.
+    error instead. In a terminal, the progress bar has the metrics.
     """
+    if record.name == "detectron2.utils.events" and sys.stdout.isatty():
+        return False
     error = record.exc_info and record.exc_info[1]
     if isinstance(error, ConfigError) or "DataLoader worker" in str(error):
         return False

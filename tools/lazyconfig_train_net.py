@@ -18,7 +18,7 @@ def main() -> None:
     parser = ToolParser(__doc__)
     add_training_arguments(parser)
     parser.add_argument("opts", nargs="*", metavar="key=value", help="overrides of the config, in any position")
-    args = parser.parse_intermixed_args()
+    args = parser.parse_args()
 
     from projects_vil.engine import Processes, run_lazy_config
 

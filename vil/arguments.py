@@ -7,6 +7,7 @@ errors in the arguments appear at once.
 import argparse
 import difflib
 import errno
+import importlib.util
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, printable
-from vil.choices import DEVICES, NAMES_OF_OTHERS
+from vil import choices
 
 if TYPE_CHECKING:
     from detectron2.config import CfgNode
@@ -57,8 +58,33 @@ def existing_path(text: str) -> str:
 
 
 def weights_file(text: str) -> str:
-    """Return ``text`` if it is an existing path, a URL, or could be a name in the model zoo."""
-    return text if re.fullmatch(r"\w+", text) else existing_path(text)
+    """Return ``text`` if it is an existing path, a URL, "none", or a name in the model zoo."""
+    if text == "none" or "://" in text or Path(text).exists() or "VIL_ZOO" in os.environ:
+        return text
+    if re.fullmatch(r"\w+", text):
+        import yaml
+
+        names = {name for group in yaml.safe_load(choices.ZOO.read_text(encoding="utf-8")) for name in group["files"]}
+        if text in names:
+            return text
+        raise argparse.ArgumentTypeError(f"'{text}' is not a path or a name in the model zoo{closest(text, names)}")
+    hub = ". To load from the Hugging Face Hub, use Detector.from_pretrained" if text.count("/") == 1 else ""
+    raise argparse.ArgumentTypeError(f"'{text}' does not exist. Check the path{hub}")
+
+
+def model_source(text: str) -> str:
+    """Return ``text`` if it is a name in the model zoo, a URL, a file, or a folder with a config."""
+    if Path(text).is_dir() and not Path(text, "config.yaml").is_file():
+        raise argparse.ArgumentTypeError(f"'{text}' has no config.yaml. Give the output directory of a run")
+    return weights_file(text)
+
+
+def config_name(text: str) -> str:
+    """Return ``text`` if it is an existing file, or the name of a config of this project."""
+    names = {path.relative_to(choices.CONFIGS).with_suffix("").as_posix() for path in choices.CONFIGS.rglob("*.yaml")}
+    if not Path(text).is_file() and text.removesuffix(".yaml") not in names:
+        raise argparse.ArgumentTypeError(f"there is no config '{text}'{closest(text, names) or '. Check the path'}")
+    return text
 
 
 def image_source(text: str) -> str:
@@ -92,14 +118,17 @@ def positive(text: str, *, least: int = 1) -> int:
     return int(text)
 
 
-def positive_or_auto(text: str) -> int | str:
-    """Return a whole number of at least 1, or ``"auto"``. This is an argparse type."""
-    return text if text == "auto" else positive(text)
-
-
 def not_negative(text: str) -> int:
     """Return a whole number of at least 0. This is an argparse type."""
     return positive(text, least=0)
+
+
+def image_size(text: str) -> int | str:
+    """Return an image size in pixels, or ``"auto"``. This is an argparse type."""
+    smallest, largest = choices.IMAGE_SIZES
+    if text != "auto" and not (text.isdecimal() and smallest <= int(text) <= largest):
+        raise argparse.ArgumentTypeError(f"'{text}' is not auto or a whole number from {smallest} to {largest}")
+    return text if text == "auto" else int(text)
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -116,6 +145,8 @@ def shard(text: str) -> tuple[int, int]:
 class ToolParser(argparse.ArgumentParser):
     """Parser that prints a docstring as help, and each error as one line with exit status 2.
 
+    Options may stand anywhere, also between two positional arguments.
+
     Args:
         description: Docstring of the command, with an example.
     """
@@ -124,28 +155,65 @@ class ToolParser(argparse.ArgumentParser):
         super().__init__(
             description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
         )
+        self._section: argparse._ActionsContainer = self
 
-    def parse_args(  # type: ignore[override]  # argparse declares overloads for other namespace classes
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> argparse.Namespace:
+    def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
         # A shell does not expand ~ in quotes or in --output=~/x.
         words = [
             re.sub(r"^(--[\w-]+=)?(~[^/]*)", lambda found: (found[1] or "") + os.path.expanduser(found[2]), word)
             for word in (sys.argv[1:] if args is None else args)
         ]
-        parsed, unknown = self.parse_known_args(words, namespace)
+        return self._parse(words)
+
+    def _parse(self, words: Sequence[str]) -> argparse.Namespace:
+        # argparse cannot intermix the arguments of subcommands.
+        parse = self.parse_known_args if self._subparsers else self.parse_known_intermixed_args
+        parsed, unknown = parse(words)
         if unknown:
-            flag = unknown[0].partition("=")[0]
-            self.error(f"unknown argument '{flag}'{self._hint(flag)}")
+            self.error(f"unknown argument '{unknown[0]}'{self._hint(unknown[0])}")
         return parsed
+
+    def section(self, title: str) -> None:
+        """Add the arguments that follow to a section of the help."""
+        self._section = self.add_argument_group(title)
 
     def add(self, name: str, help_text: str, **options: Any) -> None:
         """Add an argument with its help. A whole number is shown as ``N``."""
         if options.get("type") in (positive, not_negative):
             options.setdefault("metavar", "N")
-        self.add_argument(name, help=help_text, **options)
+        self._section.add_argument(name, help=help_text, **options)
 
-    def _hint(self, flag: str) -> str:
+    def check(self, name: str, check: Callable[[str], object], value: str) -> None:
+        """Print an error about the argument ``name`` unless an argparse type accepts its value."""
+        try:
+            check(value)
+        except argparse.ArgumentTypeError as error:
+            self.error(f"argument {name}: {error}")
+
+    def require(self, name: str, *packages: str) -> None:
+        """Print an error unless the optional packages of an argument or a command are installed."""
+        for package in packages:
+            if importlib.util.find_spec(package) is None:
+                self.error(f"{name} needs the package {package}. Run 'pip install {' '.join(packages)}'")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Suggest the closest choice."""
+        if action.choices is not None and value not in action.choices:
+            hint = closest(str(value), action.choices) or f". Choose from {', '.join(action.choices)}"
+            raise argparse.ArgumentError(action, f"unknown value '{value}'{hint}")
+
+    def _hint(self, word: str) -> str:
+        """Return advice for an unknown argument: the argument or key with this name in this project."""
+        flag, _, value = word.partition("=")
+        name = flag.lstrip("-").replace("-", "_")
+        name = choices.NAMES_OF_OTHERS.get(name, name)
+        same = f"--{name.replace('_', '-')}"
+        if (action := self._option_string_actions.get(same)) is not None:
+            return f". Write {same} {value or 'VALUE'}" if action.nargs is None else f". Write {same}"
+        if any(name == action.dest and not action.option_strings for action in self._actions):
+            return f". Write {value}" if value else f". Write the path without '{flag}'"
+        if key := name if name.isupper() else _FLAGS.get(same):
+            return f". Write {key} {value or 'VALUE'}"
         return closest(flag, {*SECTIONS, *self._option_string_actions})
 
     def error(self, message: str) -> NoReturn:
@@ -174,31 +242,25 @@ class ConfigToolParser(ToolParser):
         config_file: bool = True,
         config_required: bool = True,
         weights: bool = False,
-        devices: Sequence[str] = DEVICES,
+        devices: Sequence[str] = choices.DEVICES,
         **options: Any,
     ) -> None:
-        epilog = (
-            "KEY VALUE pairs, such as SOLVER.BASE_LR 5e-5, override config keys. They can be in any position. --opts "
-            "before\nthem is optional."
-        )
+        epilog = "KEY VALUE pairs, such as SOLVER.BASE_LR 5e-5, override config keys. They can be in any position."
         super().__init__(description, epilog=epilog, **options)
         self.set_defaults(devices=tuple(devices))
         if config_file:
-            options = {"required": config_required, "type": existing_path, "metavar": "FILE"}
-            self.add_argument("--config-file", **options, help="config of the model")
+            self.add(
+                "--config-file", "config of the model", required=config_required, type=existing_path, metavar="FILE"
+            )
         if weights:
-            weights_help = "checkpoint, or name in the model zoo (config key MODEL.WEIGHTS)"
-            self.add_argument("--weights", metavar="FILE", help=weights_help)
+            self.add("--weights", "checkpoint, or name in the model zoo (config key MODEL.WEIGHTS)", metavar="FILE")
         if devices:
             default = "; default: the device of the config, or cpu without a GPU" if "cuda" in devices else ""
-            device_help = f"{' or '.join(devices)} (config key MODEL.DEVICE{default})"
-            self.add_argument("--device", metavar="DEVICE", help=device_help)
+            self.add("--device", f"{' or '.join(devices)} (config key MODEL.DEVICE{default})", metavar="DEVICE")
 
-    def parse_known_args(  # type: ignore[override]  # argparse declares overloads for other namespace classes
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        words, overrides = self._split(sys.argv[1:] if args is None else args)
-        parsed, unknown = super().parse_known_args(words, namespace)
+    def _parse(self, words: Sequence[str]) -> argparse.Namespace:
+        words, overrides = self._split(words)
+        parsed = super()._parse(words)
         given = dict(zip(overrides[::2], overrides[1::2], strict=True))
         for name, key in SHORT_FORMS.items():
             value = getattr(parsed, name, None)
@@ -208,25 +270,16 @@ class ConfigToolParser(ToolParser):
                 self.error(f"--{name} {value} and {key} {given[key]} set the same config key. Remove one of them")
             overrides += [key, value]
             given[key] = value
-        try:
-            weights_file(given.get("MODEL.WEIGHTS") or "://")
-        except argparse.ArgumentTypeError as error:
-            self.error(f"MODEL.WEIGHTS: {error}")
+        device = given.get("MODEL.DEVICE", "cpu")
+        if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
+            self.error(f"MODEL.DEVICE is '{device}'. Use {' or '.join(parsed.devices or choices.DEVICES)}")
+        if given.get("MODEL.WEIGHTS"):
+            name = "--weights" if getattr(parsed, "weights", None) else "MODEL.WEIGHTS"
+            self.check(name, weights_file, given["MODEL.WEIGHTS"])
         parsed.opts = overrides
         if hasattr(parsed, "weights"):
             parsed.weights = given.get("MODEL.WEIGHTS")
-        return parsed, unknown
-
-    def _hint(self, flag: str) -> str:
-        name = flag.removeprefix("--").replace("-", "_")
-        same = f"--{NAMES_OF_OTHERS.get(name, name).replace('_', '-')}"
-        if same in self._option_string_actions:
-            return f". Write {same}"
-        if same == "--data" and any(action.dest == "data" for action in self._actions):
-            return ". Write the path without it"
-        if same in _FLAGS:
-            return f". Write {_FLAGS[same]} VALUE"
-        return super()._hint(flag)
+        return parsed
 
     def _split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return the arguments of the command, and the config keys and values."""
@@ -239,6 +292,8 @@ class ConfigToolParser(ToolParser):
             if word == "--opts":
                 continue
             if is_value or not _is_key(word) or Path(word).exists():
+                if re.match("[a-z]\\w*=", word) and not (is_value or Path(word).exists()):
+                    self.error(f"unknown argument '{word}'{self._hint(word)}")
                 arguments.append(word)
                 continue
             value = next(left, None)
@@ -260,31 +315,31 @@ def _is_key(word: str) -> bool:
 
 def add_training_arguments(parser: ToolParser) -> None:
     """Add the arguments of detectron2's ``default_argument_parser``, except for overrides."""
-    parser.add_argument("--config-file", default="", required=True, type=existing_path, metavar="FILE", help="config")
+    parser.add("--config-file", "config", default="", required=True, type=existing_path, metavar="FILE")
     add_resume_argument(parser)
-    parser.add_argument("--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS instead of training")
+    parser.add("--eval-only", "evaluate MODEL.WEIGHTS instead of training", action="store_true")
     add_process_arguments(parser)
 
 
 def add_resume_argument(parser: ToolParser) -> None:
-    parser.add_argument(
-        "--resume", action="store_true", help="continue from the last checkpoint in the output directory"
-    )
+    parser.add("--resume", "continue from the last checkpoint in the output directory", action="store_true")
 
 
 def add_process_arguments(parser: ToolParser) -> None:
     """Add the arguments of detectron2's parser that describe the processes of a run."""
+    parser.section("Several GPUs or machines")
     processes = "number of GPUs to use on this machine; with --device cpu, number of processes (default 1)"
-    parser.add_argument("--num-gpus", type=int, default=1, metavar="N", help=processes)
-    parser.add_argument("--num-machines", type=int, default=1, metavar="N", help="number of machines (default 1)")
-    parser.add_argument("--machine-rank", type=int, default=0, metavar="R", help="number of this machine, from 0")
+    parser.add("--num-gpus", processes, type=int, default=1, metavar="N")
+    parser.add("--num-machines", "number of machines (default 1)", type=int, default=1, metavar="N")
+    parser.add("--machine-rank", "number of this machine, from 0", type=int, default=0, metavar="R")
     # As in detectron2, the default port depends on the user.
     user = os.getuid() if sys.platform != "win32" else 1
     url = f"tcp://127.0.0.1:{2**15 + 2**14 + hash(user) % 2**14}"
-    url_help = "tcp://HOST:PORT of the first machine; needed with several machines"
-    parser.add_argument("--dist-url", default=url, metavar="URL", help=url_help)
+    parser.add(
+        "--dist-url", "tcp://HOST:PORT of the first machine; needed with several machines", default=url, metavar="URL"
+    )
     timeout_help = "seconds to wait for the other machines at the start (default 600)"
-    parser.add_argument("--dist-timeout", type=positive, default=600, metavar="S", help=timeout_help)
+    parser.add("--dist-timeout", timeout_help, type=positive, default=600, metavar="S")
 
 
 def process_keywords(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,13 +1,26 @@
-"""Choices that the command line and the library share. This module has no imports, so ``--help`` is fast."""
+"""Choices that the command line and the library share. This module imports no libraries, so ``--help`` is fast."""
 
+from pathlib import Path
+
+# The folder of the package in a wheel, or of the repository in an editable installation.
+_PACKAGE, _REPOSITORY = Path(__file__).parents[1] / "projects_vil", Path(__file__).parents[1]
+CONFIGS, EXAMPLES = (
+    _PACKAGE / name if (_PACKAGE / name).is_dir() else _REPOSITORY / name for name in ("configs", "examples")
+)
+ZOO = _PACKAGE / "checkpoint/zoo.yaml"
 DETECTORS = ("retinanet", "mask_rcnn", "faster_rcnn")
 DEVICES = ("cpu", "cuda")
 SCHEDULES = ("1x", "3x_ms")
 RECIPES = ("finetune", "scratch", "paper")
-# Arguments of other training programs, and the argument of `vil train` and of `train` with the same effect.
+# Smallest and largest image size of `vil train`, in pixels.
+IMAGE_SIZES = (64, 4096)
+# Arguments of other programs, and the argument or config key with the same effect.
 NAMES_OF_OTHERS = {"batch_size": "batch", "cfg": "config", "dataset": "data", "num_workers": "workers"}
 NAMES_OF_OTHERS |= {"learning_rate": "lr", "lr0": "lr", "output_dir": "output", "project": "output"}
 NAMES_OF_OTHERS |= dict.fromkeys(("img", "img_size", "imgsz", "resolution"), "image_size")
+NAMES_OF_OTHERS |= {"conf": "score_threshold", "source": "input"}
+NAMES_OF_OTHERS |= {"optimizer": "SOLVER.OPTIMIZER", "patience": "SOLVER.EARLY_STOPPING_PATIENCE", "seed": "SEED"}
+NAMES_OF_OTHERS |= {"amp": "SOLVER.AMP.ENABLED", "weight_decay": "SOLVER.WEIGHT_DECAY"}
 EXPORT_FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
 # Suffixes of exported files: TorchScript, ONNX, torch.export and AOTInductor, OpenVINO.
 EXPORT_SUFFIXES = (".ts", ".onnx", ".pt2", ".xml")

@@ -13,6 +13,9 @@ from backbones.errors import closest
 from vil.arguments import ConfigToolParser, ToolParser, run_tool
 from vil.commands import COMMANDS
 
+# Titles in the list of commands, and the command below each.
+_TITLES = {"check": "Your photos", "analyze": "Models and checkpoints", "examples": "Setup and examples"}
+
 
 def main(command: str | None = None) -> None:
     """Run ``command``, or the command in the first argument."""
@@ -25,10 +28,11 @@ def _main(words: list[str]) -> None:
         make = ToolParser if options is None else ConfigToolParser
         run(make(inspect.getdoc(run), prog=f"vil {words[0]}", **(options or {})), words[1:])
         return
-    purposes = {name: str(inspect.getdoc(run)).splitlines()[0] for name, (run, _) in COMMANDS.items()}
-    width = max(map(len, purposes))
-    listed = [f"    {name.ljust(width)}  {purpose}" for name, purpose in purposes.items()]
-    description = "\n".join([__doc__, "Commands (vil COMMAND --help lists the arguments):", *listed])
+    width, listed = max(map(len, COMMANDS)), [__doc__ + "\nvil COMMAND --help lists the arguments of a command."]
+    for name, (run, _) in COMMANDS.items():
+        listed += [f"\n{_TITLES[name]}:"] if name in _TITLES else []
+        listed.append(f"    {name.ljust(width)}  {str(inspect.getdoc(run)).splitlines()[0]}")
+    description = "\n".join(listed)
     parser = ToolParser(description, prog="vil", usage="vil COMMAND ...")
     parser.add_argument("--version", action="version", version=version("vil-detectron2"))
     if words and not words[0].startswith("-"):

@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,13 +17,15 @@ from vil.arguments import (
     ToolParser,
     add_process_arguments,
     add_resume_argument,
+    config_name,
     config_of,
     existing_path,
+    image_size,
     image_source,
+    model_source,
     not_negative,
     output_file,
     positive,
-    positive_or_auto,
     shard,
     show,
     weights_file,
@@ -52,38 +55,38 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
         vil train --config mask_rcnn/vil_small_rpb_1x --num-gpus 8
         vil train --resume --output output/mine
     """
+    parser.section("Common options")
     parser.add("data", _DATA, nargs="?", type=existing_path, metavar="DATA")
     epochs_help = "passes over the training images (default: by recipe, number of images and device)"
     parser.add("--epochs", epochs_help, type=positive)
-    batch_help = "images per iteration (default: by recipe and device). Without --lr, the learning rate is scaled to it"
-    parser.add("--batch", batch_help, type=positive)
+    parser.add("--batch", "images per iteration (default: by recipe and device)", type=positive)
     size_help = "shorter side of the images in pixels, or auto (default): chosen from the sizes of the objects"
-    parser.add("--image-size", size_help, type=positive_or_auto, metavar="PX")
+    parser.add("--image-size", size_help, type=image_size, metavar="PX")
     parser.add("--output", "output directory (default: output/DATA_MODEL_DETECTOR)", metavar="DIR")
     parser.add("--device", "cpu or cuda (config key MODEL.DEVICE; default: the GPU if there is one)", metavar="DEVICE")
     add_resume_argument(parser)
+    parser.section("Model")
     model_help = "variant, or timm:NAME for a timm model (default: a small model with ImageNet weights)"
     parser.add("--model", model_help, metavar="NAME")
     parser.add("--detector", "detector (default retinanet)", choices=choices.DETECTORS)
-    weights_help = (
-        "checkpoint, name in the model zoo, or none for random weights (config key MODEL.WEIGHTS; default: the best "
-        "available weights of the model)"
-    )
+    weights_help = "checkpoint, name in the model zoo, or none (config key MODEL.WEIGHTS; default: the best available)"
     parser.add("--weights", weights_help, metavar="FILE")
+    config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
+    parser.add("--config", config_help, type=config_name, metavar="NAME")
+    parser.section("Training")
     recipe_help = (
         "optimizer, schedule and augmentation: finetune (default with pretrained weights), scratch (default with "
         "random weights), or paper (the values of the config; default with --config, or without DATA)"
     )
     parser.add("--recipe", recipe_help, choices=choices.RECIPES)
     parser.add("--lr", "learning rate (config key SOLVER.BASE_LR)", type=float, metavar="RATE")
-    parser.add("--workers", "data loader processes (default: at most 4)", type=not_negative)
+    schedule_help = "1x (default), or 3x_ms (images of several sizes, and three times the iterations on COCO)"
+    parser.add("--schedule", schedule_help, choices=choices.SCHEDULES)
+    parser.section("Data")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     val_help = "fraction of the images for validation if DATA has no validation images (default 0.2)"
     parser.add("--val-fraction", val_help, type=float, metavar="F")
-    config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
-    parser.add("--config", config_help, metavar="NAME")
-    schedule_help = "1x (default), or 3x_ms (images of several sizes, and three times the iterations on COCO)"
-    parser.add("--schedule", schedule_help, choices=choices.SCHEDULES)
+    parser.add("--workers", "data loader processes (default: at most 4)", type=not_negative)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
 
@@ -98,6 +101,40 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     else:
         folder = shlex.quote(str(trained.folder))
         show(f"Next: vil predict {folder} PHOTOS, or vil report {folder}")
+
+
+def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
+    """Search for the best learning rate, batch size, image size and augmentation for your photos.
+
+    The command runs short trainings (trials) and compares their AP on the validation images. The first trial is the
+    recipe of vil train. A trial that is behind the others is stopped early. The best config is written to best.yaml for
+    vil train --config. If the command is interrupted, the same command resumes the search. KEY VALUE pairs apply to all
+    trials.
+
+    Example:
+        vil tune photos --trials 20 --epochs 10
+        vil train photos --config output/photos_tune/best.yaml --epochs 50
+    """
+    parser.add("data", _DATA, type=existing_path, metavar="DATA")
+    parser.add("--trials", "number of trials (default 20)", type=positive, default=20)
+    parser.add("--output", "output directory (default: output/DATA_tune)", metavar="DIR")
+    parser.add("--epochs", "epochs of each trial (default: as for vil train)", type=positive)
+    parser.add("--model", "variant, or timm:NAME (default: as for vil train)", metavar="NAME")
+    parser.add("--detector", "detector (default retinanet)", choices=choices.DETECTORS)
+    parser.add("--recipe", "recipe of the first trial (default: as for vil train)", choices=choices.RECIPES[:2])
+    parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
+    args = parser.parse_args(words)
+    parser.require("this command", "optuna")
+
+    from projects_vil.tune import tune
+
+    options = {name: getattr(args, name) for name in ("epochs", "model", "detector", "recipe", "images")}
+    flags = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+    output = Path(args.output or f"output/{Path(args.data).resolve().stem}_tune")
+    metric = "segm/AP" if args.detector == "mask_rcnn" else "bbox/AP"
+    given = dict(zip(args.opts[::2], args.opts[1::2], strict=True))
+    tune(args.data, output, trials=args.trials, metric=metric, words=flags, given=given)
+    show(f"Next: vil train {shlex.quote(args.data)} --config {shlex.quote(str(output / 'best.yaml'))} --epochs N")
 
 
 def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
@@ -131,6 +168,8 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
         arguments |= {"model": None, "data": data[0] if data else None, "predictions": parts}
     elif arguments["model"] is None:
         parser.error("MODEL is missing. Give MODEL or --predictions")
+    else:
+        parser.check("MODEL", model_source, arguments["model"])
 
     from projects_vil import run
 
@@ -162,7 +201,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     Example:
         vil predict output/mine holiday.jpg
         vil predict output/mine photos --output found --score-threshold 0.5
-        vil predict output/mine 0
+        vil predict output/mine street.mp4 --track
         vil predict output/mine 'shards-{000..127}.tar' --output found --format parquet
     """
     parser.add("model", f"exported file, {_MODEL}", nargs="?", metavar="MODEL")
@@ -174,6 +213,8 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--output", output_help, default="predictions", metavar="DIR")
     parser.add("--batch", "maximum images per batch (default 1)", dest="batch_size", type=positive, default=1)
     parser.add("--tta", "test-time augmentation: predict on several sizes and flips of each image", action="store_true")
+    track_help = "track objects through a video or a folder of frames (needs supervision and trackers)"
+    parser.add("--track", track_help, action="store_true")
     annotations_help = (
         "COCO file for the folder INPUT. Only its images are read, and the results have its ids and categories"
     )
@@ -210,10 +251,9 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         parser.error(f"unexpected argument {positional[0]}. Give MODEL or --config-file, and INPUT or --input")
     if not model or not source:
         parser.error("MODEL or INPUT is missing. Give both, or --weights and --input")
-    try:
-        image_source(source)
-    except argparse.ArgumentTypeError as error:
-        parser.error(f"argument INPUT: {error}")
+    parser.require("--track", *("supervision", "trackers") * args.track)
+    parser.check("INPUT", image_source, source)
+    parser.check("MODEL", model_source, model)
 
     from projects_vil.inference import predict
 
@@ -235,7 +275,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
         vil export output/mine --format onnx
         vil export lit_ti_retinanet_1x --format openvino --precision fp16 --evaluate
     """
-    parser.add("model", _MODEL, nargs="?", metavar="MODEL")
+    parser.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
     parser.add("--output", "output folder (default: export/ in the folder of MODEL)", metavar="DIR")
     formats, precisions, dtypes = choices.EXPORT_FORMATS, choices.PRECISIONS, choices.INPUT_DTYPES
     format_help = f"file format (default {formats[0]})"
@@ -617,6 +657,21 @@ def _draw_results(args: argparse.Namespace) -> list[str]:
     return summarize_run(run, dataset, num_images=len(records), drawing=drawing)
 
 
+def examples(parser: ToolParser, words: Sequence[str]) -> None:
+    """Copy the example programs to a folder.
+
+    Example:
+        vil examples examples
+        python examples/make_shapes_dataset.py photos
+    """
+    parser.add("folder", "folder to create", metavar="DIR")
+    folder = Path(parser.parse_args(words).folder)
+    if os.path.lexists(folder):
+        parser.error(f"'{folder}' already exists. Give a new folder")
+    shutil.copytree(choices.EXAMPLES, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    show(f"wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+
+
 def install(parser: ToolParser, words: Sequence[str]) -> None:
     """Install detectron2, which is not on the package index.
 
@@ -631,16 +686,18 @@ def install(parser: ToolParser, words: Sequence[str]) -> None:
 
 # Commands and the options of their parsers. None means that a command has no config keys.
 COMMANDS: dict[str, tuple[Callable[[Any, Sequence[str]], None], dict[str, Any] | None]] = {
+    "check": (check, None),
     "train": (train, {"config_file": False, "devices": ()}),
+    "tune": (tune, {"config_file": False, "weights": True}),
     "eval": (evaluate, {"config_file": False}),
     "predict": (predict, {"config_required": False, "weights": True}),
-    "export": (export, {"config_required": False, "weights": True, "devices": ("cpu",)}),
-    "check": (check, None),
     "report": (report, {"config_file": False, "devices": ()}),
-    "convert": (convert, None),
-    "convert-dataset": (convert_data, None),
+    "export": (export, {"config_required": False, "weights": True, "devices": ("cpu",)}),
     "analyze": (analyze, {"config_file": False, "devices": ()}),
     "benchmark": (benchmark, {"config_file": False}),
-    "visualize": (visualize, None),
+    "convert": (convert, None),
+    "convert-dataset": (convert_data, None),
+    "visualize": (visualize, {"config_file": False, "devices": ()}),
+    "examples": (examples, None),
     "install-detectron2": (install, None),
 }

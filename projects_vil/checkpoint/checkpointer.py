@@ -262,6 +262,9 @@ class Checkpointer(DetectionCheckpointer):
         incompatible = super()._load_model(checkpoint)
         if incompatible.missing_keys or incompatible.unexpected_keys or incompatible.incorrect_shapes:
             self._check_keys(incompatible, names)
+        if not self.complete and all(name.startswith(BACKBONE_PREFIX) for name in names):
+            self.logger.info("The checkpoint has a backbone only. The FPN and the heads start from random weights.")
+            incompatible.missing_keys.clear()
         if average is not None and self.averaged is None:
             self.logger.warning(f"MODEL.EMA.ENABLED is False: dropping the averaged weights of {self._path}")
         elif average is not None:

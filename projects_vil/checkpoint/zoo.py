@@ -95,7 +95,9 @@ def zoo_config(name: str) -> Path:
     entry = zoo_entry(name)
     if entry.config is None:
         what = f"weights of {entry.variant} ({entry.group['title']})"
-        raise ConfigError(f"'{name}' is not a detector, but {what}. Use it with --weights to start training.")
+        raise ConfigError(
+            f"'{name}' is not a detector, but {what}. Start training from it with 'vil train --weights {name}'."
+        )
     return config_path(entry.config)
 
 

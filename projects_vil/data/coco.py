@@ -14,6 +14,7 @@ from pycocotools.coco import COCO
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
+from backbones.errors import counted
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import read_coco
 from projects_vil.data.segmentation import count_masks, rle_of
@@ -100,7 +101,7 @@ def load_coco(name: str, *, check: str, masks: bool) -> list[dict[str, Any]]:
         annotation = annotations.pop()
         objects_of[annotation["image_id"]].append(_object(annotation, class_of, masks=masks))
     root, images = MetadataCatalog.get(name).image_root, sorted(dataset["images"], key=lambda image: image["id"])
-    log_first_n(logging.INFO, f"{name}: {len(images)} images", name=__name__, key="message")
+    log_first_n(logging.INFO, f"{name}: {counted(len(images), 'image')}", name=__name__, key="message")
     return [
         {
             "file_name": os.path.join(root, image["file_name"]),

@@ -18,6 +18,7 @@ import numpy as np
 from pycocotools import mask as mask_util
 
 from backbones import ConfigError
+from backbones.errors import counted
 from projects_vil.data.detection_utils import missing_files, read_sizes
 from projects_vil.data.readers import SOURCE, read_coco
 from projects_vil.data.segmentation import (
@@ -144,8 +145,8 @@ class CocoFile:
 
     def lines(self) -> list[str]:
         """Return all findings as lines of text."""
-        sizes = (len(self.images), len(self.annotations), len(self.categories))
-        lines = ["{}: {:,} images, {:,} annotations, {:,} categories".format(self.path, *sizes)]
+        sizes = f"{counted(len(self.images), 'image')}, {counted(len(self.annotations), 'annotation')}"
+        lines = [f"{self.path}: {sizes}, {len(self.categories):,} categories"]
         for check in self.findings():
             count = len(self.found[check.name])
             lines.append(f"{check.severity}: {check.name}: {check.what}: {count:,}")

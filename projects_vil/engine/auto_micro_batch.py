@@ -14,6 +14,7 @@ from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 
 from backbones import ConfigError
+from backbones.errors import counted
 from projects_vil.checkpoint import checkpoints_of
 from projects_vil.config import CONFIG_FILE, is_segmentor, load_config, with_overrides
 from projects_vil.engine.trainer import amp_dtype
@@ -60,7 +61,7 @@ def choose_micro_batches(cfg: CfgNode, *, resume: bool = False, limit: float | N
     else:
         chosen = max(size for size in sizes if size == 1 or size * height * width <= _CPU_PIXELS)
         reason = "CPU memory is not measured"
-    _logger.info(f"{_KEY} auto: {images // chosen} micro-batches of {chosen} {what} ({reason})")
+    _logger.info(f"{_KEY} auto: {counted(images // chosen, 'micro-batch')} of {chosen} {what} ({reason})")
     return with_overrides(cfg, {_KEY: images // chosen})
 
 

@@ -1,10 +1,12 @@
 """Hooks of the trainer: seeds, schedules, moving average, checkpoints, metrics and early stopping."""
 
 import contextlib
+import datetime
 import functools
 import logging
 import math
 import signal
+import sys
 import types
 from typing import Any
 
@@ -14,6 +16,7 @@ from detectron2.utils import comm
 from detectron2.utils.events import CommonMetricPrinter
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from tqdm import tqdm
 
 from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention, redraw_features
@@ -255,6 +258,47 @@ class PeriodicWriter(hooks.PeriodicWriter):
             for writer in reversed(self._writers):
                 stack.callback(writer.close)
                 stack.callback(writer.write)
+
+
+class ProgressBar(HookBase):
+    """Show a line per epoch in the terminal, with the remaining time of the run and the losses.
+
+    Args:
+        images: number of training images; 0 if it is unknown. The whole run then counts as one epoch.
+    """
+
+    def __init__(self, images: int) -> None:
+        self.images = images
+        self._bar: tqdm | None = None
+
+    def after_step(self) -> None:
+        trainer, done, batch = self.trainer, self.trainer.iter + 1, self.trainer.cfg.SOLVER.IMS_PER_BATCH
+        length = self.images / batch or trainer.max_iter
+        epoch = int(trainer.iter / length)
+        # The first iteration of this epoch, and the first one after it.
+        first, end = (min(math.ceil(number * length), trainer.max_iter) for number in (epoch, epoch + 1))
+        if self._bar is None:
+            options = {"bar_format": "{desc} {bar:20} {n_fmt}/{total_fmt}{postfix}", "dynamic_ncols": True}
+            title = f"epoch {epoch + 1}/{math.ceil(trainer.max_iter / length)}"
+            self._bar = tqdm(desc=title, total=end - first, file=sys.stdout, **options)
+        histories, parts = trainer.storage.histories(), []
+        if "time" in histories:
+            seconds = histories["time"].median(1000)
+            parts = [f"eta {datetime.timedelta(seconds=round(seconds * (trainer.max_iter - done)))}"]
+            parts.append(f"{batch / seconds:.3g} images/s")
+        losses = [(name, history.median(SMOOTHING_WINDOW)) for name, history in histories.items() if "loss" in name]
+        parts += [f"{name.removeprefix('loss_')} {value:.3g}" for name, value in losses]
+        self._bar.set_postfix_str("  ".join(parts), refresh=False)
+        self._bar.update(done - first - self._bar.n)
+        eval_period = trainer.cfg.TEST.EVAL_PERIOD
+        if done == end or (eval_period and done % eval_period == 0):
+            self.after_train()
+
+    def after_train(self) -> None:
+        """Close the line. Evaluations print below it."""
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
 
 
 class BestCheckpointer(hooks.BestCheckpointer):

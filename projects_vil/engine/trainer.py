@@ -436,6 +436,8 @@ class Trainer(DefaultTrainer):
         if self.averaged is not None:
             average, step = self.averaged, self._trainer
             before.append(CallbackHook(after_step=lambda _: average.update_parameters(model, step.has_stepped)))
+        if is_main and sys.stdout.isatty():
+            before.append(hooks.ProgressBar(len(getattr(self._trainer.data_loader, "dataset", ()))))
         self._saving = hooks.PeriodicCheckpointer(
             self.checkpointer, period=options.CHECKPOINT_PERIOD, max_to_keep=options.CHECKPOINT_MAX_TO_KEEP
         )

@@ -105,7 +105,7 @@ def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, Labels, dict[str,
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise ConfigError("Parquet files need pyarrow. Run \"pip install 'vil-detectron2[scale]'\".") from error
+        raise ConfigError("Parquet files need pyarrow. Run 'pip install pyarrow'.") from error
     for file in chain(*(sorted(path.glob("*.parquet")) if path.is_dir() else [path] for path in map(Path, paths))):
         try:
             table = ParquetFile(file)

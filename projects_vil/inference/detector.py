@@ -52,6 +52,8 @@ class Detections:
         source: the image, for drawings. A file is read again; an array is not copied.
         draw_threshold: the default score threshold of :meth:`draw`.
         encoded_masks: the masks as COCO's compressed RLE, see :attr:`rles`.
+        track_ids: (N,) the ids of the tracks through a video, from 0; -1 for a detection without a track. None if
+            objects are not tracked.
     """
 
     instances: Instances
@@ -59,6 +61,7 @@ class Detections:
     source: ImageSource
     draw_threshold: float = SCORE_THRESHOLD
     encoded_masks: list[Any] | None = None
+    track_ids: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.instances)
@@ -67,7 +70,8 @@ class Detections:
         """Return some of the detections, as in ``detections[0]`` or ``detections[detections.scores > 0.5]``."""
         chosen: Any = np.arange(len(self))[index].reshape(-1)
         masks = None if self.encoded_masks is None else [self.encoded_masks[number] for number in chosen]
-        return dataclasses.replace(self, instances=self.instances[chosen], encoded_masks=masks)
+        track_ids = None if self.track_ids is None else self.track_ids[chosen]
+        return dataclasses.replace(self, instances=self.instances[chosen], encoded_masks=masks, track_ids=track_ids)
 
     def __iter__(self) -> Iterator["Detections"]:
         """Yield each detection, by descending score."""
@@ -148,7 +152,7 @@ class Detections:
         """Return the detections in COCO's results format, with the category ids of the training dataset.
 
         Each detection is a dict with ``image_id``, ``category_id``, ``bbox`` (left, top, width, height), ``score`` and,
-        for Mask R-CNN, ``segmentation`` (RLE).
+        for Mask R-CNN, ``segmentation`` (RLE). A tracked detection also has ``track_id``.
         """
         fields = {name: value for name, value in self.instances.get_fields().items() if name != "pred_masks"}
         results, rles = instances_to_coco_json(Instances(self.image_size, **fields), image_id), self.rles
@@ -156,6 +160,8 @@ class Detections:
             result["category_id"] = self.categories.ids[result["category_id"]]
             if rles is not None:
                 result["segmentation"] = rles[position] | {"counts": rles[position]["counts"].decode()}
+            if self.track_ids is not None and self.track_ids[position] >= 0:
+                result["track_id"] = int(self.track_ids[position])
         return results
 
     def as_detectron2(self) -> dict[str, Instances]:

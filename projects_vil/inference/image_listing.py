@@ -55,6 +55,18 @@ def find_images(
     return itertools.chain(list(itertools.islice(images, 1)), images)
 
 
+def number_of_images(source: str, *, exclude: str | Path) -> int:
+    """Return the number of images in a folder, or 0 if it is unknown: tar files and tables are not read."""
+    number, exclude = 0, os.path.realpath(exclude)
+    for folder, subfolders, names in os.walk(source):
+        if any(suffix_of(name) in ARCHIVES for name in names):
+            return 0
+        paths = {name: os.path.realpath(os.path.join(folder, name)) for name in subfolders}
+        subfolders[:] = [name for name, path in paths.items() if not name.startswith(".") and path != exclude]
+        number += sum(suffix_of(name) in IMAGE_SUFFIXES and not name.startswith(".") for name in names)
+    return number
+
+
 def is_video(source: str) -> bool:
     """Return whether an input is a video file, the number of a camera, or the URL of a video or stream."""
     suffix = suffix_of(source)

@@ -323,7 +323,7 @@ def os_errors(path: str | Path) -> Iterator[None]:
         raise
     except ImportError as error:
         raise ConfigError(
-            f"Cannot read '{name}': {one_line(error)}. Run \"pip install 'vil-detectron2[scale]'\"."
+            f"Cannot read '{name}': {one_line(error)}. Run \"pip install pyarrow 'fsspec[http]'\"."
         ) from error
     except Exception as error:  # each file system of fsspec, tarfile and pyarrow have their own exceptions
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"

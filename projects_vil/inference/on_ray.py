@@ -27,7 +27,7 @@ try:
     import ray.data
     from pyarrow import parquet
 except ImportError as missing:
-    raise ConfigError("Ray Data is not installed. Run \"pip install 'vil-detectron2[ray]'\".") from missing
+    raise ConfigError("Ray Data is not installed. Run \"pip install 'ray[data]' pyarrow\".") from missing
 
 
 def predict_on_ray(

@@ -9,6 +9,7 @@ from typing import Any
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
+from backbones.errors import counted
 from projects_vil.checkpoint import Categories, fingerprint
 from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detections, Detector
@@ -20,7 +21,7 @@ from projects_vil.inference.image_loading import (
     os_errors,
     without_password,
 )
-from projects_vil.inference.predict import Summary, count, progress_bar, report_skipped
+from projects_vil.inference.predict import Summary, progress_bar, report_skipped
 from projects_vil.inference.runners import Runner
 
 with os_errors("Parquet files"):
@@ -179,5 +180,5 @@ def summarize(output: Path, tables: Iterable[pa.Table]) -> Summary:
         errors += len(table) - table["error"].null_count
         detections += compute.sum(compute.list_value_length(table["scores"])).as_py()
     units = {"image": images, "error": errors, "detection": detections, "part": parts}
-    line = f"{output}: {', '.join(count(number, unit) for unit, number in units.items())}"
+    line = f"{output}: {', '.join(counted(number, unit) for unit, number in units.items())}"
     return Summary(images - errors, detections, errors, (line,))

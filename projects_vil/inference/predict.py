@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
@@ -22,17 +23,20 @@ from tqdm import tqdm
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import GENERATOR, check_file, check_replaceable, check_whole, printable
+from backbones.errors import GENERATOR, check_file, check_replaceable, check_whole, counted, printable
 from projects_vil.checkpoint import Categories, weights_of
 from projects_vil.config import CONFIG_FILE
 from projects_vil.data import IMAGE_SUFFIXES, check_output, describe_classes, match_all_classes, write_detections
 from projects_vil.data.readers import read_coco
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detections, Detector, check_threshold
-from projects_vil.inference.image_listing import find_images, is_video
-from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video
+from projects_vil.inference.image_listing import find_images, is_video, number_of_images
+from projects_vil.inference.image_loading import DEFAULT_FRAME_RATE, ImageBatches, ImageSource, Loaded, Skipped, Video
 from projects_vil.utils import stop_requests
 from vil.choices import PART_SIZE, SCORE_THRESHOLD
+
+if TYPE_CHECKING:
+    from projects_vil.inference.tracking import Tracker
 
 RESULTS_FILE, IMAGES_FILE, DRAWINGS_FOLDER, DATASET_FOLDER = "results.json", "images.json", "drawings", "dataset"
 MIN_DRAWING_SIDE = 480  # smaller images are enlarged to this many pixels on the longer side
@@ -75,6 +79,7 @@ def predict(
     ray: bool = False,
     ray_workers: tuple[int, int] | None = None,
     tta: bool = False,
+    track: bool = False,
     overrides: Sequence[object] = (),
 ) -> Summary:
     """Detect objects in the images of an input and write the results into an output directory.
@@ -116,6 +121,8 @@ def predict(
         ray: whether to distribute the images over a Ray cluster.
         ray_workers: minimum and maximum number of detectors on the cluster.
         tta: whether to use test-time augmentation, if ``model`` is a name or path.
+        track: whether to track objects through the frames of a video or a folder. Tracked detections have ``track_id``
+            in the results, and the drawings show it. ``score_threshold`` is the lowest score that starts a track.
         overrides: config keys and values, if ``model`` is a name or path.
 
     Raises:
@@ -134,6 +141,7 @@ def predict(
         ("score_threshold", score_threshold, "--format coco"),
         ("draw_workers", draw_workers, "--format coco"),
         ("save_labels", save_labels, "--format coco"),
+        ("track", track or None, "--format coco"),
         ("part_size", part_size, "--format parquet", "--ray"),
         ("shard", shard, "--format parquet"),
         ("ray_workers", ray_workers, "--ray"),
@@ -145,6 +153,8 @@ def predict(
     source, output = os.fspath(source), Path(output)
     if (output / CONFIG_FILE).is_file() and weights_of(output) is not None:
         raise ConfigError(f"'{output}' has the config and the weights of a detector. Choose another output directory.")
+    if track:
+        from projects_vil.inference.tracking import Tracker  # needs optional packages
     if ray:
         from projects_vil.inference.on_ray import predict_on_ray
 
@@ -172,11 +182,18 @@ def predict(
     if annotations is not None:
         images, categories = _annotated_images(detector, Path(source), Path(annotations))
         detector = Detector(detector.runner, categories=categories)
-    opened = Video(source) if images is None else ImageBatches(images, keep_pixels=drawings)
+    if images is None:
+        opened = Video(source)
+    else:
+        opened = ImageBatches(images, keep_pixels=drawings)
+        opened.total = opened.total or number_of_images(source, exclude=output)
     threshold = SCORE_THRESHOLD if score_threshold is None else score_threshold
     drawer = _drawer(output / DRAWINGS_FOLDER, source, opened, workers=draw_workers or 0, threshold=threshold)
+    frame_rate = getattr(opened, "frame_rate", DEFAULT_FRAME_RATE)
+    tracker = Tracker(frame_rate=frame_rate, threshold=threshold) if track else None
     labels: list[tuple[dict, list[dict]]] | None = [] if save_labels else None
-    summary = _write_coco(detector, opened, output, drawer if drawings else None, batch_size, threshold, labels)
+    drawer = drawer if drawings else None
+    summary = _write_coco(detector, opened, output, drawer, tracker, batch_size, threshold, labels)
     if labels:
         categories = [
             {"id": number, "name": name} for number, name in zip(detector.categories.ids, detector.names, strict=True)
@@ -192,6 +209,7 @@ def _write_coco(
     source: ImageBatches | Video,
     output: Path,
     drawer: contextlib.AbstractContextManager | None,
+    tracker: "Tracker | None",
     batch_size: int,
     threshold: float,
     labels: list[tuple[dict, list[dict]]] | None,
@@ -201,7 +219,7 @@ def _write_coco(
     The images and their results above the threshold are added to ``labels``.
     """
     num_images = num_detections = num_drawn = 0
-    highest_score, skipped = 0.0, []
+    highest_score, skipped, tracks = 0.0, [], set()
     is_stream = getattr(source, "is_stream", False)
     if is_stream:
         logging.getLogger(__name__).info("Reading %s. Press Ctrl-C to stop and to write the results.", source.name)
@@ -222,6 +240,9 @@ def _write_coco(
                 skipped.append(item)
                 report_skipped(item)
                 return None, []
+            if tracker is not None:
+                detections = tracker.update(item, detections)
+                tracks.update(detections.track_ids[detections.track_ids >= 0].tolist())
             if draw is not None:
                 draw(item.entry, detections)
                 num_drawn += int((detections.scores >= threshold).sum())
@@ -257,15 +278,15 @@ def _write_coco(
             "skipped": [{"file_name": item.name, "reason": item.reason} for item in skipped],
         }
         images_file.write("], " + json.dumps(tail)[1:])
-    total = count(num_detections, "detection")
-    lines = [f"{count(num_images, source.unit)}, {total}"]
+    total = counted(num_detections, "detection")
+    lines = [f"{counted(num_images, source.unit)}, {total}" + f", {counted(len(tracks), 'track')}" * bool(tracker)]
     if drawer is not None and num_detections:
         highest = "" if num_drawn else f"; the highest score is {highest_score:.3g}"
         lines.append(f"{num_drawn} of {total} drawn (score >= {threshold:g}){highest}")
     written = [output / RESULTS_FILE, output / IMAGES_FILE]
     written += [output / DRAWINGS_FOLDER] * (drawer is not None and num_images > 0)
     lines.append(f"wrote {', '.join(map(str, written))}")
-    lines += [f"skipped {count(len(skipped), 'file')} that could not be read"] * bool(skipped)
+    lines += [f"skipped {counted(len(skipped), 'file')} that could not be read"] * bool(skipped)
     return Summary(num_images, num_detections, len(skipped), tuple(lines))
 
 
@@ -278,11 +299,6 @@ def progress_bar(unit: str, *, total: int = 0) -> tqdm:
     """Return a progress bar, which prints a line every 30 seconds if stderr is not a terminal."""
     interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
     return tqdm(total=total or None, unit=f" {unit}s", dynamic_ncols=True, mininterval=interval)
-
-
-def count(number: int, unit: str) -> str:
-    """Return a number with its unit in the singular or plural."""
-    return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
 def _check_paths(source: Path, output: Path, annotations: Path | None) -> None:

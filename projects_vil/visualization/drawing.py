@@ -47,7 +47,7 @@ def draw_instances(
     Args:
         image: (H, W, 3) uint8 RGB.
         instances: annotations of detectron2's dataset dicts, or COCO results. ``category_id`` is the class index, and
-            ``segmentation`` may also be a mask (H, W).
+            ``segmentation`` may also be a mask (H, W). ``track_id`` is written on the label and sets the color.
         metadata: the metadata of the dataset: ``thing_classes``, and optionally ``thing_colors``.
         scale: scale of the image. The size of the labels does not depend on it.
         label_size: size of the labels, as a multiple of 9 points.
@@ -55,7 +55,7 @@ def draw_instances(
     visualizer = Canvas(image, metadata, scale=scale)
     colors = np.array(metadata.get("thing_colors", colormap(rgb=True, maximum=255))) / 255
     for item in sorted(instances, key=lambda item: -np.prod(np.diff(_corners(item).reshape(2, 2), axis=0))):
-        color = colors[item["category_id"] % len(colors)]
+        color = colors[item.get("track_id", item["category_id"]) % len(colors)]
         if item.get("segmentation") is not None and len(item["segmentation"]):
             mask = GenericMask(item["segmentation"], *image.shape[:2]).mask
             visualizer.draw_binary_mask(mask, color, alpha=MASK_ALPHA, area_threshold=0)
@@ -63,7 +63,9 @@ def draw_instances(
     for item in instances:
         label = metadata.thing_classes[item["category_id"]] + (" (crowd)" if item.get("iscrowd") else "")
         label = f"{label} {item['score']:.0%}" if "score" in item else label
-        draw_label(visualizer, label, _corners(item), colors[item["category_id"] % len(colors)], size=label_size)
+        label = f"#{item['track_id']} {label}" if "track_id" in item else label
+        color = colors[item.get("track_id", item["category_id"]) % len(colors)]
+        draw_label(visualizer, label, _corners(item), color, size=label_size)
     return visualizer.output.get_image()
 
 

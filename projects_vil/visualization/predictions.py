@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from detectron2.structures import BitMasks, BoxMode
 
-from backbones.errors import ConfigError, check_whole
+from backbones.errors import ConfigError, check_whole, counted
 from projects_vil.config import is_panoptic, is_segmentor, with_overrides
 from projects_vil.data import IGNORED_LABEL, build_train_loader, label_reader, load_dataset, read_image
 from projects_vil.evaluation import EVALUATION_FILE
@@ -130,7 +130,7 @@ def summarize_run(run: Path, dataset_name: str, *, num_images: int, drawing: Pat
         if task in results[dataset_name]:
             value = results[dataset_name][task][metric]
             parts.append(f"{label}{metric} {'undefined' if value is None else f'{value:.1f}'}")
-    summary = f"{'   '.join(parts)}   ({dataset_name}, {num_images} images)"
+    summary = f"{'   '.join(parts)}   ({dataset_name}, {counted(num_images, 'image')})"
     return [summary, f"results in {run}, predictions drawn in {drawing}"]
 
 

@@ -15,12 +15,14 @@ import pytest
 from PIL import Image
 from pycocotools.coco import COCO
 
+from backbones import ConfigError
 from projects_vil import Detector
+from projects_vil.inference import predict
 from tests.projects_vil.helpers import ROOT
 from tests.projects_vil.inference.helpers import save_run
 from tests.selection import slow_except
 
-NEEDED = {"export_coco": (), "sliced_sahi": ("sahi",), "track_supervision": ("supervision", "trackers")}
+NEEDED = {"export_coco": (), "sliced_sahi": ("sahi",)}
 
 
 @pytest.fixture
@@ -113,24 +115,26 @@ def test_one_slice_is_the_detector(run, detectors, tmp_path):
     assert [float(edge) for edge in (left, top, right, bottom)] == pytest.approx(clipped, abs=1)
 
 
-def test_a_track_goes_on(run, detectors, tmp_path):
-    # If all frames are the same picture, there is one set of tracks.
+def test_tracks(detectors, tmp_path):
+    for library in ("supervision", "trackers"):
+        pytest.importorskip(library, reason=f"{library} is not installed: pip install -e '.[track]'")
+    # All frames are the same picture, so the tracks are the same too. A track has an id from its second frame on.
     for index in range(4):
         photo(tmp_path / f"frames/{index}.png")
-    (tmp_path / "frames/notes.txt").write_text("no frame")
-    threshold = threshold_of(Detector.load(detectors("retinanet"))(tmp_path / "frames/0.png"))
-    video, again = tmp_path / "tracked.mp4", tmp_path / "again.mp4"
-    options = ("--threshold", threshold)
-    [line] = run("track_supervision", detectors("retinanet"), tmp_path / "frames", video, *options, "--fps", 5)
-    assert 1 <= int(line.split()[0]) <= 3 and line.endswith(f"tracks in {video}")
-    capture = cv2.VideoCapture(str(video))
-    assert capture.get(cv2.CAP_PROP_FPS) == 5 and capture.get(cv2.CAP_PROP_FRAME_COUNT) == 4
-    frames = [capture.read()[1].astype(int) for _ in range(4)]
-    # ByteTrack confirms a track in its second frame.
-    assert np.abs(frames[3] - cv2.imread(str(tmp_path / "frames/3.png"))).max() > 100
-    [line] = run("track_supervision", detectors("retinanet"), video, again, *options)
-    assert line.endswith(f"tracks in {again}")
-    assert cv2.VideoCapture(str(again)).get(cv2.CAP_PROP_FRAME_COUNT) == 4
+        photo(tmp_path / f"sizes/{index}.png", 90 + 60 * (index % 2))
+    detector = Detector.load(detectors("retinanet"))
+    options = {"track": True, "score_threshold": threshold_of(detector(tmp_path / "frames/0.png")), "batch_size": 3}
+    summary = predict(detector, tmp_path / "frames", tmp_path / "out", **options)
+    tracks = [set() for _ in range(4)]
+    for result in json.loads((tmp_path / "out/results.json").read_text()):
+        if "track_id" in result:
+            tracks[result["image_id"] - 1].add(result["track_id"])
+    assert not tracks[0] and tracks[1] == tracks[2] == tracks[3] and len(tracks[3]) >= 1
+    assert f", {len(tracks[3])} track" in summary.lines[0]
+    frame, second = (cv2.imread(str(tmp_path / f"out/drawings/{index}.png")) for index in range(2))
+    assert (frame != second).any()
+    with pytest.raises(ConfigError, match="1.png' has another size"):
+        predict(detector, tmp_path / "sizes", tmp_path / "other", **options)
 
 
 MISTAKES = [
@@ -144,12 +148,6 @@ MISTAKES = [
     ("sliced_sahi", ("DETECTOR", "photos/a.png", "found.png"), ("--threshold", 2), "threshold"),
     ("sliced_sahi", ("DETECTOR", "photos/a.png", "link/a.png"), (), "output"),
     ("sliced_sahi", ("DETECTOR", "photos/a.png", "found.png"), ("--slice", 31), "--slice 31"),
-    ("track_supervision", ("DETECTOR", "absent", "found.mp4"), (), "absent"),
-    ("track_supervision", ("DETECTOR", "photos", "link/a.png"), (), "link/a.png"),
-    ("track_supervision", ("DETECTOR", "photos", "found.mp4"), ("--threshold", -0.1), "-0.1"),
-    # The first frame is truncated. The header is complete, so OpenCV can open the file.
-    ("track_supervision", ("DETECTOR", "broken", "found.mp4"), (), "broken"),
-    ("track_supervision", ("DETECTOR", "sizes", "found.mp4"), (), "frame 2"),
 ]
 
 
@@ -159,17 +157,13 @@ def test_a_mistake_is_one_line_and_changes_no_photo(name, arguments, options, na
     (tmp_path / "link").symlink_to(path.parent)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/a.png").write_bytes(path.read_bytes()[:60])
-    for index in range(2):
-        photo(tmp_path / f"sizes/{index}.png", 90 + 10 * index)
     before = {file: file.read_bytes() for file in tmp_path.rglob("*.*")}
     detector, *files = arguments
     detector = detectors("retinanet") if detector == "DETECTOR" else tmp_path / detector
     with pytest.raises(SystemExit) as end:
         run(name, detector, *(tmp_path / file for file in files), *options)
     assert end.value.code.startswith("error: ") and named in end.value.code and "\n" not in end.value.code
-    if name != "track_supervision":  # the tracks of the frames before a damaged one stay
-        assert {file: file.read_bytes() for file in tmp_path.rglob("*.*")} == before
-    assert path.read_bytes() == before[path]
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*.*")} == before
 
 
 def test_a_lower_threshold_than_the_detector_has(run, detectors, tmp_path):

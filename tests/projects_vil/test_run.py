@@ -81,7 +81,7 @@ def test_train_evaluate_and_predict(data, monkeypatch):
     content["categories"] = [{"id": 1, "name": "Circle"}, {"id": 2, "name": "star"}, {"id": 3, "name": "square"}]
     (data.parent / "two/val.json").write_text(json.dumps(content))
     text = message(evaluate, run.folder, data.parent / "two", output="unknown")
-    assert "'Circle', 'star'" in text and "Did you mean 'circle'" in text
+    assert "two' has classes" in text and "'Circle', 'star'. Did you mean 'circle'" in text
     # A resumed run keeps its settings. This run is complete, so nothing is trained.
     folder = run.folder.absolute()
     (folder.parent / "elsewhere").mkdir()
@@ -156,6 +156,8 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, mod
     [
         ({"epoch": 3}, "'epochs'"),
         ({"image_size": "large"}, "image_size is 'large'"),
+        ({"image_size": 20}, "from 64 to 4096"),
+        ({"patience": 3}, "'SOLVER.EARLY_STOPPING_PATIENCE'"),
         ({"model": "vil_tinny"}, "'vil_tiny"),
         ({"detector": "retinaned"}, "'retinanet'"),
         ({"config": "retinanet/vil_tiny_rpb1x"}, "'retinanet/vil_tiny_rpb_1x'"),
@@ -163,7 +165,7 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, mod
         ({"config": "modern/mask_rcnn_vil_small_rpb", "image_size": 640}, "INPUT.LSJ.SIZE"),
         ({"MODEL.RETINANET.NUM_CLASSES": 7}, "MODEL.RETINANET.NUM_CLASSES"),
         ({"weights": "absent.pth"}, "absent.pth"),
-        ({"epochs": 0}, "epochs is 0"),
+        ({"epochs": 0}, "epochs=0 is not valid"),
         ({"workers": -1}, "DATALOADER.NUM_WORKERS is -1"),
         ({"epochs": 3, "SOLVER.MAX_ITER": 4}, "epochs"),
     ],

@@ -23,6 +23,7 @@ from vil.arguments import (
     ConfigToolParser,
     ToolParser,
     add_training_arguments,
+    image_size,
     output_file,
     run_tool,
     write_json,
@@ -69,7 +70,9 @@ print(json.dumps(results))
 def test_help_and_mistakes_need_no_torch():
     calls = [(name, arguments) for name in TOOLS for arguments in ("--help", "--bogus", ABSENT.get(name)) if arguments]
     calls += [("../vil/cli.py", f"{command} {word}") for command in ("", *COMMANDS) for word in ("--help", "--bogus")]
-    calls += [("../vil/cli.py", arguments) for arguments in ("absent", "train absent", "predict run absent")]
+    calls += [("../vil/cli.py", arguments) for arguments in ("absent", "train absent", "predict . absent --batch 2")]
+    absent = ("predict absent .", "eval absent", "export absent", "train . --config absent")
+    calls += [("../vil/cli.py", arguments) for arguments in absent]
     options = {"cwd": ROOT / "tools", "env": os.environ | {"PYTHONPATH": str(ROOT)}, "input": json.dumps(calls)}
     printed = subprocess.run([sys.executable, "-c", _RUN], **options, check=True, capture_output=True, text=True).stdout
     for (name, arguments), (status, imported, out, err) in zip(calls, json.loads(printed), strict=True):
@@ -123,6 +126,14 @@ def test_pairs_in_any_position():
         for order in itertools.permutations([FILE, [*word, *PAIRS], ["--flag", "--size", "4", "5"]]):
             args = parser().parse_args([token for part in order for token in part])
             assert args.opts == PAIRS and args.config_file == FILE[1] and args.flag and args.size == [4, 5]
+
+
+def test_an_option_stands_between_two_arguments():
+    tool = parser()
+    tool.add_argument("model")
+    tool.add_argument("input", nargs="?")
+    args = tool.parse_args(["run", *FILE, "SEED", "1", "--flag", "photos", "--size", "4", "5"])
+    assert (args.model, args.input, args.flag, args.size, args.opts) == ("run", "photos", True, [4, 5], ["SEED", "1"])
 
 
 def test_pairs_next_to_lists_and_files(tmp_path, monkeypatch):
@@ -181,15 +192,28 @@ def test_a_wrong_argument_is_one_line(capsys, tokens, names):
 
 
 @pytest.mark.parametrize(
-    "words, key",
-    [("--epochs 12", "SOLVER.EPOCHS"), ("--batch-size=4", "SOLVER.IMS_PER_BATCH"), ("--lr 1", "SOLVER.BASE_LR")],
+    "words, advice",
+    [
+        ("--epochs 12", "Write SOLVER.EPOCHS VALUE"),
+        ("--batch-size=4", "Write SOLVER.IMS_PER_BATCH 4"),
+        ("lr0=1", "Write SOLVER.BASE_LR 1"),
+        ("patience=3", "Write SOLVER.EARLY_STOPPING_PATIENCE 3"),
+        ("--resum", "Did you mean '--resume'?"),
+        ("--kind yolo", "Choose from retinanet, mask_rcnn, faster_rcnn"),
+        ("--kind fasterrcnn", "Did you mean 'faster_rcnn'?"),
+        ("--size 20", "'20' is not auto or a whole number from 64 to 4096"),
+        ("data=photos", "Write photos."),
+    ],
 )
-def test_arguments_of_other_trainers_name_their_key(capsys, words, key):
+def test_an_error_has_advice(capsys, words, advice):
     tool = ConfigToolParser("Train.", config_file=False)
     add_training_arguments(tool)
+    tool.add("--kind", "detector", choices=choices.DETECTORS)
+    tool.add("--size", "image size", type=image_size)
+    tool.add("data", "dataset", nargs="?")
     with pytest.raises(SystemExit):
         tool.parse_args([*FILE, *words.split()])
-    assert f". Write {key} VALUE" in capsys.readouterr().err
+    assert advice in capsys.readouterr().err
 
 
 # -- how a tool ends -------------------------------------------------------------------------------

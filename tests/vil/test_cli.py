@@ -54,7 +54,7 @@ def test_from_photos_to_a_report(vil, shapes, tmp_path, monkeypatch):
     assert vil("report", run)[0] == 0 and (tmp_path / run / "report.html").stat().st_size > 10_000
     for words in (("eval", "absent"), ("predict", "absent", "mine/val"), ("export", "absent")):
         status, _, err = vil(*words)
-        assert status == 1 and "absent" in err.splitlines()[-1], err
+        assert status == 2 and "absent" in err.splitlines()[-1], err
     status, _, err = vil("eval")
     assert status == 2 and "MODEL" in err, err
 
@@ -127,5 +127,5 @@ def test_mistakes_of_a_prediction_are_found_before_the_model_is_loaded(vil, tmp_
     drawing = ["--format", "parquet", "--score-threshold", "0.5"]
     mistakes = [(["--part-size", 3], "--format parquet"), (drawing, "--format coco"), ([], "has no images")]
     for options, named in [*mistakes, (["--ray", "--format", "coco"], "--ray writes Parquet")]:
-        status, _, err = vil("predict", "none", tmp_path, "--output", tmp_path / "out", *options)
+        status, _, err = vil("predict", "lit_ti_retinanet_1x", tmp_path, "--output", tmp_path / "out", *options)
         assert status == 1 and named in err and not (tmp_path / "out").exists()

@@ -16,7 +16,7 @@ from typing import Any
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import GENERATOR, check_replaceable
+from backbones.errors import GENERATOR, check_replaceable, counted
 from projects_vil.data.detection_utils import read_sizes
 from projects_vil.data.readers.coco import Parts, find_coco
 from projects_vil.data.readers.cvat import read_cvat
@@ -66,8 +66,8 @@ class Dataset:
 
     def line(self) -> str:
         """Return a summary, such as ``mine is Pascal VOC: 364 images, 3 classes, boxes; train 291, val 73``."""
-        classes = f"{len(self.classes)} class{'es' * (len(self.classes) != 1)}"
-        what = f"{sum(self.sizes.values()):,} images, {classes}, boxes{' and masks' * self.has_masks}"
+        numbers = f"{counted(sum(self.sizes.values()), 'image')}, {counted(len(self.classes), 'class')}"
+        what = f"{numbers}, boxes{' and masks' * self.has_masks}"
         sizes = ", ".join(f"{split} {size:,}" for split, size in self.sizes.items())
         unused = [f"{reason}: {len(files):,} (first: {files[0]})" for reason, files in self.unused.items()]
         return "; ".join([f"{self.source} is {self.format}: {what}", sizes, *self.notes, *unused])

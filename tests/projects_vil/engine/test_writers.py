@@ -8,6 +8,7 @@ import pytest
 from detectron2.utils.events import EventStorage
 
 from backbones import ConfigError
+from projects_vil.engine.hooks import ProgressBar
 from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_service_writers, check_services
 from tests.projects_vil.helpers import small_config
 
@@ -27,6 +28,20 @@ def test_the_log_and_metrics_json(tmp_path):
     assert len(lines) == 4 and "iter: 0 " in lines[0] and "iter: 39 " in lines[2] and "eta: 0:0" in lines[2]
     assert all(part in lines[3] for part in ("iter: 39 ", "gradient_norm: 3 ", "images/s: 4 ", "data_wait: 25%")), lines
     assert json.loads(file.path.read_text().splitlines()[-1])["gradient_norm"] == 3.0
+
+
+def test_a_line_per_epoch_in_a_terminal(capsys):
+    """Three images in batches of two: the epochs end after iterations 2 and 3."""
+    bar, cfg = ProgressBar(3), small_config("retinanet", "SOLVER.IMS_PER_BATCH", "2")
+    with EventStorage(0) as storage:
+        for iteration in range(3):
+            bar.trainer = types.SimpleNamespace(iter=iteration, max_iter=3, cfg=cfg, storage=storage)
+            storage.put_scalars(total_loss=3.0, loss_cls=1.5, time=2.0)
+            bar.after_step()
+            storage.step()
+    first, second, _ = (line.rpartition("\r")[2] for line in capsys.readouterr().out.split("\n"))
+    assert all(part in first for part in ("epoch 1/2", "2/2", "eta 0:00:02", "1 images/s", "total_loss 3", "cls 1.5"))
+    assert all(part in second for part in ("epoch 2/2", "1/1", "eta 0:00:00"))
 
 
 def test_a_resumed_run_removes_later_iterations_and_an_incomplete_line(tmp_path):

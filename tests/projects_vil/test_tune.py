@@ -1,0 +1,47 @@
+"""The search for a recipe with Optuna. The trials are replaced by a function of their config keys."""
+
+import pytest
+
+from projects_vil import load_config
+from tests.projects_vil.helpers import message, small_config
+
+pytest.importorskip("optuna", reason="optuna is not installed: pip install -e '.[tune]'")
+
+from projects_vil import tune  # noqa: E402  # needs optuna
+
+# Writes the config, and two evaluations with an AP that is highest for the smallest learning rate.
+TRAIN = """
+import json, sys
+from pathlib import Path
+words = sys.argv[1:]
+folder = Path(words[words.index("--output") + 1])
+folder.mkdir()
+rate = float(words[words.index("SOLVER.BASE_LR") + 1]) if "SOLVER.BASE_LR" in words else RATE
+if rate > 4 * RATE:
+    sys.exit("the loss is not finite")
+(folder / "config.yaml").write_text(CONFIG.replace("BASE_LR: RATE", f"BASE_LR: {rate}"))
+(folder / "metrics.json").write_text("".join(json.dumps({"bbox/AP": ap / rate}) + "\\n" for ap in (0.1, 0.2)))
+"""
+
+
+def test_the_best_config_of_a_resumed_search(tmp_path, monkeypatch, capsys):
+    cfg = small_config("retinanet", "OUTPUT_DIR", "trial")
+    (tmp_path / "vil").mkdir()
+    rate, content = cfg.SOLVER.BASE_LR, cfg.dump()
+    script = TRAIN.replace("CONFIG", repr(content.replace(f"BASE_LR: {rate}", "BASE_LR: RATE"))).replace(
+        " RATE", f" {rate}"
+    )
+    (tmp_path / "vil/__init__.py").touch()
+    (tmp_path / "vil/cli.py").write_text(script)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tune, "_SECONDS_BETWEEN_READS", 0.05)
+    options = {"metric": "bbox/AP", "words": ["--epochs", "1"], "given": {"SEED": "1"}}
+    for trials in (2, 5):
+        tune.tune("photos", tmp_path / "out", trials=trials, **options)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == [f"{number}:" for number in range(5)]
+    assert lines[0].endswith("with the recipe") and "SOLVER.BASE_LR" in lines[1]
+    best = load_config(tmp_path / "out/best.yaml")
+    rates = [load_config(path).SOLVER.BASE_LR for path in (tmp_path / "out").glob("trial_*/config.yaml")]
+    assert best.SOLVER.BASE_LR == min(rates) and best.OUTPUT_DIR != "trial"
+    assert "other arguments" in message(tune.tune, "other", tmp_path / "out", trials=5, **options)
