@@ -18,8 +18,8 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR
 from projects_vil.checkpoint import checkpoints_of
-from projects_vil.config import CONFIG_FILE, load_config, value_of
-from projects_vil.data.object_sizes import LONGER_SIDE
+from projects_vil.config import CONFIG_FILE, load_config
+from projects_vil.recipes import size_values
 
 # Config key -> factors of its value in the recipe. The factor of INPUT.MIN_SIZE_TRAIN is for the range of its sizes.
 SPACE: dict[str, BaseDistribution] = {
@@ -58,24 +58,21 @@ def tune(data: str, output: Path, *, trials: int, metric: str, words: Sequence[s
     """
     output.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(
-        storage=f"sqlite:///{output.resolve()}/study.db",
-        study_name="vil",
-        sampler=optuna.samplers.TPESampler(seed=0),
-        pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3),
-        direction="maximize",
-        load_if_exists=True,
-    )
+    options = {"sampler": optuna.samplers.TPESampler(seed=0), "direction": "maximize", "load_if_exists": True}
+    pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
+    storage = f"sqlite:///{output.resolve()}/study.db"
+    study = optuna.create_study(storage=storage, study_name="vil", pruner=pruner, **options)
     arguments = [data, *words, *(word for pair in given.items() for word in pair)]
     if study.user_attrs.get("arguments", arguments) != arguments:
         raise ConfigError(f"'{output}' has a search with other arguments. Choose another output directory.")
     study.set_user_attr("arguments", arguments)
     for trial in study.get_trials(states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)
-    space = {key: factors for key, factors in SPACE.items() if key not in given}
+    space = {key: SPACE[key] for key in SPACE if key not in given}
     recipe = study.user_attrs.get("recipe")
     if recipe is None:
         study.enqueue_trial(dict.fromkeys(space, 1.0))
+    print(f"Trial N writes to '{output}/trial_N' and '{output}/trial_N.txt'", flush=True)
     while len(study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))) < trials:
         trial = study.ask(space)
         folder = output / f"trial_{trial.number}"
@@ -91,7 +88,7 @@ def tune(data: str, output: Path, *, trials: int, metric: str, words: Sequence[s
         if recipe is None:
             if value is None:
                 raise ConfigError(result)
-            recipe = str(folder / CONFIG_FILE)
+            recipe = str(folder.resolve() / CONFIG_FILE)
             study.set_user_attr("recipe", recipe)
         for path in checkpoints_of(folder):
             path.unlink()
@@ -106,14 +103,13 @@ def _overrides(recipe: CfgNode, given: Mapping[str, float]) -> dict[str, object]
     size = max(round(recipe.INPUT.MIN_SIZE_TEST * factors["INPUT.MIN_SIZE_TEST"] / 32) * 32, 64)
     jitter = _JITTER * factors["INPUT.MIN_SIZE_TRAIN"]
     sizes = sorted({round(size * (1 + jitter * step / 2)) for step in range(-2, 3)})
-    values = {key: value_of(recipe, key) * factors[key] for key in ("SOLVER.BASE_LR", "SOLVER.WEIGHT_DECAY")}
-    return values | {
+    return size_values(size) | {
+        "SOLVER.BASE_LR": recipe.SOLVER.BASE_LR * factors["SOLVER.BASE_LR"],
+        "SOLVER.WEIGHT_DECAY": recipe.SOLVER.WEIGHT_DECAY * factors["SOLVER.WEIGHT_DECAY"],
         "SOLVER.IMS_PER_BATCH": max(round(recipe.SOLVER.IMS_PER_BATCH * factors["SOLVER.IMS_PER_BATCH"]), 1),
         "SOLVER.GRADIENT_ACCUMULATION_STEPS": "auto",
-        "INPUT.MIN_SIZE_TEST": size,
-        "INPUT.MAX_SIZE_TEST": round(size * LONGER_SIDE),
         "INPUT.MIN_SIZE_TRAIN": tuple(sizes),
-        "INPUT.MAX_SIZE_TRAIN": round(sizes[-1] * LONGER_SIDE),
+        "INPUT.MAX_SIZE_TRAIN": size_values(sizes[-1])["INPUT.MAX_SIZE_TRAIN"],
         "INPUT.PHOTOMETRIC_DISTORTION": bool(factors["INPUT.PHOTOMETRIC_DISTORTION"]),
     }
 
@@ -142,7 +138,7 @@ def _run(trial: Trial, arguments: Sequence[str], folder: Path, metric: str) -> f
         process.terminate()
         process.wait()
     if process.returncode or not values:
-        last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+        last = log.read_text(errors="replace").strip().rpartition("\n")[2].removeprefix("error: ")
         raise ConfigError(f"Trial {trial.number} failed: {last} Its output is in '{log}'.")
     return max(values)
 

@@ -281,13 +281,13 @@ class ProgressBar(HookBase):
             options = {"bar_format": "{desc} {bar:20} {n_fmt}/{total_fmt}{postfix}", "dynamic_ncols": True}
             title = f"epoch {epoch + 1}/{math.ceil(trainer.max_iter / length)}"
             self._bar = tqdm(desc=title, total=end - first, file=sys.stdout, **options)
-        histories, parts = trainer.storage.histories(), []
+        histories = trainer.storage.histories()
+        losses = [(name, history.median(SMOOTHING_WINDOW)) for name, history in histories.items() if "loss" in name]
+        parts = [f"{name.removeprefix('loss_')} {value:.3g}" for name, value in losses]
         if "time" in histories:
             seconds = histories["time"].median(1000)
-            parts = [f"eta {datetime.timedelta(seconds=round(seconds * (trainer.max_iter - done)))}"]
-            parts.append(f"{batch / seconds:.3g} images/s")
-        losses = [(name, history.median(SMOOTHING_WINDOW)) for name, history in histories.items() if "loss" in name]
-        parts += [f"{name.removeprefix('loss_')} {value:.3g}" for name, value in losses]
+            left = datetime.timedelta(seconds=round(seconds * (trainer.max_iter - done)))
+            parts = [f"eta {left}", f"{batch / seconds:.3g} images/s", *parts]
         self._bar.set_postfix_str("  ".join(parts), refresh=False)
         self._bar.update(done - first - self._bar.n)
         eval_period = trainer.cfg.TEST.EVAL_PERIOD

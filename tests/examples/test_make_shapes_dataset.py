@@ -70,14 +70,6 @@ def test_annotations_agree_with_the_images(dataset, split):
         assert (bright & annotated).sum() / (bright | annotated).sum() > 0.9
 
 
-def test_same_seed_same_bytes_other_seed_other_images(dataset, tmp_path):
-    write_shapes_dataset(tmp_path / "again", **SMALL)
-    write_shapes_dataset(tmp_path / "other", **SMALL | {"seed": 4})
-    again, other, first = contents(tmp_path / "again"), contents(tmp_path / "other"), contents(dataset)
-    assert again == first and other.keys() == first.keys()
-    assert not set(other.values()) & set(first.values())
-
-
 def test_a_complete_dataset_is_kept_and_another_replaced_only_with_overwrite(tmp_path):
     output = tmp_path / "data"
     write_shapes_dataset(output, **SMALL)

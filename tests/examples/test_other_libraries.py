@@ -105,16 +105,6 @@ def test_slices_come_together(name, run, detectors, tmp_path):
     assert before.shape == after.shape and (before != after).any()
 
 
-def test_one_slice_is_the_detector(run, detectors, tmp_path):
-    path = photo(tmp_path / "photo.png")
-    best = Detector.load(detectors("retinanet"))(path)
-    lines = run("sliced_sahi", detectors("retinanet"), path, tmp_path / "a.png", "--threshold", best.scores[0] - 1e-5)
-    *_, score, left, top, right, bottom = lines[0].split()
-    assert float(score) == pytest.approx(best.scores[0], abs=0.006)
-    clipped = np.clip(best.boxes[0], 0, (150, 90, 150, 90))
-    assert [float(edge) for edge in (left, top, right, bottom)] == pytest.approx(clipped, abs=1)
-
-
 def test_tracks(detectors, tmp_path):
     for library in ("supervision", "trackers"):
         pytest.importorskip(library, reason=f"{library} is not installed: pip install -e '.[track]'")

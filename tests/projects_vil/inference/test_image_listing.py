@@ -11,7 +11,7 @@ import pytest
 
 from projects_vil.data import UnreadableImage
 from projects_vil.inference import image_listing
-from projects_vil.inference.image_listing import find_images
+from projects_vil.inference.image_listing import find_images, number_of_images
 from tests.projects_vil.helpers import message
 from tests.projects_vil.inference.helpers import picture, save
 
@@ -74,6 +74,8 @@ def test_tar_files_in_a_folder(photos):
     places = ["shard-08.tar", "shard-08.tar", "shard-09.tar.gz", "shard-09.tar.gz"]
     names = [f"{place}/{name}" for place, name in zip(places, HEIGHTS, strict=True)]
     assert [image.name for image in find_images(photos, exclude=photos / "in")] == names
+    # A tar file is not read to count its images.
+    assert (number_of_images(photos, exclude="out"), number_of_images(photos / "in", exclude="out")) == (0, 4)
 
 
 @pytest.mark.parametrize("fault", ["two gzip members", "zeros", "two archives", "damaged header", "cut", "no header"])
