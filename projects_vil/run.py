@@ -34,7 +34,7 @@ from projects_vil.engine import Processes, check_output_dir, launch_run
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
 from projects_vil.modeling import TIMM_PREFIX, stage_names
-from projects_vil.recipes import best_weights, default_model, size_values, starts_pretrained, with_recipe
+from projects_vil.recipes import best_weights, default_model, size_values, starts_pretrained, tile_values, with_recipe
 from projects_vil.utils import cleanup_on_failure, read_json, run_lock
 from vil.choices import IMAGE_SIZES, NAMES_OF_OTHERS, RECIPES, SCHEDULES
 
@@ -85,6 +85,7 @@ def train(
     batch: int | None = None,
     lr: float | None = None,
     image_size: int | str | None = None,
+    tiles: int | None = None,
     workers: int | None = None,
     images: str | Path | None = None,
     val_fraction: float | None = None,
@@ -122,6 +123,8 @@ def train(
         image_size: shorter side of the training and test images in pixels; the longer side is at most 5/3 of it.
             ``"auto"`` is the smallest size at which the anchors match 98 % of the objects, and the default with
             ``data``, except for the recipe ``"paper"``.
+        tiles: side in pixels of tiles, for small objects in large images. The detector is trained on random crops of
+            this size, and evaluates and predicts in overlapping tiles (``TEST.TILE_SIZE``).
         workers: data loader processes (``DATALOADER.NUM_WORKERS``).
         images: the folder with the images, if it is not the folder of ``data``.
         val_fraction: fraction of the images for validation if ``data`` has no validation images (default 0.2).
@@ -148,8 +151,11 @@ def train(
         >>> detections = run.detector()("holiday.jpg")
     """
     given = _overrides_of(train, overrides)
-    for argument, value in {"epochs": epochs, "batch": batch}.items():
+    for argument, value in {"epochs": epochs, "batch": batch, "tiles": tiles}.items():
         check_whole(argument, 1 if value is None else value)
+    if tiles and image_size:
+        raise ConfigError("tiles and image_size both set the size of the training images. Remove one.")
+    image_size = tiles or image_size
     pixels = None if image_size == "auto" else image_size
     if pixels is not None and not (isinstance(pixels, int) and IMAGE_SIZES[0] <= pixels <= IMAGE_SIZES[1]):
         raise ConfigError(
@@ -161,6 +167,7 @@ def train(
         "SOLVER.IMS_PER_BATCH": batch,
         "SOLVER.BASE_LR": None if lr is None else float(lr),
         **(size_values(pixels) if pixels else {}),
+        **(tile_values(tiles) if tiles else {}),
         "DATALOADER.NUM_WORKERS": workers,
         "MODEL.WEIGHTS": weights,
         "MODEL.DEVICE": device,

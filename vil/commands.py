@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from vil.arguments import (
     write_json,
 )
 
+_TILES = "predict in overlapping tiles of N x N pixels (default: as in training)"
 _IMAGES = "folder with the images, if it is not in DATA"
 _DATA = "dataset folder or annotation file: COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA"
 _MODEL = "output directory of a run, checkpoint with config.yaml in its folder, or name in the model zoo"
@@ -62,6 +64,9 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--batch", "images per iteration (default: by recipe and device)", type=positive)
     size_help = "shorter side of the images in pixels, or auto (default): chosen from the sizes of the objects"
     parser.add("--image-size", size_help, type=image_size, metavar="PX")
+    parser.add(
+        "--tiles", "train and predict in tiles of N x N pixels, for small objects in large images", type=positive
+    )
     parser.add("--output", "output directory (default: output/DATA_MODEL_DETECTOR)", metavar="DIR")
     parser.add("--device", "cpu or cuda (config key MODEL.DEVICE; default: the GPU if there is one)", metavar="DEVICE")
     add_resume_argument(parser)
@@ -156,8 +161,10 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
         "evaluation_overrides with KEY VALUE, or evaluation_model_0000099 with an earlier checkpoint)"
     )
     parser.add("--output", output_help, metavar="DIR")
+    parser.add("--tiles", _TILES, type=positive)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
+    arguments |= _tile_values(arguments.pop("tiles"))
     if arguments["predictions"]:
         # The first positional argument is DATA. After --predictions, argparse parses DATA as another PATH.
         paths = [path for path in (arguments["model"], arguments["data"], *arguments["predictions"]) if path]
@@ -180,6 +187,11 @@ def _keywords(parser: ConfigToolParser, words: Sequence[str]) -> dict[str, Any]:
     """Return the arguments, including config keys, as keyword arguments for a function of the library."""
     args = parser.parse_args(words)
     return _options(args) | dict(zip(args.opts[::2], args.opts[1::2], strict=True))
+
+
+def _tile_values(size: int | None) -> dict[str, Any]:
+    """Return the config keys of ``--tiles``."""
+    return {"TEST.TILE_SIZE": size, "INPUT.MIN_SIZE_TEST": 0} if size else {}
 
 
 def _options(args: argparse.Namespace, *others: str) -> dict[str, Any]:
@@ -212,6 +224,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     )
     parser.add("--output", output_help, default="predictions", metavar="DIR")
     parser.add("--batch", "maximum images per batch (default 1)", dest="batch_size", type=positive, default=1)
+    parser.add("--tiles", _TILES, type=positive)
     parser.add("--tta", "test-time augmentation: predict on several sizes and flips of each image", action="store_true")
     track_help = "track objects through a video or a folder of frames (needs supervision and trackers)"
     parser.add("--track", track_help, action="store_true")
@@ -257,8 +270,9 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
 
     from projects_vil.inference import predict
 
-    options = _options(args, "model", "input", "named_input", "output")
-    summary = predict(model, source, args.output, overrides=args.opts, **options)
+    options = _options(args, "model", "input", "named_input", "output", "tiles")
+    overrides = [*args.opts, *chain.from_iterable(_tile_values(args.tiles).items())]
+    summary = predict(model, source, args.output, overrides=overrides, **options)
     show(*summary.lines)
     if summary.num_skipped:
         sys.exit(2)
