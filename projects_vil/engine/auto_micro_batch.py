@@ -61,7 +61,8 @@ def choose_micro_batches(cfg: CfgNode, *, resume: bool = False, limit: float | N
     else:
         chosen = max(size for size in sizes if size == 1 or size * height * width <= _CPU_PIXELS)
         reason = "CPU memory is not measured"
-    _logger.info(f"{_KEY} auto: {counted(images // chosen, 'micro-batch')} of {chosen} {what} ({reason})")
+    size = f"{counted(chosen, 'image')} of {height} x {width} pixels"
+    _logger.info(f"{_KEY} auto: {counted(images // chosen, 'micro-batch')} of {size} ({reason})")
     return with_overrides(cfg, {_KEY: images // chosen})
 
 
