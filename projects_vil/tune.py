@@ -33,9 +33,8 @@ SPACE: dict[str, BaseDistribution] = {
 # The sizes of the training images differ from the image size by up to this share, times the factor.
 _JITTER = 0.2
 _SECONDS_BETWEEN_READS = 2.0
-# Config keys that depend on the length, the data or the folder of a trial.
-_OF_A_RUN = ("DATASETS", "OUTPUT_DIR", "SEED", "SOLVER.CHECKPOINT_PERIOD", "SOLVER.EPOCHS", "SOLVER.MAX_ITER")
-_OF_A_RUN += ("SOLVER.STEPS", "SOLVER.WARMUP_ITERS", "TEST.EVAL_PERIOD")
+# Config keys of a trial that best.yaml does not have. SOLVER.EPOCHS replaces the others that depend on the length.
+_OF_A_RUN = ("DATASETS", "OUTPUT_DIR", "SEED", "SOLVER.WARMUP_ITERS")
 
 
 def tune(data: str, output: Path, *, trials: int, metric: str, words: Sequence[str], given: Mapping[str, str]) -> None:

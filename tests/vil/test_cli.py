@@ -114,6 +114,7 @@ def test_a_wheel_has_all_that_the_command_needs(tmp_path):
     configs = {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
     installed = target / "projects_vil/configs"
     assert {path.relative_to(installed) for path in installed.rglob("*.yaml")} == configs
+    assert (target / "projects_vil/examples/quickstart.ipynb").is_file()
     code = "import projects_vil.config as module; print(module.__file__, module.config_path('mask_rcnn/lit_s_1x'))"
     options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(target)}, "text": True, "timeout": 300}
     printed = subprocess.check_output([sys.executable, "-c", code], **options).split()
