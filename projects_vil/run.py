@@ -29,7 +29,7 @@ from projects_vil.config import (
     number_of_classes,
     with_overrides,
 )
-from projects_vil.data import SOURCE, Dataset, read_dataset
+from projects_vil.data import SOURCE, Dataset, read_categories, read_dataset
 from projects_vil.engine import Processes, check_output_dir, launch_run
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
@@ -329,7 +329,8 @@ def evaluate(
             evaluated += f" (split {present[0]} has no annotations)" if test != present[0] else ""
             print(f"{dataset.line()}; evaluated: {evaluated}", flush=True)
             # Classes are matched by name to the classes of the checkpoint, or else of its training dataset.
-            classes = None if predictions else _write_classes(cfg.MODEL.WEIGHTS, dataset, folder / DATA_FOLDER)
+            labels = [name for _, name in read_categories(str(dataset.splits[test][0])) or ()]
+            classes = None if predictions else _write_classes(cfg.MODEL.WEIGHTS, folder / DATA_FOLDER, data, labels)
             if classes is not None:
                 dataset = dataclasses.replace(dataset, splits=dataset.splits | {CLASSES: (classes, folder)})
             values = _register(dataset, folder.name, train=CLASSES if classes else "train", test=test)
@@ -343,14 +344,18 @@ def evaluate(
     return Run(folder).results
 
 
-def _write_classes(weights: str, dataset: Dataset, folder: Path) -> Path | None:
-    """Write the classes of a checkpoint as a COCO file without images. Return None if they are unknown."""
+def _write_classes(weights: str, folder: Path, data: str | Path, labels: Sequence[str]) -> Path | None:
+    """Write the classes of a checkpoint as a COCO file without images. Return None if they are unknown.
+
+    Raises:
+        ConfigError: if ``labels``, the classes of ``data``, are not all classes of the checkpoint.
+    """
     names = CheckpointMetadata.from_contents(read_checkpoint(weights)).classes if os.path.isfile(weights) else None
     if names is None:
         return None
-    if unknown := [name for name in dataset.classes if name not in names]:
+    if unknown := [name for name in labels if name not in names]:
         raise ConfigError(
-            f"'{dataset.source}' has classes that the model does not have: {first_of(list(map(repr, unknown)), 5)}"
+            f"'{data}' has classes that the model does not have: {first_of(list(map(repr, unknown)), 5)}"
             f"{closest(unknown[0], names) or '.'} Rename or remove them. The model has {first_of(names, 5)}."
         )
     path = folder / f"{CLASSES}.json"
