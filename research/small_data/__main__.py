@@ -27,7 +27,7 @@ DEFAULT = "default"
 COMPARED = {DEFAULT: "", "random_weights": "--weights none"}
 # The epochs of these rows are chosen so that they take as much CPU time as the row "default".
 MATCHED = {"paper_recipe": "--model vil_tiny --recipe paper --batch 4 --image-size 192"}
-ULTRALYTICS = {"yolov8n_320": "imgsz=320", "yolov8n_640": "imgsz=640"}
+ULTRALYTICS = {"yolov8n_256": "imgsz=256", "yolov8n_320": "imgsz=320", "yolov8n_640": "imgsz=640"}
 ABLATIONS = {
     "no_ema": "MODEL.EMA.ENABLED False",
     "one_size": "INPUT.MIN_SIZE_TRAIN ({size},) INPUT.MIN_SIZE_TEST {size} INPUT.MAX_SIZE_TEST {longest}",
@@ -38,6 +38,7 @@ ABLATIONS = {
     "lr_1e-3": "--lr 1e-3",
     "batch_4": "--batch 4",
     "larger_images": "--image-size {larger}",
+    "frozen_stages": "MODEL.BACKBONE.FREEZE_AT 2",
     "giou": "MODEL.RETINANET.BBOX_REG_LOSS_TYPE giou",
     "random_lr_5e-4": "--weights none --lr 5e-4",
     "random_lr_2e-3": "--weights none --lr 2e-3",

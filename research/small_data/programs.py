@@ -76,10 +76,12 @@ class Vil:
         options = ["--output", folder / "run", "--device", "cpu", *self.options, *length, "SEED", seed]
         usage = run_program([*self.command, "train", self.data / "coco", *options], folder / "train.log")
         ((_, results),) = json.loads((folder / "run/evaluation.json").read_text()).items()
-        iterations = 1 + max(json.loads(line)["iteration"] for line in (folder / "run/metrics.json").open())
         cfg = load_config(folder / "run/config.yaml")
+        # The last evaluation has the number MAX_ITER.
+        last = max(json.loads(line)["iteration"] for line in (folder / "run/metrics.json").open())
+        epochs = min(last + 1, cfg.SOLVER.MAX_ITER) * cfg.SOLVER.IMS_PER_BATCH / _number_of_images(self.data)
         values = {name: results["bbox"][name] for name in ("AP", "AP50")} | {"image_size": cfg.INPUT.MIN_SIZE_TEST}
-        return _row(values, iterations * cfg.SOLVER.IMS_PER_BATCH / _number_of_images(self.data), usage, self.data)
+        return _row(values, epochs, usage, self.data)
 
     def predict(self, folder: Path, photos: Path) -> Usage:
         """Predict a photo or a folder of photos with the trained detector."""
