@@ -114,7 +114,7 @@ class FileIndex:
         unsupported = (*UNSUPPORTED_SUFFIXES, ".csv", ".tsv")
         self.unsupported = [path for path in below if path.lower().endswith(unsupported) or _lacks_suffix(path)]
         self.image_set = set(self.images)
-        self._split = functools.cache(self._find_split)
+        self._splits: dict[tuple[str, ...], str | None] = {}
 
     @functools.cached_property
     def _by_path(self) -> dict[str, str]:
@@ -166,6 +166,12 @@ class FileIndex:
     def split_of(self, *paths: str) -> str | None:
         """Return the split that the folders of the first of these files name, or None."""
         return next(filter(None, (self._split(self.folders_of(path)) for path in paths)), None)
+
+    def _split(self, folders: tuple[str, ...]) -> str | None:
+        # functools.cache would refer to the index, which would then stay in memory.
+        if folders not in self._splits:
+            self._splits[folders] = self._find_split(folders)
+        return self._splits[folders]
 
     def _find_split(self, folders: tuple[str, ...]) -> str | None:
         """Return the split of a folder. Of WIDER_train and WIDER_val, which are next to each other, it is a word."""

@@ -229,7 +229,8 @@ def test_commands(source, written, tmp_path, capsys, read):
     # Corrected labels are not overwritten, and other inputs have no image files.
     assert "dataset' already exists" in message(run_on, tmp_path / "in", tmp_path / "out", save_labels="yolo")
     run_on(tmp_path / "in/a.png", tmp_path / "b", save_labels="coco", score_threshold=0.9)
-    assert len(json.loads((tmp_path / "b/dataset/annotations/instances_train.json").read_text())["images"]) == 1
+    content = json.loads((tmp_path / "b/dataset/annotations/instances_train.json").read_text())
+    assert len(content["images"]) == 1 and not content["annotations"]
     (tmp_path / "list.txt").write_text("in/a.png")
     assert "--save-labels" in message(run_on, tmp_path / "list.txt", tmp_path / "c", save_labels="yolo")
 
