@@ -86,11 +86,10 @@ def _with_images(
     base = file.removesuffix(os.sep + os.path.normpath(name))
     if all(file == os.path.join(base, os.path.normpath(name)) != base for name, file in found.items()):
         return content, Path(path), Path(base)
-    files = {name: os.path.abspath(file) for name, file in found.items()}
-    root = os.path.commonpath([os.path.dirname(file) for file in files.values()])
+    root = os.path.commonpath([os.path.dirname(file) for file in found.values()])
     images = [
-        entry | {"file_name": os.path.relpath(files[entry["file_name"]], root)}
-        if isinstance(entry, dict) and entry.get("file_name") in files
+        entry | {"file_name": os.path.relpath(found[entry["file_name"]], root)}
+        if isinstance(entry, dict) and entry.get("file_name") in found
         else entry
         for entry in content["images"]
     ]

@@ -195,15 +195,14 @@ def _split_by_hash(source: Path, content: dict[str, Any], fraction: float) -> li
     def text(entry: Any, key: str) -> str:
         return str(entry.get(key)) if isinstance(entry, dict) else ""
 
-    def order(image: Any) -> tuple[str, str]:
-        name = text(image, "file_name")
+    def order(name: str) -> tuple[str, str]:
         return hashlib.sha256(PurePosixPath(name).name.encode()).hexdigest(), name
 
     images, objects = content["images"], content.get("annotations", [])
     if len(images) < 2:
         raise ConfigError(f"'{source}' has only one image. Add another, because training and validation need one each.")
     number = min(max(round(fraction * len(images)), 1), len(images) - 1)
-    chosen = {text(image, "id") for image in sorted(images, key=order)[:number]}
+    chosen = {text(image, "id") for image in sorted(images, key=lambda image: order(text(image, "file_name")))[:number]}
     return [
         content
         | {"images": [image for image in images if (text(image, "id") in chosen) is is_val]}

@@ -100,6 +100,7 @@ class FileIndex:
         root: The folder of the dataset.
         files: All files below ``root``, sorted.
         images: All image files below ``root`` or ``images``, sorted.
+        image_set: The same as a set.
         unsupported: The files below ``root`` of an image, video or table type that cannot be read, and images without a
             suffix.
     """
@@ -112,8 +113,8 @@ class FileIndex:
         self.images = [path for path in below if path.lower().endswith(IMAGE_SUFFIXES)]
         unsupported = (*UNSUPPORTED_SUFFIXES, ".csv", ".tsv")
         self.unsupported = [path for path in below if path.lower().endswith(unsupported) or _lacks_suffix(path)]
-        self._image_set = set(self.images)
-        self._split = functools.cache(self._find_split)
+        self.image_set = set(self.images)
+        self._splits: dict[tuple[str, ...], str | None] = {}
 
     @functools.cached_property
     def _by_path(self) -> dict[str, str]:
@@ -149,15 +150,11 @@ class FileIndex:
         folders = {normalized(folder): folder for folder in set(map(os.path.dirname, self.files))}
         return folders.get(normalized(os.path.normpath(path)))
 
-    def has_image(self, path: str) -> bool:
-        """Return whether this path is an image of the dataset."""
-        return os.path.normpath(path) in self._image_set
-
     def image_folders(self, names: list[str]) -> list[str]:
         """Return the folders below which all of these paths are images of the dataset."""
-        end = os.sep + os.path.normpath(names[0])
-        folders = [path.removesuffix(end) for path in self.images if path.endswith(end)]
-        return [folder for folder in folders if all(self.has_image(f"{folder}/{name}") for name in names)]
+        ends = [os.sep + os.path.normpath(name) for name in names]
+        folders = [path.removesuffix(ends[0]) for path in self.images if path.endswith(ends[0])]
+        return [folder for folder in folders if all(folder + end in self.image_set for end in ends)]
 
     def folders_of(self, path: str) -> tuple[str, ...]:
         """Return the names of the folders between the root and a file."""
@@ -169,6 +166,12 @@ class FileIndex:
     def split_of(self, *paths: str) -> str | None:
         """Return the split that the folders of the first of these files name, or None."""
         return next(filter(None, (self._split(self.folders_of(path)) for path in paths)), None)
+
+    def _split(self, folders: tuple[str, ...]) -> str | None:
+        # functools.cache would refer to the index, which would then stay in memory.
+        if folders not in self._splits:
+            self._splits[folders] = self._find_split(folders)
+        return self._splits[folders]
 
     def _find_split(self, folders: tuple[str, ...]) -> str | None:
         """Return the split of a folder. Of WIDER_train and WIDER_val, which are next to each other, it is a word."""

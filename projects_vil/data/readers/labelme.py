@@ -30,7 +30,7 @@ def read_labelme(files: list[str], index: FileIndex, folder: Path) -> Annotation
         size = size_of(content.get("imageHeight"), content.get("imageWidth"))
         requests.append(Request(path, (name or f"{stem}.jpg",), size, (stem,)))
         other = os.path.join(os.path.dirname(path), stem + Path(name).suffix)
-        if parts_of(name) and Path(parts_of(name)[-1]).stem != normalized(stem) and index.has_image(other):
+        if parts_of(name) and Path(parts_of(name)[-1]).stem != normalized(stem) and other in index.image_set:
             raise ConfigError(f"'{path}' has imagePath {name!r}, but there is also the image '{other}'. Correct one.")
         contents.append(content.get("shapes"))
     for image, request, shapes in zip(index.find_images(requests), requests, contents, strict=True):

@@ -26,24 +26,21 @@ _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 def read_voc(files: list[str], index: FileIndex, folder: Path) -> Annotations:
     """Read a dataset in Pascal VOC's format, which has one XML file per image."""
-    found, split_of = Annotations(), _listed_splits(files, index)
-    annotations = {}
+    found, split_of, requests, annotations = Annotations(), _listed_splits(files, index), [], []
     for path in files:
         root = next((root for root in split_of if path.startswith(root + os.sep)), None)
         if root is not None and path not in split_of[root]:
             found.unused["annotation files that ImageSets/Main does not list"].append(path)
-        else:
-            annotations[path] = parse_xml(path), None if root is None else split_of[root][path]
-    requests = []
-    for path, (annotation, _) in annotations.items():
+            continue
+        annotation = parse_xml(path)
+        annotations.append((annotation, None if root is None else split_of[root][path]))
         stem, name = Path(path).stem, (annotation.findtext("filename") or "").strip()
         # The name in the file is often outdated, so an image with the stem of the annotation has priority.
         names = (stem + (Path(name).suffix or ".jpg"), *([name] if name else []))
         hint = annotation.findtext("path") or f"{annotation.findtext('folder') or ''}/{name}"
         requests.append(Request(path, names, _size(annotation, path), (stem,), hint=hint.strip()))
-    for image, request in zip(index.find_images(requests), requests, strict=True):
+    for image, request, (annotation, split) in zip(index.find_images(requests), requests, annotations, strict=True):
         path = request.annotation
-        annotation, split = annotations[path]
         if image is None:
             found.unused["annotation files without an image of their own"].append(path)
             continue

@@ -34,7 +34,8 @@ def read_yolo(files: list[str], index: FileIndex, folder: Path) -> Annotations:
                 raise ConfigError(f"'{path}' has {entry!r} for {split}, which has no images. Add images or correct it.")
             is_list = os.path.basename(path) in CLASS_FILES
             images |= dict.fromkeys(((is_list and index.split_of(image)) or split, image) for image in own)
-    labels = {image: _label(image, index) for _, image in images}
+    files_of = {image: _label_files(image, index) for _, image in images}
+    labels = {image: next(iter(files), None) for image, files in files_of.items()}
     _check_ties(labels)
     if background := list(labels.values()).count(None):
         found.notes.append(f"{background:,} of {len(labels):,} images have no label file, so they are background")
@@ -49,11 +50,9 @@ def read_yolo(files: list[str], index: FileIndex, folder: Path) -> Annotations:
         own = [(row[:5] if has_points else row, location) for row, location in rows[image]]
         objects = [_object(row, names, sizes[image], location) for row, location in own]
         found.records.append(Record(image, split, sizes[image], objects))
-    for image, label in labels.items():
-        others = {*filter(None, map(index.file, _label_candidates(image)))} - {label}
-        found.unused["other label files of an image"] += sorted(others)
-    used = {*labels.values(), *found.unused["other label files of an image"]}
-    folders = {os.path.dirname(label) for label in used if label}
+    found.unused["other label files of an image"] += [file for files in files_of.values() for file in files[1:]]
+    used = {file for files in files_of.values() for file in files}
+    folders = set(map(os.path.dirname, used))
     for file in index.files:
         is_label = os.path.dirname(file) in folders or {"labels", "labeltxt"} & {*index.folders_of(file)}
         if is_label and file.lower().endswith(".txt") and os.path.basename(file) not in (*CLASS_FILES, *_LISTS):
@@ -124,11 +123,7 @@ def _images(path: str, root: str, entry: str, split: str, index: FileIndex, foun
     if PureWindowsPath(entry).anchor and not os.path.exists(entry):
         found.notes.append(f"{split} is '{os.path.relpath(place, index.root)}', because {entry!r} does not exist")
     if os.path.isdir(place):
-        place = os.path.normpath(place)
-        below = index.files if place == index.root or place.startswith(index.root + os.sep) else walk(place)
-        prefix = place + os.sep
-        below = [file for file in below if file.startswith(prefix)] or walk(place)
-        return [file for file in below if file.lower().endswith(IMAGE_SUFFIXES)]
+        return [file for file in walk(os.path.normpath(place)) if file.lower().endswith(IMAGE_SUFFIXES)]
     if place.lower().endswith(IMAGE_SUFFIXES):
         return [place]
     images = []
@@ -179,8 +174,8 @@ def _label_candidates(image: str) -> list[str]:
     return [os.path.join(folder, name) for folder in (*folders, os.path.dirname(image))]
 
 
-def _label(image: str, index: FileIndex) -> str | None:
-    return next(filter(None, map(index.file, _label_candidates(image))), None)
+def _label_files(image: str, index: FileIndex) -> list[str]:
+    return list(dict.fromkeys(filter(None, map(index.file, _label_candidates(image)))))
 
 
 def _rows(label: str) -> list[tuple[list[str], str]]:

@@ -67,7 +67,7 @@ def text_id_of_an_image(content: dict, images: Path) -> None:
 
 CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     # boxes
-    "box of NaN": ("invalid_bbox", annotation(bbox=[math.nan, 2.0, 5.0, 5.0])),
+    "box of NaN": ("invalid_bbox", annotation(bbox=[1.0, math.nan, 5.0, 5.0])),
     "box of infinity": ("invalid_bbox", annotation(bbox=[1.0, 2.0, math.inf, 5.0])),
     "box of negative width": ("swapped_bbox_corners", annotation(bbox=[20.0, 2.0, -5.0, 5.0])),
     "box null": ("invalid_bbox", annotation(bbox=None)),
@@ -106,6 +106,8 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "iscrowd of 2": ("invalid_iscrowd", annotation(iscrowd=2)),
     "ignored object": ("ignore_flag", annotation(ignore=1)),
     "area missing": ("missing_or_invalid_area", annotation("area")),
+    "area of another object": ("missing_or_invalid_area", annotation(area=2000)),
+    "area larger than the image": ("missing_or_invalid_area", annotation("bbox", area=1e9)),
     "area of 0": ("missing_or_invalid_area", annotation(area=0)),
     "image unknown": ("unknown_image_id", annotation(image_id=10**9)),
     "image_id as a list": ("unknown_image_id", annotation(image_id=[1])),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pycocotools.coco import COCO
 
-from projects_vil.data import CocoFile, Mapper, check_dataset, write_cleaned, write_fixed
+from projects_vil.data import CocoFile, Mapper, check_dataset, convert_dataset, write_cleaned, write_fixed
 from projects_vil.data.coco_checks import CHECKS
 from tests.projects_vil.data.corruptions import CORRUPTIONS, corrupt
 from tests.projects_vil.data.custom_dataset import edit, load, truncate
@@ -79,6 +79,9 @@ def test_boxes_and_polygons_mixed(copy, share, options, has_masks):
     write_fixed(files, copy / "out")
     fixed = json.loads((copy / "out/train.json").read_text())["annotations"]
     assert [bool(one.get("segmentation")) for one in fixed] == [has_masks] * number
+    convert_dataset(copy / "annotations.json", copy / "labelme", "labelme")
+    text = "".join(path.read_text() for path in (copy / "labelme").rglob("*.json"))
+    assert ('"polygon"' in text, '"rectangle"' in text) == (share == 0.6, share == 0.4)
     dataset, files = check_dataset(copy / "out")
     assert dataset.has_masks == has_masks and not any(file.findings("error", "fixed") for file in files.values())
 

@@ -269,6 +269,10 @@ def test_the_written_folder_decides_a_tie(tmp_path):
         write_files(tmp_path / str(number), {"x/a.png": 1, "y/a.png": 2, "a.xml": text})
         dataset = read_dataset(tmp_path / str(number), tmp_path / "out", val=0)
         assert dataset.splits["train"][1] == tmp_path / str(number) / "y"
+        # The written size comes first.
+        Image.new("L", IMAGE[::-1]).save(tmp_path / str(number) / "y/a.png")
+        dataset = read_dataset(tmp_path / str(number), tmp_path / "out", val=0)
+        assert dataset.splits["train"][1] == tmp_path / str(number) / "x"
 
 
 def test_a_failed_fix_leaves_no_files(tmp_path):
