@@ -333,5 +333,10 @@ def os_errors(path: str | Path) -> Iterator[None]:
 @contextlib.contextmanager
 def open_file(path: str | Path) -> Iterator[IO[bytes]]:
     """Open a path or fsspec URL for reading. Errors inside the context are converted to OSError."""
-    with os_errors(path), fsspec.open(path) if "://" in str(path) else open(path, "rb") as file:
-        yield file
+    is_url = "://" in str(path)
+    with os_errors(path):
+        if not is_url and os.path.exists(path) and not os.path.isfile(path):
+            # To read a pipe or a device may take forever.
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        with fsspec.open(path) if is_url else open(path, "rb") as file:
+            yield file

@@ -30,7 +30,7 @@ from projects_vil.data import IMAGE_SUFFIXES, check_output, describe_classes, ma
 from projects_vil.data.readers import read_coco
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detections, Detector, check_threshold
-from projects_vil.inference.image_listing import find_images, is_video, number_of_images
+from projects_vil.inference.image_listing import TABLES, find_images, is_video, number_of_images, suffix_of
 from projects_vil.inference.image_loading import DEFAULT_FRAME_RATE, ImageBatches, ImageSource, Loaded, Skipped, Video
 from projects_vil.utils import stop_requests
 from vil.choices import PART_SIZE, SCORE_THRESHOLD
@@ -161,6 +161,8 @@ def predict(
         options = {"batch_size": batch_size, "column": column, "part_size": part_size or PART_SIZE}
         return predict_on_ray(model, source, output, num_workers=ray_workers, tta=tta, overrides=overrides, **options)
     # The input is checked before the model is loaded.
+    if column is not None and suffix_of(source) not in TABLES:
+        raise ConfigError(f"column is {column!r}, but '{source}' is not a table. Leave out --column.")
     images, is_parquet = None, file_format == "parquet"
     if not is_parquet:
         _check_paths(Path(source), output, annotations and Path(annotations))

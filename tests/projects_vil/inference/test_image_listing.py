@@ -3,6 +3,7 @@
 import csv
 import gzip
 import itertools
+import os
 import tarfile
 from pathlib import Path
 
@@ -215,6 +216,17 @@ def test_unreadable_images_have_errors(photos):
 )
 def test_invalid_inputs(photos, source, options, named):
     assert named in message(find_images, photos / source, exclude=photos, **options)
+
+
+def test_pipes_are_errors(photos):
+    """To read a pipe may take forever."""
+    for name in ("pipe.txt", "pipe.tar"):
+        os.mkfifo(photos / name)
+    with pytest.raises(OSError, match="not a regular file"):
+        find_images(photos / "pipe.txt", exclude=photos)
+    (archive,) = find_images(photos / "pipe.tar", exclude=photos)
+    with pytest.raises(UnreadableImage, match="not a regular file"):
+        archive.read()
 
 
 def test_names_in_tar_files_are_utf8(tmp_path):

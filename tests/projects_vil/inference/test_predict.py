@@ -338,6 +338,7 @@ def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path
         ("in", "out", {"file_format": "parquet", "score_threshold": 0.5}, "score_threshold .* --format parquet"),
         ("in", "out", {"ray": True, "file_format": "coco"}, "--ray"),
         ("in", "out", {"file_format": "csv"}, "csv"),
+        ("in", "out", {"column": "url"}, "column is 'url', but .*in' is not a table"),
         ("absent", "out", {}, "Input .*absent"),
         ("empty", "out", {}, "Input .*empty"),
         ("in", "in", {}, "Output .*in"),
