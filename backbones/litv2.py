@@ -46,7 +46,7 @@ class LITv2Variant(Variant):
 
 
 class LITv2(lit.LIT):
-    """A LITv2 (section 3.2, Figure 2). See :class:`.LITv2Variant`.
+    """A LITv2 (appendix A, Figure I). See :class:`.LITv2Variant`.
 
     It has no positions and no global tokens, so their settings have no effect.
     """

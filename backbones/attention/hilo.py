@@ -1,4 +1,4 @@
-"""HiLo attention of LITv2 (section 3.1): some heads attend within windows, the others to the mean of each window.
+"""HiLo attention of LITv2: some heads attend within windows, the others to the mean of each window.
 
 Shapes: B images, M heads, H x W tokens of a feature map, D channels per head, windows of s x s tokens.
 """

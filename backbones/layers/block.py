@@ -30,7 +30,7 @@ class Mlp(nn.Module):
     Args:
         dim: Channels C of a token.
         hidden_dim: Channels between the layers.
-        depthwise: Whether a depth-wise 3 x 3 convolution comes before the GELU (LITv2 section 3.2). The tokens are then
+        depthwise: Whether a depth-wise 3 x 3 convolution comes before the GELU, as in LITv2. The tokens are then
             (B, H * W, C), without global tokens.
     """
 

@@ -34,19 +34,14 @@ TABLE_9 = {
     "vil_small_1_1_9_1": "1,4,3,96 1,2,3,192 9,2,6,384 1,2,12,768",
     "vil_small_1_2_8_1": "1,4,3,96 2,2,3,192 8,2,6,384 1,2,12,768",
 }
-# LIT Table 1: blocks, channels, heads and expansion of each stage
+# LIT Table 1 and the official configurations of LITv2: blocks, channels, heads and expansion of each stage
 LIT_TABLE_1 = {
     "lit_ti": "3,64,0,8 4,128,0,8 6,320,5,4 3,512,8,4",
     "lit_s": "2,96,0,4 2,192,0,4 6,384,12,4 2,768,24,4",
     "lit_m": "2,96,0,4 2,192,0,4 18,384,12,4 2,768,24,4",
     "lit_b": "2,128,0,4 2,256,0,4 18,512,16,4 2,1024,32,4",
 }
-# The official configurations of LITv2: windows in stage 3, and plain attention in stage 4
-LITV2 = {
-    "litv2_s": "2,96,0 2,192,0 6,384,12 2,768,24",
-    "litv2_m": "2,96,0 2,192,0 18,384,12 2,768,24",
-    "litv2_b": "2,128,0 2,256,0 18,512,16 2,1024,32",
-}
+LIT_TABLE_1 |= {f"litv2_{size}{ws}": LIT_TABLE_1[f"lit_{size}"] for size in "smb" for ws in ("", "_ws4")}
 # One of each family, mechanism and type of position
 FEW = ["vil_tiny", "vil_tiny_1_10_1_rpb", "evit_full_16_tiny", "ls_tiny", "lit_ti", "lit_s_seg", "litv2_s_ws4"]
 FEW += ["cvt_ls_13", "global_tiny", "sra64_tiny", "performer_tiny", "partial_vil_tiny"]
@@ -77,7 +72,7 @@ def test_names():
         + [f"{mechanism}_{size}" for mechanism in mechanisms for size in ("tiny", "small", *columns)]
         + ["ls_tiny", "ls_small", "ls_medium", "ls_base", "ls_medium_384"]
         + ["cvt_ls_13", "cvt_ls_17", "cvt_ls_21", "cvt_ls_21s", "lit_ti"]
-        + ["lit_s", "lit_m", "lit_b", "lit_s_seg", "lit_m_seg", "lit_b_seg", *LITV2, *map("{}_ws4".format, LITV2)]
+        + ["lit_s", "lit_m", "lit_b", "lit_s_seg", "lit_m_seg", "lit_b_seg", *[n for n in LIT_TABLE_1 if "v2" in n]]
     )
     assert list_variants("lit_") == ["lit_b", "lit_b_seg", "lit_m", "lit_m_seg", "lit_s", "lit_s_seg", "lit_ti"]
 
@@ -102,15 +97,11 @@ def test_sizes_of_lit():
         assert [(s.depth, s.dim, s.heads, s.expansion) for s in get_variant(name).stages] == stages_of(row), name
 
 
-@pytest.mark.parametrize("name", LITV2)
-def test_sizes_of_litv2(name):
-    for suffix, window_size in (("", 2), ("_ws4", 4)):
-        stages = get_variant(f"{name}{suffix}").stages
-        sizes = [(s.depth, s.dim, s.heads) for s in stages]
-        assert sizes == [tuple(map(int, stage.split(","))) for stage in LITV2[name].split()]
-        assert [s.window_size for s in stages] == [1, 1, window_size, 1] and {s.expansion for s in stages} == {4}
+@pytest.mark.parametrize("name, window, heads", [("litv2_s", 2, (2, 10)), ("litv2_b_ws4", 4, (2, 14))])
+def test_windows_of_litv2(name, window, heads):
+    assert [stage.window_size for stage in get_variant(name).stages] == [1, 1, window, 1]
     hilo = meta(create_backbone, name).stages[2].blocks[0].attention
-    assert (hilo.high_heads, hilo.low_heads) == ((2, 14) if name == "litv2_b" else (2, 10))
+    assert (hilo.high_heads, hilo.low_heads) == heads
 
 
 @pytest.mark.parametrize(
