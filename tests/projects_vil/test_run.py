@@ -41,6 +41,22 @@ def test_mixed_precision_is_the_default_on_a_gpu(data, monkeypatch, has_gpu):
     assert [cfg.SOLVER.AMP.ENABLED for cfg in configs] == [has_gpu, False, False, False]
 
 
+@pytest.mark.slow
+def test_training_on_tiles(data):
+    """The run trains on crops, and its detector divides larger images."""
+    keys = {key: value for key, value in KEYS.items() if not key.startswith("INPUT.")}
+    run = train(data, config=CONFIGS["retinanet"], epochs=1, tiles=64, **keys)
+    cfg = load_config(run.folder / "config.yaml")
+    assert (cfg.TEST.TILE_SIZE, cfg.INPUT.MIN_SIZE_TEST, list(cfg.INPUT.CROP.SIZE)) == (64, 0, [64, 64])
+    assert list(cfg.INPUT.MIN_SIZE_TRAIN) == [64]
+    detector, sizes = run.detector(), []
+    detector.runner.detector.backbone.register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].shape[-1]))
+    image = cv2.resize(cv2.imread(str(next((data / "val").iterdir()))), (200, 150))
+    boxes = detector(image).boxes
+    assert len(sizes) > 8 and max(sizes) <= 64 and boxes[:, 2].max() > 64
+    assert "Remove one" in message(train, data, tiles=64, image_size=64)
+
+
 def test_train_evaluate_and_predict(data, monkeypatch):
     run = train(data, config=CONFIGS["retinanet"], epochs=2, batch=4, **KEYS)
     assert run == Run(run.folder) and run.folder.samefile("output/mine_retinanet_vil_shapes")
