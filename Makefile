@@ -13,7 +13,9 @@ TYPED = $(addprefix backbones/,__init__.py build.py checkpoint_files.py convert.
 	$(addprefix projects_vil/inference/,__init__.py detector.py) tests/public_types.py $(wildcard vil/*.py)
 
 # Tests of the code that depends most on the versions of torch, NumPy, Pillow and OpenCV.
-LOWEST_TESTS := backbones/attention/test_sliding_chunk.py
+LOWEST_TESTS := vil/test_cli.py $(addprefix backbones/,attention layers test_golden.py) research/test_timm_models.py \
+	$(addprefix projects_vil/,$(addprefix data/test_,augmentation.py dataset_mapper.py detection_utils.py samplers.py) \
+	inference/test_detector.py engine/test_train_step.py engine/test_trainer.py modeling visualization)
 
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
 ifneq ($(DETECTOR),retinanet)
@@ -116,7 +118,7 @@ WHEELS := matplotlib numpy opencv-python-headless pillow pyarrow pycocotools pyy
 	@echo 'Creating .venv-lowest and installing the lowest versions of the requirements: about 2.7 GB'
 	@rm -rf .venv-lowest
 	@.venv/bin/uv venv --quiet --seed .venv-lowest \
-		--python "$$(.venv/bin/uv python find --quiet 3.10 2>/dev/null || command -v $(PYTHON))"
+		--python "$$(.venv/bin/uv python find 3.10 2>/dev/null || command -v $(PYTHON))"
 	@.venv/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct \
 		$(addprefix --only-binary ,$(WHEELS)) --editable '.[hub,scale,starter,test]'
 	@.venv-lowest/bin/python tools/install_detectron2.py --source index
