@@ -366,19 +366,19 @@ def find_in_masks(file: CocoFile) -> Findings:
 
 
 def find_in_boxes(file: CocoFile) -> Findings:
-    indices, rows, areas = [], [], []
+    indices, boxes, areas = [], [], []
     for index, entry in enumerate(file.annotations):
         if not isinstance(entry, dict):
             continue
         box, area = entry.get("bbox"), entry.get("area")
         indices.append(index)
         areas.append(area if type(area) in (int, float) and abs(area) < _LARGEST else math.nan)
-        rows.append(box if is_box(box) else _NO_BOX)
-        if rows[-1] is _NO_BOX and "bbox" in entry:
+        boxes.append(box if is_box(box) else _NO_BOX)
+        if boxes[-1] is _NO_BOX and "bbox" in entry:
             yield "invalid_bbox", index, box
-        elif rows[-1] is _NO_BOX:
+        elif boxes[-1] is _NO_BOX:
             yield "missing_bbox_and_mask" if box_of_mask(file, index, entry) is None else "missing_bbox", index, None
-    indices, boxes, areas = np.array(indices, int), np.array(rows, float).reshape(-1, 4), np.array(areas)
+    indices, boxes, areas = np.array(indices, int), np.array(boxes, float).reshape(-1, 4), np.array(areas)
     for name, where in _box_problems(file, indices, boxes):
         yield from ((name, index, file.annotations[index]["bbox"]) for index in indices[where].tolist())
     largest = np.array([2.0 * height * width or math.inf for height, width in file.sizes])[file.image_of[indices]]

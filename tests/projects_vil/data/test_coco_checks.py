@@ -30,6 +30,13 @@ def test_a_valid_file_has_no_findings_and_every_check_has_a_case(copy):
     assert found(copy, pixels=True) == {}
     cases = {name for name, _ in CORRUPTIONS.values()} | {"boxes_in_xyxy_format", "boxes_in_normalized_coordinates"}
     assert cases == CHECKS.keys()
+    # Objects of two categories may have the same box.
+    edit(copy, lambda content: content["annotations"].append({**content["annotations"][1], "id": 10**6}))
+    edit(
+        copy,
+        lambda content: content["annotations"][-1].update(category_id=content["annotations"][1]["category_id"] % 3 + 1),
+    )
+    assert found(copy) == {}
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
@@ -73,6 +80,7 @@ def test_boxes_and_polygons_mixed(copy, share, options, has_masks):
             one["segmentation"] = ([], [[]])[one["id"] % 2]
 
     edit(copy, mix)
+    assert check(copy).masks == (share == 0.6)
     number = len(json.loads((copy / "annotations.json").read_text())["annotations"])
     dataset, files = check_dataset(copy, **options)
     assert dataset.has_masks == (share == 0.6) and f"of {number} objects have masks, so" in dataset.line()
