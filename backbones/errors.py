@@ -28,7 +28,7 @@ def printable(text: object) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun in the singular or plural, such as ``"1 image"`` or ``"1,200 images"``."""
-    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def closest(word: str, candidates: Iterable[str], *, most: int = 1) -> str:

@@ -154,7 +154,7 @@ def train(
     for argument, value in {"epochs": epochs, "batch": batch, "tiles": tiles}.items():
         check_whole(argument, 1 if value is None else value)
     if tiles and image_size:
-        raise ConfigError("tiles and image_size both set the size of the training images. Remove one.")
+        raise ConfigError("image_size and tiles both set the size of the training images. Remove one.")
     image_size = tiles or image_size
     pixels = None if image_size == "auto" else image_size
     if pixels is not None and not (isinstance(pixels, int) and IMAGE_SIZES[0] <= pixels <= IMAGE_SIZES[1]):

@@ -105,8 +105,6 @@ def test_parsers_and_library_have_the_same_choices():
     assert choices.EXPORT_FORMATS == tuple(export.FORMATS) and choices.PRECISIONS == tuple(export.PRECISIONS)
     assert all(entry.suffix.endswith(choices.EXPORT_SUFFIXES) for entry in export.FORMATS.values())
     assert tuple(run.DETECTORS) == choices.DETECTORS
-    predict = COMMANDS["predict"][0].__doc__
-    assert all(f"(default {value})" in predict for value in (choices.SCORE_THRESHOLD, choices.PART_SIZE))
     for name in ("export_coco", "run_onnx", "run_pt2", "sliced_sahi"):
         text = (ROOT / f"examples/{name}.py").read_text()
         assert f"(default {choices.SCORE_THRESHOLD})" in text and f"default={choices.SCORE_THRESHOLD}," in text, name

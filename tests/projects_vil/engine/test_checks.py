@@ -44,7 +44,8 @@ def test_valid_setups(shapes, trained_run):
         (["TEST.BEST_METRIC", "segm/AP"], "TEST.BEST_METRIC"),
         (["TEST.BEST_METRIC", "validation_loss/total_loss"], "TEST.VALIDATION_LOSS"),
         (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"], "ATTENTION_BACKEND"),
-        (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "spda"], "MODEL.TRANSFORMER.ATTENTION_BACKEND 'spda'"),
+        (["MODEL.TRANSFORMER.VARIANT", "vil_tinny"], "MODEL.TRANSFORMER: Unknown variant 'vil_tinny'. Did you mean"),
+        (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "spda"], "MODEL.TRANSFORMER: Unknown attention_backend 'spda'"),
         (
             ["MODEL.TRANSFORMER.VARIANT", "sra64_tiny", "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION", "0.5"],
             "RANDOM_SHIFT_FRACTION",
