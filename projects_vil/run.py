@@ -159,7 +159,8 @@ def train(
     pixels = None if image_size == "auto" else image_size
     if pixels is not None and not (isinstance(pixels, int) and IMAGE_SIZES[0] <= pixels <= IMAGE_SIZES[1]):
         raise ConfigError(
-            "image_size is {!r}. Give a whole number from {} to {}, or 'auto'.".format(pixels, *IMAGE_SIZES)
+            f"{'tiles' if tiles else 'image_size'} is {pixels!r}. Give a whole number from {IMAGE_SIZES[0]} to "
+            f"{IMAGE_SIZES[1]}{'' if tiles else ', or auto'}."
         )
     named = {
         "OUTPUT_DIR": output,

@@ -57,10 +57,12 @@ def tune(data: str, output: Path, *, trials: int, metric: str, words: Sequence[s
     """
     output.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    options = {"sampler": optuna.samplers.TPESampler(seed=0), "direction": "maximize", "load_if_exists": True}
+    options = {"direction": "maximize", "load_if_exists": True}
     pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
     storage = f"sqlite:///{output.resolve()}/study.db"
     study = optuna.create_study(storage=storage, study_name="vil", pruner=pruner, **options)
+    # With the same seed, a resumed search would repeat the first trials.
+    study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
     arguments = [data, *words, *(word for pair in given.items() for word in pair)]
     if study.user_attrs.get("arguments", arguments) != arguments:
         raise ConfigError(f"'{output}' has a search with other arguments. Choose another output directory.")

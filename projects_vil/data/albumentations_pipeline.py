@@ -42,9 +42,7 @@ class AlbumentationsAugmentation:
         try:
             import albumentations as A
         except ImportError as error:
-            raise ConfigError(
-                f"{_KEY} needs Albumentations. Run \"pip install 'vil-detectron2[albumentations]'\"."
-            ) from error
+            raise ConfigError(f"{_KEY} needs Albumentations. Run \"pip install 'albumentations<2.1'\".") from error
         try:
             pipeline = A.load(path, data_format="json" if Path(path).suffix == ".json" else "yaml")
         except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -89,18 +87,24 @@ class AlbumentationsAugmentation:
         if labels is not None:
             inputs["mask"] = labels
         self.pipeline.set_random_seed(np.random.randint(2**31))
-        outputs = self.pipeline(**inputs)
+        try:
+            outputs = self.pipeline(**inputs)
+        except Exception as error:  # Transforms raise many types, for example for a crop that is larger than the image.
+            reason = one_line(error).rstrip(".")
+            raise ConfigError(
+                f"{_KEY} '{self.path}' fails for an image of {height} x {width} pixels: {reason}. Change the file."
+            ) from error
         image = np.asarray(outputs["image"])
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
             raise ConfigError(
                 f"{_KEY} '{self.path}' returns {image.dtype} images of shape {image.shape}. The detector needs uint8 "
                 "images of shape (H, W, 3). Remove Normalize and ToTensorV2."
             )
-        kept = []
-        for box, index in zip(outputs["bboxes"], outputs["index"], strict=True):
-            entry = objects[int(index)] | {"bbox": box.tolist(), "bbox_mode": BoxMode.XYXY_ABS}
+        kept, boxes = [], dict(zip(map(int, outputs["index"]), outputs["bboxes"], strict=True))
+        for index, box in boxes.items():
+            entry = objects[index] | {"bbox": box.tolist(), "bbox_mode": BoxMode.XYXY_ABS}
             if self.use_masks:
-                mask = mask_util.encode(np.asfortranarray(outputs["masks"][int(index)]))
+                mask = mask_util.encode(np.asfortranarray(outputs["masks"][index]))
                 if not mask_util.area(mask):
                     continue
                 entry |= {"segmentation": mask, "bbox": mask_util.toBbox(mask).tolist(), "bbox_mode": BoxMode.XYWH_ABS}

@@ -20,7 +20,7 @@ import yaml
 from pycocotools import mask as mask_util
 
 from backbones import ConfigError
-from backbones.errors import check_choice
+from backbones.errors import check_choice, counted
 from projects_vil.data.check import check_dataset
 from projects_vil.data.readers.index import normalized
 from projects_vil.data.readers.shapes import area
@@ -105,7 +105,7 @@ def check_output(output: str | Path, output_format: str) -> None:
     """Raise a :class:`ConfigError` if a path exists, or if a format is unknown."""
     check_choice("format", output_format, _FORMATS)
     if os.path.lexists(output):
-        raise ConfigError(f"'{output}' already exists. Name a new folder.")
+        raise ConfigError(f"'{output}' already exists. Move it, or choose another output directory.")
 
 
 def write_dataset(
@@ -126,19 +126,21 @@ def write_dataset(
     check_output(output, output_format)
     parent = Path(output).absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
-    categories = sorted(next(iter(parts.values()))[0]["categories"], key=lambda category: category["id"])
-    names = {category["id"]: category["name"] for category in categories}
+    categories = _shared_categories([content["categories"] for content, _ in parts.values()])
+    ids = {category["name"]: category["id"] for category in categories}
     images, used, skipped = [], defaultdict(set), Counter()
     with tempfile.TemporaryDirectory(dir=parent, prefix=".") as temporary:
         partial = Path(temporary, "dataset")
         for split, (content, root) in parts.items():
             folder, objects = _FORMATS[output_format][0].format(split=split), defaultdict(list)
+            labels = {category["id"]: category["name"] for category in content["categories"]}
             for one in content.get("annotations", ()):
-                objects[one["image_id"]].append(one | {"label": names[one["category_id"]]})
+                label = labels[one["category_id"]]
+                objects[one["image_id"]].append(one | {"label": label, "category_id": ids[label]})
             paths = [_parts(entry["file_name"]) for entry in content["images"]]
-            num_common = len(os.path.commonprefix([parts[:-1] for parts in paths]))
-            for entry, parts in zip(content["images"], paths, strict=True):
-                path = PurePosixPath(folder, _new_name("_".join(parts[num_common:]), used[folder]))
+            num_common = len(os.path.commonprefix([names[:-1] for names in paths]))
+            for entry, names in zip(content["images"], paths, strict=True):
+                path = PurePosixPath(folder, _new_name("_".join(names[num_common:]), used[folder]))
                 images.append(_Image(split, path, entry, objects[entry["id"]]))
                 (partial / path).parent.mkdir(parents=True, exist_ok=True)
                 try:
@@ -149,8 +151,17 @@ def write_dataset(
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             (partial / name).write_text(text, encoding="utf-8")
         partial.rename(output)
-    lines = [f"left out {number:,} {reason}, which the format does not have" for reason, number in (+skipped).items()]
-    return [f"wrote {output}: {len(images):,} images in format {output_format}", *lines]
+    lines = [f"left out, because the format has none: {number:,} {what}" for what, number in (+skipped).items()]
+    return [f"wrote {output}: {counted(len(images), 'image')} in format {output_format}", *lines]
+
+
+def _shared_categories(lists: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the categories of all splits, with new ids unless all splits have the same ids and names."""
+    pairs = [sorted((category["id"], category["name"]) for category in categories) for categories in lists]
+    if any(other != pairs[0] for other in pairs):
+        names = dict.fromkeys(name for categories in pairs for _, name in categories)
+        return [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
+    return sorted(lists[0], key=lambda category: category["id"])
 
 
 def _parts(path: str) -> list[str]:

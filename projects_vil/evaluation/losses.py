@@ -74,7 +74,7 @@ def _as_for_testing(cfg: CfgNode) -> CfgNode:
     """Return a config that resizes training images to the test size, without augmentation."""
     values = {"MIN_SIZE_TRAIN": (cfg.INPUT.MIN_SIZE_TEST,), "MAX_SIZE_TRAIN": cfg.INPUT.MAX_SIZE_TEST}
     values |= {"MIN_SIZE_TRAIN_SAMPLING": "choice", "RANDOM_FLIP": "none", "CROP.ENABLED": False}
-    values |= {"AUGMENTATION": "default", "PHOTOMETRIC_DISTORTION": False}
+    values |= {"AUGMENTATION": "default", "PHOTOMETRIC_DISTORTION": False, "ALBUMENTATIONS": ""}
     return with_overrides(cfg, {f"INPUT.{key}": value for key, value in values.items()})
 
 

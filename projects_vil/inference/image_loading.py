@@ -9,6 +9,7 @@ import operator
 import os
 import random
 import re
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Generator, Iterable, Iterator
@@ -57,12 +58,16 @@ class ImageSource:
     image_id: int
     size: tuple[int, int] | None = None
 
-    def fetched(self) -> "ImageSource":
-        """Return the source with the content of its URL, or with the error. Others are returned unchanged."""
+    def fetched(self, stop: threading.Event | None = None) -> "ImageSource":
+        """Return the source with the content of its URL, or with the error. Others are returned unchanged.
+
+        Args:
+            stop: an event after which no request is started.
+        """
         if not isinstance(self.image, str):
             return self
         try:
-            return dataclasses.replace(self, image=_fetch(self.image))
+            return dataclasses.replace(self, image=_fetch(self.image, stop or threading.Event()))
         except OSError as error:
             return dataclasses.replace(self, image=error)
 
@@ -134,10 +139,10 @@ class ImageBatches:
     def batches(self, runner: Runner, batch_size: int) -> Generator[list[Loaded | Skipped], None, None]:
         """Yield the batches for a runner."""
         load = functools.partial(_load, runner=runner, keep_pixels=self.keep_pixels)
-        with (
-            ThreadPoolExecutor(NUM_READERS) as pool,
-            contextlib.closing(read_ahead(self._windows(), depth=1)) as windows,
-        ):
+        stop = threading.Event()
+        prefetched = contextlib.closing(read_ahead(self._windows(stop), depth=1))
+        with ThreadPoolExecutor(NUM_READERS) as pool, prefetched as windows, contextlib.ExitStack() as stack:
+            stack.callback(stop.set)
             for window in windows:
                 buckets = defaultdict(list)
                 for image, size in zip(window, pool.map(_read_size, window), strict=True):
@@ -150,15 +155,15 @@ class ImageBatches:
                             by_size[getattr(item, "padded_size", None)].append(item)
                         yield from by_size.values()
 
-    def _windows(self) -> Iterator[list[tuple[int, ImageSource]]]:
-        """Yield windows of numbered images, with the contents of the URLs."""
+    def _windows(self, stop: threading.Event) -> Iterator[list[tuple[int, ImageSource]]]:
+        """Yield windows of numbered images, with the contents of the URLs. No request starts after ``stop``."""
         images = iter(self.images)
         with ThreadPoolExecutor(NUM_REQUESTS) as pool:
             for first in itertools.count(0, BATCHING_WINDOW):
                 window = list(itertools.islice(images, BATCHING_WINDOW))
                 if not window:
                     return
-                yield list(enumerate(pool.map(ImageSource.fetched, window), start=first))
+                yield list(enumerate(pool.map(lambda image: image.fetched(stop), window), start=first))
 
 
 class Video:
@@ -234,30 +239,35 @@ class Video:
             yield [Skipped(index, self.name, reason)]
 
 
-def _fetch(url: str) -> bytes:
+def _fetch(url: str, stop: threading.Event) -> bytes:
     """Return the content of a URL. A request that fails is repeated if the reason may be temporary.
 
     Raises:
         OSError: if all attempts fail. The reason names the last error.
     """
     protocol, options = url.partition("://")[0], {}
+    if stop.is_set():
+        raise InterruptedError(errno.EINTR, "the prediction was interrupted", url)
     for attempt in range(1, NUM_ATTEMPTS + 1):
         try:
             with os_errors(url):
                 if protocol in ("http", "https"):
                     from aiohttp import ClientTimeout  # an optional dependency
 
-                    options = {"client_kwargs": {"timeout": ClientTimeout(total=REQUEST_TIMEOUT)}}
+                    options = {
+                        "client_kwargs": {
+                            "timeout": ClientTimeout(total=REQUEST_TIMEOUT, sock_read=REQUEST_TIMEOUT / 3)
+                        }
+                    }
                 # One request. Opening and reading would be two.
                 return fsspec.filesystem(protocol, **options).cat_file(url)
         except OSError as error:
             status = getattr(error.__cause__, "status", 500)
-            is_final = isinstance(error.__cause__, (FileNotFoundError, PermissionError))
+            is_final = isinstance(error.__cause__, (FileNotFoundError, PermissionError, ValueError))
             is_final = is_final or (400 <= status < 500 and status not in _RETRIED_STATUSES)
-            if is_final or attempt == NUM_ATTEMPTS:
-                raise
             # Full jitter: many clients of a busy server do not repeat their requests at the same time.
-            time.sleep(random.uniform(0, 2**attempt))
+            if is_final or attempt == NUM_ATTEMPTS or stop.wait(random.uniform(0, 2**attempt)):
+                raise
     raise AssertionError("the last attempt returns or raises")
 
 

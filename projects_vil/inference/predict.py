@@ -168,8 +168,8 @@ def predict(
         _check_paths(Path(source), output, annotations and Path(annotations))
     if save_labels:
         check_output(output / DATASET_FOLDER, save_labels)
-        if not os.path.isdir(source) and not source.lower().endswith(IMAGE_SUFFIXES):
-            raise ConfigError(f"--save-labels needs an image or a folder, but the input is '{source}'.")
+        if not (number_of_images(source, exclude=output) or source.lower().endswith(IMAGE_SUFFIXES)):
+            raise ConfigError(f"--save-labels needs an image, or a folder of images without tar files, not '{source}'.")
     if is_parquet or not (annotations or is_video(source)):
         images = find_images(source, exclude=output, column=column, shard=shard)
     detector = model if isinstance(model, Detector) else Detector.load(model, tta=tta, overrides=overrides)

@@ -57,6 +57,8 @@ class EagerRunner:
         head = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
         self.score_threshold, self.channels = head.SCORE_THRESH_TEST, cfg.INPUT.FORMAT
         self.dtype = getattr(torch, cfg.INFERENCE.DTYPE)
+        if tta and cfg.TEST.TILE_SIZE:
+            raise ConfigError("--tta does not support tiles. Leave it out, or set TEST.TILE_SIZE 0.")
         # Test-time augmentation limits the sizes itself, and absolute positions limit the tiles instead of the images.
         self.sides = 1, None if tta or cfg.TEST.TILE_SIZE else max_input_side(self.detector)
         self.model = add_tta(cfg, self.detector) if tta else add_tiles(cfg, self.detector)

@@ -31,12 +31,14 @@ class TiledDetector(nn.Module):
         model: A GeneralizedRCNN or RetinaNet in eval mode.
 
     Raises:
-        ConfigError: If the overlap is not in [0, 0.9], or if ``INPUT.MIN_SIZE_TEST`` is not 0. Tiles are cut from
-            images in their original size.
+        ConfigError: If the model is another one or detects keypoints, if the overlap is not in [0, 0.9], or if
+            ``INPUT.MIN_SIZE_TEST`` is not 0. Tiles are cut from images in their original size.
     """
 
     def __init__(self, cfg: CfgNode, model: nn.Module) -> None:
         super().__init__()
+        if cfg.MODEL.META_ARCHITECTURE not in ("RetinaNet", "GeneralizedRCNN") or cfg.MODEL.KEYPOINT_ON:
+            raise ConfigError("TEST.TILE_SIZE supports a RetinaNet or GeneralizedRCNN without keypoints. Set it to 0.")
         if not 0 <= cfg.TEST.TILE_OVERLAP <= 0.9:
             raise ConfigError(f"TEST.TILE_OVERLAP is {cfg.TEST.TILE_OVERLAP}. It must be from 0 to 0.9.")
         if cfg.INPUT.MIN_SIZE_TEST:

@@ -233,6 +233,8 @@ def test_commands(source, written, tmp_path, capsys, read):
     assert len(content["images"]) == 1 and not content["annotations"]
     (tmp_path / "list.txt").write_text("in/a.png")
     assert "--save-labels" in message(run_on, tmp_path / "list.txt", tmp_path / "c", save_labels="yolo")
+    (tmp_path / "in/b.tar").touch()
+    assert "tar files" in message(run_on, tmp_path / "in", tmp_path / "c", save_labels="yolo")
 
 
 # -- splits ----------------------------------------------------------------------------------------

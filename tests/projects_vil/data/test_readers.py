@@ -240,6 +240,29 @@ def test_kinds_of_files(kind, tmp_path):
     np.testing.assert_allclose(converted["train"]["annotations"][0]["bbox"], BOX, atol=0.01)
 
 
+@pytest.mark.parametrize("output_format", LABEL_FORMATS)
+def test_splits_with_other_categories_keep_their_names(tmp_path, output_format):
+    """The ids of a class differ between the splits, and each split has a class that the other one lacks."""
+    for split, names in {"train": ["cat", "dog"], "val": ["dog", "emu"]}.items():
+        (tmp_path / "data" / split).mkdir(parents=True)
+        Image.new("RGB", IMAGE, (len(split),) * 3).save(tmp_path / "data" / split / f"{split}.png")
+        box = {"bbox": BOX, "area": BOX[2] * BOX[3], "image_id": 1, "iscrowd": 0}
+        content = {
+            "images": [{"id": 1, "file_name": f"{split}.png", "width": IMAGE[0], "height": IMAGE[1]}],
+            "categories": [{"id": number, "name": name} for number, name in enumerate(names, start=1)],
+            "annotations": [box | {"id": number, "category_id": number} for number in (1, 2)],
+        }
+        (tmp_path / "data" / split / f"{split}.json").write_text(json.dumps(content))
+    convert_dataset(tmp_path / "data", tmp_path / "converted", output_format)
+    contents = {}
+    read_dataset(tmp_path / "converted", tmp_path / "out", val=0, contents=contents)
+    found = {}
+    for split, content in contents.items():
+        names = {category["id"]: category["name"] for category in content["categories"]}
+        found[split] = sorted(names[one["category_id"]] for one in content["annotations"])
+    assert found == {"train": ["cat", "dog"], "val": ["dog", "emu"]}
+
+
 # -- missing images and ties -----------------------------------------------------------------------
 
 

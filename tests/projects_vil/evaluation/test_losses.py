@@ -54,7 +54,14 @@ def test_retinanet_losses_are_normalized_by_the_positive_anchors_of_the_dataset(
     assert model.loss_normalizer > 0
 
 
-@pytest.mark.parametrize("keys", [("INPUT.PHOTOMETRIC_DISTORTION", "True"), ("INPUT.AUGMENTATION", "lsj_copy_paste")])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("INPUT.PHOTOMETRIC_DISTORTION", "True"),
+        ("INPUT.AUGMENTATION", "lsj_copy_paste"),
+        ("INPUT.ALBUMENTATIONS", "not_read.yaml"),
+    ],
+)
 def test_images_are_not_augmented(shapes, keys):
     cfg = _as_for_testing(small_config("mask_rcnn", *keys))
     record = data.load_dataset(cfg, cfg.DATASETS.TEST, train=False)[0]
