@@ -128,7 +128,7 @@ def check_coco_api(name: str) -> None:
     """Raise a :class:`ConfigError` unless ``TEST.COCO_API`` is one of ``COCO_APIS`` and installed."""
     check_choice("TEST.COCO_API", name, COCO_APIS)
     if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"TEST.COCO_API {name} is not installed. Run \"pip install 'vil-detectron2[eval]'\".")
+        raise ConfigError(f"TEST.COCO_API {name} is not installed. Run 'pip install faster-coco-eval'.")
 
 
 class COCOEvaluator(coco_evaluation.COCOEvaluator):

@@ -498,16 +498,16 @@ def check_format(file_format: str) -> None:
         raise ConfigError(f"Format {file_format} needs torch 2.8 or newer, not {torch.__version__}. Update torch.")
     if file_format == "aot_inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise ConfigError("Format aot_inductor needs a C++ compiler. Install g++, or set CXX to a compiler.")
-    check_packages(f"Format {file_format}", file_format, entry.packages)
+    check_packages(f"Format {file_format}", entry.packages)
 
 
-def check_packages(what: str, extra: str, packages: Sequence[str]) -> None:
-    """Raise a :class:`ConfigError` if a package that ``what`` needs, one of an extra, is not installed."""
+def check_packages(what: str, packages: Sequence[str]) -> None:
+    """Raise a :class:`ConfigError` if a package that ``what`` needs is not installed."""
     for name in packages:
         try:
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError as error:
-            raise ConfigError(f"{what} needs {name}. Run \"pip install 'vil-detectron2[{extra}]'\".") from error
+            raise ConfigError(f"{what} needs {name}. Run 'pip install {' '.join(packages)}'.") from error
 
 
 def load_model(path: Path) -> Loaded:
@@ -524,8 +524,8 @@ def load_model(path: Path) -> Loaded:
     try:
         return entry.load(path)
     except ImportError as error:
-        package = f"vil-detectron2[{format_of(path)}]" if entry.packages else error.name
-        raise ConfigError(f"Cannot load '{path}' without {error.name}. Run \"pip install '{package}'\".") from error
+        packages = " ".join(entry.packages) or error.name
+        raise ConfigError(f"Cannot load '{path}' without {error.name}. Run 'pip install {packages}'.") from error
     # The exceptions of onnxruntime have no common base class.
     except Exception as error:
         raise ConfigError(f"Cannot load '{path}': {one_line(error)}. Export the model again.") from error

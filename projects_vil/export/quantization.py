@@ -37,7 +37,7 @@ def calibration_files(cfg: CfgNode, number: int) -> list[str]:
     Raises:
         ConfigError: If nncf is not installed, or the images are missing.
     """
-    check_packages("Precision int8", "int8", ["nncf"])
+    check_packages("Precision int8", ["nncf"])
     register_datasets(cfg)
     records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
     number = min(number, len(records))
