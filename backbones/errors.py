@@ -28,7 +28,8 @@ def printable(text: object) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun in the singular or plural, such as ``"1 image"`` or ``"1,200 images"``."""
-    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def closest(word: str, candidates: Iterable[str], *, most: int = 1) -> str:

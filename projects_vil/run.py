@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -479,6 +480,8 @@ def _choose_config(
     folder, values = DETECTORS[detector]
     schedule = schedule or SCHEDULES[0]
     check_choice("schedule", schedule, SCHEDULES)
+    if timm.is_model(model):
+        raise ConfigError(f"'{model}' is a model of timm. Write {TIMM_PREFIX}{model}.")
     stage_names(model)  # raises for an unknown variant
     family = next((f"{family}_" for family in ("lit", "cvt") if model.startswith(family)), "")
     cfg = load_config(config_path(f"{folder}/{own}_{schedule}", f"base/{family}{folder}_{schedule}"))

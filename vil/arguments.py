@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SHORT_FORMS = {"weights": "MODEL.WEIGHTS", "device": "MODEL.DEVICE"}
 # Flags that set a config key. An error about the key names the flag.
 _FLAGS = {f"--{name}": key for name, key in SHORT_FORMS.items()}
-_FLAGS |= {"--batch": "SOLVER.IMS_PER_BATCH", "--epochs": "SOLVER.EPOCHS", "--image-size": "INPUT.MIN_SIZE_TRAIN"}
+_FLAGS |= {"--batch": "SOLVER.IMS_PER_BATCH", "--epochs": "SOLVER.EPOCHS", "--image-size": "INPUT.MIN_SIZE_TEST"}
 _FLAGS |= {"--lr": "SOLVER.BASE_LR", "--output": "OUTPUT_DIR", "--workers": "DATALOADER.NUM_WORKERS"}
 # First parts of all config keys.
 SECTIONS = frozenset(

@@ -146,7 +146,7 @@ class CocoFile:
     def lines(self) -> list[str]:
         """Return all findings as lines of text."""
         sizes = f"{counted(len(self.images), 'image')}, {counted(len(self.annotations), 'annotation')}"
-        lines = [f"{self.path}: {sizes}, {len(self.categories):,} categories"]
+        lines = [f"{self.path}: {sizes}, {counted(len(self.categories), 'category')}"]
         for check in self.findings():
             count = len(self.found[check.name])
             lines.append(f"{check.severity}: {check.name}: {check.what}: {count:,}")

@@ -6,6 +6,7 @@ exported model normalizes them and applies the score threshold and non-maximum s
 
 import copy
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -105,6 +106,9 @@ def export_detector(
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
+    if cfg.TEST.TILE_SIZE:
+        message = "The exported file does not divide images into tiles. Give it tiles of %d pixels."
+        logging.getLogger(__name__).warning(message, cfg.TEST.TILE_SIZE)
     calibration = calibration_files(cfg, calibration_images) if is_int8 else []
     check_output_folder(output)
     compared = parity_images(cfg, images, fixed=size)

@@ -59,6 +59,9 @@ def detect_format(source: Path, images: Path | None = None) -> tuple[str, list[s
         if darknet or classes:
             found["YOLO"] = darknet or classes
     if not found:
+        # A file that is no JSON at all has a better message.
+        for path in [path for path in unknown if path.lower().endswith(".json")][:1]:
+            read_json(path)
         raise ConfigError(f"'{source}' has no annotations of a known format. Use {_KNOWN}.")
     if len(found) > 1:
         each = " and ".join(f"{name} ({os.path.relpath(files[0], root)})" for name, files in found.items())
