@@ -40,6 +40,8 @@ from projects_vil.utils import read_json, stop_requests, terminate, terminating_
 
 _logger = logging.getLogger(__name__)
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+# Keys of parameter groups that a resumed run takes from its config.
+_RATES = {"initial_lr": "learning rate", "weight_decay": "weight decay", "momentum": "momentum"}
 NONFINITE_FILE = "nonfinite.json"
 # Limit of consecutive overflows under float16 loss scaling. From any scale, 32 halvings lead below 1.
 MAX_OVERFLOWS = 32
@@ -290,12 +292,7 @@ class TrainStep(SimpleTrainer):
         reason = next(filter(None, reasons), reason)
         if comm.is_main_process():
             entry = {"iteration": step.iteration, "reason": reason, "learning_rate": step.learning_rate}
-            entry |= {"is_skipped": is_skipped, "processes": processes}
-            old = read_json(self.nonfinite_file) if self.nonfinite_file.exists() else []
-            # A resumed run repeats iterations.
-            entries = [one for one in old if one["iteration"] < step.iteration]
-            with atomic_write(self.nonfinite_file) as partial:
-                partial.write_text(json.dumps([*entries, entry], indent=2) + "\n")
+            self.write_nonfinite(step.iteration, entry | {"is_skipped": is_skipped, "processes": processes})
         # The first process that raises ends the others.
         comm.synchronize()
         message = (
@@ -310,6 +307,15 @@ class TrainStep(SimpleTrainer):
         _logger.warning(
             f"{message} Skipped {self.skipped} of SOLVER.MAX_NONFINITE_STEPS {self.max_nonfinite_steps} steps."
         )
+
+    def write_nonfinite(self, iteration: int, *new: dict[str, Any]) -> None:
+        """Write ``nonfinite.json``: its entries before an iteration, and new ones. An empty file is deleted."""
+        old = read_json(self.nonfinite_file) if self.nonfinite_file.exists() else []
+        if entries := [*(entry for entry in old if entry["iteration"] < iteration), *new]:
+            with atomic_write(self.nonfinite_file) as partial:
+                partial.write_text(json.dumps(entries, indent=2) + "\n")
+        else:
+            self.nonfinite_file.unlink(missing_ok=True)
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict() | {"skipped": self.skipped, "overflows": self.overflows}
@@ -328,6 +334,10 @@ class TrainStep(SimpleTrainer):
                 "config. Resume with SOLVER and MODEL.BACKBONE.FREEZE_AT of its config.yaml, or start from its weights "
                 "(MODEL.WEIGHTS, without --resume, in another OUTPUT_DIR)."
             )
+        pairs = list(zip(saved["param_groups"], own, strict=True))
+        changed = [name for key, name in _RATES.items() if any(old.get(key) != new.get(key) for old, new in pairs)]
+        if changed:
+            _logger.warning("The config changes the %s of the resumed run.", ", ".join(changed))
         super().load_state_dict(state_dict | {"optimizer": saved | {"param_groups": own}})
         self.skipped, self.overflows = state_dict.get("skipped", 0), state_dict.get("overflows", 0)
         if self.scaler is not None and "grad_scaler" in state_dict:
@@ -564,6 +574,9 @@ class Trainer(DefaultTrainer):
             self._trainer.data_loader.start(seed=self.seed, iteration=self.start_iter)
         if self._metrics_file is not None:
             self._metrics_file.start(self.start_iter - self._is_unfinished)
+        if comm.is_main_process():
+            # Without the entries of another run, and of iterations that a resumed run repeats.
+            self._trainer.write_nonfinite(self.start_iter)
         super().before_train()
         if 0 < self.start_iter < self.max_iter:
             self.iter = self.storage.iter = self.start_iter - 1

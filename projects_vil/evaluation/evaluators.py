@@ -356,8 +356,12 @@ def metric_names(cfg: CfgNode, dataset: str) -> list[str]:
         # detectron2's COCO evaluator has no separate metrics for a single class.
         if metrics is _COCO_METRICS and len(things) > 1:
             metrics = [*metrics, *(f"AP-{name}" for name in things)]
-        tasks = {"bbox": True, "segm": cfg.MODEL.MASK_ON, "keypoints": cfg.MODEL.KEYPOINT_ON}
-        names += [f"{task}/{metric}" for task, has_task in tasks.items() if has_task for metric in metrics]
+        has_heads = is_panoptic(cfg) or cfg.MODEL.META_ARCHITECTURE == "GeneralizedRCNN"
+        has_masks = has_heads and cfg.MODEL.MASK_ON and evaluator_type != "pascal_voc"
+        tasks = {"bbox": True, "segm": has_masks, "keypoints": has_heads and cfg.MODEL.KEYPOINT_ON}
+        pairs = [(task, metric) for task, has_task in tasks.items() if has_task for metric in metrics]
+        # COCO has no keypoints of small objects.
+        names += [f"{task}/{metric}" for task, metric in pairs if (task, metric) != ("keypoints", "APs")]
     if is_segmentor(cfg) or is_panoptic(cfg):
         metrics = [f"{metric}-{name}" for metric in _CLASS_METRICS for name in metadata.get("stuff_classes", ())]
         names += [f"sem_seg/{metric}" for metric in (*_LABEL_METRICS, *metrics)]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from backbones import ConfigError, create_backbone
 from backbones.build import OPTIONS, get_variant
 from projects_vil.config import config_items, with_overrides
-from projects_vil.modeling.timm_backbone import TIMM_PREFIX, TIMM_STAGES, TimmBackbone
+from projects_vil.modeling.timm_backbone import TIMM_PREFIX, TIMM_STAGES, TimmBackbone, check_freeze_at
 
 _logger = logging.getLogger(__name__)
 # The parts of a detector that may run in 16 bits. The last layers and the mask head stay in float32, because
@@ -54,6 +54,7 @@ class TransformerBackbone(Backbone):
         # Used to convert official weights.
         self.options = {"out_features": tuple(out_features), **options}
         self.net = create_backbone(name, **self.options)
+        check_freeze_at(freeze_at, name, len(self.net.variant.stages))
         if freeze_at:
             self.net.freeze_stages(freeze_at)
 

@@ -14,7 +14,7 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from backbones.errors import check_choice, closest
+from backbones.errors import check_choice, closest, counted
 from backbones.layers.tracing import contiguous_for_export
 from projects_vil.config import one_line
 
@@ -28,8 +28,8 @@ _BATCH_NORMS = {"BN": lambda net: net, "FrozenBN": freeze_batch_norm_2d, "SyncBN
 class TimmBackbone(Backbone):
     """A timm model with random weights. ``stage1`` to ``stage4`` are its feature maps of strides 4, 8, 16 and 32.
 
-    A plain ViT has one feature map, the output of its last block. Its position embeddings are interpolated to the size
-    of the image.
+    A plain ViT of patch size 16 has one feature map, ``stage3``, the output of its last block. Its position embeddings
+    are interpolated to the size of the image.
 
     Args:
         name: ``timm:MODEL``, or ``timm:MODEL.TAG`` for a model with pretrained weights (:meth:`pretrained_weights`).
@@ -77,6 +77,7 @@ class TimmBackbone(Backbone):
             indices = _indices(name, probe)
             self.is_plain = len(indices) == 1
             self.stages = [stage for stage in indices if stage in out_features or self.is_plain]
+            check_freeze_at(freeze_at, name, len(indices))
             probe = _create(name, out_indices=list(indices.values()), **self.options)
             frozen = _parameters_before(probe, freeze_at, name)
         self.net = _create(name, out_indices=[indices[stage] for stage in self.stages], **self.options)
@@ -84,6 +85,8 @@ class TimmBackbone(Backbone):
             if isinstance(module, Conv2dSame):
                 self.net.set_submodule(key, _SameConv2d(module))
         if norm is not None:
+            if not any(isinstance(module, nn.BatchNorm2d) for module in self.net.modules()):
+                raise ConfigError(f"{name} has no batch norm. Leave out MODEL.TRANSFORMER.NORM.")
             self.net = _BATCH_NORMS[norm](self.net)
         if activation_checkpointing:
             self.net.model.set_grad_checkpointing(True)
@@ -179,6 +182,15 @@ class _SameConv2d(nn.Conv2d):
         return super().forward(F.pad(images, self.pads))
 
 
+def check_freeze_at(freeze_at: int, name: str, num_stages: int) -> None:
+    """Raise a :class:`ConfigError` unless the model has as many stages as are frozen."""
+    if not 0 <= freeze_at <= num_stages:
+        stages = counted(num_stages, "stage")
+        raise ConfigError(
+            f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}, but {name} has {stages}. Set it to 0 to {num_stages}."
+        )
+
+
 def _create(name: str, **options: object) -> nn.Module:
     """Create timm's feature extractor, in NCHW, with random weights."""
     model = name.removeprefix(TIMM_PREFIX)
@@ -194,8 +206,8 @@ def _create(name: str, **options: object) -> nn.Module:
 def _indices(name: str, net: nn.Module) -> dict[str, int]:
     """Return the index of each stage among the feature maps of the model."""
     last = dict(zip(net.feature_info.reduction(), net.out_indices, strict=True))
-    if len(last) == 1 and last.keys() <= set(TIMM_STAGES.values()):
-        return {stage: last[stride] for stage, stride in TIMM_STAGES.items() if stride in last}
+    if last.keys() == {TIMM_STAGES["stage3"]}:
+        return {"stage3": last[TIMM_STAGES["stage3"]]}
     if not last.keys() >= set(TIMM_STAGES.values()):
         raise ConfigError(
             f"{name} has feature maps of strides {', '.join(map(str, last))}, but a detector needs 4, 8, 16 and 32. "

@@ -205,11 +205,20 @@ def test_a_resumed_run_has_the_learning_rate_of_the_config(shapes, tmp_path):
         other.resume_or_load(resume=True)
 
 
-def test_a_resumed_run_keeps_its_seed(shapes, tmp_path):
+def test_a_resumed_run_keeps_its_seed_and_has_the_rates_of_the_config(shapes, tmp_path, caplog):
     first = new_trainer("retinanet", tmp_path / "run", "SEED", "-1")
+    entries, path = [{"iteration": iteration} for iteration in (2, 3)], tmp_path / "run/nonfinite.json"
+    path.write_text(json.dumps(entries))
     resume(first, cut_at=4)
+    assert not path.exists()
     resumed = new_trainer("retinanet", tmp_path / "run", "SEED", "-1")
     resumed.resume_or_load(resume=True)
+    assert "of the resumed run" not in caplog.text
+    path.write_text(json.dumps(entries))
+    resumed.train()
+    assert json.loads(path.read_text()) == entries[:1]
+    new_trainer("retinanet", tmp_path / "run", "SOLVER.BASE_LR", "1e-5").resume_or_load(resume=True)
+    assert "The config changes the learning rate of the resumed run." in caplog.text
     assert resumed.seed == resumed.cfg.SEED == first.seed >= 0
     assert resumed.start_iter == 3
 

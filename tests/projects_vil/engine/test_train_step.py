@@ -189,6 +189,11 @@ def test_a_nonfinite_batch_is_skipped_and_a_second_one_stops_the_run(detector, r
     assert "SOLVER.MAX_NONFINITE_STEPS" in str(caught.value) and "nonfinite.json" in str(caught.value)
     assert [entry["is_skipped"] for entry in json.loads((tmp_path / "nonfinite.json").read_text())] == [True, False]
     assert_close(weights_of(model), before, 0)
+    # A run starts without the entries of iterations that it repeats.
+    steps.write_nonfinite(2)
+    assert len(json.loads((tmp_path / "nonfinite.json").read_text())) == 1
+    steps.write_nonfinite(0)
+    assert not (tmp_path / "nonfinite.json").exists()
 
 
 @pytest.mark.parametrize(

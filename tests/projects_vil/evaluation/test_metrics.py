@@ -58,6 +58,16 @@ def test_names_of_datasets_and_classes_may_contain_a_slash(tests, metric, parts)
     assert split_metric_name(cfg) == parts
 
 
+def test_keypoints_have_no_metric_of_small_objects(config):
+    cfg = config("mask_rcnn", "")
+    cfg.defrost()
+    cfg.MODEL.KEYPOINT_ON = True
+    names = metric_names(cfg, "shapes_val")
+    assert {"segm/APs", "keypoints/APm"} <= set(names) and "keypoints/APs" not in names
+    cfg.MODEL.META_ARCHITECTURE = "RetinaNet"
+    assert {name.split("/")[0] for name in metric_names(cfg, "shapes_val")} == {"bbox", "validation_loss"}
+
+
 def test_names_equal_the_metrics_of_an_evaluation(config, trained_run):
     given = json.loads((trained_run / "evaluation.json").read_text())["shapes_val"]["bbox"]
     names = {f"bbox/{name}" for name in given if name != "per_class"}
