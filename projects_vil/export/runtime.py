@@ -51,11 +51,15 @@ class ExportedModel:
             images: (3, H, W), or (B, 3, H, W) for a batched model, with values from 0 to 255. Other dtypes are cast.
 
         Raises:
-            ConfigError: If a side of the images is too small or too large, or the model takes uint8 and the images are
-                floating point.
+            ConfigError: If the model does not accept the size of the images, or takes uint8 and the images are floating
+                point.
         """
         if images.is_floating_point() and not self.dtype.is_floating_point:
             raise ConfigError(f"'{self.path}' accepts only {self.dtype} images. Export it with input_dtype float32.")
+        size = self.metadata["input"]["size"]
+        if size and list(images.shape[-2:]) != list(size):
+            given = " x ".join(map(str, images.shape[-2:]))
+            raise ConfigError(f"'{self.path}' accepts only images of {size[0]} x {size[1]} pixels, not {given}.")
         check_sides(self.metadata["input"]["sides"], images.shape[-2:], what=str(self.path))
         with torch.no_grad():
             outputs = dict(zip(self.output_names, self._run(images.to(self.dtype)), strict=True))

@@ -207,8 +207,8 @@ def find_reports(folder: Path, model: str) -> tuple[dict | None, dict[str, dict]
         model: fingerprint of the model.
 
     Returns:
-        The evaluation (dataset -> task -> metric) or None, and a dict of reports by file name. Files for other weights
-        or settings, and files with private paths, are skipped with a warning.
+        The evaluation (dataset -> task -> metric) or None, and a dict of reports by file name. Damaged
+        files, files for other weights or settings, and files with private paths are skipped with a warning.
     """
     evaluation, reports = None, {}
     try:
@@ -218,8 +218,12 @@ def find_reports(folder: Path, model: str) -> tuple[dict | None, dict[str, dict]
     # The name of a dataset may be a path.
     evaluation = {name: tasks for name, tasks in (evaluation or {}).items() if not _PATH.search(name)} or None
     for path in sorted([*folder.glob(EXPORT_REPORTS), *folder.glob(f"*/{EXPORT_REPORTS}")]):
-        report = read_json(path)
-        if report.get("fingerprint") != model:
+        try:
+            report = read_json(path)
+        except ConfigError as error:
+            _logger.warning("Skipping an export report: %s", error)
+            continue
+        if not isinstance(report, dict) or report.get("fingerprint") != model:
             _logger.warning("Skipping %s: it is for other weights or settings. Export the model again.", path)
         elif _PATH.search(json.dumps(report)) or path.name in reports:
             _logger.warning("Skipping %s: it contains a path, or another report has the same name.", path)

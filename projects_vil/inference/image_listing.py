@@ -23,6 +23,7 @@ ARCHIVES = (".tar", ".tar.gz", ".tgz")
 TABLES = (".csv", ".parquet")
 LISTS = (".txt", *TABLES)
 COLUMNS = ("path", "file_name", "url", "image", "image_url")  # the default columns of tables, in order of preference
+FORMATS = f"Supported formats: {', '.join((*IMAGE_SUFFIXES, *LISTS, *ARCHIVES))}."
 MAX_MEMBER_SIZE = 2**30  # bytes of an image in a tar file
 _logger = logging.getLogger(__name__)
 
@@ -52,7 +53,10 @@ def find_images(
         raise ConfigError(f"Shard {shard[0]}/{shard[1]} does not exist. Count shards from 0, up to {shard[1] - 1}.")
     images = load_listed(list_paths(str(source), exclude=exclude, column=column), shard)
     # Checks the input now.
-    return itertools.chain(list(itertools.islice(images, 1)), images)
+    first = list(itertools.islice(images, 1))
+    if not first and shard is None:
+        raise ConfigError(f"Input '{without_password(str(source))}' has no images. {FORMATS}")
+    return itertools.chain(first, images)
 
 
 def number_of_images(source: str, *, exclude: str | Path) -> int:
@@ -88,9 +92,8 @@ def list_paths(source: str, *, exclude: str | Path, column: str | None = None) -
     Raises:
         ConfigError: if the input does not exist, is a video, or has no images.
     """
-    formats = f"Supported formats: {', '.join((*IMAGE_SUFFIXES, *LISTS, *ARCHIVES))}."
     if is_video(source):
-        raise ConfigError(f"Input '{source}' is a video or a stream. {formats}")
+        raise ConfigError(f"Input '{source}' is a video or a stream. {FORMATS}")
     first = next(expand_braces(source), source)
     if "://" not in first and not os.path.exists(first):
         raise ConfigError(f"Input '{first}' does not exist. Check the path.")
@@ -104,7 +107,7 @@ def list_paths(source: str, *, exclude: str | Path, column: str | None = None) -
             joined = name if "://" in name else os.path.join(os.path.dirname(path), name)
             yield name, joined if is_list else path
     if is_empty:
-        raise ConfigError(f"Input '{source}' has no images. {formats}")
+        raise ConfigError(f"Input '{source}' has no images. {FORMATS}")
 
 
 def expand_braces(pattern: str) -> Iterator[str]:

@@ -81,17 +81,25 @@ def read_part(path: Path, made_of: Mapping[str, Any], *, columns: Sequence[str] 
         columns: the columns to read and verify; by default all.
 
     Raises:
-        ConfigError: if the file was made of something else. The message lists the differences.
+        ConfigError: if the file was made of something else, or has other columns. The message lists the differences.
+        OSError: if the file cannot be read.
     """
     try:
         table = parquet.read_table(path, columns=columns, page_checksum_verification=True)
-    except (OSError, pa.ArrowInvalid):
+        before = json.loads((table.schema.metadata or {}).get(b"made_of", "{}"))
+    except (FileNotFoundError, ValueError, pa.ArrowException):
         return None
-    before = json.loads((table.schema.metadata or {}).get(b"made_of", "{}"))
+    except OSError as error:
+        # For damaged content, such as a wrong checksum, pyarrow raises an OSError without errno.
+        if error.errno is None:
+            return None
+        raise
     names = [name for name in {**before, **made_of} if before.get(name) != made_of.get(name)]
     if names:
         changed = "; ".join(f"{name} was {before.get(name)}, and now it is {made_of.get(name)}" for name in names)
         raise ConfigError(f"Cannot resume from '{path}': {changed}. Choose another output directory.")
+    if columns is None and not table.schema.equals(SCHEMA):
+        raise ConfigError(f"Cannot resume from '{path}': it has other columns. Choose another output directory.")
     return table
 
 

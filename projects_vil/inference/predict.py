@@ -153,6 +153,8 @@ def predict(
     source, output = os.fspath(source), Path(output)
     if (output / CONFIG_FILE).is_file() and weights_of(output) is not None:
         raise ConfigError(f"'{output}' has the config and the weights of a detector. Choose another output directory.")
+    if column is not None and suffix_of(source) not in TABLES:
+        raise ConfigError(f"column is {column!r}, but '{source}' is not a table. Leave out --column.")
     if track:
         from projects_vil.inference.tracking import Tracker  # needs optional packages
     if ray:
@@ -161,8 +163,6 @@ def predict(
         options = {"batch_size": batch_size, "column": column, "part_size": part_size or PART_SIZE}
         return predict_on_ray(model, source, output, num_workers=ray_workers, tta=tta, overrides=overrides, **options)
     # The input is checked before the model is loaded.
-    if column is not None and suffix_of(source) not in TABLES:
-        raise ConfigError(f"column is {column!r}, but '{source}' is not a table. Leave out --column.")
     images, is_parquet = None, file_format == "parquet"
     if not is_parquet:
         _check_paths(Path(source), output, annotations and Path(annotations))
@@ -312,6 +312,8 @@ def _check_paths(source: Path, output: Path, annotations: Path | None) -> None:
         raise ConfigError(f"'{output / RESULTS_FILE}' was not written by vil. Choose another output directory.")
     if annotations is not None:
         check_file(annotations, "COCO file", key="annotations")
+        if not source.is_dir():
+            raise ConfigError(f"--annotations needs the folder of its images, but the input is '{source}'.")
         if annotations.resolve() in [(output / name).resolve() for name in (RESULTS_FILE, IMAGES_FILE)]:
             raise ConfigError(f"The results would overwrite the annotations '{annotations}'. Choose another output.")
 
@@ -325,9 +327,17 @@ def _annotated_images(detector: Detector, folder: Path, annotations: Path) -> tu
     Classes are matched by name, or else by index.
 
     Raises:
-        ConfigError: if the number of classes differs, or if only some of the names match in another order.
+        ConfigError: if an image or category lacks a key or has a repeated id, if the number of classes differs, or if
+            only some of the names match in another order.
     """
     content = read_coco(annotations)
+    for name, keys in {"images": ("id", "file_name", "height", "width"), "categories": ("id", "name")}.items():
+        entries = content[name]
+        for key in keys:
+            if any(not isinstance(entry, dict) or entry.get(key) is None for entry in entries):
+                raise ConfigError(f"'{annotations}' has {name} without {key!r}. Correct the file; see 'vil check'.")
+        if len({entry["id"] for entry in entries}) < len(entries):
+            raise ConfigError(f"'{annotations}' has {name} with the same id. Correct the file; see 'vil check'.")
     images = [
         ImageSource(folder / image["file_name"], image["file_name"], image["id"], (image["height"], image["width"]))
         for image in content["images"]

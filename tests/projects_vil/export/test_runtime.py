@@ -48,6 +48,15 @@ def test_inputs(written):
         model(torch.zeros(3, 4, 8193, dtype=torch.uint8))
 
 
+def test_a_fixed_size_is_checked(written, tmp_path):
+    """Not all runtimes check it."""
+    model = written("retinanet", "torchscript")
+    model = ExportedModel(copy_of(model, tmp_path, input=model.metadata["input"] | {"size": [64, 96]}))
+    assert model(example_image(64, 96))
+    with pytest.raises(ConfigError, match="64 x 96 pixels, not 96 x 64"):
+        model(example_image(96, 64))
+
+
 def test_letterboxing():
     assert letterbox_size(480, 640, (800, 1333)) == (800, 1067)
     size = letterbox_size(300, 201, (96, 128))

@@ -105,6 +105,12 @@ def test_the_files(saved, run, tmp_path):
         assert (tmp_path / name).read_bytes() == (saved / name).read_bytes(), name
 
 
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_damaged_reports_are_skipped(tmp_path, caplog, content):
+    (tmp_path / "a.onnx.report.json").write_text(content)
+    assert hub.find_reports(tmp_path, "model") == (None, {}) and "a.onnx.report.json" in caplog.text
+
+
 def test_a_second_save_with_other_options(saved, tmp_path, caplog):
     """The files are replaced, except for an edited card and other files. Reports for other settings are deleted."""
     folder = Path(shutil.copytree(saved, tmp_path / "saved"))

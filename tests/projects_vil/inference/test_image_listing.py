@@ -129,6 +129,8 @@ def test_tar_files_without_images(photos, caplog):
     with pytest.raises(UnreadableImage, match=r"zeros\.tar.*only zeros"):
         zeros.read_size()
     assert "texts.tar' has no images" in caplog.text
+    assert "Input" in message(find_images, photos / "texts.tar", exclude=photos)
+    assert not list(find_images(photos / "texts.tar", exclude=photos, shard=(0, 1)))
 
 
 def test_links_in_a_tar_file_are_errors(photos):

@@ -1,10 +1,12 @@
 """Parquet part files: rows equal COCO results, and a resumed run writes the same files."""
 
+import errno
 import json
 import os
 import signal
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -89,6 +91,18 @@ def test_only_incomplete_parts_are_written_again(photos, tmp_path):
         assert run(photos, tmp_path / "out", runner) == "14 images, 1 error, 13 detections, 5 parts"
         assert sum(map(len, runner.batches)) == num_images
         assert files(tmp_path / "out") == expected
+
+
+def test_parts_that_cannot_be_read_are_kept(photos, tmp_path, monkeypatch):
+    run(photos, tmp_path / "out")
+    path = tmp_path / "out/part-000001.parquet"
+    parquet.write_table(parquet.read_table(path).drop_columns("masks"), path)
+    before = files(tmp_path / "out")
+    assert "part-000001.parquet': it has other columns" in message(run, photos, tmp_path / "out")
+    with monkeypatch.context() as patch, pytest.raises(PermissionError):
+        patch.setattr(parquet, "read_table", Mock(side_effect=PermissionError(errno.EACCES, "denied")))
+        run(photos, tmp_path / "out")
+    assert files(tmp_path / "out") == before
 
 
 def test_shards_share_an_output(photos, tmp_path):

@@ -92,6 +92,27 @@ def test_ids_of_annotations(tmp_path):
     with pytest.raises(ConfigError, match="3 classes"):
         more = annotations_of(tmp_path / "b.json", sizes, ["left", "right", "star"])
         run_on(tmp_path / "in", tmp_path / "out", annotations=more)
+    with pytest.raises(ConfigError, match="needs the folder"):
+        run_on(tmp_path / "in/a.png", tmp_path / "out", annotations=annotations)
+
+
+@pytest.mark.parametrize(
+    "name, change, named",
+    [
+        ("images", {"height": None}, "'height'"),
+        ("images", {"file_name": None}, "'file_name'"),
+        ("images", {"id": 41}, "images with the same id"),
+        ("categories", {"name": None}, "'name'"),
+    ],
+)
+def test_invalid_annotations(tmp_path, name, change, named):
+    save(tmp_path / "in/a.png", picture(40, 60))
+    path = annotations_of(tmp_path / "a.json", {"a.png": (40, 60), "b.png": (40, 60)}, ["left", "right"])
+    content = json.loads(path.read_text())
+    content[name][0] |= change
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=rf"a\.json.*{named}"):
+        run_on(tmp_path / "in", tmp_path / "out", annotations=path)
 
 
 def test_a_run_is_no_output_directory(tmp_path):
@@ -339,6 +360,7 @@ def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path
         ("in", "out", {"ray": True, "file_format": "coco"}, "--ray"),
         ("in", "out", {"file_format": "csv"}, "csv"),
         ("in", "out", {"column": "url"}, "column is 'url', but .*in' is not a table"),
+        ("in", "out", {"ray": True, "column": "url"}, "column is 'url', but .*in' is not a table"),
         ("absent", "out", {}, "Input .*absent"),
         ("empty", "out", {}, "Input .*empty"),
         ("in", "in", {}, "Output .*in"),
