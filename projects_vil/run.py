@@ -17,6 +17,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import ConfigError
+from backbones.build import VARIANTS
 from backbones.checkpoint_files import atomic_write, read_checkpoint
 from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
@@ -480,7 +481,7 @@ def _choose_config(
     folder, values = DETECTORS[detector]
     schedule = schedule or SCHEDULES[0]
     check_choice("schedule", schedule, SCHEDULES)
-    if timm.is_model(model):
+    if model not in VARIANTS and timm.is_model(model):
         raise ConfigError(f"'{model}' is a model of timm. Write {TIMM_PREFIX}{model}.")
     stage_names(model)  # raises for an unknown variant
     family = next((f"{family}_" for family in ("lit", "cvt") if model.startswith(family)), "")

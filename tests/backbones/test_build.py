@@ -188,7 +188,7 @@ def test_options():
     "name, options, hint",
     [
         ("vil_smal_rpb", {}, "vil_smal_rpb.*'vil_small_rpb'"),
-        ("q", {}, "'q'.*cvt_ls_13"),
+        ("q", {}, "'q'.*list_variants"),
         ("vil_tiny", {"chunk_sise": 1}, "'chunk_sise'.*'chunk_size'"),
     ],
 )
