@@ -36,7 +36,7 @@ IMAGE_SIZES = {"cpu": range(192, 641, 32), "cuda": range(512, 801, 32)}
 _BATCH = {"cpu": 2, "cuda": 8}
 _IMAGES = {"cpu": 560, "cuda": 3200}
 _EPOCHS = {"cpu": (3, 100), "cuda": (12, 100)}
-# Random weights need more images. The model that starts from them is smaller.
+# Random weights need more images than pretrained ones.
 _SCRATCH_FACTOR = 1.5
 # Epochs of the recipe "paper" on your own data. The schedules for COCO count iterations.
 _PAPER_EPOCHS = 50
