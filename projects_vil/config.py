@@ -125,8 +125,8 @@ def add_vil_config(cfg: CfgNode) -> None:
     # Data type of predictions: "float32", "bfloat16" or "float16". In 16 bits, autocast covers the backbone, the FPN
     # and all but the last layers of the heads. Scores, boxes and masks stay in float32.
     cfg.INFERENCE.DTYPE = "float32"
-    # Side in pixels of the overlapping tiles in which images are evaluated and predicted, with INPUT.MIN_SIZE_TEST 0.
-    # 0 uses whole images.
+    # Side in pixels of the overlapping tiles in which images are evaluated and predicted. Tiles are cut from images in
+    # their original size. 0 uses whole images, resized to INPUT.MIN_SIZE_TEST.
     cfg.TEST.TILE_SIZE = 0
     # Overlap of neighboring tiles, as a fraction of TILE_SIZE.
     cfg.TEST.TILE_OVERLAP = 0.25

@@ -65,7 +65,7 @@ def with_recipe(
     device = "cuda" if cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available() else "cpu"
     is_paper, objects = recipe == "paper", objects_of(content) if content else ()
     is_auto = image_size == "auto" or not (image_size or is_paper or given & size_values(1).keys())
-    batch, size, values = cfg.SOLVER.IMS_PER_BATCH, cfg.TEST.TILE_SIZE or cfg.INPUT.MIN_SIZE_TEST, {}
+    batch, size, values = cfg.SOLVER.IMS_PER_BATCH, cfg.INPUT.MIN_SIZE_TEST, {}
     if "SOLVER.IMS_PER_BATCH" not in given:
         batch = batch if is_paper else num_processes * max(_BATCH[device] // num_processes, 1)
         values["SOLVER.GRADIENT_ACCUMULATION_STEPS"] = "auto"
@@ -134,7 +134,7 @@ def size_values(size: int) -> dict[str, Any]:
 def tile_values(size: int) -> dict[str, Any]:
     """Return the config keys, in addition to the image size, of tiles with a side of ``size`` pixels."""
     crop = {"INPUT.CROP.ENABLED": True, "INPUT.CROP.TYPE": "absolute", "INPUT.CROP.SIZE": [size, size]}
-    return crop | {"TEST.TILE_SIZE": size, "INPUT.MIN_SIZE_TEST": 0}
+    return crop | {"TEST.TILE_SIZE": size}
 
 
 def default_model(weights: str, *, is_random: bool) -> str:

@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +163,8 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--tiles", _TILES, type=positive)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
-    arguments |= _tile_values(arguments.pop("tiles"))
+    if tiles := arguments.pop("tiles"):
+        arguments["TEST.TILE_SIZE"] = tiles
     if arguments["predictions"]:
         # The first positional argument is DATA. After --predictions, argparse parses DATA as another PATH.
         paths = [path for path in (arguments["model"], arguments["data"], *arguments["predictions"]) if path]
@@ -187,11 +187,6 @@ def _keywords(parser: ConfigToolParser, words: Sequence[str]) -> dict[str, Any]:
     """Return the arguments, including config keys, as keyword arguments for a function of the library."""
     args = parser.parse_args(words)
     return _options(args) | dict(zip(args.opts[::2], args.opts[1::2], strict=True))
-
-
-def _tile_values(size: int | None) -> dict[str, Any]:
-    """Return the config keys of ``--tiles``."""
-    return {"TEST.TILE_SIZE": size, "INPUT.MIN_SIZE_TEST": 0} if size else {}
 
 
 def _options(args: argparse.Namespace, *others: str) -> dict[str, Any]:
@@ -271,8 +266,8 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     from projects_vil.inference import predict
 
     options = _options(args, "model", "input", "named_input", "output", "tiles")
-    overrides = [*args.opts, *chain.from_iterable(_tile_values(args.tiles).items())]
-    summary = predict(model, source, args.output, overrides=overrides, **options)
+    tiles = ["TEST.TILE_SIZE", args.tiles] if args.tiles else []
+    summary = predict(model, source, args.output, overrides=[*args.opts, *tiles], **options)
     show(*summary.lines)
     if summary.num_skipped:
         sys.exit(2)

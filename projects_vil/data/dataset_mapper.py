@@ -24,7 +24,7 @@ from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 from backbones.errors import check_choice
-from projects_vil.config import is_segmentor
+from projects_vil.config import is_segmentor, with_overrides
 from projects_vil.data.albumentations_pipeline import AlbumentationsAugmentation, build_albumentations
 from projects_vil.data.augmentation import color_augmentation, large_scale_jitter
 from projects_vil.data.detection_utils import (
@@ -82,6 +82,8 @@ class Mapper(DatasetMapper):
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
         if not is_train:
+            if cfg.TEST.TILE_SIZE:
+                cfg = with_overrides(cfg, {"INPUT.MIN_SIZE_TEST": 0})
             return super().from_config(cfg, is_train) | {"num_labels": cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES}
         check_crop(cfg)
         crop, is_label_model = cfg.INPUT.CROP, is_segmentor(cfg)

@@ -251,9 +251,12 @@ def read_for_testing(cfg: CfgNode, path: str | Path, *, image_format: str) -> tu
 
 
 def size_for_testing(cfg: CfgNode, height: int, width: int) -> tuple[int, int]:
-    """Return the height and width after the resize with ``INPUT.MIN_SIZE_TEST`` and ``INPUT.MAX_SIZE_TEST``."""
+    """Return the height and width after the resize with ``INPUT.MIN_SIZE_TEST`` and ``INPUT.MAX_SIZE_TEST``.
+
+    With ``TEST.TILE_SIZE``, images keep their size.
+    """
     short = cfg.INPUT.MIN_SIZE_TEST
-    if not short:
+    if cfg.TEST.TILE_SIZE or not short:
         return height, width
     return T.ResizeShortestEdge.get_output_shape(height, width, short, cfg.INPUT.MAX_SIZE_TEST)
 

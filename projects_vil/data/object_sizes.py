@@ -84,7 +84,8 @@ def choose_size(cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit:
     height, width = objects[:, 4], objects[:, 5]
     for size in sizes:
         scale = np.minimum(size / np.minimum(height, width), LONGER_SIDE * size / np.maximum(height, width))
-        if cfg.TEST.TILE_SIZE:  # tiles of images in their original size
+        if cfg.TEST.TILE_SIZE:
+            # Tiles are cut from images in their original size.
             scale = np.ones_like(height)
         boxes, anchors = objects[:, :4] * scale[:, None], {}
         ious, ladder = _best_ious(cfg, boxes, generator.SIZES, generator.ASPECT_RATIOS[0]), generator.SIZES

@@ -245,20 +245,18 @@ def _fetch(url: str, stop: threading.Event) -> bytes:
     Raises:
         OSError: if all attempts fail. The reason names the last error.
     """
-    protocol, options = url.partition("://")[0], {}
     if stop.is_set():
         raise InterruptedError(errno.EINTR, "the prediction was interrupted", url)
-    for attempt in range(1, NUM_ATTEMPTS + 1):
+    protocol, options = url.partition("://")[0], {}
+    with os_errors(url):
+        if protocol in ("http", "https"):
+            from aiohttp import ClientTimeout  # an optional dependency
+
+            timeout = ClientTimeout(total=REQUEST_TIMEOUT, sock_read=REQUEST_TIMEOUT / 3)
+            options = {"client_kwargs": {"timeout": timeout}}
+    for attempt in itertools.count(1):
         try:
             with os_errors(url):
-                if protocol in ("http", "https"):
-                    from aiohttp import ClientTimeout  # an optional dependency
-
-                    options = {
-                        "client_kwargs": {
-                            "timeout": ClientTimeout(total=REQUEST_TIMEOUT, sock_read=REQUEST_TIMEOUT / 3)
-                        }
-                    }
                 # One request. Opening and reading would be two.
                 return fsspec.filesystem(protocol, **options).cat_file(url)
         except OSError as error:
@@ -268,7 +266,6 @@ def _fetch(url: str, stop: threading.Event) -> bytes:
             # Full jitter: many clients of a busy server do not repeat their requests at the same time.
             if is_final or attempt == NUM_ATTEMPTS or stop.wait(random.uniform(0, 2**attempt)):
                 raise
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _read_size(numbered: tuple[int, ImageSource]) -> tuple[int, int] | None:

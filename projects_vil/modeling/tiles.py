@@ -31,8 +31,7 @@ class TiledDetector(nn.Module):
         model: A GeneralizedRCNN or RetinaNet in eval mode.
 
     Raises:
-        ConfigError: If the model is another one or detects keypoints, if the overlap is not in [0, 0.9], or if
-            ``INPUT.MIN_SIZE_TEST`` is not 0. Tiles are cut from images in their original size.
+        ConfigError: If the model is another one or detects keypoints, or if the overlap is not in [0, 0.9].
     """
 
     def __init__(self, cfg: CfgNode, model: nn.Module) -> None:
@@ -41,8 +40,6 @@ class TiledDetector(nn.Module):
             raise ConfigError("TEST.TILE_SIZE supports a RetinaNet or GeneralizedRCNN without keypoints. Set it to 0.")
         if not 0 <= cfg.TEST.TILE_OVERLAP <= 0.9:
             raise ConfigError(f"TEST.TILE_OVERLAP is {cfg.TEST.TILE_OVERLAP}. It must be from 0 to 0.9.")
-        if cfg.INPUT.MIN_SIZE_TEST:
-            raise ConfigError("TEST.TILE_SIZE needs images in their original size. Set INPUT.MIN_SIZE_TEST 0.")
         self.model, self.side, self.overlap = model, cfg.TEST.TILE_SIZE, cfg.TEST.TILE_OVERLAP
         self.train(model.training)
         head = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS

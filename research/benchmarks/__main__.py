@@ -1,9 +1,10 @@
-"""Run one benchmark: coco-api, dataset-check, predict or roofline.
+"""Run one benchmark: coco-api, dataset-check, predict, roofline or urls.
 
 coco-api       one COCO evaluation with pycocotools and one with faster-coco-eval, on synthetic annotations
 dataset-check  the check of `vil check`, on synthetic annotations
 predict        `vil predict` on synthetic images: single images, batches, bfloat16, shards and Ray workers
 roofline       a lower bound of the time of each model, from the arithmetic and memory rates of the device
+urls           the loading of images from a local server that answers each request after 50 ms
 
 Example:
     python -m research.benchmarks coco-api --images 5000
@@ -47,6 +48,12 @@ def predict(args: argparse.Namespace) -> None:
     write_json(args.json, rows)
 
 
+def urls(args: argparse.Namespace) -> None:
+    from research.benchmarks.prediction import rate_of_urls
+
+    print(f"{rate_of_urls(args.images):.1f} images/s")
+
+
 def roofline(args: argparse.Namespace) -> None:
     from projects_vil.analysis import BenchmarkCase, measure
     from research.benchmarks import roofline
@@ -70,6 +77,7 @@ def _gigabytes(memory: int | None) -> str:
 
 
 BENCHMARKS = {"coco-api": coco_api, "dataset-check": dataset_check, "predict": predict, "roofline": roofline}
+BENCHMARKS["urls"] = urls
 
 
 def main() -> None:

@@ -5,17 +5,23 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
+import cv2
+import numpy as np
 from tabulate import tabulate
 
 from backbones import ConfigError
 from examples.make_shapes_dataset import write_shapes_dataset
+from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded
 
 _RAY = "two Ray workers"
 _INTERVAL = 0.2  # seconds between two memory samples
@@ -94,6 +100,41 @@ def format_predictions(rows: Sequence[dict]) -> str:
         for row, rate in zip(rows, rates, strict=True)
     ]
     return tabulate(table, ["mode", "images/s", "ratio", "start (s)", "memory (GB)"], "github", disable_numparse=True)
+
+
+def rate_of_urls(num_images: int, *, latency: float = 0.05) -> float:
+    """Return the images per second that are loaded from a local server, for small images and without a model.
+
+    Args:
+        num_images: number of images.
+        latency: seconds before the server answers a request.
+    """
+    image = cv2.imencode(".jpg", np.zeros((48, 64, 3), np.uint8))[1].tobytes()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            time.sleep(latency)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(image)))
+            self.end_headers()
+            self.wfile.write(image)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    runner = SimpleNamespace(
+        channels="RGB", sides=(1, None), input_size=lambda *size: size, padded_size=lambda *size: size
+    )
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.socket.listen(256)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        names = (f"http://127.0.0.1:{server.server_port}/{number}.jpg" for number in range(num_images))
+        start = time.monotonic()
+        batches = ImageBatches(ImageSource(name, name, 1) for name in names).batches(runner, 8)
+        loaded = sum(isinstance(item, Loaded) for batch in batches for item in batch)
+        rate = loaded / (time.monotonic() - start)
+        server.shutdown()
+    return rate
 
 
 @contextmanager

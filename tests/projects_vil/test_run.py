@@ -14,6 +14,7 @@ from detectron2.data.datasets import register_coco_instances
 
 from backbones.errors import GENERATOR
 from projects_vil import Run, load_config, train
+from projects_vil.data import Mapper
 from projects_vil.run import evaluate
 from projects_vil.utils import run_lock
 from tests.projects_vil.helpers import CONFIGS, PATIENCE, ROOT, SMALL, message
@@ -47,13 +48,16 @@ def test_training_on_tiles(data):
     keys = {key: value for key, value in KEYS.items() if not key.startswith("INPUT.")}
     run = train(data, config=CONFIGS["retinanet"], epochs=1, tiles=64, **keys)
     cfg = load_config(run.folder / "config.yaml")
-    assert (cfg.TEST.TILE_SIZE, cfg.INPUT.MIN_SIZE_TEST, list(cfg.INPUT.CROP.SIZE)) == (64, 0, [64, 64])
+    assert cfg.TEST.TILE_SIZE == 64 and list(cfg.INPUT.CROP.SIZE) == [64, 64]
     assert list(cfg.INPUT.MIN_SIZE_TRAIN) == [64]
     detector, sizes = run.detector(), []
     detector.runner.detector.backbone.register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].shape[-1]))
     image = cv2.resize(cv2.imread(str(next((data / "val").iterdir()))), (200, 150))
     boxes = detector(image).boxes
     assert len(sizes) > 8 and max(sizes) <= 64 and boxes[:, 2].max() > 64
+    # Images of an evaluation keep their size, too.
+    record = {"file_name": str(next((data / "val").iterdir()))}
+    assert Mapper(cfg, is_train=False)(record)["image"].shape[1:] == cv2.imread(record["file_name"]).shape[:2]
     assert "Remove one" in message(train, data, tiles=64, image_size=64)
 
 

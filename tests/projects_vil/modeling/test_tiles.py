@@ -39,7 +39,7 @@ class FindBlobs(nn.Module):
 
 
 def config(**keys):
-    pairs = {"TEST.TILE_SIZE": 128, "INPUT.MIN_SIZE_TEST": 0, **keys}
+    pairs = {"TEST.TILE_SIZE": 128, **keys}
     return small_config("retinanet", *(str(word) for pair in pairs.items() for word in pair))
 
 
@@ -78,8 +78,7 @@ def test_an_image_of_one_tile_is_not_changed():
 
 
 def test_invalid_keys():
-    segmentor = small_config("semantic_fpn", "TEST.TILE_SIZE", "128", "INPUT.MIN_SIZE_TEST", "0")
+    segmentor = small_config("semantic_fpn", "TEST.TILE_SIZE", "128")
     assert "RetinaNet" in message(TiledDetector, segmentor, FindBlobs())
     overlap = message(TiledDetector, config(**{"TEST.TILE_OVERLAP": 1.0}), FindBlobs())
     assert "TEST.TILE_OVERLAP" in overlap
-    assert "INPUT.MIN_SIZE_TEST 0" in message(TiledDetector, config(**{"INPUT.MIN_SIZE_TEST": 96}), FindBlobs())
