@@ -166,8 +166,9 @@ class ToolParser(argparse.ArgumentParser):
         return self._parse(words)
 
     def _parse(self, words: Sequence[str]) -> argparse.Namespace:
-        # argparse cannot intermix the arguments of subcommands.
-        parse = self.parse_known_args if self._subparsers else self.parse_known_intermixed_args
+        # argparse cannot intermix the arguments of a subcommand or another program.
+        rest = any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in self._actions)
+        parse = self.parse_known_args if rest else self.parse_known_intermixed_args
         parsed, unknown = parse(words)
         if unknown:
             self.error(f"unknown argument '{unknown[0]}'{self._hint(unknown[0])}")
