@@ -172,6 +172,9 @@ class ToolParser(argparse.ArgumentParser):
         parsed, unknown = parse(words)
         if unknown:
             self.error(f"unknown argument '{unknown[0]}'{self._hint(unknown[0])}")
+        for name in ("output", "fix"):
+            if "://" in str(getattr(parsed, name, "")):
+                self.error(f"cannot write to the URL '{getattr(parsed, name)}'. Give a local path")
         return parsed
 
     def section(self, title: str) -> None:

@@ -36,7 +36,7 @@ _TILES = "predict in overlapping tiles of N x N pixels (default: as in training)
 _IMAGES = "folder with the images, if it is not in DATA"
 _DATA = "dataset folder or annotation file: COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA"
 _MODEL = "output directory of a run, checkpoint with config.yaml in its folder, or name in the model zoo"
-_INPUT = "image, folder, video, camera number, URL, list (.txt, .csv, .parquet), or tar files: shards-{000..127}.tar"
+_INPUT = "images, folder, video, camera number, URL, list (.txt, .csv, .parquet), or tar files: shards-{000..127}.tar"
 
 
 # Training and evaluation ---------------------------------------------------------------------------------------------
@@ -245,28 +245,27 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     drawing_help = "processes for drawings (default 0: draw in the main process between batches)"
     parser.add("--draw-workers", drawing_help, type=not_negative)
     args = parser.parse_args(words)
-    if len(args.input) > 1:
-        parser.error("several INPUTs. Give their folder, or a .txt file with one path per line")
     positional = [word for word in (args.model, *args.input) if word]
     model, source, weights = args.config_file, args.named_input, args.weights
     # With weights, a single positional argument is INPUT.
     if model is None and positional and not (weights and source is None and len(positional) == 1):
         model = positional.pop(0)
-    if source is None and positional:
-        source = positional.pop(0)
     model = model or weights
-    if positional:
+    if source and positional:
         parser.error(f"unexpected argument {positional[0]}. Give MODEL or --config-file, and INPUT or --input")
-    if not model or not source:
+    sources = [source] if source else positional
+    if not model or not sources:
         parser.error("MODEL or INPUT is missing. Give both, or --weights and --input")
     parser.require("--track", *("supervision", "trackers") * args.track)
-    parser.check("INPUT", image_source, source)
+    for source in sources:
+        parser.check("INPUT", image_source, source)
     parser.check("MODEL", model_source, model)
 
     from projects_vil.inference import predict
 
     options = _options(args, "model", "input", "named_input", "output", "tiles")
     tiles = ["TEST.TILE_SIZE", args.tiles] if args.tiles else []
+    source = sources[0] if len(sources) == 1 else sources
     summary = predict(model, source, args.output, overrides=[*args.opts, *tiles], **options)
     show(*summary.lines)
     if summary.num_skipped:

@@ -11,7 +11,7 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -29,7 +29,11 @@ _logger = logging.getLogger(__name__)
 
 
 def find_images(
-    source: str | Path, *, exclude: str | Path, column: str | None = None, shard: tuple[int, int] | None = None
+    source: str | Path | Sequence[str],
+    *,
+    exclude: str | Path,
+    column: str | None = None,
+    shard: tuple[int, int] | None = None,
 ) -> Iterator[ImageSource]:
     """Return an iterator over the images of an input. Image ids count from 1.
 
@@ -40,6 +44,7 @@ def find_images(
             hidden files; a ``.txt`` list with one path or URL per line; a ``.csv`` or ``.parquet`` table with a column
             of paths or URLs; or a ``.tar`` or ``.tar.gz`` file of images. Everything but a folder may also be an fsspec
             URL, or a pattern such as ``shards-{000..127}.tar``. Paths in a list or table are relative to its folder.
+            Several images and tar files are a sequence of paths. Their names are relative to their common folder.
         exclude: a folder to skip.
         column: the column of a table. By default the first of ``COLUMNS`` that the table has.
         shard: (i, n) selects shard i, counted from 0, of n disjoint shards. A hash of its name assigns an image to a
@@ -51,7 +56,7 @@ def find_images(
     """
     if shard is not None and not 0 <= shard[0] < shard[1]:
         raise ConfigError(f"Shard {shard[0]}/{shard[1]} does not exist. Count shards from 0, up to {shard[1] - 1}.")
-    images = load_listed(list_paths(str(source), exclude=exclude, column=column), shard)
+    images = load_listed(list_paths(source, exclude=exclude, column=column), shard)
     # Checks the input now.
     first = list(itertools.islice(images, 1))
     if not first and shard is None:
@@ -59,8 +64,10 @@ def find_images(
     return itertools.chain(first, images)
 
 
-def number_of_images(source: str, *, exclude: str | Path) -> int:
-    """Return the number of images in a folder, or 0 if it is unknown: tar files and tables are not read."""
+def number_of_images(source: str | Path | Sequence[str], *, exclude: str | Path) -> int:
+    """Return the number of images in a folder or a sequence, or 0 if it is unknown (tar files and tables)."""
+    if not isinstance(source, (str, Path)):
+        return len(source) * all(suffix_of(path) in IMAGE_SUFFIXES for path in source)
     number, exclude = 0, os.path.realpath(exclude)
     for folder, subfolders, names in os.walk(source):
         if any(suffix_of(name) in ARCHIVES for name in names):
@@ -86,12 +93,23 @@ def suffix_of(path: str) -> str:
     return ".tar.gz" if path.endswith(".tar.gz") else os.path.splitext(path)[1]
 
 
-def list_paths(source: str, *, exclude: str | Path, column: str | None = None) -> Iterator[tuple[str, str]]:
+def list_paths(
+    source: str | Path | Sequence[str], *, exclude: str | Path, column: str | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield the names and paths of the images and tar files of an input; see :func:`find_images`.
 
     Raises:
         ConfigError: if the input does not exist, is a video, or has no images.
     """
+    source = os.fspath(source) if isinstance(source, Path) else source
+    if not isinstance(source, str):
+        for path in source:
+            if suffix_of(path) in LISTS or is_video(path) or ("://" not in path and not os.path.isfile(path)):
+                raise ConfigError(f"'{path}' is not an image or a tar file. Use it as the only input.")
+        local = [os.path.abspath(path) for path in source if "://" not in path]
+        root = os.path.commonpath(map(os.path.dirname, local)) if local else ""
+        yield from ((path if "://" in path else os.path.relpath(path, root), path) for path in source)
+        return
     if is_video(source):
         raise ConfigError(f"Input '{source}' is a video or a stream. {FORMATS}")
     first = next(expand_braces(source), source)

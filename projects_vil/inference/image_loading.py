@@ -38,6 +38,7 @@ PREFETCHED_BATCHES = 2
 NUM_REQUESTS = 64  # URLs that are fetched at the same time
 REQUEST_TIMEOUT = 60.0  # seconds for one HTTP request
 NUM_ATTEMPTS = 4  # of a request that fails for a reason that may be temporary
+TEMPORARY_ERROR = "temporary error: "  # start of the reason of a URL that a resume requests again
 _RETRIED_STATUSES = (408, 425, 429)  # and 500 to 599
 
 
@@ -264,8 +265,10 @@ def _fetch(url: str, stop: threading.Event) -> bytes:
             is_final = isinstance(error.__cause__, (FileNotFoundError, PermissionError, ValueError))
             is_final = is_final or (400 <= status < 500 and status not in _RETRIED_STATUSES)
             # Full jitter: many clients of a busy server do not repeat their requests at the same time.
-            if is_final or attempt == NUM_ATTEMPTS or stop.wait(random.uniform(0, 2**attempt)):
+            if is_final or stop.is_set():
                 raise
+            if attempt == NUM_ATTEMPTS or stop.wait(random.uniform(0, 2**attempt)):
+                raise OSError(error.errno, TEMPORARY_ERROR + error.strerror, error.filename) from error
 
 
 def _read_size(numbered: tuple[int, ImageSource]) -> tuple[int, int] | None:

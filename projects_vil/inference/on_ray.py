@@ -8,17 +8,26 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from backbones import ConfigError
+from backbones.checkpoint_files import atomic_write
 from projects_vil.inference.detector import Detector
-from projects_vil.inference.image_listing import ARCHIVES, list_paths, load_listed, suffix_of
+from projects_vil.inference.image_listing import ARCHIVES, FORMATS, list_paths, load_listed, suffix_of
 from projects_vil.inference.image_loading import BATCHING_WINDOW, ImageBatches
-from projects_vil.inference.parquet_writer import SCHEMA, describe_runner, read_part, schema_of, summarize, to_row
+from projects_vil.inference.parquet_writer import (
+    SCHEMA,
+    describe_runner,
+    failed_rows,
+    read_part,
+    schema_of,
+    summarize,
+    to_row,
+)
 from projects_vil.inference.predict import Summary
 from vil.choices import EXPORT_SUFFIXES
 
@@ -32,7 +41,7 @@ except ImportError as missing:
 
 def predict_on_ray(
     model: str | os.PathLike,
-    source: str | os.PathLike,
+    source: str | Path | Sequence[str],
     output: str | os.PathLike,
     *,
     part_size: int,
@@ -68,7 +77,7 @@ def predict_on_ray(
     """
     if isinstance(model, Detector):
         raise ConfigError("With Ray each worker loads the model. Pass a name or path, not a Detector.")
-    model, source, output = str(model), str(source), Path(output).absolute()
+    model, output = str(model), Path(output).absolute()
     paths = list_paths(source, exclude=output, column=column)
     first = next(paths)
     given = list(options.pop("overrides", ()))
@@ -107,7 +116,10 @@ def predict_on_ray(
     output.mkdir(parents=True, exist_ok=True)
     detected.write_parquet(str(output), schema=schema_of(detector.categories, made_of), min_rows_per_file=part_size)
     files = output.glob("*.parquet")
-    return summarize(output, (parquet.read_table(path, columns=["scores", "error"]) for path in files))
+    summary = summarize(output, (parquet.read_table(path, columns=["scores", "error"]) for path in files))
+    if not summary.num_images + summary.num_skipped:
+        raise ConfigError(f"Input '{source}' has no images. {FORMATS}")
+    return summary
 
 
 class _Worker:
@@ -132,9 +144,14 @@ class _Worker:
 
 
 def _finished(path: Path, made_of: dict[str, str]) -> np.ndarray:
-    """Return the keys of the images in an output file. An incomplete file is deleted."""
-    table = read_part(path, made_of, columns=["file_name"])
+    """Return the keys of the images in an output file. Rows with a temporary error and incomplete files are deleted."""
+    table = read_part(path, made_of, columns=["file_name", "error"])
     if table is not None:
+        if failed := failed_rows(table):
+            table = read_part(path, made_of)
+            table = table.take(np.setdiff1d(np.arange(len(table)), failed))
+            with atomic_write(path) as partial:
+                parquet.write_table(table, partial, write_page_checksum=True)
         return _keys(table["file_name"].to_pylist())
     # Delete only files that Ray has named.
     if not re.fullmatch(r"\w+_\d{6}-\d+\.parquet", path.name):

@@ -14,6 +14,7 @@ from projects_vil.checkpoint import Categories, fingerprint
 from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detections, Detector
 from projects_vil.inference.image_loading import (
+    TEMPORARY_ERROR,
     ImageBatches,
     ImageSource,
     Loaded,
@@ -103,12 +104,17 @@ def read_part(path: Path, made_of: Mapping[str, Any], *, columns: Sequence[str] 
     return table
 
 
+def failed_rows(table: pa.Table) -> list[int]:
+    """Return the positions of the rows whose URL failed for a reason that may be temporary."""
+    return [row for row, error in enumerate(table["error"].to_pylist()) if (error or "").startswith(TEMPORARY_ERROR)]
+
+
 def write_parts(
     detector: Detector,
     images: Iterator[ImageSource],
     output: Path,
     *,
-    source: str,
+    source: str | Sequence[str],
     part_size: int,
     batch_size: int = 1,
     column: str | None = None,
@@ -118,8 +124,9 @@ def write_parts(
 
     The output directory gets the part files ``part-000000.parquet`` and so on. With a shard, their names begin with
     ``shard-0003-of-0016-``. The metadata of each file describes the model and the input. Part files are written
-    atomically. Complete part files are not written again, and the result is identical to an uninterrupted run, byte for
-    byte, with the same batch size and on the same machine. Memory use does not depend on the number of images.
+    atomically. Complete part files are not written again, except for URLs with a temporary error, which are requested
+    again. The result is identical to an uninterrupted run, byte for byte, with the same batch size and on the same
+    machine. Memory use does not depend on the number of images.
 
     Args:
         detector: the detector.
@@ -136,8 +143,9 @@ def write_parts(
         ConfigError: if the output is of another model, input, ``part_size`` or number of shards, or if the images of a
             part have changed.
     """
+    named = source if isinstance(source, str) else f"{len(source)} files"
     made_of = describe_runner(detector.runner) | {
-        "input": without_password(source) if "://" in source else os.path.realpath(source),
+        "input": without_password(named) if named != source or "://" in named else os.path.realpath(named),
         "column": column,
         "part_size": part_size,
         "number of shards": shard and shard[1],
@@ -164,17 +172,32 @@ def write_parts(
                 rows = list(detector.detect(ImageBatches(part_images), convert, batch_size=batch_size))
                 if not rows:
                     return
-                table = pa.Table.from_pylist(rows, schema)
-                with atomic_write(path) as partial:
-                    parquet.write_table(table, partial, write_page_checksum=True)
-            elif [image.name for image in part_images] != table["file_name"].to_pylist():
-                raise ConfigError(
-                    f"The images of '{path}' have changed since it was written. Use the same input, or choose another "
-                    "output directory."
-                )
+                table = write_part(path, rows)
             else:
-                progress.update(len(table))
+                failed = failed_rows(table)
+                names, again = [], []
+                for index, image in enumerate(part_images):
+                    names.append(image.name)
+                    again += [image] * (index in failed)
+                if names != table["file_name"].to_pylist():
+                    raise ConfigError(
+                        f"The images of '{path}' have changed since it was written. Use the same input, or choose "
+                        "another output directory."
+                    )
+                progress.update(len(table) - len(again))
+                if again:
+                    rows = table.to_pylist()
+                    new = detector.detect(ImageBatches(again), convert, batch_size=batch_size)
+                    for index, row in zip(failed, new, strict=True):
+                        rows[index] = row
+                    table = write_part(path, rows)
             yield table
+
+    def write_part(path: Path, rows: list[dict[str, Any]]) -> pa.Table:
+        table = pa.Table.from_pylist(rows, schema)
+        with atomic_write(path) as partial:
+            parquet.write_table(table, partial, write_page_checksum=True)
+        return table
 
     with progress_bar("image") as progress:
         return summarize(output, parts())

@@ -63,7 +63,7 @@ class Summary:
 
 def predict(
     model: Detector | str | os.PathLike,
-    source: str | os.PathLike,
+    source: str | os.PathLike | Sequence[str],
     output: str | os.PathLike,
     *,
     file_format: str | None = None,
@@ -103,7 +103,7 @@ def predict(
     Args:
         model: a detector, or a name or path for :meth:`Detector.load`. With ``ray=True`` a name or path.
         source: see :func:`~projects_vil.inference.image_listing.find_images`. For COCO results also a video file, the
-            number of a camera, or the URL of a stream that OpenCV can open.
+            number of a camera, or the URL of a stream that OpenCV can open. Several images are a sequence of paths.
         output: the output directory, which must not be the output directory of a training run. Earlier results in it
             are replaced, and drawings of other images are kept. If it is inside the input folder, it is not read.
         file_format: ``"coco"`` or ``"parquet"``. By default ``"coco"``, or ``"parquet"`` with Ray.
@@ -150,10 +150,13 @@ def predict(
             raise ConfigError(f"{name} has no effect with {flag}. Leave it out, or use {' or '.join(flags)}.")
     check_whole("batch_size", batch_size)
     check_threshold(score_threshold)
-    source, output = os.fspath(source), Path(output)
+    if "://" in str(output):
+        raise ConfigError(f"Cannot write to the URL '{output}'. Use a local output directory, and copy it to the URL.")
+    source, output = os.fspath(source) if isinstance(source, os.PathLike) else source, Path(output)
+    is_single = isinstance(source, str)
     if (output / CONFIG_FILE).is_file() and weights_of(output) is not None:
         raise ConfigError(f"'{output}' has the config and the weights of a detector. Choose another output directory.")
-    if column is not None and suffix_of(source) not in TABLES:
+    if column is not None and not (is_single and suffix_of(source) in TABLES):
         raise ConfigError(f"column is {column!r}, but '{source}' is not a table. Leave out --column.")
     if track:
         from projects_vil.inference.tracking import Tracker  # needs optional packages
@@ -165,12 +168,14 @@ def predict(
     # The input is checked before the model is loaded.
     images, is_parquet = None, file_format == "parquet"
     if not is_parquet:
-        _check_paths(Path(source), output, annotations and Path(annotations))
+        for path in [source] if is_single else source:
+            _check_paths(Path(path), output, annotations and Path(annotations))
     if save_labels:
         check_output(output / DATASET_FOLDER, save_labels)
-        if not (number_of_images(source, exclude=output) or source.lower().endswith(IMAGE_SUFFIXES)):
+        is_image = is_single and source.lower().endswith(IMAGE_SUFFIXES)
+        if not is_image and not (is_single and number_of_images(source, exclude=output)):
             raise ConfigError(f"--save-labels needs an image, or a folder of images without tar files, not '{source}'.")
-    if is_parquet or not (annotations or is_video(source)):
+    if is_parquet or not (annotations or (is_single and is_video(source))):
         images = find_images(source, exclude=output, column=column, shard=shard)
     detector = model if isinstance(model, Detector) else Detector.load(model, tta=tta, overrides=overrides)
     if is_parquet:
@@ -190,7 +195,9 @@ def predict(
         opened = ImageBatches(images, keep_pixels=drawings)
         opened.total = opened.total or number_of_images(source, exclude=output)
     threshold = SCORE_THRESHOLD if score_threshold is None else score_threshold
-    drawer = _drawer(output / DRAWINGS_FOLDER, source, opened, workers=draw_workers or 0, threshold=threshold)
+    drawer = _drawer(
+        output / DRAWINGS_FOLDER, source if is_single else "", opened, workers=draw_workers or 0, threshold=threshold
+    )
     frame_rate = getattr(opened, "frame_rate", DEFAULT_FRAME_RATE)
     tracker = Tracker(frame_rate=frame_rate, threshold=threshold) if track else None
     labels: list[tuple[dict, list[dict]]] | None = [] if save_labels else None

@@ -161,6 +161,16 @@ def test_large_members_of_a_tar_file_are_not_read(photos, monkeypatch):
         large.read_size()
 
 
+def test_several_files(photos, monkeypatch):
+    monkeypatch.chdir(photos / "in")
+    paths = ["a.b/z.png", str(photos / "in/a.png"), "../shard-09.tar"]
+    names = ["in/a.b/z.png", "in/a.png", "shard-09.tar/a/x.jpg", "shard-09.tar/b.bmp"]
+    assert [image.name for image in find_images(paths, exclude=photos)] == names
+    assert number_of_images(paths[:2], exclude=photos) == 2 and number_of_images(paths, exclude=photos) == 0
+    for path in ("a", "absent.png", "../list.txt"):
+        assert f"'{path}' is not an image or a tar file" in message(find_images, ["a.png", path], exclude=photos)
+
+
 def test_links_to_folders_are_skipped_with_a_warning(photos, caplog):
     (photos / "in/a/up").symlink_to(photos / "in", target_is_directory=True)
     assert list(found(photos / "in").values()) == list(HEIGHTS.values())

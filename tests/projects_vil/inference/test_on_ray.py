@@ -1,10 +1,13 @@
 """Prediction on a local Ray cluster with two workers: the rows are the same as without Ray, also after failures."""
 
+import functools
+import http.server
 import os
 import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 
 import numpy as np
@@ -153,3 +156,23 @@ def test_workers_take_the_gpus_of_a_cluster(name, inputs, cluster, trained_run, 
     for options, named in (({"num_workers": (3, 3)}, "room for 2"), ({"device": "cpu"}, "room for 0")):
         with pytest.raises(ConfigError, match=named):
             predict_on_ray(trained_run, inputs / name, tmp_path / "other", **options)
+
+
+def test_temporary_errors_are_predicted_again(inputs, cluster, trained_run, tmp_path):
+    """The server is down in the first run."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=inputs)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler, bind_and_activate=False)
+    server.server_bind()
+    paths = [str(inputs / "photos/00.png"), f"http://127.0.0.1:{server.server_address[1]}/photos/01.png"]
+    assert predict_on_ray(trained_run, paths, tmp_path / "out").num_skipped == 1
+    assert "temporary error" in rows_of(tmp_path / "out")[paths[1]]["error"]
+    server.server_activate()
+    with server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert predict_on_ray(trained_run, paths, tmp_path / "out").num_images == 2
+        server.shutdown()
+    assert rows_of(tmp_path / "out").keys() == {"00.png", paths[1]}
+    with tarfile.open(tmp_path / "empty.tar", "w") as tar:
+        tar.add(inputs / "list.txt", "list.txt")
+    with pytest.raises(ConfigError, match="has no images"):
+        predict_on_ray(trained_run, tmp_path / "empty.tar", tmp_path / "other")

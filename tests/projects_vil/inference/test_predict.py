@@ -386,6 +386,11 @@ def test_invalid_arguments(tmp_path, source, output, options, named):
     assert "\n" not in str(caught.value) and sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_url_is_no_output():
+    with pytest.raises(ConfigError, match="Cannot write to the URL 's3://bucket/out'"):
+        run_on("in", "s3://bucket/out")
+
+
 # The tool
 
 

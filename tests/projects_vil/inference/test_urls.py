@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from projects_vil.inference import image_loading
+from projects_vil import Detector
+from projects_vil.inference import image_loading, predict
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Skipped
 from tests.projects_vil.inference.conftest import Server
 from tests.projects_vil.inference.helpers import BrightHalfRunner, picture, save
@@ -41,3 +42,27 @@ def test_only_errors_that_may_be_temporary_are_tried_again(served, tmp_path, mon
     assert [Server.requests[f"/{name}"] for name in names] == [2, 1, 2, image_loading.NUM_ATTEMPTS]
     assert "missing.png" in items[1].reason and "Timeout" in items[3].reason
     assert not any("secret" in item.reason for item in items[1:])
+
+
+def test_a_resume_predicts_urls_with_a_temporary_error_again(served, tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(image_loading, "NUM_ATTEMPTS", 1)
+    names = ["a.png", "flaky/b.png", "missing.png"]
+    for name in names[:2]:
+        save(tmp_path / name, picture(40, 60))
+    (tmp_path / "list.txt").write_text("\n".join(f"{served}/{name}" for name in names))
+    runs = []
+    for _ in range(3):
+        runner = BrightHalfRunner()
+        output = tmp_path / "out"
+        predict(Detector(runner), tmp_path / "list.txt", output, file_format="parquet", part_size=4)
+        (path,) = output.glob("*.parquet")
+        rows = parquet.read_table(path).to_pylist()
+        runs.append((sum(map(len, runner.batches)), [(row["error"] or "ok").split(":")[0] for row in rows]))
+        assert [row["file_name"].rpartition("/")[2] for row in rows] == ["a.png", "b.png", "missing.png"]
+    is_missing = runs[0][1][2]
+    assert runs == [
+        (1, ["ok", "temporary error", is_missing]),
+        (1, ["ok", "ok", is_missing]),
+        (0, ["ok", "ok", is_missing]),
+    ]
