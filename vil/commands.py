@@ -649,20 +649,20 @@ def _draw_offsets(args: argparse.Namespace) -> list[str]:
 
 
 def _draw_results(args: argparse.Namespace) -> list[str]:
-    """Draw the predictions of a run next to the ground truth, and print its metrics and files."""
+    """Draw the predictions of a run next to the ground truth."""
     from projects_vil.config import load_config
     from projects_vil.data import load_dataset, register_datasets
-    from projects_vil.visualization import draw_results, predictions_file, summarize_run
+    from projects_vil.visualization import draw_results, predictions_file
 
     run = Path(args.run)
     cfg = load_config(run / "config.yaml", args.opts)
     register_datasets(cfg)
     dataset = args.dataset or next(iter(cfg.DATASETS.TEST), "")
-    records = load_dataset(cfg, [dataset], train=False)
     drawing = Path(args.output) if args.output else run / "predictions.png"
     options = {"num_images": args.num_images, "score_threshold": args.score_threshold}
+    records = load_dataset(cfg, [dataset], train=False)
     draw_results(dataset, records, predictions_file(run, dataset), drawing, **options)
-    return summarize_run(run, dataset, num_images=len(records), drawing=drawing)
+    return [f"wrote {drawing}"]
 
 
 def examples(parser: ToolParser, words: Sequence[str]) -> None:

@@ -7,5 +7,4 @@ from projects_vil.visualization.predictions import (
     draw_results,
     draw_samples,
     predictions_file,
-    summarize_run,
 )

@@ -1,4 +1,4 @@
-"""Draw training samples, and predictions next to the ground truth, and summarize the results of a run."""
+"""Draw training samples, and predictions next to the ground truth."""
 
 import logging
 from collections.abc import Sequence
@@ -12,10 +12,9 @@ from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from detectron2.structures import BitMasks, BoxMode
 
-from backbones.errors import ConfigError, check_whole, counted
+from backbones.errors import ConfigError, check_whole
 from projects_vil.config import is_panoptic, is_segmentor, with_overrides
 from projects_vil.data import IGNORED_LABEL, build_train_loader, label_reader, load_dataset, read_image
-from projects_vil.evaluation import EVALUATION_FILE
 from projects_vil.utils import read_json
 from projects_vil.visualization.drawing import (
     DRAW_THRESHOLD,
@@ -114,24 +113,6 @@ def predictions_file(run: Path, dataset_name: str) -> Path:
     name = "sem_seg_predictions.json" if is_sem_seg else "coco_instances_results.json"
     own = run / "inference" / dataset_name / name
     return own if own.exists() else run / "inference" / name
-
-
-def summarize_run(run: Path, dataset_name: str, *, num_images: int, drawing: Path) -> list[str]:
-    """Return two lines: the AP or mIoU on a dataset, and the paths of the results.
-
-    Raises:
-        ConfigError: if ``evaluation.json`` is missing, is damaged, or has no results on the dataset.
-    """
-    results = read_json(run / EVALUATION_FILE)
-    if dataset_name not in results:
-        raise ConfigError(f"'{run / EVALUATION_FILE}' has no results on {dataset_name!r}. Run 'vil eval {run}'.")
-    parts = []
-    for task, label, metric in (("bbox", "box ", "AP"), ("segm", "mask ", "AP"), ("sem_seg", "", "mIoU")):
-        if task in results[dataset_name]:
-            value = results[dataset_name][task][metric]
-            parts.append(f"{label}{metric} {'undefined' if value is None else f'{value:.1f}'}")
-    summary = f"{'   '.join(parts)}   ({dataset_name}, {counted(num_images, 'image')})"
-    return [summary, f"results in {run}, predictions drawn in {drawing}"]
 
 
 def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: int | None = None) -> list[Path]:

@@ -25,7 +25,6 @@ from projects_vil.visualization import (
     draw_instances,
     draw_results,
     draw_samples,
-    summarize_run,
     write_image,
 )
 from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH
@@ -131,20 +130,6 @@ def test_a_drawing_may_be_replaced_by_a_later_one(tmp_path, name):
     with Image.open(tmp_path / name) as opened:
         assert GENERATOR in str(opened.info)
         np.testing.assert_allclose(np.asarray(opened), image, atol=0 if name.endswith("png") else 10)
-
-
-def test_summary_of_a_run(tmp_path):
-    options = {"num_images": 100, "drawing": tmp_path / "predictions.png"}
-    for tasks, line in (
-        ({"bbox": {"AP": 63.14}, "segm": {"AP": None}}, "box AP 63.1   mask AP undefined   (val, 100 images)"),
-        ({"sem_seg": {"mIoU": 41.26, "pACC": 90.0}}, "mIoU 41.3   (val, 100 images)"),
-    ):
-        (tmp_path / "evaluation.json").write_text(json.dumps({"val": tasks}))
-        first, second = summarize_run(tmp_path, "val", **options)
-        assert first == line and str(tmp_path / "predictions.png") in second
-    for content in ("{", '{"other": {"bbox": {"AP": 1}}}'):
-        (tmp_path / "evaluation.json").write_text(content)
-        assert "evaluation.json" in message(summarize_run, tmp_path, "val", **options)
 
 
 def test_class_names_are_not_math_text():
