@@ -17,7 +17,6 @@ from detectron2.evaluation import inference_on_dataset
 from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
-from projects_vil.checkpoint import fingerprint
 from projects_vil.data import build_test_loader, read_image, size_for_testing
 from projects_vil.evaluation import build_evaluator
 from projects_vil.export.formats import FORMATS, check_onnx
@@ -258,7 +257,6 @@ def check_export(
         "images": rows,
         "latency": measure_latency(eager, lambda image: model.run_each([image])[0], images[0]),
         "versions": model.metadata["versions"],
-        "fingerprint": fingerprint(cfg, reference),
         "accept_drop": accept_drop,
     }
     if model.file_format == "onnx":
