@@ -65,6 +65,7 @@ class Format:
         precisions: the supported precisions.
         packages: the packages that writing needs, from the extra of the same name as the format. The metadata records
             their versions.
+        runtime: the package that runs the file.
         uses_torch_export: whether the file is written from a ``torch.export`` program.
         shortest_side: the smallest image side in pixels; ``None`` for the limit of ``export_sides``.
         extra_suffixes: suffixes of further files of a model, in place of ``suffix``.
@@ -77,6 +78,7 @@ class Format:
     embed: Callable[[Path, dict], None]
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
     packages: tuple[str, ...] = ()
+    runtime: str = "torch"
     uses_torch_export: bool = False
     shortest_side: int | None = None
     extra_suffixes: tuple[str, ...] = ()
@@ -303,17 +305,13 @@ def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path, *, 
         onnx_program.save(str(path), external_data=False)
 
 
-def _onnx_session(path: Path, providers: Sequence[str]):
+def _load_onnx(path: Path) -> Loaded:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
-    return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
-
-
-def _load_onnx(path: Path) -> Loaded:
-    session = _onnx_session(path, ["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
 
     def run(images: Tensor) -> tuple[Tensor, ...]:
@@ -357,30 +355,21 @@ def _properties(metadata: dict) -> dict[str, str]:
     return {key: str(value) for key, value in known.items()} | {_METADATA_KEY: json.dumps(metadata)}
 
 
-def check_onnx(path: Path) -> dict:
-    """Check that an ONNX file is valid and portable, and describe it.
-
-    Returns:
-        ``operators``: counts of operator types, most frequent first. ``providers``: the execution providers of
-        onnxruntime that load the file on this machine.
+def check_onnx(path: Path) -> dict[str, int]:
+    """Check that an ONNX file is valid and portable, and return the counts of its operators, most frequent first.
 
     Raises:
         RuntimeError: If the file has operators outside the ONNX standard.
         onnx.checker.ValidationError, onnx.shape_inference.InferenceError: If the file is not valid.
     """
     import onnx
-    import onnxruntime
 
     model = onnx.load(path)
     other = {f"{node.domain}.{node.op_type}" for node in model.graph.node if node.domain not in ("", "ai.onnx")}
     if other or model.functions:
         raise RuntimeError(f"{path.name} has operators outside the ONNX standard: {other or model.functions}")
     onnx.checker.check_model(model, full_check=True)
-    available = onnxruntime.get_available_providers()
-    return {
-        "operators": dict(Counter(node.op_type for node in model.graph.node).most_common()),
-        "providers": [name for name in available if name in _onnx_session(path, [name]).get_providers()],
-    }
+    return dict(Counter(node.op_type for node in model.graph.node).most_common())
 
 
 # -- OpenVINO --------------------------------------------------------------------------------------
@@ -466,6 +455,7 @@ FORMATS: dict[str, Format] = {
         # Opset 20 has no bfloat16 convolutions.
         precisions=("fp32", "fp16", "int8"),
         packages=("onnx", "onnxscript", "onnxruntime"),
+        runtime="onnxruntime",
         uses_torch_export=True,
     ),
     "aot_inductor": Format(
@@ -483,6 +473,7 @@ FORMATS: dict[str, Format] = {
         _embed_in_openvino,
         precisions=("fp32", "fp16", "int8"),
         packages=("openvino",),
+        runtime="openvino",
         extra_suffixes=(".bin",),
         options=_OPENVINO_OPTIONS,
     ),

@@ -1,5 +1,6 @@
 """Run exported files in their own runtimes, and convert their outputs to detectron2's ``Instances``."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from backbones import ConfigError
 from backbones.errors import check_file
 from projects_vil.export.formats import format_of, load_model
-from projects_vil.export.metadata import check_sides, read_metadata, select_metadata
+from projects_vil.export.metadata import check_sides, metadata_path, read_metadata
 from projects_vil.export.traceable import unpad_detections
 
 
@@ -39,7 +40,9 @@ class ExportedModel:
         # Read first: its SHA-256 detects a damaged file, which can crash a runtime.
         metadata = read_metadata(self.path)
         self._run, embedded = load_model(self.path)
-        self.metadata = select_metadata(self.path, metadata, embedded)
+        if metadata is None and embedded is None:
+            check_file(metadata_path(self.path), "file", key=f"the metadata of {path}")
+        self.metadata = json.loads(embedded) if metadata is None else metadata
         self.output_names = tuple(output["name"] for output in self.metadata["outputs"])
         self.batched = self.metadata["input"]["batched"]
         self.dtype = getattr(torch, self.metadata["input"]["dtype"])

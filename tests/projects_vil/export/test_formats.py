@@ -104,7 +104,7 @@ def test_equals_eager_at_any_size(written, file_format, name, options):
 def check_onnx_file(model: ExportedModel) -> None:
     import onnx
 
-    assert "CPUExecutionProvider" in check_onnx(model.path)["providers"]
+    assert check_onnx(model.path)["Conv"] >= 4
     contents = onnx.load(model.path, load_external_data=False)
     assert [(entry.domain, entry.version) for entry in contents.opset_import if not entry.domain] == [("", OPSET)]
     assert not any(tensor.external_data for tensor in contents.graph.initializer)

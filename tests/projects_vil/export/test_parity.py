@@ -125,9 +125,10 @@ def test_differences_of_values(name):
 )
 def test_a_difference_has_advice(theirs, precision, expected):
     latency = {"height": 1, "width": 2, "exported_ms": 1.0, "eager_ms": 1.0, "ratio": 1.0, "threads": 1}
-    facts = {"file": "model.ts", "opset": None, "precision": precision, "bytes": 1, "tolerances": TOLERANCES[precision]}
+    facts = {"file": "model.ts", "runtime": "torch 2", "opset": None, "precision": precision, "bytes": 1}
     found = row(FOUND, theirs, precision) | {"height": 1, "width": 2}
-    text = describe_report({**facts, "images": [found], "latency": latency})
+    facts |= {"images": [found], "latency": latency, "tolerances": TOLERANCES[precision]}
+    text = describe_report(facts)
     assert re.search(f"NOT EQUAL means that {expected}", text) if expected else "NOT EQUAL" not in text
 
 
