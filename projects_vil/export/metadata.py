@@ -2,7 +2,6 @@
 
 import datetime
 import hashlib
-import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from backbones import ConfigError
 from backbones.errors import check_file
 from projects_vil.checkpoint import Categories, versions
 from projects_vil.config import detector_name
-from projects_vil.export.formats import FORMATS, OPSET
+from projects_vil.export.formats import FORMATS, OPSET, package_version
 from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
 from projects_vil.utils import read_json
@@ -148,7 +147,7 @@ def describe_model(
         "weights": Path(weights).name,
         "versions": versions()
         | {"torchvision": torchvision.__version__}
-        | {name: importlib.metadata.version(name) for name in entry.packages},
+        | {name: package_version(name) for name in entry.packages},
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 

@@ -21,6 +21,7 @@ class ExportedModel:
 
     Args:
         path: the exported file.
+        device: ``"cpu"``, or ``"cuda"`` for an ONNX file.
 
     Attributes:
         file_format: a key of ``FORMATS``.
@@ -30,16 +31,17 @@ class ExportedModel:
         dtype: the dtype of the input.
 
     Raises:
-        ConfigError: If the file is missing or damaged, has no metadata, or its runtime is not installed.
+        ConfigError: If the file is missing or damaged, has no metadata, or its runtime is not installed or cannot
+            use the device.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, device: str | torch.device = "cpu") -> None:
         self.path = Path(path)
         self.file_format = format_of(self.path)
         check_file(self.path, "file")
         # Read first: its SHA-256 detects a damaged file, which can crash a runtime.
         metadata = read_metadata(self.path)
-        self._run, embedded = load_model(self.path)
+        self._run, embedded = load_model(self.path, device=device)
         if metadata is None and embedded is None:
             check_file(metadata_path(self.path), "file", key=f"the metadata of {path}")
         self.metadata = json.loads(embedded) if metadata is None else metadata
