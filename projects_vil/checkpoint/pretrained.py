@@ -288,10 +288,8 @@ def weights_of_timm(
     try:
         weights = backbone.pretrained_weights(classifier)
     except ConfigError as error:
-        hint = "Set MODEL.WEIGHTS to a file, or leave out the tag to start from random weights."
-        hint = hint if classifier is None else "Use a checkpoint of this model."
-        message = f"'{source}' has no weights for {backbone.variant}: {error}"
-        raise ConfigError(f"{message} {hint}") from error
+        message = f"'{source}' has no weights for {backbone.variant}: {error} Set MODEL.WEIGHTS to a checkpoint of it."
+        raise ConfigError(message) from error
     cfg = timm.get_pretrained_cfg(backbone.name)
     image = InputFormat("RGB", *(tuple(255 * value for value in values) for values in (cfg.mean, cfg.std)))
     model = {f"{BACKBONE_PREFIX}{name}": tensor for name, tensor in weights.items()}

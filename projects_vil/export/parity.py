@@ -302,20 +302,17 @@ def _advice(report: dict) -> list[str]:
     rows = [row for row in report["images"] if row["ok"] is False]
     if not rows:
         return []
-    number, total = (sum(row[name] for row in rows) for name in ("changed", "pairs"))
     # Suppression in the other order replaces a box by a box with nearly the same score.
     if not any(row["unmatched"] for row in rows) and all(
         row["scores"] <= report["tolerances"]["scores"] and 2 * row["changed"] <= row["pairs"] for row in rows
     ):
+        number, total = (sum(row[name] for row in rows) for name in ("changed", "pairs"))
         meaning = f"{number} of {total} detections have the same score but another box or mask"
         cause = "Non-maximum suppression may have kept the other one of two overlapping boxes with equal scores."
         advice = f"{cause} To make sure, compare AP (--evaluate) or use other images (--parity-images)."
-    elif report["precision"] != "fp32":
-        meaning = f"precision {report['precision']} changes more detections than the tolerances allow"
-        advice = "Use --precision fp32, or compare AP (--evaluate)."
     else:
-        meaning = "the exported model has other detections than the detector"
-        advice = "Do not use the file. Try another --format, and report this as a bug."
+        meaning = f"the exported model has other detections than the detector, in precision {report['precision']}"
+        advice = "Do not use the file, unless AP agrees (--evaluate). Try another --format or --precision fp32."
     return [f"NOT EQUAL means that {meaning}. {advice}"]
 
 
