@@ -22,12 +22,13 @@ from projects_vil.checkpoint import load_detector
 from projects_vil.config import with_overrides
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import FORMATS, check_format
-from projects_vil.export.metadata import check_sides, describe_model, digest_of, metadata_path
+from projects_vil.export.metadata import describe_model, digest_of, metadata_path
 from projects_vil.export.parity import check_export, example_image, parity_images
 from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, quantize
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.traceable import make_exportable
 from projects_vil.utils import atomic_folder, check_output_folder, deferred_signals
+from vil.choices import INPUT_DTYPES
 
 # The dtypes of the network. An int8 file is quantized from fp32.
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
@@ -86,16 +87,10 @@ def export_detector(
     """
     check_format(file_format)
     entry, is_int8 = FORMATS[file_format], precision == "int8"
-    check_choice("input_dtype", input_dtype, ("uint8", "float32"))
-    if precision not in entry.precisions:
-        supported = ", ".join(entry.precisions)
-        raise ConfigError(f"precision {precision} is not supported by {file_format}. Use one of {supported}.")
+    check_choice("input_dtype", input_dtype, INPUT_DTYPES)
+    check_choice(f"precision of format {file_format}", precision, entry.precisions)
     if opset is not None and file_format != "onnx":
         raise ConfigError(f"opset has no effect on {file_format}. Leave it out, or use format onnx.")
-    if size is not None and file_format == "torchscript":
-        raise ConfigError(
-            "image_size has no effect: TorchScript files accept any size. Leave it out, or use another format."
-        )
     evaluate = evaluate or is_int8
     if size is not None and evaluate:
         raise ConfigError(
@@ -117,8 +112,6 @@ def export_detector(
     exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
     facts = {"precision": precision, "input_dtype": input_dtype, "weights": weights, "opset": opset}
     metadata = describe_model(cfg, exportable, categories, file_format, **facts)
-    for image, file in zip(compared, images or ["INPUT.MIN_SIZE_TEST"] * len(compared), strict=True):
-        check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file))
 
     def as_input(image: Tensor) -> Tensor:
         image = image.to(getattr(torch, input_dtype))

@@ -53,8 +53,6 @@ TABLE = """
 FAULTS = {
     "absent": "404",
     "page": "is not a PyTorch checkpoint",
-    "empty": "empty",
-    "without_end": "is truncated",
     "broken_off": "incomplete.*out of",
     "stalled": "timed out",
 }
@@ -71,17 +69,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if name == "absent":
             self.send_error(404)
             return
-        whole = server.files.get(name)
-        body = b"PK" + bytes(100_000) if whole is None else whole
+        body = server.files.get(name, bytes(100_000))
         self.send_response(200)
-        if name == "without_end":
-            body = server.files["classifier"][:-5000]
-            self.send_header("Connection", "close")
-        else:
-            self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        is_whole = whole is not None or name == "without_end"
-        self.wfile.write(body if is_whole else body[:5000])
+        self.wfile.write(body if name in server.files else body[:5000])
         if name == "stalled":
             self.wfile.flush()
             server.released.wait()
@@ -111,7 +103,7 @@ def server(tmp_path, monkeypatch, detector_file):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     classifier = layouts.vision_longformer(float32(official_state_dict(relative_bias=True)))
     server.files = {"detector": detector_file, "classifier": saved(tmp_path, classifier)}
-    server.files |= {"page": b"<html>Public access is not permitted</html>", "empty": b""}
+    server.files["page"] = b"<html>Public access is not permitted</html>"
     server.requests, server.released = [], threading.Event()
     table = TABLE.format(port=server.server_address[1])
     (tmp_path / "zoo.yaml").write_text(table + "".join(f"    {name}: [{VARIANT}, ~, 1, {name}]\n" for name in FAULTS))

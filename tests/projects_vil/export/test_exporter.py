@@ -78,7 +78,6 @@ def test_a_fixed_size(exported):
     [
         ({"file_format": "onnx", "precision": "bf16"}, (), "bf16"),
         ({"input_dtype": "uint16"}, (), "uint16"),
-        ({"size": (96, 128)}, (), "size"),
         ({"file_format": "openvino", "precision": "int8"}, ("DATASETS.TRAIN", "()"), "DATASETS.TRAIN"),
         ({"file_format": "onnx", "size": (16, 128)}, (), "16 x 128"),
         ({"file_format": "onnx", "size": (96, 128), "evaluate": True}, (), "size"),
