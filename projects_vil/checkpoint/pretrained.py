@@ -41,8 +41,6 @@ from projects_vil.modeling import TimmBackbone
 BACKBONE_PREFIX = "backbone.bottom_up.net."
 _ANCHORS = 9  # per position, in the official RetinaNets
 
-# Options that the config of a detector needs in addition to its variant
-_CONFIG_OPTIONS = ("max_img_size", "position_interpolation", "global_tokens", "shared_projections")
 _MMSEGMENTATION_PARTS = ("neck", "decode_head", "auxiliary_head")
 _BIAS_TABLE = "attn.local_relative_position_bias_table"
 _CONFIG_BUFFER = re.compile(
@@ -101,13 +99,13 @@ class ConvertedCheckpoint:
             for name, reason in getattr(self.report, action).items():
                 names_of[reason].append(name)
             lines += [f"{action}: {first_of(names, 1)}: {reason}" for reason, names in names_of.items()]
-        needed = {key: value for key, value in self.options.items() if key in _CONFIG_OPTIONS}
-        if needed:
-            overrides = [f"MODEL.TRANSFORMER.{key.upper()} {shlex.quote(str(value))}" for key, value in needed.items()]
-            lines.append(f"load it with {' '.join(overrides)}")
+        options = self.options.items()
         if "num_classes" in self.options:
-            arguments = "".join(f", {key}={value}" for key, value in self.options.items())
+            arguments = "".join(f", {key}={value!r}" for key, value in options)
             lines.append(f"load it with create_classifier({self.contents[METADATA_KEY]['variant']!r}{arguments})")
+        elif options:
+            overrides = [f"MODEL.TRANSFORMER.{key.upper()} {shlex.quote(str(value))}" for key, value in options]
+            lines.append(f"load it with {' '.join(overrides)}")
         return lines
 
     def as_json(self) -> dict[str, object]:

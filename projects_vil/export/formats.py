@@ -305,8 +305,8 @@ def _load_onnx(path: Path, *, device: str = "cpu") -> Loaded:
     provider = session.get_providers()[0]
     if provider not in _PROVIDERS[kind]:
         raise ConfigError(
-            f"onnxruntime cannot run '{path}' on device {device}. Install onnxruntime-gpu instead of onnxruntime, with "
-            "its CUDA and cuDNN libraries, or use device cpu."
+            f"Device {device} cannot run '{path}' in this onnxruntime. Install onnxruntime-gpu instead of onnxruntime, "
+            "with its CUDA and cuDNN libraries, or use device cpu."
         )
     _logger.info("%s runs in onnxruntime %s with %s", path, onnxruntime.__version__, provider)
     name = session.get_inputs()[0].name

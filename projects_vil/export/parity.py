@@ -192,13 +192,13 @@ def eager_detections(detector: nn.Module, image: Tensor) -> dict[str, Tensor]:
 
 def measure_latency(reference: DetectFn, exported: DetectFn, image: Tensor) -> dict[str, float]:
     """Return the median milliseconds of both on one image, run alternately, and the speedup of the exported model."""
-    times: list[list[float]] = [[], []]
+    times: dict[DetectFn, list[float]] = {reference: [], exported: []}
     for _ in range(1 + 5):
-        for detector, own in zip((reference, exported), times, strict=True):
+        for detector, own in times.items():
             start = time.perf_counter()
             detector(image)
             own.append(1000 * (time.perf_counter() - start))
-    eager, ours = (statistics.median(own[1:]) for own in times)  # without the warm-up
+    eager, ours = (statistics.median(own[1:]) for own in times.values())  # without the warm-up
     return {
         "eager_ms": round(eager, 3),
         "exported_ms": round(ours, 3),
