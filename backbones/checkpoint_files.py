@@ -24,9 +24,8 @@ STATE_DICT_KEYS = ("model", "net", "state_dict")
 SUFFIXES = (".pth", ".safetensors")
 # What to do about a damaged file.
 _GET_AGAIN = "Download or copy it again."
-# Keys in the header of a safetensors file: the other contents as JSON, and the digest. The JSON has the versions of the
-# modules whose state dict is not of version 1.
-_METADATA, _DIGEST, _VERSIONS = "vil-detectron2", "sha256", "module_versions"
+# Keys in the header of a safetensors file: the other contents as JSON, and the digest.
+_METADATA, _DIGEST = "vil-detectron2", "sha256"
 # Swin and LIT save a yacs config next to the weights; DeiT, LIT-Ti and timm save their arguments. They load as dicts.
 _SETTINGS: list[Any] = [(OrderedDict, "yacs.config.CfgNode"), (OrderedDict, "argparse.Namespace")]
 
@@ -91,14 +90,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     state_dict = state_dict_of(loaded) if isinstance(loaded, dict) else None
     if state_dict is None or not all(isinstance(name, str) for name in state_dict):
         raise ConfigError(f"'{path}' has no state dict of a model. Use the weights of a model.")
-    for name, tensor in state_dict.items():
-        if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
-            raise ConfigError(f"'{name}' in '{path}' is not a dense tensor with values. Save a dense tensor.")
-        # An expanded tensor stores one value for any number of elements.
-        if isinstance(tensor, Tensor) and tensor.nbytes > path.stat().st_size:
-            raise ConfigError(
-                f"'{name}' in '{path}' has {tensor.nbytes:,} bytes, more than the file. Save a copy of it."
-            )
     return loaded
 
 
@@ -114,21 +105,17 @@ def state_dict_of(contents: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
 def write_checkpoint(path: str | Path, contents: Mapping[str, Any]) -> None:
     """Write ``{"model": state dict, ...}`` atomically. The suffix of ``path`` selects the format.
 
-    A safetensors file stores the other contents as JSON in its header. Module versions of the state dict are kept.
+    A safetensors file stores the other contents as JSON in its header.
 
     Raises:
         ConfigError: if the suffix is unknown or the file cannot be written.
     """
     path = Path(path)
     check_writable(path)
-    # Modules use these versions to load weights of an older format.
-    stored = getattr(contents["model"], "_metadata", None) or {}
-    versions = {name: data["version"] for name, data in stored.items() if data and data.get("version", 1) != 1}
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in contents["model"].items()}
-    others = {key: value for key, value in contents.items() if key != "model"}
     with atomic_write(path) as partial:
         if path.suffix == ".safetensors":
-            header = json.dumps(others | ({_VERSIONS: versions} if versions else {}))
+            header = json.dumps({key: value for key, value in contents.items() if key != "model"})
             partial.touch()
             mode = partial.stat().st_mode
             digest = digest_of_tensors(tensors, header)
@@ -136,7 +123,7 @@ def write_checkpoint(path: str | Path, contents: Mapping[str, Any]) -> None:
             partial.chmod(mode)  # safetensors lets only the owner read the file.
         else:
             with partial.open("wb") as file:
-                torch.save({"model": _with_versions(tensors, versions), **others}, file)
+                torch.save({**contents, "model": tensors}, file)
 
 
 @contextlib.contextmanager
@@ -206,21 +193,13 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
             metadata = file.metadata() or {}
         header = metadata.get(_METADATA, "{}")
         others = dict(json.loads(header))
-        versions = {name: int(version) for name, version in others.pop(_VERSIONS, {}).items()}
     except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"'{path}' is not a safetensors file: {reason}. {_GET_AGAIN}") from error
     # Files of other programs have no digest.
     if _METADATA in metadata and metadata.get(_DIGEST, "") not in ("", digest_of_tensors(tensors, header)):
         raise ConfigError(f"'{path}' is damaged: its tensors do not match its digest. {_GET_AGAIN}")
-    return others | {"model": _with_versions(tensors, versions)}
-
-
-def _with_versions(tensors: Mapping[str, Tensor], versions: Mapping[str, int]) -> OrderedDict[str, Tensor]:
-    state_dict = OrderedDict(tensors)
-    metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())
-    state_dict._metadata = metadata  # type: ignore[attr-defined]  # read by torch, but not declared by OrderedDict
-    return state_dict
+    return others | {"model": tensors}
 
 
 def digest_of_tensors(tensors: Mapping[str, Tensor], header: str) -> str:

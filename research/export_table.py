@@ -31,7 +31,6 @@ from projects_vil import load_config
 from projects_vil.checkpoint import load_detector
 from projects_vil.export import (
     FORMATS,
-    PRECISIONS,
     ExportedModel,
     check_format,
     compare_detections,
@@ -43,6 +42,7 @@ from projects_vil.export import (
 )
 from projects_vil.utils import peak_in_new_process
 from vil.arguments import ConfigToolParser, output_file, positive, run_tool, write_json
+from vil.choices import PRECISIONS
 
 CONFIGS = Path(__file__).parents[1] / "configs/demo"
 FAMILIES = ("vil", "ls", "lit", "cvt")

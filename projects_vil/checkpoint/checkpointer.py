@@ -30,7 +30,7 @@ from projects_vil.checkpoint.categories import (
     is_predictor,
     known_categories,
 )
-from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, differing_options, input_format
+from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, InputFormat, differing_options
 from projects_vil.checkpoint.pretrained import (
     BACKBONE_PREFIX,
     convert_classifier,
@@ -176,7 +176,7 @@ class Checkpointer(DetectionCheckpointer):
         if self._backbone is not None:
             known = {"variant": self._backbone.variant, "options": self._backbone.variant_options}
         if self.cfg is not None:
-            known["input"] = input_format(self.cfg)
+            known["input"] = InputFormat.of(self.cfg)
             names = (*self.cfg.DATASETS.TRAIN, *self.cfg.DATASETS.TEST)
             categories = dataset_categories(names, number_of_classes(self.cfg)[1], stuff=is_segmentor(self.cfg))
             if categories is not None:
@@ -276,18 +276,17 @@ class Checkpointer(DetectionCheckpointer):
     def _check_keys(self, incompatible: Any, names: set[str]) -> None:
         """Raise a :class:`ConfigError` unless the model may lack the incompatible keys; ``names`` are all names."""
         parts = {_part(name) for name in names} | {"backbone.bottom_up"}
-        shapes, predictors = [], set()
-        for name, theirs, ours in incompatible.incorrect_shapes:
-            if self.complete or not is_predictor(name) or theirs[1:] != ours[1:]:
-                shapes.append(f"{name} has shape {tuple(theirs)} instead of {tuple(ours)}")
-            predictors.add(name)
         found = {
-            "other shapes": shapes,
+            "other shapes": [
+                f"{name} has shape {tuple(theirs)} instead of {tuple(ours)}"
+                for name, theirs, ours in incompatible.incorrect_shapes
+                if self.complete or not is_predictor(name) or theirs[1:] != ours[1:]
+            ],
             "unexpected names": [name for name in incompatible.unexpected_keys if "pixel_" not in name],
             "missing parameters": [
                 name
                 for name in incompatible.missing_keys
-                if name not in predictors and (self.complete or _part(name) in parts)
+                if name not in names and (self.complete or _part(name) in parts)
             ],
         }
         if any(found.values()):
@@ -423,10 +422,9 @@ def last_checkpoints(folder: str | Path) -> list[Path]:
     """
     files, tag = checkpoints_of(folder), Path(folder) / LAST_CHECKPOINT
     name = tag.read_text(errors="replace").strip() if tag.is_file() else ""
-    if name and Path(name).name == name and os.path.isfile(tag.parent / name):
+    if any(path.name == name for path in files):
         files.sort(key=lambda path: path.name != name)
-        return files if files[:1] == [tag.parent / name] else [tag.parent / name, *files]
-    if len(files) > 1:
+    elif len(files) > 1:
         logging.getLogger(__name__).warning(
             "%s does not name a checkpoint in its folder (%r). The newest complete one is used.", tag, name[:80]
         )

@@ -28,6 +28,11 @@ class InputFormat:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
+    @classmethod
+    def of(cls, cfg: CfgNode) -> "InputFormat":
+        """Return the input format of a config."""
+        return cls(cfg.INPUT.FORMAT, tuple(cfg.MODEL.PIXEL_MEAN), tuple(cfg.MODEL.PIXEL_STD))
+
     def matches(self, other: "InputFormat") -> bool:
         pairs = zip((*self.mean, *self.std), (*other.mean, *other.std), strict=False)
         return self.format == other.format and all(math.isclose(a, b, rel_tol=1e-3) for a, b in pairs)
@@ -105,11 +110,6 @@ def versions() -> dict[str, str | None]:
     except importlib.metadata.PackageNotFoundError:
         own = None
     return {"vil-detectron2": own, "torch": str(torch.__version__), "detectron2": str(detectron2.__version__)}
-
-
-def input_format(cfg: CfgNode) -> InputFormat:
-    """Return the input format of a config."""
-    return InputFormat(cfg.INPUT.FORMAT, tuple(cfg.MODEL.PIXEL_MEAN), tuple(cfg.MODEL.PIXEL_STD))
 
 
 def fingerprint(cfg: CfgNode, model: nn.Module) -> str:

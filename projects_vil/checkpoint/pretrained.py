@@ -41,8 +41,6 @@ from projects_vil.modeling import TimmBackbone
 BACKBONE_PREFIX = "backbone.bottom_up.net."
 _ANCHORS = 9  # per position, in the official RetinaNets
 
-# Options that the config of a detector needs in addition to its variant
-_CONFIG_OPTIONS = ("max_img_size", "position_interpolation", "global_tokens", "shared_projections")
 _MMSEGMENTATION_PARTS = ("neck", "decode_head", "auxiliary_head")
 _BIAS_TABLE = "attn.local_relative_position_bias_table"
 _CONFIG_BUFFER = re.compile(
@@ -101,13 +99,13 @@ class ConvertedCheckpoint:
             for name, reason in getattr(self.report, action).items():
                 names_of[reason].append(name)
             lines += [f"{action}: {first_of(names, 1)}: {reason}" for reason, names in names_of.items()]
-        needed = {key: value for key, value in self.options.items() if key in _CONFIG_OPTIONS}
-        if needed:
-            overrides = [f"MODEL.TRANSFORMER.{key.upper()} {shlex.quote(str(value))}" for key, value in needed.items()]
-            lines.append(f"load it with {' '.join(overrides)}")
+        options = self.options.items()
         if "num_classes" in self.options:
-            arguments = "".join(f", {key}={value}" for key, value in self.options.items())
+            arguments = "".join(f", {key}={value!r}" for key, value in options)
             lines.append(f"load it with create_classifier({self.contents[METADATA_KEY]['variant']!r}{arguments})")
+        elif options:
+            overrides = [f"MODEL.TRANSFORMER.{key.upper()} {shlex.quote(str(value))}" for key, value in options]
+            lines.append(f"load it with {' '.join(overrides)}")
         return lines
 
     def as_json(self) -> dict[str, object]:
@@ -288,10 +286,8 @@ def weights_of_timm(
     try:
         weights = backbone.pretrained_weights(classifier)
     except ConfigError as error:
-        hint = "Set MODEL.WEIGHTS to a file, or leave out the tag to start from random weights."
-        hint = hint if classifier is None else "Use a checkpoint of this model."
-        message = f"'{source}' has no weights for {backbone.variant}: {error}"
-        raise ConfigError(f"{message} {hint}") from error
+        message = f"'{source}' has no weights for {backbone.variant}: {error} Set MODEL.WEIGHTS to a checkpoint of it."
+        raise ConfigError(message) from error
     cfg = timm.get_pretrained_cfg(backbone.name)
     image = InputFormat("RGB", *(tuple(255 * value for value in values) for values in (cfg.mean, cfg.std)))
     model = {f"{BACKBONE_PREFIX}{name}": tensor for name, tensor in weights.items()}
@@ -319,7 +315,7 @@ def _global_tokens(weights: Mapping[str, Tensor], stage: str, default: int) -> i
     """Return the number of global tokens of a stage; the default if only the token itself is missing."""
     tokens = weights.get(f"{stage}0.cls_token")
     if tokens is not None:
-        return tokens.shape[1] if tokens.ndim == 3 else default
+        return tokens.shape[1]
     names = [name for name, tensor in weights.items() if name.startswith(stage) and tensor.numel()]
     used = any(part in name for name in names for part in ("cls_pos_embed", "g2l_relative", "_global."))
     return default if used or not names else 0
@@ -332,16 +328,12 @@ def _classifier_options(
     chunk_size: Sequence[int] | None,
 ) -> dict[str, object]:
     """Return the classes, image size and chunk sizes of a classifier, as requested or as its tables have them."""
-    if (head := weights["head.weight"]).ndim != 2:
-        raise ConfigError(
-            f"'head.weight' has shape {tuple(head.shape)} instead of (classes, channels). Use another file."
-        )
     side, options = variant.classifier_img_size, {}
     if isinstance(variant, ViLVariant):
         strides = list(itertools.accumulate(variant.downsample_factors, operator.mul))
         for layer, stride in enumerate(strides, start=1):
             positions = weights.get(f"layer{layer}.0.x_pos_embed")
-            if positions is not None and positions.ndim == 3:
+            if positions is not None:
                 side = positions.shape[1] * stride
                 break
             if _has_full_attention(weights, layer) and (offsets := _num_offsets(weights, layer)):
@@ -359,14 +351,13 @@ def _classifier_options(
             elif (offsets := _num_offsets(weights, index + 1)) % 4 == 3:
                 chunks[index] = (offsets + 1) // 4
         options = {"chunk_size": chunks} if chunks != default else {}
-    return options | {"img_size": list(img_size or (side, side)), "num_classes": len(head)}
+    return options | {"img_size": list(img_size or (side, side)), "num_classes": len(weights["head.weight"])}
 
 
 def _num_offsets(weights: Mapping[str, Tensor], layer: int) -> int:
-    """Return the number of offsets along a side of a stage's relative position table; 0 without a square table."""
+    """Return the number of offsets along a side of a stage's relative position table; 0 without a table."""
     table = weights.get(f"layer{layer}.1.{_BIAS_TABLE}")
-    side = math.isqrt(len(table)) if table is not None and table.ndim == 2 else 0
-    return side if side**2 == (0 if table is None else len(table)) else 0
+    return 0 if table is None else math.isqrt(len(table))
 
 
 def _has_full_attention(weights: Mapping[str, Tensor], layer: int) -> bool:
@@ -391,7 +382,7 @@ def _with_centered_tables(
             continue
         around = (4 * chunk_size - 1 - side) // 2
         for key in [key for key in weights if key.startswith(f"layer{layer}.") and key.endswith(_BIAS_TABLE)]:
-            if weights[key].ndim == 2 and len(weights[key]) == side**2:
+            if len(weights[key]) == side**2:
                 grid = weights[key].unflatten(0, (side, side))
                 weights[key] = F.pad(grid, (0, 0, *[around] * 4)).flatten(0, 1)
     return weights
@@ -401,17 +392,26 @@ def _with_centered_tables(
 
 
 def _convert_heads(official: OfficialCheckpoint, variant: str, report: ConversionReport) -> dict[str, Tensor]:
-    """Return FPN and heads with detectron2's names, and add them to the report."""
-    detector, heads, unexpected = official.detector, {}, []
-    is_segmentor, ours = official.project == "LIT mmsegmentation", {name: name for name in detector}
-    if official.project == "LIT mmdetection":
-        detector, ours = _from_mmdetection(detector)
-    expected = set() if is_segmentor else expected_heads(ours.values(), variant)
-    for name, tensor in detector.items():
-        part = name.partition(".")[0]
-        if ours[name] in expected:
-            heads[ours[name]] = tensor
-            report.mapped[name] = ours[name]
+    """Return FPN and heads with detectron2's names, and add them to the report.
+
+    mmdetection sorts the nine anchors of RetinaNet by aspect ratio, then size; detectron2 by size, then aspect ratio.
+    docs/deviations.md has the differences outside of the modules.
+    """
+    is_segmentor = official.project == "LIT mmsegmentation"
+    layers = {} if is_segmentor else detector_layers(official.detector, variant)
+    expected = {f"{layer}.{leaf}" for layer in layers.values() for leaf in ("weight", "bias")}
+    heads, unexpected = {}, []
+    for name, tensor in official.detector.items():
+        layer, _, leaf = name.rpartition(".")
+        our_name, part = f"{layers.get(layer, layer)}.{leaf}", name.partition(".")[0]
+        if our_name in expected:
+            if part == "bbox_head" and "retina" in layer:
+                if not tensor.ndim or len(tensor) % _ANCHORS:
+                    shape = tuple(tensor.shape)
+                    raise ConfigError(f"'{name}' has shape {shape}. The head must have {_ANCHORS} anchors.")
+                tensor = tensor.unflatten(0, (3, _ANCHORS // 3, -1)).transpose(0, 1).flatten(0, 2)
+            heads[our_name] = tensor
+            report.mapped[name] = our_name
         elif is_segmentor and part in _MMSEGMENTATION_PARTS:
             report.dropped[name] = f"{part} is mmsegmentation's, not detectron2's: it is randomly initialized"
         elif not is_segmentor and _CONFIG_BUFFER.fullmatch(name):
@@ -422,45 +422,21 @@ def _convert_heads(official: OfficialCheckpoint, variant: str, report: Conversio
     return heads
 
 
-def _from_mmdetection(detector: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Convert FPN and heads of mmdetection 2 or 3 for detectron2's modules, which compute the same.
-
-    mmdetection sorts the nine anchors of RetinaNet by aspect ratio, then size; detectron2 by size, then aspect ratio.
-    docs/deviations.md has the differences outside of the modules.
-
-    Returns:
-        The tensors, and our names, both by mmdetection's names.
-    """
-    is_retinanet = any(name.startswith("bbox_head.") for name in detector)
-    layers = dict(_RETINANET if is_retinanet else _MASK_RCNN)
-    for index, level in enumerate(range(3 if is_retinanet else 2, 6)):
-        layers[f"neck.lateral_convs.{index}.conv"] = f"backbone.fpn_lateral{level}"
-        layers[f"neck.fpn_convs.{index}.conv"] = f"backbone.fpn_output{level}"
-    converted, ours = dict(detector), {}
-    for name, tensor in detector.items():
-        layer, _, leaf = name.rpartition(".")
-        ours[name] = f"{layers.get(layer, layer)}.{leaf}"
-        if layer in ("bbox_head.retina_cls", "bbox_head.retina_reg"):
-            if not tensor.ndim or len(tensor) % _ANCHORS:
-                raise ConfigError(f"'{name}' has shape {tuple(tensor.shape)}. The head must have {_ANCHORS} anchors.")
-            converted[name] = tensor.unflatten(0, (3, _ANCHORS // 3, -1)).transpose(0, 1).flatten(0, 2)
-    return converted, ours
-
-
-def expected_heads(detector: Collection[str], variant: str) -> set[str]:
-    """Return the names of FPN and heads of an official detector, from some of them; none if there is only a backbone.
+def detector_layers(names: Collection[str], variant: str) -> dict[str, str]:
+    """Return all layers of FPN and heads: mmdetection's name -> detectron2's; none if there is only a backbone.
 
     Args:
-        detector: some names, in detectron2's layout.
+        names: some parameters of the detector, with the names of mmdetection 2 or 3 or of detectron2. They show which
+            heads the detector has.
         variant: the backbone's variant.
     """
-    if all(_CONFIG_BUFFER.fullmatch(name) for name in detector):
-        return set()
-    is_retinanet = any(name.startswith("head.") for name in detector)
-    has_masks = any(name.startswith("roi_heads.mask_head.") for name in detector)
+    if all(_CONFIG_BUFFER.fullmatch(name) for name in names):
+        return {}
+    is_retinanet = any(name.startswith(("bbox_head.", "head.")) for name in names)
+    has_masks = any(".mask_head." in name for name in names)
     strides = list(itertools.accumulate(get_variant(variant).downsample_factors, operator.mul))
-    levels = [int(math.log2(stride)) for stride in (strides[-3:] if is_retinanet else strides)]
-    layers = [f"backbone.fpn_{conv}{level}" for level in levels for conv in ("lateral", "output")]
-    heads = (_RETINANET if is_retinanet else _MASK_RCNN).values()
-    layers += [layer for layer in heads if has_masks or ".mask_head." not in layer]
-    return {f"{layer}.{leaf}" for layer in layers for leaf in ("weight", "bias")}
+    layers = dict(_RETINANET if is_retinanet else _MASK_RCNN)
+    for index, stride in enumerate(strides[-3:] if is_retinanet else strides):
+        layers[f"neck.lateral_convs.{index}.conv"] = f"backbone.fpn_lateral{int(math.log2(stride))}"
+        layers[f"neck.fpn_convs.{index}.conv"] = f"backbone.fpn_output{int(math.log2(stride))}"
+    return {name: ours for name, ours in layers.items() if has_masks or ".mask_head." not in ours}

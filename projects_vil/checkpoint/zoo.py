@@ -1,7 +1,6 @@
 """The model zoo: official weights by name, downloaded once. The table is zoo.yaml, or the file in ``VIL_ZOO``."""
 
 import dataclasses
-import hashlib
 import http.client
 import importlib.util
 import logging
@@ -17,7 +16,7 @@ from iopath.common.download import download
 from iopath.common.file_io import get_cache_dir
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write, read_checkpoint
+from backbones.checkpoint_files import read_checkpoint
 from backbones.errors import check_file, closest
 from projects_vil.config import config_path, one_line
 from projects_vil.utils import atomic_folder
@@ -57,22 +56,18 @@ def read_zoo() -> dict[str, ZooEntry]:
     """Return the entries of the table by name.
 
     Raises:
-        ConfigError: if the table in ``VIL_ZOO`` is missing or invalid.
+        ConfigError: if the table in ``VIL_ZOO`` is missing.
     """
     path = os.environ.get("VIL_ZOO") or Path(__file__).with_name("zoo.yaml")
     check_file(path, "table of weights", key="VIL_ZOO")
     zoo = {}
-    try:
-        for group in yaml.safe_load(Path(path).read_text(encoding="utf-8")):
-            for name, values in group["files"].items():
-                row = dict(zip(group["columns"], values, strict=True))
-                figures = {key: row[key] for key in _FIGURES if row.get(key) is not None}
-                url = group["url"].format(row["file"])
-                known = {key: row.get(key) for key in ("config", "img_size", "chunk_size")}
-                zoo[name] = ZooEntry(row["variant"], url, params=row["params"], figures=figures, group=group, **known)
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = one_line(error).rstrip(".")
-        raise ConfigError(f"The table of weights '{path}' (VIL_ZOO) is not valid: {reason}. Fix the file.") from error
+    for group in yaml.safe_load(Path(path).read_text(encoding="utf-8")):
+        for name, values in group["files"].items():
+            row = dict(zip(group["columns"], values, strict=True))
+            figures = {key: row[key] for key in _FIGURES if row.get(key) is not None}
+            url = group["url"].format(row["file"])
+            known = {key: row.get(key) for key in ("config", "img_size", "chunk_size")}
+            zoo[name] = ZooEntry(row["variant"], url, params=row["params"], figures=figures, group=group, **known)
     return zoo
 
 
@@ -105,8 +100,8 @@ def find_weights(weights: str) -> str:
     """Return the path of ``MODEL.WEIGHTS``. For a name of the model zoo it is the downloaded file.
 
     Raises:
-        ConfigError: for an unknown name, and if the file cannot be downloaded, is not a checkpoint, or has changed
-            since the download. Also if the package with the file is not installed.
+        ConfigError: for an unknown name, and if the file cannot be downloaded or is not a checkpoint. Also if the
+            package with the file is not installed.
     """
     if not is_zoo_name(weights):
         return weights
@@ -114,37 +109,22 @@ def find_weights(weights: str) -> str:
     if "package" in entry.group:
         return _find_in_package(weights, entry)
     path = Path(get_cache_dir()) / "vil_detectron2" / f"{weights}.pth"
-    digest_file = path.with_suffix(".sha256")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
-            if not path.exists() and "unreachable" in entry.group:
-                raise ConfigError(
-                    f"The host of '{weights}' has been down since 2024 ({entry.group['unreachable']}). If you have the "
-                    f"file, save it as '{path}'. Otherwise choose other weights."
-                )
-            if not path.exists():
-                _download(entry.url, path)
-            elif not digest_file.exists():
-                # A user copied the file there, or the process was killed after the download.
-                try:
-                    read_checkpoint(path)
-                except ConfigError as error:
-                    raise ConfigError(f"{error} Delete '{path}' to download it again.") from error
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            if not digest_file.exists():
-                with atomic_write(digest_file) as partial:
-                    partial.write_text(f"{digest}  {path.name}\n")
-            elif digest_file.read_text().split()[:1] != [digest]:
-                raise ConfigError(
-                    f"'{path}' is damaged or was replaced: its SHA-256 differs from '{digest_file}'. Delete both files "
-                    "to download it again."
-                )
-    except (OSError, http.client.HTTPException) as error:
-        reason = (one_line(error) or type(error).__name__).rstrip(".")
-        raise ConfigError(
-            f"Cannot download '{weights}' from {entry.url}: {reason}. Download it yourself, and save it as '{path}'."
-        ) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        if path.exists():
+            return str(path)
+        if "unreachable" in entry.group:
+            raise ConfigError(
+                f"The host of '{weights}' has been down since 2024 ({entry.group['unreachable']}). If you have the "
+                f"file, save it as '{path}'. Otherwise choose other weights."
+            )
+        try:
+            _download(entry.url, path)
+        except (OSError, http.client.HTTPException, ConfigError) as error:
+            reason = (one_line(error) or type(error).__name__).rstrip(".")
+            raise ConfigError(
+                f"Cannot download '{weights}' from {entry.url}: {reason}. Download it yourself and save it as '{path}'."
+            ) from error
     return str(path)
 
 
@@ -168,10 +148,5 @@ def _download(url: str, path: Path) -> None:
             file = Path(download(url, str(unfinished), filename=path.name))
         finally:
             socket.setdefaulttimeout(before)
-        try:
-            read_checkpoint(file)
-        except ConfigError as error:
-            with file.open("rb") as opened:
-                beginning = opened.read(60)
-            raise OSError(f"the file is not a checkpoint, or is truncated. It begins with {beginning!r}") from error
+        read_checkpoint(file)
         os.replace(file, path)

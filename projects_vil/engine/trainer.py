@@ -30,7 +30,7 @@ from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention
 from backbones.checkpoint_files import atomic_write
 from projects_vil import data, evaluation, solver
-from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer, fingerprint
+from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer
 from projects_vil.config import one_line, with_overrides
 from projects_vil.engine import hooks
 from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_service_writers
@@ -641,7 +641,7 @@ class Trainer(DefaultTrainer):
             # Imports Matplotlib, which takes a tenth of the start of a run.
             from projects_vil.visualization import draw_evaluation
 
-            write_results(cfg, results, model=fingerprint(cfg, module))
+            write_results(cfg, results)
             # After the last iteration the storage's iteration is one higher.
             done = min(get_event_storage().iter + 1, cfg.SOLVER.MAX_ITER) if has_event_storage() else None
             draw_evaluation(cfg, name="evaluated" if done is None else f"{done:07d}")

@@ -12,12 +12,9 @@ from projects_vil.evaluation.evaluators import (
 from projects_vil.evaluation.losses import LOSS_TASK, validation_loss
 from projects_vil.evaluation.predictions import evaluate_predictions
 from projects_vil.evaluation.results import (
-    EVALUATED_MODEL_FILE,
     EVALUATION_FILE,
     PER_CLASS,
     check_finite,
     explain_results,
-    read_results,
-    results_as_files,
     write_results,
 )

@@ -1,6 +1,5 @@
 """Write and read the results of an evaluation, and explain metrics that are nan or about 0."""
 
-import hashlib
 import json
 import logging
 import math
@@ -16,11 +15,8 @@ from numpy.typing import ArrayLike
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.config import first_of
-from projects_vil.utils import read_json
 
 EVALUATION_FILE = "evaluation.json"
-# The evaluated model is in a file of its own, because the results have only datasets at the top level.
-EVALUATED_MODEL_FILE = "evaluation.model.json"
 # The key of the results per class, and the metrics that evaluators compute per class, such as AP-dog.
 PER_CLASS, _CLASS_METRICS = "per_class", ("AP", "IoU", "ACC")
 # An AP in percent below which the setup is probably wrong.
@@ -44,16 +40,15 @@ def check_finite(boxes: ArrayLike, scores: ArrayLike, *, source: str) -> None:
         )
 
 
-def write_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = None) -> None:
+def write_results(cfg: CfgNode, results: OrderedDict) -> None:
     """Write ``OUTPUT_DIR/evaluation.json``, and log explanations of metrics that are nan or about 0.
 
     The file maps dataset -> task -> metric, and for each task ``per_class`` -> class -> metric. An undefined metric is
-    null. If the model is known, ``evaluation.model.json`` identifies it.
+    null.
 
     Args:
         cfg: the config with the datasets and the output directory.
         results: the results of the evaluators.
-        model: the fingerprint of the evaluated model.
     """
     names = cfg.DATASETS.TEST
     by_dataset = {names[0]: results} if len(names) == 1 else results
@@ -64,46 +59,9 @@ def write_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = Non
         content[name] = {task: _as_json(metrics, classes) for task, metrics in tasks.items()}
         for line in explain_results(tasks):
             logger.info("%s, %s", name, line)
-    for file, text in results_as_files(content, model=model).items():
-        with atomic_write(path.with_name(file)) as partial:
-            partial.write_text(text)
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n")
     logger.info("results written to %s", path)
-
-
-def results_as_files(content: Mapping[str, Mapping[str, object]], *, model: str | None) -> dict[str, str]:
-    """Return the text of each file that :func:`write_results` writes, for dataset -> task -> metric."""
-    text = json.dumps(content, indent=2) + "\n"
-    files = {EVALUATION_FILE: text}
-    if model is not None:
-        files[EVALUATED_MODEL_FILE] = json.dumps(_identity(text, model), indent=2) + "\n"
-    return files
-
-
-def read_results(folder: str | Path, *, model: str) -> dict[str, dict[str, dict[str, object]]] | None:
-    """Return ``evaluation.json`` of a folder as dataset -> task -> metric, or None if there is no file.
-
-    Args:
-        folder: the output directory of a run.
-        model: the fingerprint of the model.
-
-    Raises:
-        ConfigError: if the file is damaged, or if it is for another or an unknown model.
-    """
-    path = Path(folder) / EVALUATION_FILE
-    if not path.is_file():
-        return None
-    content, evaluated = read_json(path), read_json(path.with_name(EVALUATED_MODEL_FILE))
-    if evaluated != _identity(path.read_text(), model):
-        raise ConfigError(
-            f"'{path}' does not match {EVALUATED_MODEL_FILE} or the weights and test settings. Evaluate the model "
-            "again."
-        )
-    return content
-
-
-def _identity(text: str, model: str) -> dict[str, str]:
-    """Return the content of ``EVALUATED_MODEL_FILE`` for the text of ``EVALUATION_FILE``."""
-    return {"model": model, EVALUATION_FILE: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _as_json(metrics: Mapping[str, float], classes: Iterable[str]) -> dict[str, object]:

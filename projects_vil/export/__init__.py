@@ -1,6 +1,6 @@
 """Export detectors to TorchScript, ONNX, torch.export, AOTInductor and OpenVINO, and check their detections."""
 
-from projects_vil.export.exporter import PRECISIONS, export_detector
+from projects_vil.export.exporter import export_detector
 from projects_vil.export.formats import FORMATS, check_format
 from projects_vil.export.metadata import describe_model, digest_of, metadata_path
 from projects_vil.export.parity import (

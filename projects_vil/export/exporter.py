@@ -22,16 +22,16 @@ from projects_vil.checkpoint import load_detector
 from projects_vil.config import with_overrides
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import FORMATS, check_format
-from projects_vil.export.metadata import check_sides, describe_model, digest_of, metadata_path, with_digest
+from projects_vil.export.metadata import describe_model, digest_of, metadata_path
 from projects_vil.export.parity import check_export, example_image, parity_images
 from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, quantize
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.traceable import make_exportable
 from projects_vil.utils import atomic_folder, check_output_folder, deferred_signals
+from vil.choices import INPUT_DTYPES
 
 # The dtypes of the network. An int8 file is quantized from fp32.
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
-PRECISIONS = tuple(_DTYPES)
 _SCORE_THRESHOLDS = ("MODEL.RETINANET.SCORE_THRESH_TEST", "MODEL.ROI_HEADS.SCORE_THRESH_TEST")
 # The size of the tracing example. The parity check uses other sizes.
 EXAMPLE_SIZE = (160, 224)
@@ -63,7 +63,7 @@ def export_detector(
         weights: the path of its checkpoint.
         output: the folder for the model, its metadata and its report.
         file_format: a key of ``FORMATS``.
-        precision: one of ``PRECISIONS``. For int8, average precision on ``DATASETS.TEST`` decides about parity.
+        precision: a precision of the format. For int8, average precision on ``DATASETS.TEST`` decides about parity.
         input_dtype: uint8 or float32. TorchScript files accept both.
         batched: whether the model takes a batch (B, 3, H, W).
         fixed_detections: whether to return ``TEST.DETECTIONS_PER_IMAGE`` rows per image, padded with zeros, and the
@@ -87,16 +87,10 @@ def export_detector(
     """
     check_format(file_format)
     entry, is_int8 = FORMATS[file_format], precision == "int8"
-    check_choice("input_dtype", input_dtype, ("uint8", "float32"))
-    if precision not in entry.precisions:
-        supported = ", ".join(entry.precisions)
-        raise ConfigError(f"precision {precision} is not supported by {file_format}. Use one of {supported}.")
+    check_choice("input_dtype", input_dtype, INPUT_DTYPES)
+    check_choice(f"precision of format {file_format}", precision, entry.precisions)
     if opset is not None and file_format != "onnx":
         raise ConfigError(f"opset has no effect on {file_format}. Leave it out, or use format onnx.")
-    if size is not None and file_format == "torchscript":
-        raise ConfigError(
-            "image_size has no effect: TorchScript files accept any size. Leave it out, or use another format."
-        )
     evaluate = evaluate or is_int8
     if size is not None and evaluate:
         raise ConfigError(
@@ -118,8 +112,6 @@ def export_detector(
     exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
     facts = {"precision": precision, "input_dtype": input_dtype, "weights": weights, "opset": opset}
     metadata = describe_model(cfg, exportable, categories, file_format, **facts)
-    for image, file in zip(compared, images or ["INPUT.MIN_SIZE_TEST"] * len(compared), strict=True):
-        check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file))
 
     def as_input(image: Tensor) -> Tensor:
         image = image.to(getattr(torch, input_dtype))
@@ -145,18 +137,14 @@ def export_detector(
         new = unfinished / path.name
         source = new.with_name(f"float{entry.suffix}") if is_int8 else new
         options = {"opset": opset} if opset else {"quantizes": is_int8} if file_format == "openvino" else {}
-        try:
-            entry.write(exportable, example, source, **options)
-            if is_int8:
-                quantize(source, new, file_format, calibration, read)
-                metadata["quantization"] = {"calibration_images": len(calibration), "float_layers": FLOAT_LAYERS}
-            metadata = with_digest(metadata)
-            entry.embed(new, metadata)
-            own, *others = entry.files(new)
-            digests = {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
-            metadata_path(new).write_text(json.dumps(metadata | digests, indent=2) + "\n")
-        except OSError as error:
-            raise ConfigError(f"Cannot write '{path}': {error.strerror or error}. Check the free space.") from error
+        entry.write(exportable, example, source, **options)
+        if is_int8:
+            quantize(source, new, file_format, calibration, read)
+            metadata["quantization"] = {"calibration_images": len(calibration), "float_layers": FLOAT_LAYERS}
+        entry.embed(new, metadata)
+        own, *others = entry.files(new)
+        digests = {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
+        metadata_path(new).write_text(json.dumps(metadata | digests, indent=2) + "\n")
         report = check_export(cfg, reference, ExportedModel(new), compared, evaluate=evaluate, accept_drop=accept_drop)
         low_threshold = with_overrides(cfg, dict.fromkeys(_SCORE_THRESHOLDS, 0.0))
         has_detections = any(row["detections"] + row["detections_exported"] for row in report["images"])

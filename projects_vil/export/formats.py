@@ -12,7 +12,6 @@ import io
 import json
 import logging
 import os
-import pickle
 import shutil
 import sys
 import time
@@ -41,6 +40,11 @@ from projects_vil.modeling import LARGEST_BATCH, export_sides
 from projects_vil.utils import deferred_signals
 
 OPSET = 20
+# Execution providers of onnxruntime for each device, best first. TensorRT compiles the model for each image size.
+_PROVIDERS = {
+    "cpu": ("CPUExecutionProvider",),
+    "cuda": ("CUDAExecutionProvider", "TensorrtExecutionProvider"),
+}
 _METADATA_KEY = "vil_metadata"  # in ONNX and OpenVINO files
 _METADATA_FILE = "metadata.json"  # below extra/ in TorchScript and .pt2 archives
 RunFn = Callable[[Tensor], "tuple[Tensor, ...]"]
@@ -60,11 +64,12 @@ class Format:
         write: write a detector to a file: ``write(exportable, example, path)``. The file accepts inputs of the
             example's dtype. The ONNX writer also takes ``opset``, the OpenVINO writer ``quantizes``.
         load: load a file into its runtime. Returns a function from an input to the tuple of outputs, and the JSON of
-            the embedded metadata or ``None``.
+            the embedded metadata or ``None``. The ONNX loader also takes ``device``.
         embed: write metadata into a file, and remove what the exporter stored about this machine.
         precisions: the supported precisions.
         packages: the packages that writing needs, from the extra of the same name as the format. The metadata records
             their versions.
+        runtime: the package that runs the file.
         uses_torch_export: whether the file is written from a ``torch.export`` program.
         shortest_side: the smallest image side in pixels; ``None`` for the limit of ``export_sides``.
         extra_suffixes: suffixes of further files of a model, in place of ``suffix``.
@@ -73,10 +78,11 @@ class Format:
 
     suffix: str
     write: Callable[..., None]
-    load: Callable[[Path], Loaded]
+    load: Callable[..., Loaded]
     embed: Callable[[Path, dict], None]
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
     packages: tuple[str, ...] = ()
+    runtime: str = "torch"
     uses_torch_export: bool = False
     shortest_side: int | None = None
     extra_suffixes: tuple[str, ...] = ()
@@ -159,22 +165,13 @@ class _ReplaceFunctions(TorchFunctionMode):
 
 
 def _attention_as_products(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p: float = 0.0, *, scale: float | None = None
 ) -> Tensor:
     """Compute ``scaled_dot_product_attention`` as two matrix products and a softmax, with an additive mask or none.
 
     The ONNX and OpenVINO exporters would transpose a copy of the keys. In onnxruntime the copy takes as long as the
     product.
     """
-    if is_causal:
-        raise NotImplementedError("Causal attention cannot be exported.")
     scale = static_size(query.shape[-1]) ** -0.5 if scale is None else scale
     scores = (query * scale) @ key.transpose(-2, -1)
     if attn_mask is not None:
@@ -245,20 +242,11 @@ def _write_torch_export(exportable: ExportableDetector, example: Tensor, path: P
 
 
 def _load_torch_export(path: Path) -> Loaded:
-    # Read once, so that the checked bytes are the loaded bytes.
-    buffer, embedded = io.BytesIO(path.read_bytes()), {_METADATA_FILE: ""}
-    names = torch._C.PyTorchFileReader(buffer).get_all_records()
-    # torch runs pickles and native code in these records. No exported detector contains them.
-    if programs := [name for name in names if "_obj_" in name or name.startswith("data/aotinductor/")]:
-        raise ConfigError(f"It contains the program '{programs[0]}', which exported detectors never do.")
+    embedded = {_METADATA_FILE: ""}
     # torch would run the pickle of sample inputs that are not only tensors.
     with warnings.catch_warnings(), patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
         warnings.simplefilter("ignore")
-        try:
-            buffer.seek(0)
-            return torch.export.load(buffer, extra_files=embedded).module(), embedded[_METADATA_FILE] or None
-        except pickle.UnpicklingError as error:  # torch's message suggests to run the pickle
-            raise ConfigError("It contains a pickle, which exported detectors never do.") from error
+        return torch.export.load(path, extra_files=embedded).module(), embedded[_METADATA_FILE] or None
 
 
 def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
@@ -303,17 +291,24 @@ def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path, *, 
         onnx_program.save(str(path), external_data=False)
 
 
-def _onnx_session(path: Path, providers: Sequence[str]):
+def _load_onnx(path: Path, *, device: str = "cpu") -> Loaded:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
-    return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
-
-
-def _load_onnx(path: Path) -> Loaded:
-    session = _onnx_session(path, ["CPUExecutionProvider"])
+    kind, _, index = device.partition(":")
+    available = onnxruntime.get_available_providers()
+    providers = [(name, {"device_id": index} if index else {}) for name in _PROVIDERS[kind] if name in available]
+    session = onnxruntime.InferenceSession(str(path), options, providers=providers)
+    # onnxruntime runs on the CPU if it cannot use another provider.
+    provider = session.get_providers()[0]
+    if provider not in _PROVIDERS[kind]:
+        raise ConfigError(
+            f"Device {device} cannot run '{path}' in this onnxruntime. Install onnxruntime-gpu instead of onnxruntime, "
+            "with its CUDA and cuDNN libraries, or use device cpu."
+        )
+    _logger.info("%s runs in onnxruntime %s with %s", path, onnxruntime.__version__, provider)
     name = session.get_inputs()[0].name
 
     def run(images: Tensor) -> tuple[Tensor, ...]:
@@ -357,30 +352,21 @@ def _properties(metadata: dict) -> dict[str, str]:
     return {key: str(value) for key, value in known.items()} | {_METADATA_KEY: json.dumps(metadata)}
 
 
-def check_onnx(path: Path) -> dict:
-    """Check that an ONNX file is valid and portable, and describe it.
-
-    Returns:
-        ``operators``: counts of operator types, most frequent first. ``providers``: the execution providers of
-        onnxruntime that load the file on this machine.
+def check_onnx(path: Path) -> dict[str, int]:
+    """Check that an ONNX file is valid and portable, and return the counts of its operators, most frequent first.
 
     Raises:
         RuntimeError: If the file has operators outside the ONNX standard.
         onnx.checker.ValidationError, onnx.shape_inference.InferenceError: If the file is not valid.
     """
     import onnx
-    import onnxruntime
 
     model = onnx.load(path)
     other = {f"{node.domain}.{node.op_type}" for node in model.graph.node if node.domain not in ("", "ai.onnx")}
     if other or model.functions:
         raise RuntimeError(f"{path.name} has operators outside the ONNX standard: {other or model.functions}")
     onnx.checker.check_model(model, full_check=True)
-    available = onnxruntime.get_available_providers()
-    return {
-        "operators": dict(Counter(node.op_type for node in model.graph.node).most_common()),
-        "providers": [name for name in available if name in _onnx_session(path, [name]).get_providers()],
-    }
+    return dict(Counter(node.op_type for node in model.graph.node).most_common())
 
 
 # -- OpenVINO --------------------------------------------------------------------------------------
@@ -466,6 +452,7 @@ FORMATS: dict[str, Format] = {
         # Opset 20 has no bfloat16 convolutions.
         precisions=("fp32", "fp16", "int8"),
         packages=("onnx", "onnxscript", "onnxruntime"),
+        runtime="onnxruntime",
         uses_torch_export=True,
     ),
     "aot_inductor": Format(
@@ -483,6 +470,7 @@ FORMATS: dict[str, Format] = {
         _embed_in_openvino,
         precisions=("fp32", "fp16", "int8"),
         packages=("openvino",),
+        runtime="openvino",
         extra_suffixes=(".bin",),
         options=_OPENVINO_OPTIONS,
     ),
@@ -504,25 +492,40 @@ def check_format(file_format: str) -> None:
 def check_packages(what: str, packages: Sequence[str]) -> None:
     """Raise a :class:`ConfigError` if a package that ``what`` needs is not installed."""
     for name in packages:
-        try:
-            importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError as error:
-            raise ConfigError(f"{what} needs {name}. Run 'pip install {' '.join(packages)}'.") from error
+        if package_version(name) is None:
+            raise ConfigError(f"{what} needs {name}. Run 'pip install {' '.join(packages)}'.")
 
 
-def load_model(path: Path) -> Loaded:
+def package_version(name: str) -> str | None:
+    """Return the version of a package, such as onnxruntime or onnxruntime-gpu; None if it is not installed."""
+    for distribution in (name, f"{name}-gpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return None
+
+
+def load_model(path: Path, *, device: str | torch.device = "cpu") -> Loaded:
     """Load an exported file in its runtime.
+
+    Args:
+        path: the file.
+        device: ``"cpu"``, or ``"cuda"`` for an ONNX file.
 
     Returns:
         A function from an input (an image or a batch, in the dtype of the model) to the tuple of outputs, and the JSON
         of the embedded metadata or ``None``.
 
     Raises:
-        ConfigError: If the file is damaged or has an unknown suffix, or its runtime is not installed.
+        ConfigError: If the file is damaged or has an unknown suffix, or its runtime is not installed or cannot use the
+            device.
     """
-    entry = FORMATS[format_of(path)]
+    entry, options = FORMATS[format_of(path)], {} if str(device) == "cpu" else {"device": str(device)}
+    if options and (entry.runtime != "onnxruntime" or str(device).partition(":")[0] not in _PROVIDERS):
+        raise ConfigError(f"'{path}' cannot run on device {device}. Use device cpu, or cuda for an ONNX file.")
     try:
-        return entry.load(path)
+        return entry.load(path, **options)
+    except ConfigError:
+        raise
     except ImportError as error:
         packages = " ".join(entry.packages) or error.name
         raise ConfigError(f"Cannot load '{path}' without {error.name}. Run 'pip install {packages}'.") from error

@@ -2,8 +2,6 @@
 
 import datetime
 import hashlib
-import importlib.metadata
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,14 +12,10 @@ from backbones import ConfigError
 from backbones.errors import check_file
 from projects_vil.checkpoint import Categories, versions
 from projects_vil.config import detector_name
-from projects_vil.export.formats import FORMATS, OPSET
+from projects_vil.export.formats import FORMATS, OPSET, package_version
 from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
 from projects_vil.utils import read_json
-
-_DIGEST = "metadata_sha256"
-# Facts about the written files, which the embedded metadata cannot contain.
-_OF_FILES = ("sha256", "other_files", _DIGEST)
 
 
 def metadata_path(path: str | Path) -> Path:
@@ -32,12 +26,6 @@ def metadata_path(path: str | Path) -> Path:
 def digest_of(path: str | Path) -> str:
     """Return the SHA-256 of a file."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def with_digest(metadata: dict) -> dict:
-    """Return the metadata as it reads back from JSON, with the SHA-256 of everything but the facts about files."""
-    text = json.dumps({key: value for key, value in metadata.items() if key not in _OF_FILES}, sort_keys=True)
-    return json.loads(json.dumps(metadata)) | {_DIGEST: hashlib.sha256(text.encode()).hexdigest()}
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -62,36 +50,6 @@ def read_metadata(path: Path) -> dict | None:
                 "sha256 from the metadata if you changed the file yourself."
             )
     return metadata
-
-
-def select_metadata(path: Path, metadata: dict | None, embedded: str | None) -> dict:
-    """Return the metadata of an exported file: the metadata file if there is one, else the embedded metadata.
-
-    Args:
-        path: the exported file.
-        metadata: the result of :func:`read_metadata`.
-        embedded: the JSON of the embedded metadata, or ``None``.
-
-    Raises:
-        ConfigError: If there is no metadata, or the metadata file was changed without deleting its digest, or has
-            another number of classes than the model.
-    """
-    if metadata is None and embedded is None:
-        check_file(metadata_path(path), "file", key=f"the metadata of {path}")
-    inside = metadata if embedded is None else json.loads(embedded)
-    chosen = inside if metadata is None else metadata
-    digest = chosen.get(_DIGEST)
-    if digest is not None and not digest == with_digest(chosen)[_DIGEST] == inside.get(_DIGEST):
-        raise ConfigError(
-            f"'{metadata_path(path)}' was changed after the export of {path.name}. Restore or delete it, or delete "
-            f"{_DIGEST} from it if you changed it yourself."
-        )
-    given, expected = len(chosen["classes"]), len(inside["classes"])
-    if given != expected:
-        raise ConfigError(
-            f"'{metadata_path(path)}' has {given} classes, but {path.name} has {expected}. Restore or delete the file."
-        )
-    return chosen
 
 
 def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None:
@@ -189,7 +147,7 @@ def describe_model(
         "weights": Path(weights).name,
         "versions": versions()
         | {"torchvision": torchvision.__version__}
-        | {name: importlib.metadata.version(name) for name in entry.packages},
+        | {name: package_version(name) for name in entry.packages},
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 

@@ -1,5 +1,6 @@
 """Run exported files in their own runtimes, and convert their outputs to detectron2's ``Instances``."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from backbones import ConfigError
 from backbones.errors import check_file
 from projects_vil.export.formats import format_of, load_model
-from projects_vil.export.metadata import check_sides, read_metadata, select_metadata
+from projects_vil.export.metadata import check_sides, metadata_path, read_metadata
 from projects_vil.export.traceable import unpad_detections
 
 
@@ -20,6 +21,7 @@ class ExportedModel:
 
     Args:
         path: the exported file.
+        device: ``"cpu"``, or ``"cuda"`` for an ONNX file.
 
     Attributes:
         file_format: a key of ``FORMATS``.
@@ -29,17 +31,20 @@ class ExportedModel:
         dtype: the dtype of the input.
 
     Raises:
-        ConfigError: If the file is missing or damaged, has no metadata, or its runtime is not installed.
+        ConfigError: If the file is missing or damaged, has no metadata, or its runtime is not installed or cannot
+            use the device.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, device: str | torch.device = "cpu") -> None:
         self.path = Path(path)
         self.file_format = format_of(self.path)
         check_file(self.path, "file")
         # Read first: its SHA-256 detects a damaged file, which can crash a runtime.
         metadata = read_metadata(self.path)
-        self._run, embedded = load_model(self.path)
-        self.metadata = select_metadata(self.path, metadata, embedded)
+        self._run, embedded = load_model(self.path, device=device)
+        if metadata is None and embedded is None:
+            check_file(metadata_path(self.path), "file", key=f"the metadata of {path}")
+        self.metadata = json.loads(embedded) if metadata is None else metadata
         self.output_names = tuple(output["name"] for output in self.metadata["outputs"])
         self.batched = self.metadata["input"]["batched"]
         self.dtype = getattr(torch, self.metadata["input"]["dtype"])

@@ -403,10 +403,6 @@ def make_exportable(
     """
     _check("META_ARCHITECTURE", detector, RetinaNet, GeneralizedRCNN)
     if isinstance(detector, RetinaNet):
-        if detector.max_detections_per_image < 0:
-            raise ConfigError(
-                "TEST.DETECTIONS_PER_IMAGE is negative, with which detectron2's RetinaNet drops a detection. Set 100."
-            )
         exportable = ExportableRetinaNet
     else:
         heads = detector.roi_heads

@@ -223,7 +223,8 @@ class Detector(HubMixin):
                 - a checkpoint with a ``config.yaml`` in its folder;
                 - an exported file, or the name of an official detector (docs/model_zoo.md). These need no config.
             weights: another checkpoint, or an exported file.
-            device: ``"cpu"`` or ``"cuda"``. By default the GPU if there is one. Exported files run on the CPU.
+            device: ``"cpu"`` or ``"cuda"``. By default the GPU if there is one. Exported files run on
+                the CPU by default, and ONNX files also on the GPU with onnxruntime-gpu.
             dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` for all layers but the last. By default
                 ``INFERENCE.DTYPE``. An exported file has a fixed dtype.
             score_threshold: lowest score of a detection, in [0, 1]. By default the threshold of the config or export.
@@ -243,14 +244,14 @@ class Detector(HubMixin):
             if not path or not str(path).endswith(EXPORT_SUFFIXES):
                 continue
             options = {"weights": bool(weights) and weights != path, "dtype": dtype, "tta": tta}
-            options |= {"device": str(device or "cpu") != "cpu"}
             options |= {key: key not in ("MODEL.WEIGHTS", "MODEL.DEVICE") for key in given}
             if unused := [name for name, is_given in options.items() if is_given]:
                 raise ConfigError(
                     f"An exported model has no option {', '.join(unused)}. "
                     f"Leave it out, or export '{path}' again with other config keys."
                 )
-            return cls(ExportedRunner(Path(path), score_threshold=score_threshold), draw_threshold=score_threshold)
+            runner = ExportedRunner(Path(path), device=device or "cpu", score_threshold=score_threshold)
+            return cls(runner, draw_threshold=score_threshold)
         config, weights = find_model(source, weights)
         cfg = load_config(config, [str(value) for value in overrides])
         cfg.defrost()

@@ -1,8 +1,6 @@
 """Save detectors with a model card, and share them on the Hugging Face Hub."""
 
 import dataclasses
-import json
-import logging
 import os
 import re
 import tempfile
@@ -11,37 +9,27 @@ from typing import Any, TypeVar
 
 import torch
 from detectron2.config import CfgNode
-from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, snapshot_download
-from huggingface_hub.utils import filter_repo_objects, validate_repo_id
+from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
 
 from backbones import ConfigError
 from backbones.checkpoint_files import write_checkpoint
-from projects_vil.checkpoint import METADATA_KEY, PUBLISHED_WEIGHTS, Categories, Checkpointer, fingerprint
+from projects_vil.checkpoint import METADATA_KEY, PUBLISHED_WEIGHTS, Categories, Checkpointer, weights_of
 from projects_vil.config import CONFIG_FILE, default_config, value_of, with_overrides
-from projects_vil.evaluation import EVALUATED_MODEL_FILE, EVALUATION_FILE, read_results, results_as_files
-from projects_vil.export import describe_report
+from projects_vil.evaluation import EVALUATION_FILE
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
-from projects_vil.utils import atomic_folder, read_json
+from projects_vil.utils import read_json
 
 T = TypeVar("T", bound="HubMixin")
 CARD_FILE = "README.md"
-EXPORT_REPORTS = "*.report.json"
-# These files describe one set of weights.
-REPORT_FILES = (EVALUATION_FILE, EVALUATED_MODEL_FILE, EXPORT_REPORTS)
-_TEMPLATE = Path(__file__).with_name("model_card.md")
-_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
-# The Hub's names of detectron2's tasks.
-_TASKS = {"bbox": "object-detection", "segm": "image-segmentation"}
 # Keys with paths, services and names that belong to one machine.
 _PRIVATE = ("OUTPUT_DIR", "LOGGING", "MODEL.WEIGHTS", "MODEL.DEVICE", "TEST.EXPECTED_RESULTS", "DATASETS.COCO")
 _PRIVATE += ("DATASETS.ADE20K", "DATASETS.PROPOSAL_FILES_TRAIN", "DATASETS.PROPOSAL_FILES_TEST")
 # An absolute path, a path from the home or a relative folder, or a URL.
 _PATH = re.compile(r"(?:^|[\s=:,;'\"])(?:~|/|\\\\|[A-Za-z]:[\\/]|\.{1,2}[\\/]|\w+://)")
-_logger = logging.getLogger(__name__)
 
 
 class HubMixin:
-    """Save, load and upload a :class:`Detector` as safetensors and text files; see docs/hub.md."""
+    """Save, load and upload a :class:`Detector`; see docs/hub.md."""
 
     runner: EagerRunner | ExportedRunner
     categories: Categories
@@ -49,14 +37,13 @@ class HubMixin:
     def save_pretrained(
         self, save_directory: str | os.PathLike, *, license: str | None = None, repo_id: str | None = None
     ) -> None:
-        """Write the weights, the config, a model card and the reports of the weights into a folder.
+        """Write the weights, the config and a model card into a folder.
 
-        The evaluation and the export reports are copied from the folder of the checkpoint if they are for the same
-        weights and settings. The score threshold is saved in the config. The device, test-time augmentation and the
-        drawing options are not saved.
+        The card has the results in ``evaluation.json`` of the run. An existing card is kept. The score threshold is
+        saved in the config. The device, test-time augmentation and the drawing options are not saved.
 
         Args:
-            save_directory: the folder. It is created. An earlier save is replaced, except for its model card.
+            save_directory: the folder. It is created.
             license: license id of the weights on the Hub, such as ``"apache-2.0"``.
             repo_id: name on the Hub, for the example in the model card.
 
@@ -69,65 +56,36 @@ class HubMixin:
             raise ConfigError("An exported file has no weights to save. Load the run that was exported.")
         if (folder / CONFIG_FILE).exists() and not (folder / PUBLISHED_WEIGHTS).exists():
             raise ConfigError(f"'{folder}' contains another {CONFIG_FILE}. Choose a different folder.")
-        config, model = published_config(runner.cfg), fingerprint(runner.cfg, runner.detector)
-        evaluation, reports = find_reports(runner.weights.parent, model)
-        texts = {CONFIG_FILE: config.dump()} | {name: json.dumps(report, indent=2) for name, report in reports.items()}
-        if evaluation is not None:
-            texts |= results_as_files(evaluation, model=model)
-        if (folder / CARD_FILE).exists():
-            _logger.warning("Keeping the existing %s. Delete it to get a new model card.", folder / CARD_FILE)
-        else:
-            texts[CARD_FILE] = str(self._model_card(evaluation, reports, license, repo_id))
-        metadata = dataclasses.replace(
-            Checkpointer(runner.detector, cfg=config).metadata,
-            classes=self.categories.names,
-            category_ids=self.categories.ids,
-        )
-        # All files are complete before the first file is replaced.
-        with atomic_folder(folder) as unfinished:
-            for name, text in texts.items():
-                (unfinished / name).write_text(text, encoding="utf-8")
-            contents = {"model": runner.detector.state_dict(), METADATA_KEY: metadata.to_dict()}
-            write_checkpoint(unfinished / PUBLISHED_WEIGHTS, contents)
-            for path in [path for pattern in REPORT_FILES for path in folder.glob(pattern)]:
-                path.unlink()
-            for name in (*texts, PUBLISHED_WEIGHTS):
-                os.replace(unfinished / name, folder / name)
+        config = published_config(runner.cfg)
+        metadata = Checkpointer(runner.detector, cfg=config).metadata
+        metadata = dataclasses.replace(metadata, classes=self.categories.names, category_ids=self.categories.ids)
+        contents = {"model": runner.detector.state_dict(), METADATA_KEY: metadata.to_dict()}
+        folder.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(folder / PUBLISHED_WEIGHTS, contents)
+        (folder / CONFIG_FILE).write_text(config.dump(), encoding="utf-8")
+        if not (folder / CARD_FILE).exists():
+            self._model_card(license, repo_id).save(folder / CARD_FILE)
 
-    def _model_card(
-        self, evaluation: dict | None, reports: dict[str, dict], license: str | None, repo_id: str | None
-    ) -> ModelCard:
-        cfg, name, backbone = self.runner.cfg, self.runner.architecture, self.runner.backbone
-        results = [
-            EvalResult(_TASKS[task], dataset, dataset, metric, round(metrics[metric], 3))
-            for dataset, tasks in (evaluation or {}).items()
-            for task, metrics in tasks.items()
-            for metric in _METRICS
-            if task in _TASKS and isinstance(metrics.get(metric), (int, float))
-        ]
-        masks = cfg.MODEL.META_ARCHITECTURE != "RetinaNet" and cfg.MODEL.MASK_ON
+    def _model_card(self, license: str | None, repo_id: str | None) -> ModelCard:
+        runner, file = self.runner, self.runner.weights.with_name(EVALUATION_FILE)
+        # The file of a run has the results of its best or last checkpoint.
+        has_results = file.is_file() and weights_of(file.parent) == runner.weights
+        has_masks = runner.cfg.MODEL.META_ARCHITECTURE != "RetinaNet" and runner.cfg.MODEL.MASK_ON
         data = ModelCardData(
             library_name="vil-detectron2",
             license=license,
-            pipeline_tag=_TASKS["segm" if masks else "bbox"],
-            tags=["detectron2", backbone],
-            model_name=f"{name}, {backbone}" if results else None,
-            eval_results=results or None,
+            pipeline_tag="image-segmentation" if has_masks else "object-detection",
+            tags=["detectron2", runner.backbone],
         )
         return ModelCard.from_template(
             data,
-            template_path=str(_TEMPLATE),
-            detector=name,
-            backbone=backbone,
-            parameters=sum(parameter.numel() for parameter in self.runner.detector.parameters()),
+            template_path=str(Path(__file__).with_name("model_card.md")),
+            runner=runner,
+            num_parameters=sum(parameter.numel() for parameter in runner.detector.parameters()),
             source=repo_id or "path/to/this/folder",
-            masks=masks,
-            cfg=cfg,
-            score_threshold=self.runner.score_threshold,
-            classes=list(zip(self.categories.ids, self.categories.names, strict=True)),
-            metrics=_METRICS,
-            evaluations=evaluation or {},
-            reports=[describe_report(report) for report in reports.values()],
+            has_masks=has_masks,
+            categories=self.categories,
+            evaluation={k: v for k, v in (read_json(file) if has_results else {}).items() if not _is_path(k)},
         )
 
     def push_to_hub(
@@ -139,16 +97,13 @@ class HubMixin:
         token: str | None = None,
         **upload: Any,
     ) -> str:
-        """Save the detector into a temporary folder, validate its model card, and upload it to the Hub.
-
-        The repository is created if the card is valid. New weights delete the reports of earlier weights.
+        """Save the detector into a temporary folder, create the repository if needed, and upload the files.
 
         Args:
             repo_id: ``OWNER/NAME``.
             license: a license id of the Hub.
             private, token: see ``huggingface_hub.HfApi.create_repo``.
-            upload: arguments of ``huggingface_hub.HfApi.upload_folder``, such as ``revision``, ``commit_message``,
-                ``create_pr``, ``allow_patterns``, ``ignore_patterns`` and ``delete_patterns``.
+            upload: arguments of ``huggingface_hub.HfApi.upload_folder``, such as ``revision`` and ``create_pr``.
 
         Returns:
             The URL of the commit.
@@ -156,17 +111,10 @@ class HubMixin:
         Raises:
             ConfigError: see :meth:`save_pretrained`. Other errors are exceptions of ``huggingface_hub``.
         """
-        validate_repo_id(repo_id)
-        patterns = {key: upload.get(key) for key in ("allow_patterns", "ignore_patterns")}
-        if [*filter_repo_objects([PUBLISHED_WEIGHTS], **patterns)]:
-            upload.setdefault("delete_patterns", list(REPORT_FILES))
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary) / "detector"
+        with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, license=license, repo_id=repo_id)
-            ModelCard.load(folder / CARD_FILE).validate()
             api = HfApi(token=token)
-            repo_id = api.create_repo(repo_id=repo_id, private=private, exist_ok=True).repo_id
-            upload.setdefault("commit_message", "Upload a detector of vil-detectron2")
+            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
             return api.upload_folder(repo_id=repo_id, folder_path=folder, **upload)
 
     @classmethod
@@ -193,43 +141,9 @@ class HubMixin:
         """
         folder = Path(pretrained_model_name_or_path)
         if isinstance(pretrained_model_name_or_path, str) and not folder.exists():
-            files = [CONFIG_FILE, PUBLISHED_WEIGHTS, CARD_FILE, *REPORT_FILES]
+            files = [CONFIG_FILE, PUBLISHED_WEIGHTS, CARD_FILE]
             folder = Path(snapshot_download(pretrained_model_name_or_path, allow_patterns=files, **download))
-        weights = folder / PUBLISHED_WEIGHTS
-        return cls.load(folder, weights=weights, device=device, score_threshold=score_threshold, tta=tta)
-
-
-def find_reports(folder: Path, model: str) -> tuple[dict | None, dict[str, dict]]:
-    """Return the evaluation and the export reports of a model, from the folder of its weights and its subfolders.
-
-    Args:
-        folder: folder of the weights.
-        model: fingerprint of the model.
-
-    Returns:
-        The evaluation (dataset -> task -> metric) or None, and a dict of reports by file name. Damaged
-        files, files for other weights or settings, and files with private paths are skipped with a warning.
-    """
-    evaluation, reports = None, {}
-    try:
-        evaluation = read_results(folder, model=model)
-    except ConfigError as error:
-        _logger.warning("Skipping the evaluation: %s", error)
-    # The name of a dataset may be a path.
-    evaluation = {name: tasks for name, tasks in (evaluation or {}).items() if not _PATH.search(name)} or None
-    for path in sorted([*folder.glob(EXPORT_REPORTS), *folder.glob(f"*/{EXPORT_REPORTS}")]):
-        try:
-            report = read_json(path)
-        except ConfigError as error:
-            _logger.warning("Skipping an export report: %s", error)
-            continue
-        if not isinstance(report, dict) or report.get("fingerprint") != model:
-            _logger.warning("Skipping %s: it is for other weights or settings. Export the model again.", path)
-        elif _PATH.search(json.dumps(report)) or path.name in reports:
-            _logger.warning("Skipping %s: it contains a path, or another report has the same name.", path)
-        else:
-            reports[path.name] = report
-    return evaluation, reports
+        return cls.load(folder, device=device, score_threshold=score_threshold, tta=tta)
 
 
 def published_config(cfg: CfgNode) -> CfgNode:
@@ -239,15 +153,18 @@ def published_config(cfg: CfgNode) -> CfgNode:
 
     Raises:
         ConfigError: if another key contains a path.
-        KeyError: if ``load_config`` does not accept a key.
     """
-    usual, published = default_config(), default_config()
-    published.merge_from_other_cfg(cfg)
+    usual = default_config()
     values = {key: value_of(usual, key) for key in _PRIVATE}
     for key in ("DATASETS.TRAIN", "DATASETS.TEST"):
-        values[key] = tuple(name for name in value_of(cfg, key) if not (_PATH.search(name) or os.sep in name))
-    published, unchanged = with_overrides(published, values), usual.dump().splitlines()
+        values[key] = tuple(name for name in value_of(cfg, key) if not _is_path(name))
+    published, unchanged = with_overrides(cfg, values), usual.dump().splitlines()
     for line in published.dump().splitlines():
         if line not in unchanged and _PATH.search(line):
             raise ConfigError(f"The config contains a path: {line.strip()}. Set the key to its default before saving.")
     return published
+
+
+def _is_path(name: str) -> bool:
+    """Return whether the name of a dataset is a path."""
+    return os.sep in name or _PATH.search(name) is not None

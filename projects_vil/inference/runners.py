@@ -102,16 +102,19 @@ class ExportedRunner:
 
     Args:
         path: the exported file. Its metadata file is in the same folder.
+        device: ``"cpu"``, or ``"cuda"`` for an ONNX file.
         score_threshold: lowest score of a detection; None for the threshold of the export.
 
     Raises:
         ConfigError: if a file is missing or damaged, or if ``score_threshold`` is below the threshold of the export.
     """
 
-    def __init__(self, path: str | Path, *, score_threshold: float | None = None) -> None:
-        self.model = ExportedModel(path)
+    def __init__(
+        self, path: str | Path, *, device: str | torch.device = "cpu", score_threshold: float | None = None
+    ) -> None:
+        self.model = ExportedModel(path, device=device)
         metadata = self.model.metadata
-        self.weights, self.device = self.model.path, "cpu"
+        self.weights, self.device = self.model.path, str(device)
         self.architecture, self.backbone = metadata["detector"], metadata["backbone"]
         self.channels = metadata["input"]["color_order"]
         classes = tuple(metadata["classes"])

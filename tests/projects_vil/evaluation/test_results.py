@@ -6,10 +6,8 @@ import math
 import pytest
 from detectron2.data import MetadataCatalog
 
-from projects_vil.checkpoint import fingerprint, load_detector
-from projects_vil.config import load_config
-from projects_vil.evaluation import explain_results, read_results, write_results
-from tests.projects_vil.helpers import message, small_config
+from projects_vil.evaluation import explain_results, write_results
+from tests.projects_vil.helpers import small_config
 
 
 def test_results_of_two_datasets_and_per_class(tmp_path):
@@ -32,29 +30,6 @@ def test_classes_that_detectron2_omits(tmp_path, classes, ap, expected):
     write_results(cfg, {"bbox": {"AP": ap}})
     per_class = json.loads((tmp_path / "evaluation.json").read_text())[name]["bbox"]["per_class"]
     assert per_class == {each: {"AP": expected} for each in classes}
-
-
-def test_results_belong_to_a_model(tmp_path):
-    cfg = small_config("retinanet", "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "('own',)")
-    assert read_results(tmp_path, model="ours") is None
-    write_results(cfg, {"bbox": {"AP": 1.5}}, model="ours")
-    assert read_results(tmp_path, model="ours") == {"own": {"bbox": {"AP": 1.5}}}
-    assert "evaluation.json" in message(read_results, tmp_path, model="theirs")
-    # Then an unknown model is evaluated.
-    write_results(cfg, {"bbox": {"AP": 2.5}})
-    assert "evaluation.model.json" in message(read_results, tmp_path, model="ours")
-    for name in ("evaluation.model.json", "evaluation.json"):
-        (tmp_path / name).write_text("{")
-        assert name in message(read_results, tmp_path, model="ours")
-
-
-def test_the_evaluation_of_a_run_belongs_to_its_last_checkpoint(trained_run):
-    def model(weights: str) -> str:
-        cfg = load_config(trained_run / "config.yaml")
-        return fingerprint(cfg, load_detector(cfg, trained_run / weights)[0])
-
-    assert "shapes_val" in read_results(trained_run, model=model("model_final.pth"))
-    assert "evaluation.json" in message(read_results, trained_run, model=model("model_0000001.pth"))
 
 
 NAN = float("nan")

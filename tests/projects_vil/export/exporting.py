@@ -27,7 +27,6 @@ from projects_vil.export import (
     make_exportable,
     metadata_path,
 )
-from projects_vil.export.metadata import with_digest
 from tests.projects_vil.helpers import small_config, untrained_detector
 
 TRACED_SIZE = (96, 128)
@@ -102,7 +101,7 @@ def write(
             patch.setattr(formats, "_WINOGRAD_CHANNELS", 16)  # The small detectors have 32 channels.
         FORMATS[file_format].write(exportable, torch.stack([example] * 2) if batched else example, path)
     facts = {"precision": "fp32", "input_dtype": dtype, "weights": "random.pth"}
-    metadata = with_digest(describe_model(config(name), exportable, SHAPES, file_format, **facts))
+    metadata = describe_model(config(name), exportable, SHAPES, file_format, **facts)
     FORMATS[file_format].embed(path, metadata)
     metadata_path(path).write_text(json.dumps(metadata))
     return path

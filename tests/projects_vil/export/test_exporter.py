@@ -35,7 +35,7 @@ def test_an_export_and_its_report(exported):
     assert sorted(file.name for file in path.parent.iterdir()) == names
     assert json.loads(report_path(path).read_text()) == report and report["ok"] is True
     assert (report["file"], report["bytes"]) == ("model.ts", path.stat().st_size)
-    assert report["versions"] == ExportedModel(path).metadata["versions"] and len(report["fingerprint"]) == 64
+    assert report["versions"] == ExportedModel(path).metadata["versions"]
     assert report["latency"]["eager_ms"] > 0 and report["latency"]["exported_ms"] > 0
     sizes = [(row["height"], row["width"]) for row in report["images"]]
     assert len(set(sizes)) == 4 and EXAMPLE_SIZE not in sizes
@@ -78,7 +78,6 @@ def test_a_fixed_size(exported):
     [
         ({"file_format": "onnx", "precision": "bf16"}, (), "bf16"),
         ({"input_dtype": "uint16"}, (), "uint16"),
-        ({"size": (96, 128)}, (), "size"),
         ({"file_format": "openvino", "precision": "int8"}, ("DATASETS.TRAIN", "()"), "DATASETS.TRAIN"),
         ({"file_format": "onnx", "size": (16, 128)}, (), "16 x 128"),
         ({"file_format": "onnx", "size": (96, 128), "evaluate": True}, (), "size"),

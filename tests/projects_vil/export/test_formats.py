@@ -104,7 +104,7 @@ def test_equals_eager_at_any_size(written, file_format, name, options):
 def check_onnx_file(model: ExportedModel) -> None:
     import onnx
 
-    assert "CPUExecutionProvider" in check_onnx(model.path)["providers"]
+    assert check_onnx(model.path)["Conv"] >= 4
     contents = onnx.load(model.path, load_external_data=False)
     assert [(entry.domain, entry.version) for entry in contents.opset_import if not entry.domain] == [("", OPSET)]
     assert not any(tensor.external_data for tensor in contents.graph.initializer)
@@ -133,6 +133,34 @@ def test_an_onnx_file_that_is_not_portable(tmp_path, nodes):
     onnx = pytest.importorskip("onnx")
     with pytest.raises((RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError)):
         check_onnx(onnx_file(tmp_path, nodes))
+
+
+def test_devices_of_onnx_files(tmp_path, monkeypatch, caplog):
+    """A GPU is used if onnxruntime has a provider for it. Otherwise onnxruntime would run on the CPU."""
+    onnxruntime, asked = pytest.importorskip("onnxruntime"), []
+    path = onnx_file(tmp_path, "y = Relu(x)")
+    with caplog.at_level("INFO"):
+        (ones,) = load_model(path)[0](torch.ones(1, 4))
+    assert (ones == 1).all() and f"onnxruntime {onnxruntime.__version__} with CPUExecutionProvider" in caplog.text
+    for device, named in (("gpu", "device gpu"), *([] if torch.cuda.is_available() else [("cuda", "onnxruntime-gpu")])):
+        with pytest.raises(ConfigError, match=named):
+            load_model(path, device=device)
+
+    class Session(onnxruntime.InferenceSession):
+        def __init__(self, path, options, providers):
+            asked.extend(providers)
+            super().__init__(path, options, providers=["CPUExecutionProvider"])
+
+        def get_providers(self):
+            return [asked[0][0], "CPUExecutionProvider"]
+
+    available = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: available)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+    with caplog.at_level("INFO"):
+        load_model(path, device="cuda:1")
+    assert asked == [(name, {"device_id": "1"}) for name in ("CUDAExecutionProvider", "TensorrtExecutionProvider")]
+    assert "with CUDAExecutionProvider" in caplog.text
 
 
 # -- OpenVINO --------------------------------------------------------------------------------------

@@ -63,8 +63,7 @@ def test_int8(shapes, tmp_path, monkeypatch, file_format, accept_drop):
     )
     assert len(names) > 50 and not any(map(stays_float, names))
     # Most detections equal detectron2's.
-    rows, scores = report["images"], report["scores"]
-    assert all(one["distinct"] > 100 and 0.5 < one["highest"] < 1 for one in scores) and len(scores) == 2
+    rows = report["images"]
     assert sum(row["changed"] + row["unmatched"] for row in rows) < 0.5 * sum(row["detections"] for row in rows)
 
 

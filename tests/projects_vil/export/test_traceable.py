@@ -119,7 +119,6 @@ def test_a_batch_equals_its_images_one_at_a_time(name):
             "RRPN",
         ),
         ("mask_rcnn MODEL.META_ARCHITECTURE PanopticFPN", "PanopticFPN"),
-        ("retinanet TEST.DETECTIONS_PER_IMAGE -1", "TEST.DETECTIONS_PER_IMAGE"),
     ],
 )
 def test_parts_that_cannot_be_exported(variation, part):
