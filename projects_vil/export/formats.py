@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import os
+import pickle
 import shutil
 import sys
 import time
@@ -242,11 +243,20 @@ def _write_torch_export(exportable: ExportableDetector, example: Tensor, path: P
 
 
 def _load_torch_export(path: Path) -> Loaded:
-    embedded = {_METADATA_FILE: ""}
+    # Read once, so that the checked bytes are the loaded bytes.
+    buffer, embedded = io.BytesIO(path.read_bytes()), {_METADATA_FILE: ""}
+    names = torch._C.PyTorchFileReader(buffer).get_all_records()
+    # torch runs pickles and native code in these records. No exported detector contains them.
+    if programs := [name for name in names if "_obj_" in name or name.startswith("data/aotinductor/")]:
+        raise ConfigError(f"'{path}' contains the program '{programs[0]}'. Do not load it: no export has one.")
     # torch would run the pickle of sample inputs that are not only tensors.
     with warnings.catch_warnings(), patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
         warnings.simplefilter("ignore")
-        return torch.export.load(path, extra_files=embedded).module(), embedded[_METADATA_FILE] or None
+        try:
+            buffer.seek(0)
+            return torch.export.load(buffer, extra_files=embedded).module(), embedded[_METADATA_FILE] or None
+        except pickle.UnpicklingError as error:  # torch's message suggests to run the pickle
+            raise ConfigError(f"'{path}' contains a pickle. Do not load it: no export has one.") from error
 
 
 def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: Path) -> None:

@@ -150,7 +150,9 @@ class CreateFile:
         return open, (str(self.path), "w")
 
 
-@pytest.mark.parametrize("record", ["data/sample_inputs/model.pt", "data/weights/model.pt"])
+@pytest.mark.parametrize(
+    "record", ["data/sample_inputs/model.pt", "data/weights/model.pt", "data/constants/opaque_obj_0"]
+)
 def test_a_pickle_in_a_torch_export_archive_is_not_run(tmp_path, record):
     path, created = tmp_path / "model.pt2", tmp_path / "created"
     torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(1, 2),)), path)
@@ -163,6 +165,6 @@ def test_a_pickle_in_a_torch_export_archive_is_not_run(tmp_path, record):
             writer.write_record(name, content, len(content))
     writer.write_end_of_file()
     path.write_bytes(buffer.getvalue())
-    with pytest.raises(ConfigError, match=r"model\.pt2"):
+    with pytest.raises(ConfigError, match=r"model\.pt2") as caught:
         load_model(path)
-    assert not created.exists()
+    assert not created.exists() and "can still be loaded" not in str(caught.value)
