@@ -46,7 +46,7 @@ class WindowInputs(NamedTuple):
         global_key: (B, M, G, D), keys that all tokens see, or None.
         global_value: (B, M, G, D), or None.
         local_bias: (M or 1, P, S), positions in a chunk by positions in its window, row by row, or None.
-        global_bias: (M, G), or None.
+        global_bias: (M or 1, G), or None.
     """
 
     query: Tensor

@@ -40,8 +40,8 @@ def triton_map_attention(
         query: (B, M, H, W, D).
         key: (B, M, G + H * W, D).
         value: (B, M, G + H * W, D).
-        local_bias: (M, 2 * H - 1, 2 * W - 1), the bias by offset of rows and of columns, query minus key.
-        global_bias: (M, G), or None for no bias of the global tokens.
+        local_bias: (M or 1, 2 * H - 1, 2 * W - 1), the bias by offset of rows and of columns, query minus key.
+        global_bias: (M or 1, G), or None for no bias of the global tokens.
 
     Returns:
         (B, M, H * W, D), which lies in memory as (B, H * W, M, D).
@@ -49,7 +49,9 @@ def triton_map_attention(
     Raises:
         ConfigError: If D is larger, the device cannot run Triton, or the dtype is float64 on a GPU.
     """
-    return _attend(*in_autocast_dtype(query.flatten(2, 3), key, value), local_bias, global_bias)
+    heads = query.shape[1]
+    biases = (None if x is None else x.expand(heads, *x.shape[1:]) for x in (local_bias, global_bias))
+    return _attend(*in_autocast_dtype(query.flatten(2, 3), key, value), *biases)
 
 
 def _kernels() -> ModuleType:
