@@ -518,7 +518,7 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
 
     If --image-size is repeated, the command also prints how time and memory grow with the number of pixels.
 
-    --tune measures a training step of the models' attention with PyTorch's attention and with the Triton kernels on a
+    --tune measures forward and backward passes of backbones with PyTorch's attention and with the Triton kernels on a
     GPU. It stores the faster backend in ~/.cache/vil-detectron2 as the choice of ATTENTION_BACKEND auto, for this type
     of GPU, this --dtype and the installed versions of torch and Triton.
 

@@ -28,7 +28,7 @@ from backbones.layers.tracing import in_autocast_dtype, is_tracing
 
 logger = logging.getLogger(__name__)
 # Relative to the largest value
-TOLERANCES = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+_TOLERANCES = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 # Compute capabilities and dtypes for which `make gpu` has shown that the kernels are right and faster, and the oldest
 # version of Triton in these runs. docs/performance.md has the times.
 MEASURED = {(9, 0): (torch.bfloat16, torch.float16)}
@@ -249,7 +249,7 @@ def _reason_against_triton(case: Case) -> str | None:
     pairs = zip(actual, expected, strict=True)
     errors = [((x.cpu().double() - y).abs().max() / y.abs().max()).item() for x, y in pairs]
     # NaN is never within the tolerance.
-    if all(error <= TOLERANCES[case.dtype] for error in errors):
+    if all(error <= _TOLERANCES[case.dtype] for error in errors):
         return None
     return f"differs from the reference by {max(errors):.1e} of the largest value"
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from backbones import ConfigError
-from backbones.attention import sliding_chunk
-from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chunk_attention
+from backbones.attention.sliding_chunk import SlidingChunkAttention
 from projects_vil.analysis import BenchmarkCase, benchmark, measure, tune_attention
 from projects_vil.analysis.benchmark import build_baseline
 from tests.projects_vil.helpers import ROOT
@@ -106,37 +105,33 @@ def test_models_that_cannot_be_measured(name, options):
         case(name, **options).build()
 
 
-@pytest.mark.parametrize(
-    "kernel, times, chosen",
-    [
-        (sliding_chunk_attention, (2.0, 1.0), "triton"),
-        (sliding_chunk_attention, (1.0, 0.99), "sdpa"),
-        (lambda **given: 1.1 * sliding_chunk_attention(**given), (2.0, 1.0), "sdpa"),
-    ],
-    ids=["faster", "as fast", "wrong"],
-)
-def test_choice_of_the_attention_backend(monkeypatch, tmp_path, kernel, times, chosen):
-    """The faster backend on all shapes is stored for the GPU, if it is right. Other choices in the file stay."""
+@pytest.mark.parametrize("times, chosen", [([2.0, 2.0, 1.0, 1.0], "triton"), ([1.0, 1.0, 0.5, 1.45], "sdpa")])
+def test_choice_of_the_attention_backend(monkeypatch, tmp_path, times, chosen):
+    """The faster backend for all models and sizes is stored for the GPU and dtype. Other choices in the file stay."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(benchmark, "check_device", lambda cfg: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    monkeypatch.setitem(sliding_chunk.BACKENDS, "triton", kernel)
     steps = []
 
     def measured(own_steps, *, runs, memory):
-        steps.extend(own_steps)
-        return np.array([[seconds] * runs for seconds in times]), []
+        steps.extend((step.name, step.size, step.backward) for step in own_steps)
+        return np.array([[9.0, seconds, seconds] for seconds in times]), []
 
     for dtype in ("float32", "bfloat16"):
-        cases = [case(SMALL, size=size, dtype=dtype) for size in ((64, 96), (40, 130))]
+        cases = [case(SMALL, "attention", size=size, dtype=dtype) for size in ((64, 96), (40, 130))]
         lines = tune_attention(cases, runs=3, measure=measured)
     choices = json.loads((tmp_path / "vil-detectron2/attention.json").read_text())
     assert list(choices.values()) == [chosen] * 2 and all(key.startswith("capability 8.9, ") for key in choices)
-    assert f"{1e3 * times[0]:.2f} ms" in lines[0] and ("differs" in lines[0]) == (times[1] == 1 and chosen == "sdpa")
-    # Four stages of two sizes
-    assert [(step.name, len(step.modules)) for step in steps] == [("sdpa", 8), ("triton", 8)] * 2
-    with pytest.raises(ConfigError, match="triton"):
-        tune_attention([case("lit_ti")], measure=measured)
+    assert f"sdpa {1e3 * sum(times[:2]):.1f} ms" in lines[0] and f"is now {chosen}" in lines[1]
+    names = [f"{SMALL}+sdpa"] * 2 + [f"{SMALL}+triton"] * 2
+    assert steps == [(name, size, True) for name, size in zip(names, [(64, 96), (40, 130)] * 2, strict=True)] * 2
+
+
+def test_a_model_or_device_without_triton_kernels_has_no_choice(monkeypatch):
+    with pytest.raises(ConfigError, match="ATTENTION_BACKEND triton .*MODEL.DEVICE is cpu"):
+        tune_attention([case(SMALL)])
+    monkeypatch.setattr(benchmark, "check_device", lambda cfg: None)
+    with pytest.raises(ConfigError, match="triton.* needs"):
+        tune_attention([case("lit_ti")])
 
 
 # -- measurements ----------------------------------------------------------------------------------
