@@ -26,8 +26,6 @@ BLOCK_SCORES = 2**20
 # Smaller exponents are raised to this value. The weight is negligible, and denormal numbers slow exponentials tenfold.
 _MIN_EXPONENT = -60.0
 _MASK = -1e9
-# Returns the output and the log-sum-exps. The operator is private: some versions of torch lack it or change it.
-_CPU_KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 def is_needed(*tensors: Tensor | None) -> bool:
@@ -131,20 +129,11 @@ def _attention_with_logsumexp(
     query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output (N, M, L, E) of attention and the log-sum-exps (N, M, L), in float32 or better."""
-    if _CPU_KERNEL is not None:
-        # The kernel assumes that the channels of a token are contiguous, and does not check it.
-        query, key, value = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
-        try:
-            return _CPU_KERNEL(query, key, value, 0.0, False, attn_mask=attn_mask, scale=scale)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            # The code below needs even more memory.
-            if "allocate memory" in str(error):
-                raise
-    scores = at_least_float32(query @ key.mT) * scale
-    if attn_mask is not None:
-        scores += attn_mask
-    logsumexp = scores.logsumexp(dim=-1, keepdim=True)
-    return (scores - logsumexp).exp_().to(value.dtype) @ value, logsumexp[..., 0]
+    # The kernel of F.scaled_dot_product_attention, which does not return the log-sum-exps. The kernel assumes that the
+    # channels of a token are contiguous, and does not check it.
+    query, key, value = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return attend(query, key, value, 0.0, False, attn_mask=attn_mask, scale=scale)
 
 
 class _Keys(NamedTuple):

@@ -120,9 +120,8 @@ def automatic_backend(device: torch.device, dtype: torch.dtype, channels: int) -
     chosen = read_choices().get(choice_key(device, dtype))
     if chosen in ("triton", "sdpa"):
         return chosen
-    version = re.match(r"(\d+)\.(\d+)", _triton_version())
-    is_new = version is not None and tuple(map(int, version.groups())) >= _LEAST_TRITON
-    if is_new and dtype in MEASURED.get(torch.cuda.get_device_capability(device), ()):
+    version = tuple(map(int, re.findall(r"\d+", _triton_version())[:2]))
+    if version >= _LEAST_TRITON and dtype in MEASURED.get(torch.cuda.get_device_capability(device), ()):
         return "triton"
     suggest_tuning(device)
     return "sdpa"
@@ -192,13 +191,9 @@ def choose_kernel(case: Case) -> str:
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         reason = thread.submit(_reason_against_triton, case).result()
     chosen = "triton" if reason is None else "sdpa"
-    logger.log(
-        logging.INFO if reason is None else logging.WARNING,
-        "attention of %d channels a head, %d global tokens, chunk_size %s, mode %s, shift %s, %s, %s on %s: %s%s",
-        *(case.channels, case.num_global, case.chunk_size, case.mode, case.shift),
-        *("training" if case.is_learned else "inference", str(case.dtype)[6:], case.device),
-        *(chosen, "" if reason is None else f", because the Triton kernel {reason}"),
-    )
+    described = ", ".join(f"{name} {value}" for name, value in case._asdict().items())
+    suffix = "" if reason is None else f", because the Triton kernel {reason}"
+    logger.log(logging.INFO if reason is None else logging.WARNING, "attention (%s): %s%s", described, chosen, suffix)
     return chosen
 
 

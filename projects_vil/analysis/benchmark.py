@@ -315,22 +315,21 @@ def tune_attention(
     Raises:
         ConfigError: if the device or a model has no Triton kernels, or if the file cannot be written.
     """
-    options = {"part": "backbone", "backward": True}
     steps = [
-        dataclasses.replace(case, name=f"{case.name}+{backend}", **options)
+        dataclasses.replace(case, name=f"{case.name}+{backend}", part="backbone", backward=True)
         for backend in ("sdpa", "triton")
         for case in cases
     ]
-    seconds, _ = measure(steps, runs=runs, memory=False)
-    sdpa, triton = np.median(seconds, axis=1).reshape(2, -1).sum(axis=1)
+    medians = np.median(measure(steps, runs=runs, memory=False)[0], axis=1)
+    sdpa, triton = medians.reshape(2, -1).sum(axis=1)
     chosen, path = "triton" if triton < 0.95 * sdpa else "sdpa", choices_file()
     key = choice_key(torch.device(cases[0].device), getattr(torch, cases[0].dtype))
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(read_choices() | {key: chosen}, indent=1))
     automatic_backend.cache_clear()
-    times = f"sdpa {1e3 * sdpa:.1f} ms, triton {1e3 * triton:.1f} ms"
-    return [f"{key}: {times}", f"ATTENTION_BACKEND auto is now {chosen}: wrote '{path}'"]
+    measured = f"{key}: sdpa {1e3 * sdpa:.1f} ms, triton {1e3 * triton:.1f} ms"
+    return [measured, f"ATTENTION_BACKEND auto is now {chosen}: wrote '{path}'"]
 
 
 # -- output ----------------------------------------------------------------------------------------

@@ -47,17 +47,11 @@ def test_equals_the_reference(kernel, index):
     assert_equals_reference(*case(kernel, height, width, **options))
 
 
-def _refuse(*args, **kwargs):
-    raise TypeError("another signature")
-
-
 @windows
 @pytest.mark.parametrize("block_scores", slow_except([1, 700, 3000], [700]))
-@pytest.mark.parametrize("operator", [cpu_blocks._CPU_KERNEL, None, _refuse], ids=["private", "none", "refusing"])
-def test_result_does_not_depend_on_the_block_size(monkeypatch, kernel, block_scores, operator):
-    """The kernel takes one chunk or several at a time, with and without PyTorch's private operator for log-sum-exps."""
+def test_result_does_not_depend_on_the_block_size(monkeypatch, kernel, block_scores):
+    """The kernel takes one chunk or several at a time."""
     monkeypatch.setattr(cpu_blocks, "BLOCK_SCORES", block_scores)
-    monkeypatch.setattr(cpu_blocks, "_CPU_KERNEL", operator)
     assert_equals_reference(*case(kernel, num_global=2, batch=3))
 
 
