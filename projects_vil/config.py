@@ -119,12 +119,16 @@ def add_vil_config(cfg: CfgNode) -> None:
     # Whether an evaluation also computes the losses on DATASETS.TEST, as validation_loss/... in metrics.json.
     cfg.TEST.VALIDATION_LOSS = False
     cfg.TEST.AMP = CfgNode()
-    # Whether evaluations use bfloat16 autocast, like predictions with INFERENCE.DTYPE.
+    # Whether evaluations use bfloat16 autocast on any device. Otherwise they use INFERENCE.DTYPE.
     cfg.TEST.AMP.ENABLED = False
     cfg.INFERENCE = CfgNode()
-    # Data type of predictions: "float32", "bfloat16" or "float16". In 16 bits, autocast covers the backbone, the FPN
-    # and all but the last layers of the heads. Scores, boxes and masks stay in float32.
-    cfg.INFERENCE.DTYPE = "float32"
+    # Data type of predictions and evaluations: "float32", "bfloat16", "float16" or "auto". "auto" is the data type of
+    # training with SOLVER.AMP.ENABLED on a GPU, and otherwise float32. In 16 bits, autocast covers the backbone, the
+    # FPN and all but the last layers of the heads. Scores, boxes and masks stay in float32.
+    cfg.INFERENCE.DTYPE = "auto"
+    # Precision of float32 matrix products and convolutions on a GPU: "high" or "medium" for TensorFloat-32, "highest"
+    # for float32, or empty for PyTorch's default. The precision on a CPU does not change.
+    cfg.FLOAT32_PRECISION = "high"
     # Side in pixels of the overlapping tiles in which images are evaluated and predicted. Tiles are cut from images in
     # their original size. 0 uses whole images, resized to INPUT.MIN_SIZE_TEST.
     cfg.TEST.TILE_SIZE = 0
@@ -473,6 +477,13 @@ def check_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES) -> bool:
             f"MODEL.TRANSFORMER.ATTENTION_BACKEND {backend} {missing} (MODEL.DEVICE is {name}). Use auto."
         )
     return match[1] == "cuda"
+
+
+def set_precision(cfg: CfgNode) -> None:
+    """Apply ``FLOAT32_PRECISION`` if ``MODEL.DEVICE`` is a GPU."""
+    if cfg.MODEL.DEVICE.startswith("cuda") and cfg.FLOAT32_PRECISION:
+        # torch.set_float32_matmul_precision would also change the products on a CPU.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cfg.FLOAT32_PRECISION != "highest"
 
 
 def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: bool = False) -> CfgNode:

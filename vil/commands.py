@@ -517,6 +517,10 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
 
     If --image-size is repeated, the command also prints how time and memory grow with the number of pixels.
 
+    --tune measures forward and backward passes of backbones with PyTorch's attention and with the Triton kernels on a
+    GPU. It stores the faster backend in ~/.cache/vil-detectron2 as the choice of ATTENTION_BACKEND auto, for this type
+    of GPU, this --dtype and the installed versions of torch and Triton.
+
     Example:
         vil benchmark --models vil_tiny_rpb vil_small_rpb --against swin_t --image-size 800 1344
         vil benchmark --backward --models vil_small_rpb vil_small_rpb+shift --against swin_t --image-size 512 672
@@ -524,6 +528,7 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
             --image-size 512 672 --batch 2 --json step.json
         vil benchmark --what attention --models vil_small_rpb full_small --image-size 400 672 --image-size 800 1344 \\
             --plot growth.png
+        vil benchmark --tune --models vil_small_rpb --dtype bfloat16 --batch 2
     """
     parts, dtypes, detectors = choices.BENCHMARK_PARTS, choices.DTYPES, choices.DETECTORS[:2]
     parser.add("--what", "what to measure (default backbone)", choices=parts, default="backbone")
@@ -534,6 +539,7 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     _add_image_size(parser, "image size in pixels; can be repeated (default 800 1344)", action="append")
     parser.add("--batch", "images per batch (default 1)", type=positive, default=1)
     parser.add("--dtype", "data type for autocast (default float32)", choices=dtypes, default="float32")
+    parser.add("--tune", "choose the attention backend of ATTENTION_BACKEND auto on this GPU", action="store_true")
     parser.add("--runs", "timed runs per model (default 5)", type=positive, default=5)
     parser.add("--no-memory", "measure time only (faster on a CPU)", action="store_true")
     parser.add("--json", "write the measurements as JSON", type=output_file, metavar="FILE")
@@ -551,9 +557,13 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
         **{"device": config_of(args, base).MODEL.DEVICE, "dtype": args.dtype, "overrides": tuple(args.opts)},
     }
     names = [(name, False) for name in args.models] + [(name, True) for name in args.against]
+    sizes = [tuple(size) for size in args.image_size or [(800, 1344)]]
+    if args.tune:
+        cases = [analysis.BenchmarkCase(name, False, size=size, **options) for name in args.models for size in sizes]
+        return show(*analysis.tune_attention(cases, runs=args.runs))
     reference, rows = len(args.models) if args.against else 0, []
-    for size in args.image_size or [(800, 1344)]:
-        cases = [analysis.BenchmarkCase(*name, size=tuple(size), **options) for name in names]
+    for size in sizes:
+        cases = [analysis.BenchmarkCase(*name, size=size, **options) for name in names]
         rows += analysis.measure(cases, reference=reference, runs=args.runs, memory=not args.no_memory)
     print(analysis.format_measurements(rows, reference=names[reference][0]))
     write_json(args.json, {"measurements": rows, "growth": analysis.growth(rows)})

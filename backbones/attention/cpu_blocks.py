@@ -2,7 +2,8 @@
 
 PyTorch's CPU kernels keep all scores in memory if a bias needs a gradient, or compute them from copies of overlapping
 windows. Here the forward pass keeps only the log-sum-exp of each query, as FlashAttention does. The backward pass
-computes the scores of a few queries at a time, so that they stay in the cache. No other device uses this module.
+computes the scores of a few queries at a time, so that they stay in the cache. Other devices and the mode ``"cyclic"``
+do not use this module.
 
 Shapes: B images, M heads, H x W tokens, D channels per head, G global tokens, chunks of w x w = P positions. A block
 has N matrices (images or chunks times heads) of P queries.
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from backbones.attention.chunks import split_blocks, wrap
+from backbones.attention.chunks import split_blocks
 from backbones.layers.tracing import at_least_float32, autocast_off, in_autocast_dtype, is_tracing, padding_to_multiple
 
 # Scores in a block: they fit the cache.
@@ -26,8 +27,6 @@ BLOCK_SCORES = 2**20
 # Smaller exponents are raised to this value. The weight is negligible, and denormal numbers slow exponentials tenfold.
 _MIN_EXPONENT = -60.0
 _MASK = -1e9
-# Returns the output and the log-sum-exps. The operator is private: some versions of torch lack it or change it.
-_CPU_KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 def is_needed(*tensors: Tensor | None) -> bool:
@@ -46,7 +45,6 @@ def window_attention(
     *tensors: Tensor | None,
     chunk_size: int,
     side: int,
-    is_cyclic: bool = False,
     shift: tuple[int, int] | None = None,
 ) -> Tensor:
     """Return ``attend(*tensors)``, the attention of each chunk to its window, with gradients computed by blocks.
@@ -59,7 +57,6 @@ def window_attention(
             if the mechanism has one.
         chunk_size: Side w of a chunk.
         side: Tokens of the window on each side of a chunk.
-        is_cyclic: Whether the feature map continues at its opposite border. See :func:`.wrap`.
         shift: Step to the only neighboring chunk in the window, in chunks down and to the right. None for the whole
             window.
     """
@@ -74,7 +71,7 @@ def window_attention(
 
         return attend(*tensors, attention=attention), logsumexps[0]
 
-    backward = functools.partial(_window_gradients, chunk_size, side, is_cyclic, shift)
+    backward = functools.partial(_window_gradients, chunk_size, side, shift)
     return _RecomputedAttention.apply(forward, backward, *in_autocast_dtype(*tensors))
 
 
@@ -131,20 +128,11 @@ def _attention_with_logsumexp(
     query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output (N, M, L, E) of attention and the log-sum-exps (N, M, L), in float32 or better."""
-    if _CPU_KERNEL is not None:
-        # The kernel assumes that the channels of a token are contiguous, and does not check it.
-        query, key, value = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
-        try:
-            return _CPU_KERNEL(query, key, value, 0.0, False, attn_mask=attn_mask, scale=scale)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            # The code below needs even more memory.
-            if "allocate memory" in str(error):
-                raise
-    scores = at_least_float32(query @ key.mT) * scale
-    if attn_mask is not None:
-        scores += attn_mask
-    logsumexp = scores.logsumexp(dim=-1, keepdim=True)
-    return (scores - logsumexp).exp_().to(value.dtype) @ value, logsumexp[..., 0]
+    # The kernel of F.scaled_dot_product_attention, which does not return the log-sum-exps. The kernel assumes that the
+    # channels of a token are contiguous, and does not check it.
+    query, key, value = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return attend(query, key, value, 0.0, False, attn_mask=attn_mask, scale=scale)
 
 
 class _Keys(NamedTuple):
@@ -230,7 +218,6 @@ def _add_products(total: Tensor, weights: Tensor, sources: Tensor) -> None:
 def _window_gradients(
     chunk_size: int,
     side: int,
-    is_cyclic: bool,
     shift: tuple[int, int] | None,
     grad: Tensor,
     output: Tensor,
@@ -264,7 +251,7 @@ def _window_gradients(
     query_grad, delta = torch.empty_like(query), delta[..., 0]
     # (B, rows, cols, M, P)
     logsumexp = logsumexp.unflatten(0, (batch, rows, heads)).transpose(2, 3)
-    halo = _with_halo(key, value, size, side, is_cyclic)
+    halo = _with_halo(key, value, size, side)
     halo_grad = halo.new_zeros(*halo.shape[:-1], channels)
     num_global, global_grads = 0, (None, None)
     if global_key is not None:
@@ -320,7 +307,9 @@ def _window_gradients(
     query_grad = query_grad.mul_(scale).unflatten(4, (size, size)).permute(0, 1, 4, 2, 5, 3, 6).flatten(3, 4)
     query_grad = query_grad.flatten(1, 2)[:, :height, :width].permute(0, 3, 1, 2, 4)
     global_bias_grad = None if bias_grads[-1] is None else bias_grads[-1][..., 0]
-    key_grad, value_grad = _without_halo(halo_grad, height, width, size, side, is_cyclic)
+    # (2, B, columns, M, rows, D) with the margins -> (B, M, H, W, D) each
+    halo_grad = halo_grad.transpose(3, 4).flatten(2, 3)[:, :, side : side + width, :, side : side + height]
+    key_grad, value_grad = halo_grad.permute(0, 1, 3, 4, 2, 5)
     return (query_grad, key_grad, value_grad, *global_grads, local_bias_grad, global_bias_grad)[:num_tensors]
 
 
@@ -331,7 +320,7 @@ def _to_chunks(x: Tensor, chunk_size: int, rows: int, cols: int) -> Tensor:
     return x.permute(0, 2, 4, 1, 3, 5, 6).flatten(4, 5).contiguous()
 
 
-def _with_halo(key: Tensor, value: Tensor, chunk_size: int, side: int, is_cyclic: bool) -> Tensor:
+def _with_halo(key: Tensor, value: Tensor, chunk_size: int, side: int) -> Tensor:
     """Return keys and values with the margins of the windows: (2, B, groups, M, w columns, rows * w + 2 * side, D + 1).
 
     A group is the columns of a chunk. Groups of the margins follow on both sides, and the last may be filled up. The
@@ -342,41 +331,12 @@ def _with_halo(key: Tensor, value: Tensor, chunk_size: int, side: int, is_cyclic
     columns = whole_width + 2 * side + padding_to_multiple(2 * side, chunk_size)
     halo = key.new_zeros(2, batch, columns, heads, whole_height + 2 * side, channels + 1)
     halo[1, ..., -1] = 1.0
-    if is_cyclic:
-        (source_rows, hidden_rows), (source_cols, hidden_cols) = _cyclic_sources(
-            (height, width), chunk_size, key.device
-        )
-        for target, x in zip(halo, (key, value), strict=True):
-            target[..., :-1] = x.permute(0, 3, 1, 2, 4).index_select(1, source_cols).index_select(3, source_rows)
-        halo[0, ..., -1] = (hidden_cols[:, None] | hidden_rows).to(key.dtype)[:, None] * _MASK
-    else:
-        halo[0, ..., -1] = _MASK
-        inside = halo[:, :, side : side + width, :, side : side + height]
-        for target, x in zip(inside, (key, value), strict=True):
-            target[..., :-1] = x.permute(0, 3, 1, 2, 4)
-        inside[0, ..., -1] = 0.0
+    halo[0, ..., -1] = _MASK
+    inside = halo[:, :, side : side + width, :, side : side + height]
+    for target, x in zip(inside, (key, value), strict=True):
+        target[..., :-1] = x.permute(0, 3, 1, 2, 4)
+    inside[0, ..., -1] = 0.0
     return halo.unflatten(2, (-1, chunk_size)).transpose(3, 4)
-
-
-def _without_halo(grad: Tensor, height: int, width: int, chunk_size: int, side: int, is_cyclic: bool) -> Tensor:
-    """Return the gradients (2, B, M, H, W, D) of keys and values from the gradient of :func:`_with_halo`."""
-    grad = grad.transpose(3, 4).flatten(2, 3)
-    if is_cyclic:
-        (rows, _), (cols, _) = _cyclic_sources((height, width), chunk_size, grad.device)
-        grad = grad.new_zeros(*grad.shape[:2], width, *grad.shape[3:]).index_add_(2, cols, grad)
-        grad = grad.new_zeros(*grad.shape[:4], height, grad.shape[5]).index_add_(4, rows, grad)
-    else:
-        grad = grad[:, :, side : side + width, :, side : side + height]
-    return grad.permute(0, 1, 3, 4, 2, 5)
-
-
-def _cyclic_sources(size: tuple[int, int], chunk_size: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return, for rows and for columns, the source of each position, and whether it is hidden; padding has source 0."""
-    sources = []
-    for length in size:
-        source, hidden = wrap(length, length + padding_to_multiple(length, chunk_size), chunk_size, device)
-        sources.append((source.where(source < length, 0), hidden))
-    return sources
 
 
 def _map_forward(

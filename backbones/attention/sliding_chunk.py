@@ -87,9 +87,9 @@ def sliding_chunk_attention(
     if mode == "exact":
         local_bias = _hide_far_keys(_biases_or_zeros(query, global_key, local_bias, None, chunk_size)[0], chunk_size)
     tensors = query, key, value, global_key, global_value, local_bias, global_bias
-    options = {"chunk_size": chunk_size, "is_cyclic": mode == "cyclic", "shift": shift}
-    attend = functools.partial(_attend, **options)
-    if torch.is_grad_enabled() and cpu_blocks.is_needed(*tensors):
+    options = {"chunk_size": chunk_size, "shift": shift}
+    attend = functools.partial(_attend, is_cyclic=mode == "cyclic", **options)
+    if torch.is_grad_enabled() and mode != "cyclic" and cpu_blocks.is_needed(*tensors):
         return cpu_blocks.window_attention(attend, *tensors, side=chunk_size, **options)
     return attend(*tensors)
 

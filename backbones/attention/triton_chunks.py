@@ -46,7 +46,7 @@ class WindowInputs(NamedTuple):
         global_key: (B, M, G, D), keys that all tokens see, or None.
         global_value: (B, M, G, D), or None.
         local_bias: (M or 1, P, S), positions in a chunk by positions in its window, row by row, or None.
-        global_bias: (M, G), or None.
+        global_bias: (M or 1, G), or None.
     """
 
     query: Tensor
@@ -148,8 +148,7 @@ def _attend_in_autocast_dtype(
 ) -> Tensor:
     """Run the operator in the dtype that autocast chooses. Biases and their gradients keep their dtype."""
     # The kernels read a bias of each head.
-    heads = inputs.query.shape[1]
-    biases = (None if x is None else x.expand(heads, *x.shape[1:]) for x in inputs[5:])
+    biases = (None if x is None else x.expand(inputs.query.shape[1], *x.shape[1:]) for x in inputs[5:])
     # Copy them once, not in each pass.
     inputs = _with_contiguous_globals(WindowInputs(*in_autocast_dtype(*inputs[:5]), *biases))
     return _attend(*inputs, chunk_size, mode, shift)
@@ -307,9 +306,21 @@ def power_of_two(number: int) -> int:
 
 
 def start_kernel(
-    kernel: Any, grid: tuple[int, int, int], values: dict[str, Any], **compiled: int | bool | None
+    kernel: Any, grid: tuple[int, int, int], values: dict[str, Any], axes: dict[str, str], **compiled: int | bool
 ) -> None:
-    """Start the programs of a kernel. Its parameters get the ``values`` of the same names."""
+    """Start the programs of a kernel. Its parameters get the ``values`` of the same names, and strides.
+
+    Args:
+        kernel: The kernel.
+        grid: Numbers of programs.
+        values: Arguments by name.
+        axes: Names of the axes of tensors, one letter each. ``query_b`` is the stride of the axis b of ``query``.
+        compiled: Options of the compiler.
+    """
+    for tensor, names in axes.items():
+        given = values.get(tensor)
+        strides = [0] * len(names) if given is None else given.stride()
+        values |= {f"{tensor}_{axis}": stride for axis, stride in zip(names, strides, strict=True)}
     if all(grid):
         with torch.cuda.device_of(values["query"]):
             kernel[grid](**{name: values[name] for name in kernel.arg_names}, **compiled)
@@ -423,13 +434,9 @@ class _KernelLauncher:
             "CHANNELS_BLOCK": launch.channels,
             "ACC_DTYPE": kernels.tl.float64 if self.inputs.query.dtype == torch.float64 else kernels.tl.float32,
         }
-        values |= arguments
-        for feature_map in {"query", "key", "value", "grad"} & values.keys():
-            values |= {
-                f"{feature_map}_{axis}": n for axis, n in zip("bmhwd", values[feature_map].stride(), strict=True)
-            }
         compiled = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
-        start_kernel(getattr(kernels, name), grid, values, **compiled)
+        axes = dict.fromkeys(("query", "key", "value", "grad"), "bmhwd")
+        start_kernel(getattr(kernels, name), grid, values | arguments, axes, **compiled)
 
     def _mirrored(self, bias: Tensor) -> Tensor:
         """Return the bias (M, P, 9 * P or 2 * P) of key positions by query slots, from (M, P, S), queries by keys."""

@@ -40,8 +40,8 @@ def triton_map_attention(
         query: (B, M, H, W, D).
         key: (B, M, G + H * W, D).
         value: (B, M, G + H * W, D).
-        local_bias: (M, 2 * H - 1, 2 * W - 1), the bias by offset of rows and of columns, query minus key.
-        global_bias: (M, G), or None for no bias of the global tokens.
+        local_bias: (M or 1, 2 * H - 1, 2 * W - 1), the bias by offset of rows and of columns, query minus key.
+        global_bias: (M or 1, G), or None for no bias of the global tokens.
 
     Returns:
         (B, M, H * W, D), which lies in memory as (B, H * W, M, D).
@@ -49,7 +49,8 @@ def triton_map_attention(
     Raises:
         ConfigError: If D is larger, the device cannot run Triton, or the dtype is float64 on a GPU.
     """
-    return _attend(*in_autocast_dtype(query.flatten(2, 3), key, value), local_bias, global_bias)
+    biases = (None if x is None else x.expand(query.shape[1], *x.shape[1:]) for x in (local_bias, global_bias))
+    return _attend(*in_autocast_dtype(query.flatten(2, 3), key, value), *biases)
 
 
 def _kernels() -> ModuleType:
@@ -66,7 +67,6 @@ class Launch:
     keys: int
     num_warps: int
     num_stages: int = 2
-    maxnreg: int | None = None
 
 
 def launch_parameters(kernel: str, channels: int, dtype: torch.dtype) -> Launch:
@@ -191,11 +191,8 @@ class _KernelLauncher:
         values, compiled = self.arguments | arguments, {}
         if launch is not None:
             values = {"QUERIES_BLOCK": launch.queries, "KEYS_BLOCK": launch.keys} | values
-            compiled = {name: getattr(launch, name) for name in ("num_warps", "num_stages", "maxnreg")}
-        for tensor, axes in _AXES.items():
-            strides = [0] * len(axes) if values.get(tensor) is None else values[tensor].stride()
-            values |= {f"{tensor}_{axis}": n for axis, n in zip(axes, strides, strict=True)}
-        start_kernel(getattr(_kernels(), name), grid, values, **compiled)
+            compiled = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        start_kernel(getattr(_kernels(), name), grid, values, _AXES, **compiled)
 
 
 # Names of the strides that the kernels get

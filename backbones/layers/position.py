@@ -276,14 +276,11 @@ class GridRelativeBias(nn.Module):
 
     def forward(self, height: int, width: int) -> Tensor:
         """Return the bias (M, L, G + H * W) of a feature map. L is H * W, or G + H * W with global queries."""
-        rows = torch.arange(height, device=self.table.device)
-        offset_bias = self.by_row_offset(height, width)
-        if torch.is_grad_enabled():
-            # (M, H, H, W, W). This is a second copy, but its gradient is faster than the gradient of the groups.
-            bias = offset_bias.index_select(1, (rows[:, None] - rows + height - 1).flatten()).unflatten(1, (-1, height))
-            bias = self._with_globals(bias.transpose(2, 3).flatten(3, 4).flatten(1, 2))
-        else:
-            [bias] = self.row_group_biases(offset_bias, rows[None], rows)
+        row = torch.arange(height, device=self.table.device)
+        offset = row[:, None] - row[None, :] + height - 1
+        # (M, H, H, W, W). This is a second copy, but its gradient is faster than the gradient of the groups.
+        bias = self.by_row_offset(height, width).index_select(1, offset.flatten()).unflatten(1, (height, height))
+        bias = self._with_globals(bias.transpose(2, 3).flatten(3, 4).flatten(1, 2))
         if self.global_queries:
             bias = torch.cat([self.global_query_bias(bias.shape[1]), bias], dim=1)
         return bias

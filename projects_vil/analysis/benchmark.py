@@ -5,6 +5,7 @@ All models run interleaved in one process, so that a busy machine slows all of t
 
 import dataclasses
 import itertools
+import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -29,8 +30,10 @@ from torch.utils.benchmark.utils.timer import timer
 
 from backbones import ConfigError
 from backbones.attention.sliding_chunk import sample_shifts
+from backbones.attention.triton_check import automatic_backend, choice_key, choices_file, read_choices
+from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_choice, closest
-from projects_vil.config import check_device, load_config
+from projects_vil.config import check_device, load_config, set_precision
 from projects_vil.engine.auto_micro_batch import random_image
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_transformer_backbone, stage_names
 from projects_vil.solver import build_optimizer
@@ -137,6 +140,7 @@ class BenchmarkCase:
         for key, value in filter(None, map(_SUFFIXES.get, suffixes)):
             cfg.MODEL.TRANSFORMER[key] = value
         check_device(cfg)
+        set_precision(cfg)
         return cfg
 
     def _attention(self, model: nn.Module, height: int, width: int) -> tuple[nn.Module, tuple]:
@@ -289,6 +293,43 @@ def _peak_on_gpu(step: Callable[[], None], device: str) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     step()
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def tune_attention(
+    cases: Sequence[BenchmarkCase], *, runs: int = 5, measure: Callable[..., tuple] = measure_steps
+) -> list[str]:
+    """Measure the attention backends on the shapes of models, and store the faster one as the choice of ``"auto"``.
+
+    A step is a forward and a backward pass of a backbone with all feature maps. The Triton kernels are chosen if they
+    are at least 5% faster. Before its first use, each kernel is compared with the reference (:func:`.choose_kernel`).
+    A kernel that differs is replaced by PyTorch's attention, so it is not faster.
+
+    Args:
+        cases: models and image sizes, on one GPU and with one dtype.
+        runs: timed runs of each backend.
+        measure: measures steps, as :func:`measure_steps`.
+
+    Returns:
+        Lines with the times, the choice and its file.
+
+    Raises:
+        ConfigError: if the device or a model has no Triton kernels, or if the file cannot be written.
+    """
+    steps = [
+        dataclasses.replace(case, name=f"{case.name}+{backend}", part="backbone", backward=True)
+        for backend in ("sdpa", "triton")
+        for case in cases
+    ]
+    medians = np.median(measure(steps, runs=runs, memory=False)[0], axis=1)
+    sdpa, triton = medians.reshape(2, -1).sum(axis=1)
+    chosen, path = "triton" if triton < 0.95 * sdpa else "sdpa", choices_file()
+    key = choice_key(torch.device(cases[0].device), getattr(torch, cases[0].dtype))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps(read_choices() | {key: chosen}, indent=1))
+    automatic_backend.cache_clear()
+    measured = f"{key}: sdpa {1e3 * sdpa:.1f} ms, triton {1e3 * triton:.1f} ms"
+    return [measured, f"ATTENTION_BACKEND auto is now {chosen}: wrote '{path}'"]
 
 
 # -- output ----------------------------------------------------------------------------------------

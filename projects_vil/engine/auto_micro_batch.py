@@ -17,7 +17,7 @@ from backbones import ConfigError
 from backbones.errors import counted
 from projects_vil.checkpoint import checkpoints_of
 from projects_vil.config import CONFIG_FILE, is_segmentor, load_config, with_overrides
-from projects_vil.engine.trainer import amp_dtype
+from projects_vil.modeling import amp_dtype
 from projects_vil.solver import build_optimizer
 
 _logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def run_steps(cfg: CfgNode, num_images: int) -> None:
     # Kept for its memory.
     _average = copy.deepcopy(model) if cfg.MODEL.EMA.ENABLED else None
     device = torch.device(cfg.MODEL.DEVICE).type
-    dtype = amp_dtype(amp.DTYPE, on_gpu=device == "cuda") if amp.ENABLED else None
+    dtype = amp_dtype(cfg) if amp.ENABLED else None
     with EventStorage(), torch.jit.optimized_execution(False):
         for _ in range(2):
             with torch.autocast(device, dtype, enabled=amp.ENABLED):

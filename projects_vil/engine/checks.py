@@ -17,14 +17,16 @@ from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
 from projects_vil.config import CONFIG_FILE, check_device, is_panoptic, value_of, with_overrides
 from projects_vil.engine.hooks import RandomShift
-from projects_vil.engine.trainer import AMP_DTYPES
 from projects_vil.engine.writers import check_services
 from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_coco_api, check_metric
-from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
+from projects_vil.modeling import AMP_DTYPES, MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
 from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
+from vil.choices import DTYPES
 
 _CHOICES: dict[str, Collection[str]] = {
     "DATASETS.CHECK": data.CHECK_MODES,
+    "FLOAT32_PRECISION": ("", "highest", "high", "medium"),
+    "INFERENCE.DTYPE": ("auto", *DTYPES),
     "INPUT.AUGMENTATION": data.AUGMENTATIONS,
     "INPUT.FORMAT": ("RGB", "BGR"),
     "SOLVER.AMP.DTYPE": ("auto", *AMP_DTYPES),

@@ -17,7 +17,7 @@ from detectron2.utils.env import seed_all_rng
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable
 from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
-from projects_vil.config import CONFIG_FILE, check_override_effects, choose_device, with_overrides
+from projects_vil.config import CONFIG_FILE, check_override_effects, choose_device, set_precision, with_overrides
 from projects_vil.data import read_datasets, register_datasets
 from projects_vil.engine.auto_micro_batch import choose_micro_batches
 from projects_vil.engine.checks import check_output_dir, check_setup
@@ -98,7 +98,7 @@ def lock_output_dir(cfg: CfgNode, *, resume: bool) -> Iterator[None]:
 
 
 def _set_up_run(cfg: CfgNode, *, eval_only: bool) -> None:
-    """Set up logs, seeds and cuDNN as detectron2's ``default_setup``, without writing ``config.yaml``."""
+    """Set up logs, seeds, cuDNN and precision as detectron2's ``default_setup``, without writing ``config.yaml``."""
     log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
     logger = logging.getLogger("detectron2")
     logger.info("Rank of current process: %d. World size: %d", comm.get_rank(), comm.get_world_size())
@@ -108,6 +108,7 @@ def _set_up_run(cfg: CfgNode, *, eval_only: bool) -> None:
     seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
     # In an evaluation, the images have too many different sizes for the cuDNN benchmark.
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
+    set_precision(cfg)
 
 
 def save_config(cfg: CfgNode, trainer: type[Trainer]) -> None:

@@ -22,7 +22,7 @@ from detectron2.evaluation import DatasetEvaluator
 from detectron2.structures import BitMasks, Boxes, Instances
 from detectron2.utils import comm
 from detectron2.utils.events import EventWriter, TensorboardXWriter, get_event_storage, has_event_storage
-from detectron2.utils.logger import log_first_n, setup_logger
+from detectron2.utils.logger import setup_logger
 from fvcore.nn.precise_bn import get_bn_modules
 from torch import Tensor, nn
 
@@ -35,11 +35,10 @@ from projects_vil.config import one_line, with_overrides
 from projects_vil.engine import hooks
 from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_service_writers
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
-from projects_vil.modeling import MicroBatches, add_tiles, autocast_detector, use_sync_free_parts
+from projects_vil.modeling import MicroBatches, add_tiles, amp_dtype, autocast_detector, eval_dtype, use_sync_free_parts
 from projects_vil.utils import read_json, stop_requests, terminate, terminating_between_calls
 
 _logger = logging.getLogger(__name__)
-AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Keys of parameter groups that a resumed run takes from its config.
 _RATES = {"initial_lr": "learning rate", "weight_decay": "weight decay", "momentum": "momentum"}
 NONFINITE_FILE = "nonfinite.json"
@@ -399,7 +398,7 @@ class Trainer(DefaultTrainer):
             optimizer,
             output_dir=cfg.OUTPUT_DIR,
             accumulation_steps=options.GRADIENT_ACCUMULATION_STEPS,
-            precision=amp_dtype(options.AMP.DTYPE, on_gpu=on_gpu) if options.AMP.ENABLED else None,
+            precision=amp_dtype(cfg) if options.AMP.ENABLED else None,
             max_nonfinite_steps=options.MAX_NONFINITE_STEPS,
             sync_period=self.log_period if supports_deferred_sync(model, optimizer) else 1,
         )
@@ -630,9 +629,10 @@ class Trainer(DefaultTrainer):
         """
         share_statistics(model)
         module = unwrapped(model)
-        if cfg.TEST.AMP.ENABLED:
-            _logger.info("Evaluating with bfloat16 networks (TEST.AMP)")
-        with autocast_detector(torch.bfloat16 if cfg.TEST.AMP.ENABLED else torch.float32, module):
+        dtype = torch.bfloat16 if cfg.TEST.AMP.ENABLED else eval_dtype(cfg)
+        if dtype != torch.float32:
+            _logger.info("Evaluating with %s networks (TEST.AMP or INFERENCE.DTYPE)", str(dtype)[6:])
+        with autocast_detector(dtype, module):
             results = super().test(cfg, add_tiles(cfg, model), evaluators)
         for name in cfg.DATASETS.TEST if cfg.TEST.VALIDATION_LOSS else ():
             dataset_results = results if len(cfg.DATASETS.TEST) == 1 else results[name]
@@ -646,16 +646,6 @@ class Trainer(DefaultTrainer):
             done = min(get_event_storage().iter + 1, cfg.SOLVER.MAX_ITER) if has_event_storage() else None
             draw_evaluation(cfg, name="evaluated" if done is None else f"{done:07d}")
         return results
-
-
-def amp_dtype(name: str, *, on_gpu: bool) -> torch.dtype:
-    """Return the dtype of ``SOLVER.AMP.DTYPE``, and log the choice of "auto"."""
-    if name == "auto":
-        is_old = on_gpu and torch.cuda.get_device_capability() < (8, 0)
-        name = "float16" if is_old else "bfloat16"
-        # Every probe of the memory calls this function too.
-        log_first_n(logging.INFO, f"Mixed precision: SOLVER.AMP.DTYPE auto is {name}", name=__name__)
-    return AMP_DTYPES[name]
 
 
 def share_statistics(model: nn.Module) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from backbones import ConfigError
 from backbones.errors import check_choice
 from projects_vil.checkpoint import known_categories, load_detector
-from projects_vil.config import DETECTORS, detector_name
+from projects_vil.config import DETECTORS, detector_name, set_precision
 from projects_vil.data import size_for_testing
 from projects_vil.export import ExportedModel, letterbox_size, pad_image, to_instances
-from projects_vil.modeling import add_tiles, add_tta, autocast_detector, max_input_side, use_sync_free_parts
+from projects_vil.modeling import add_tiles, add_tta, autocast_detector, eval_dtype, max_input_side, use_sync_free_parts
 from vil.choices import DTYPES
 
 MAX_MASK_PIXELS = 2**27  # pixels of masks that are encoded at once; each takes one byte, plus temporary copies
@@ -46,7 +46,8 @@ class EagerRunner:
 
     def __init__(self, cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:
         check_choice("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, DETECTORS)
-        check_choice("INFERENCE.DTYPE", cfg.INFERENCE.DTYPE, DTYPES)
+        check_choice("INFERENCE.DTYPE", cfg.INFERENCE.DTYPE, ("auto", *DTYPES))
+        set_precision(cfg)
         self.detector, self.categories = load_detector(cfg, weights, device=cfg.MODEL.DEVICE, as_datasets=False)
         if self.detector.device.type == "cuda":
             use_sync_free_parts(self.detector)
@@ -56,7 +57,7 @@ class EagerRunner:
         self.backbone = getattr(getattr(self.detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME)
         head = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
         self.score_threshold, self.channels = head.SCORE_THRESH_TEST, cfg.INPUT.FORMAT
-        self.dtype = getattr(torch, cfg.INFERENCE.DTYPE)
+        self.dtype = eval_dtype(cfg)
         if tta and cfg.TEST.TILE_SIZE:
             raise ConfigError("--tta does not support tiles. Leave it out, or set TEST.TILE_SIZE 0.")
         # Test-time augmentation limits the sizes itself, and absolute positions limit the tiles instead of the images.

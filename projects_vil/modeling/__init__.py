@@ -1,13 +1,16 @@
 """The backbones as detectron2 builds them, micro-batches, and test-time augmentation."""
 
 from projects_vil.modeling.backbone import (
+    AMP_DTYPES,
     LARGEST_BATCH,
     MAX_EXPORT_SIDE,
     MIN_EXPORT_SIDE,
     TransformerBackbone,
+    amp_dtype,
     autocast_detector,
     build_on_meta,
     build_transformer_backbone,
+    eval_dtype,
     export_sides,
     max_input_side,
     stage_channels,

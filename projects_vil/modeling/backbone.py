@@ -16,6 +16,7 @@ from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_model
 from detectron2.modeling.backbone import BACKBONE_REGISTRY, FPN, Backbone, SimpleFeaturePyramid
+from detectron2.utils.logger import log_first_n
 from fvcore.nn.weight_init import c2_xavier_fill
 from torch import Tensor, nn
 
@@ -28,6 +29,8 @@ _logger = logging.getLogger(__name__)
 # The parts of a detector that may run in 16 bits. The last layers and the mask head stay in float32, because
 # post-processing compares scores and pastes masks by coordinates.
 _AUTOCAST_PARTS = r"backbone|head\.(cls|bbox)_subnet|proposal_generator\.rpn_head\.conv|roi_heads\.box_head(\.\d+)?"
+# The values of SOLVER.AMP.DTYPE besides "auto"
+AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Limits of exported programs: image sides in pixels, and images per batch.
 MIN_EXPORT_SIDE, MAX_EXPORT_SIDE, LARGEST_BATCH = 32, 8192, 1024
 
@@ -298,6 +301,25 @@ def max_input_side(detector: nn.Module) -> int | None:
     """Return the longest image side, in pixels, that absolute positions allow; None if there is no limit."""
     has_tables = any(getattr(module, "resizing", None) == "once" for module in detector.modules())
     return detector.backbone.bottom_up.options["max_img_size"] if has_tables else None
+
+
+def amp_dtype(cfg: CfgNode) -> torch.dtype:
+    """Return the dtype of ``SOLVER.AMP.DTYPE`` on ``MODEL.DEVICE``, and log the choice of "auto"."""
+    name, device = cfg.SOLVER.AMP.DTYPE, cfg.MODEL.DEVICE
+    if name == "auto":
+        is_old = device.startswith("cuda") and torch.cuda.get_device_capability(device) < (8, 0)
+        name = "float16" if is_old else "bfloat16"
+        # Every probe of the memory calls this function too.
+        log_first_n(logging.INFO, f"Mixed precision: SOLVER.AMP.DTYPE auto is {name}", name=__name__)
+    return AMP_DTYPES[name]
+
+
+def eval_dtype(cfg: CfgNode) -> torch.dtype:
+    """Return the dtype of ``INFERENCE.DTYPE``. "auto" is the dtype of training on a GPU, and float32 on a CPU."""
+    if cfg.INFERENCE.DTYPE != "auto":
+        return getattr(torch, cfg.INFERENCE.DTYPE)
+    is_mixed = cfg.SOLVER.AMP.ENABLED and cfg.MODEL.DEVICE.startswith("cuda")
+    return amp_dtype(cfg) if is_mixed else torch.float32
 
 
 @contextlib.contextmanager

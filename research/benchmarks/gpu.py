@@ -70,6 +70,9 @@ class Setup:
         processes: Processes that compile kernels at the same time.
         checked: Variants to compare with float64. A key of ``CHECKED`` may follow the name with options.
         timed: Variants to time.
+        scaled: Variants to time with several image sizes in a row.
+        swept: Variants, and the stage whose kernels are timed with other block sizes.
+        blocks: Block sizes of the sweep. Numbers of warps are ``warps`` then, and numbers of stages ``stages``.
     """
 
     device: str = "cuda"
@@ -80,6 +83,11 @@ class Setup:
     processes: int = 12
     checked: tuple[str, ...] = tuple(CHECKED)
     timed: tuple[str, ...] = TIMED
+    scaled: tuple[str, ...] = ("vil_small_rpb", "ls_small", "lit_s")
+    swept: tuple[tuple[str, int], ...] = (("vil_small_rpb", 1), ("vil_small_rpb", 3), ("ls_small", 1))
+    blocks: tuple[int, ...] = (32, 64)
+    warps: tuple[int, ...] = (2, 4, 8)
+    stages: tuple[int, ...] = (1, 2, 3)
 
     @property
     def is_gpu(self) -> bool:
@@ -298,7 +306,7 @@ def _errors(setup: Setup, case: tuple[str, str, str]) -> dict:
         errors = {
             name: relative_error(gradients[name], x)
             for name, x in expected.items()
-            if x.norm().item() / math.sqrt(x.numel()) > 1e-6 * largest
+            if x.norm().item() / math.sqrt(x.numel()) >= 1e-6 * largest
         }
         worst = max(errors, key=errors.get)
         return {
@@ -382,9 +390,7 @@ def sizes(setup: Setup) -> dict:
     """Time the first and the second training step for ten image sizes in a row, which training with scales has."""
     results = {}
     scales = [1.0, 0.6, 0.64, 0.68, 0.72, 0.76, 0.8, 0.84, 0.88, 0.92]
-    for name, kernel in itertools.product(
-        ("vil_small_rpb", "ls_small", "lit_s"), ("triton", "pytorch", "pytorch with cudnn")
-    ):
+    for name, kernel in itertools.product(setup.scaled, ("triton", "pytorch", "pytorch with cudnn")):
         model = build(name, "triton" if kernel == "triton" else "sdpa").to(setup.device)
         rows = []
         for scale in scales:
@@ -440,37 +446,38 @@ def sweep(setup: Setup) -> dict:
     """Time each Triton kernel of sliding chunks with other block sizes, warps and pipeline stages."""
     if not setup.is_gpu:
         return {}
-    cases = {"vil_small_rpb": 1, "vil_small_rpb 3": 3, "ls_small": 1}
     launches = [
         Launch(positions=p, tokens=t, channels=32, num_warps=w, num_stages=s)
-        for p, t, w, s in itertools.product((32, 64), (32, 64), (2, 4, 8), (1, 2, 3))
+        for p, t, w, s in itertools.product(setup.blocks, setup.blocks, setup.warps, setup.stages)
     ]
     context = multiprocessing.get_context("spawn")
-    tasks = [(name, stage, launch) for name, stage in list(cases.items())[::2] for launch in launches]
+    # All stages of a variant have the same kernels.
+    firsts = {name: stage for name, stage in reversed(setup.swept)}
+    tasks = [(name, stage, launch) for name, stage in firsts.items() for launch in launches]
     with concurrent.futures.ProcessPoolExecutor(setup.processes, mp_context=context) as pool:
         compiled = dict(zip(tasks, pool.map(functools.partial(_compile, setup), tasks), strict=True))
     results, original = {}, triton_chunks.launch_parameters
     height, width = setup.size
-    for name, index in cases.items():
+    for name, index in setup.swept:
         model = build(name, "triton").to(setup.device)
         module, stride = model.stages[index - 1].blocks[0].attention, model.strides[index - 1]
         arguments = _tokens(setup, module, height // stride, width // stride)
         rows = []
         for launch in [None, *launches]:
-            if launch is not None and not compiled[(name.split()[0], 1, launch)]:
+            if launch is not None and not compiled[(name, firsts[name], launch)]:
                 continue
             triton_chunks.launch_parameters = original if launch is None else functools.partial(_always, launch)
             times = kernel_times(setup, functools.partial(_attend, setup, module, arguments, "triton", True))
             own = {kernel: us for kernel, us, _ in times if kernel in KERNEL_NAMES}
             rows.append({"launch": dataclasses.astuple(launch) if launch else None, **own})
         triton_chunks.launch_parameters = original
-        results[name] = rows
+        results[f"{name} stage{index}"] = rows
         for kernel in KERNEL_NAMES:
             best = sorted((row for row in rows if kernel in row), key=lambda row: row[kernel])
             if best:
                 today = next(row[kernel] for row in rows if row["launch"] is None)
                 text = ", ".join(f"{row['launch']} {row[kernel]:.0f}" for row in best[:4])
-                print(f"{name} {kernel}: today {today:.0f} us; {text}", flush=True)
+                print(f"{name} stage{index} {kernel}: today {today:.0f} us; {text}", flush=True)
     return results
 
 
@@ -515,9 +522,11 @@ def main() -> int:
     setup = Setup(device=args.device)
     if args.small:
         small = {"size": (64, 96), "checked_size": (64, 96), "batch": 1, "rounds": 1, "processes": 2}
-        setup = dataclasses.replace(setup, **small)
+        setup = dataclasses.replace(setup, **small, blocks=(32,), warps=(4,), stages=(1,))
     if args.models:
-        setup = dataclasses.replace(setup, checked=tuple(args.models), timed=tuple(args.models))
+        names = tuple(args.models)
+        swept = tuple((name, 1) for name in names)
+        setup = dataclasses.replace(setup, checked=names, timed=names, scaled=names, swept=swept)
     args.output.mkdir(parents=True, exist_ok=True)
     start, failed = time.perf_counter(), False
     for name in args.steps:

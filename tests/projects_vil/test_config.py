@@ -19,6 +19,7 @@ from projects_vil.config import (
     default_config,
     detector_name,
     number_of_classes,
+    set_precision,
 )
 from tests.projects_vil.helpers import CONFIGS, ROOT, message, small_config
 from tests.selection import slow_except
@@ -249,6 +250,21 @@ def test_attention_for_a_gpu():
     found = choose_device(small_config("retinanet", *keys, "MODEL.DEVICE", "cuda"))
     assert (found.MODEL.DEVICE, found.MODEL.TRANSFORMER.ATTENTION_BACKEND) == ("cpu", "auto")
     assert not check_device(found)
+
+
+@pytest.mark.parametrize(
+    "device, precision, tf32",
+    [("cuda", "high", True), ("cuda", "highest", False), ("cuda", "", None), ("cpu", "high", None)],
+)
+def test_precision_of_float32_products(device, precision, tf32):
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [backend.allow_tf32 for backend in backends]
+    try:
+        set_precision(small_config("retinanet", "MODEL.DEVICE", device, "FLOAT32_PRECISION", precision))
+        assert [backend.allow_tf32 for backend in backends] == (before if tf32 is None else [tf32] * 2)
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.allow_tf32 = value
 
 
 # -- the task of a config --------------------------------------------------------------------------

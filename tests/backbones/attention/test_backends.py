@@ -1,6 +1,7 @@
 """Choice of the attention backend: 'triton' runs its kernel only if it is correct, and 'auto' only suggests it."""
 
 import functools
+import json
 import logging
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from backbones.attention import reference, triton_check, triton_chunks
 from backbones.attention.dense import DenseAttention
 from backbones.attention.long_short import LongShortAttention, long_short_attention
 from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chunk_attention
-from backbones.attention.triton_check import choose_kernel, resolve_backend, suggest_triton, triton_is_right
+from backbones.attention.triton_check import Case, automatic_backend, choose_kernel, resolve_backend, suggest_tuning
 from backbones.attention.triton_chunks import SEGMENT_MODE, triton_chunk_attention
 from backbones.attention.triton_dense import DENSE_MODE
 from tests.backbones.attention.cases import FakeGPU, OnMap, attend
@@ -22,6 +23,7 @@ from tests.backbones.helpers import attention_inputs
 from tests.gpu import DEVICE, on_gpu
 
 BIASES = ("local_bias", "global_bias")
+CASE = Case(torch.device("cpu"), torch.float32, 4, 1, BIASES, True, 3, "zero_pad", None)
 # Mode -> the kernel, a right implementation, and biases. Other modes are modes of sliding chunks.
 OTHER_KERNELS = {
     SEGMENT_MODE: ("triton_long_short_attention", long_short_attention, ("local_bias",)),
@@ -35,13 +37,11 @@ def choose(monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
     choose_kernel.cache_clear()
 
-    def run(
-        kernel, device="cpu", dtype=torch.float32, channels=4, num_global=1, biases=BIASES, is_learned=True, **changes
-    ) -> str:
-        options = {"chunk_size": 3, "mode": "zero_pad", "shift": None} | changes
-        name = OTHER_KERNELS[options["mode"]][0] if options["mode"] in OTHER_KERNELS else "triton_chunk_attention"
+    def run(kernel, **changes) -> str:
+        case = CASE._replace(**changes)
+        name = OTHER_KERNELS[case.mode][0] if case.mode in OTHER_KERNELS else "triton_chunk_attention"
         monkeypatch.setattr(triton_check, name, kernel)
-        return choose_kernel(torch.device(device), dtype, channels, num_global, biases, is_learned, **options)
+        return choose_kernel(case)
 
     yield run
     choose_kernel.cache_clear()
@@ -98,7 +98,7 @@ def test_a_right_kernel_is_chosen_and_checked_once(choose, caplog, changes):
     assert choose(sliding_chunk_attention, **changes) == "triton"
     assert choose(wrong, **changes) == "triton"
     (line,) = caplog.messages
-    assert line.endswith("on cpu: triton")
+    assert "device cpu" in line and line.endswith(": triton")
 
 
 @pytest.mark.parametrize("mode", OTHER_KERNELS)
@@ -159,7 +159,7 @@ def test_comparison_ignores_autocast_and_checkpointing_of_the_caller(choose, gra
 def test_comparison_within_a_backward_pass(choose):
     """With activation checkpointing, the choice may happen in a backward pass, on a thread of the device."""
     chosen, product = [], 2 * torch.ones(1, device=DEVICE, requires_grad=True)
-    product.register_hook(lambda grad: chosen.append(choose(sliding_chunk_attention, DEVICE)))
+    product.register_hook(lambda grad: chosen.append(choose(sliding_chunk_attention, device=torch.device(DEVICE))))
     product.sum().backward()
     assert chosen == ["triton"]
 
@@ -172,7 +172,7 @@ def asked(monkeypatch):
     """Return a list that collects the arguments of each choice, as on a GPU."""
     found = []
     monkeypatch.setattr(triton_check, "_can_check", lambda query: True)
-    monkeypatch.setattr(triton_check, "choose_kernel", lambda *key, **options: found.append((key, options)) or "sdpa")
+    monkeypatch.setattr(triton_check, "choose_kernel", lambda case: found.append(case) or "sdpa")
     return found
 
 
@@ -199,20 +199,21 @@ def test_triton_backend_describes_its_inputs_to_the_check(asked, training, atten
         module.backend = "sdpa"
         assert torch.equal(output, module(tokens, (7, 10)))
     keys, biases, chunk_size, mode = described
-    options = {"chunk_size": chunk_size, "mode": mode, "shift": (1, 0) if training and mode == "zero_pad" else None}
-    assert asked == [((torch.device("cpu"), torch.bfloat16, 4, keys, biases, training), options)]
+    shift = (1, 0) if training and mode == "zero_pad" else None
+    assert asked == [Case(torch.device("cpu"), torch.bfloat16, 4, keys, biases, training, chunk_size, mode, shift)]
 
 
 def test_empty_global_tokens_do_not_change_the_check(asked):
     inputs = attention_inputs(7, 10)
     none = {name: inputs["query"][:, :, 0, :0] for name in ("global_key", "global_value")}
-    assert not triton_is_right(inputs | none, chunk_size=3, mode="zero_pad")
-    assert [key[3] for key, _ in asked] == [0]
+    assert resolve_backend("triton", inputs | none, chunk_size=3, mode="zero_pad") == "sdpa"
+    assert [case.num_global for case in asked] == [0]
 
 
 @pytest.fixture
-def on_device(monkeypatch):
+def on_device(monkeypatch, tmp_path):
     """Return a function that sets the compute capability of the GPU and the version of Triton."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def set_up(capability: tuple[int, int], triton: str | None = "3.6.0") -> None:
         monkeypatch.setattr(triton_chunks, "_is_installed", lambda: True)
@@ -225,8 +226,8 @@ def on_device(monkeypatch):
         return version
 
     def clear() -> None:
-        suggest_triton.cache_clear()
-        triton_check._measured_dtypes.cache_clear()
+        suggest_tuning.cache_clear()
+        automatic_backend.cache_clear()
 
     clear()
     yield set_up
@@ -265,7 +266,7 @@ def test_auto_is_pytorchs_attention_and_suggests_triton_once(on_device, caplog, 
         with FakeGPU() as gpu:
             attend(module, torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8))
         assert gpu.cudnn
-    assert [("MODEL.TRANSFORMER.ATTENTION_BACKEND triton" in message) for message in caplog.messages] == [True] * lines
+    assert [("vil benchmark --tune" in message) for message in caplog.messages] == [True] * lines
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -286,7 +287,7 @@ def test_auto_is_triton_where_it_has_been_measured(asked, on_device, attention, 
     module = attention(8, num_heads=2, backend="auto").to(dtype)
     with FakeGPU():
         attend(module, torch.randn(1, 7, 10, 8, dtype=dtype), torch.randn(1, 1, 8, dtype=dtype))
-    assert [key[1] for key, _ in asked] == [dtype] * is_measured
+    assert [case.dtype for case in asked] == [dtype] * is_measured
 
 
 @pytest.mark.parametrize(
@@ -296,24 +297,63 @@ def test_auto_is_triton_where_it_has_been_measured(asked, on_device, attention, 
 def test_gpus_that_the_triton_kernels_do_not_support(asked, on_device, monkeypatch, capability, hip, reason):
     on_device(capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    module = ATTENTIONS[0](8, num_heads=2, backend="auto").bfloat16()
+    module, tokens = ATTENTIONS[0](8, num_heads=2, backend="auto").bfloat16(), torch.randn(1, 7, 10, 8).bfloat16()
     with FakeGPU():
-        attend(module, torch.randn(1, 7, 10, 8).bfloat16(), torch.randn(1, 1, 8).bfloat16())
+        attend(module, tokens, torch.randn(1, 1, 8).bfloat16())
+        with pytest.raises(ConfigError, match=f"Triton attention {reason}.*Use attention_backend 'sdpa'"):
+            triton_chunks.check_requirement(tokens)
     assert not asked and triton_chunks.unmet_requirement(torch.device("cuda")).startswith(reason)
 
 
+KEY = f"capability 8.0, triton 3.6.0, torch {torch.__version__}, bfloat16"
+
+
+@pytest.mark.parametrize(
+    "content, chosen, lines",
+    [
+        ({KEY: "triton"}, "triton", 0),
+        ({KEY: "sdpa"}, "sdpa", 0),
+        ({KEY: "flex"}, "sdpa", 1),
+        ({KEY.replace("8.0", "9.0"): "triton"}, "sdpa", 1),
+        ({KEY.replace("3.6", "3.7"): "triton"}, "sdpa", 1),
+        ({KEY.replace("torch ", "torch 1"): "triton"}, "sdpa", 1),
+        ({KEY.replace("bfloat16", "float16"): "triton"}, "sdpa", 1),
+        ("{", "sdpa", 2),
+        ("1", "sdpa", 2),
+        (None, "sdpa", 1),
+    ],
+    ids=str,
+)
+def test_auto_is_the_measured_choice_of_the_user(on_device, caplog, content, chosen, lines):
+    caplog.set_level(logging.INFO)
+    on_device((8, 0))
+    file = triton_check.choices_file()
+    if content is not None:
+        file.parent.mkdir()
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    assert [automatic_backend(torch.device("cuda"), torch.bfloat16, 32) for _ in range(2)] == [chosen] * 2
+    assert len(caplog.messages) == lines and (lines < 2 or str(file) in caplog.messages[0])
+
+
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_capture_of_a_cuda_graph_without_a_check(choose, on_device, monkeypatch, backend):
+def test_capture_of_a_cuda_graph(choose, on_device, monkeypatch, backend):
+    """An earlier choice is used. Without one, a kernel cannot be checked."""
     on_device((9, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     query = torch.randn(1, 2, 7, 10, 16, dtype=torch.bfloat16)
-    with FakeGPU():
-        resolve = functools.partial(resolve_backend, backend, dict.fromkeys(("query", "key", "value"), query))
-        if backend == "auto":
-            assert resolve(mode="zero_pad", chunk_size=3) == "sdpa"
-        else:
-            with pytest.raises(ConfigError, match="Run the model once before"):
-                resolve(mode="zero_pad", chunk_size=3)
+    tensors, options = dict.fromkeys(("query", "key", "value"), query), {"mode": "zero_pad", "chunk_size": 3}
+    for is_known in (False, True):
+        if is_known:
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+            monkeypatch.setattr(triton_check, "_reason_against_triton", lambda case: None)
+            with FakeGPU():
+                assert resolve_backend(backend, tensors, **options) == "triton"
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with FakeGPU():
+            if is_known or backend == "auto":
+                assert resolve_backend(backend, tensors, **options) == ("triton" if is_known else "sdpa")
+            else:
+                with pytest.raises(ConfigError, match="Run the model once before"):
+                    resolve_backend(backend, tensors, **options)
 
 
 # -- cuDNN's attention -----------------------------------------------------------------------------
@@ -364,4 +404,5 @@ def test_backends_of_the_stages():
 def test_tritons_kernel_is_right_on_a_gpu(choose, dtype, name, changes):
     if DEVICE == "cpu":
         pytest.skip("the kernels are not compiled for a CPU")
-    assert choose(getattr(triton_check, name), DEVICE, dtype, chunk_size=7, **changes) == "triton"
+    changes = {"device": torch.device(DEVICE), "dtype": dtype, "chunk_size": 7} | changes
+    assert choose(getattr(triton_check, name), **changes) == "triton"

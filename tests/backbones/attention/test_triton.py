@@ -128,6 +128,21 @@ def test_bias_of_minus_infinity_hides_keys(name):
 
 @interpreted
 @biased
+def test_a_bias_of_one_head_is_used_by_all_heads(name):
+    (operator, by_reference, _), options = OPERATORS[name], BIASED[name][0]
+    inputs = biased_inputs(name, 2, 5, heads=2)
+    inputs |= {key: x[:1] for key, x in inputs.items() if "bias" in key}
+
+    def expanded(**given):
+        given |= {key: x.expand(2, *x.shape[1:]) for key, x in given.items() if "bias" in key}
+        return by_reference(**given, **options)
+
+    actual = outputs_and_gradients(operator, inputs, **options)
+    assert_near(actual, outputs_and_gradients(expanded, inputs))
+
+
+@interpreted
+@biased
 def test_no_images(name):
     inputs = {key: x if "bias" in key else x[:0] for key, x in biased_inputs(name, 4, 7, heads=2).items()}
     actual = outputs_and_gradients(OPERATORS[name][0], inputs, **BIASED[name][0])

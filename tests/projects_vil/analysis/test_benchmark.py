@@ -1,14 +1,16 @@
 """The benchmark runs models as training and inference do."""
 
 import itertools
+import json
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from backbones import ConfigError
 from backbones.attention.sliding_chunk import SlidingChunkAttention
-from projects_vil.analysis import BenchmarkCase, benchmark, measure
+from projects_vil.analysis import BenchmarkCase, benchmark, measure, tune_attention
 from projects_vil.analysis.benchmark import build_baseline
 from tests.projects_vil.helpers import ROOT
 from tests.selection import slow_except
@@ -101,6 +103,35 @@ def test_baselines_have_feature_maps_of_four_strides(name):
 def test_models_that_cannot_be_measured(name, options):
     with pytest.raises(ConfigError, match=name.replace("+", r"\+")):
         case(name, **options).build()
+
+
+@pytest.mark.parametrize("times, chosen", [([2.0, 2.0, 1.0, 1.0], "triton"), ([1.0, 1.0, 0.5, 1.45], "sdpa")])
+def test_choice_of_the_attention_backend(monkeypatch, tmp_path, times, chosen):
+    """The faster backend for all models and sizes is stored for the GPU and dtype. Other choices in the file stay."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    steps = []
+
+    def measured(own_steps, *, runs, memory):
+        steps.extend((step.name, step.size, step.backward) for step in own_steps)
+        return np.array([[9.0, seconds, seconds] for seconds in times]), []
+
+    for dtype in ("float32", "bfloat16"):
+        cases = [case(SMALL, "attention", size=size, dtype=dtype) for size in ((64, 96), (40, 130))]
+        lines = tune_attention(cases, runs=3, measure=measured)
+    choices = json.loads((tmp_path / "vil-detectron2/attention.json").read_text())
+    assert list(choices.values()) == [chosen] * 2 and all(key.startswith("capability 8.9, ") for key in choices)
+    assert f"sdpa {1e3 * sum(times[:2]):.1f} ms" in lines[0] and f"is now {chosen}" in lines[1]
+    names = [f"{SMALL}+sdpa"] * 2 + [f"{SMALL}+triton"] * 2
+    assert steps == [(name, size, True) for name, size in zip(names, [(64, 96), (40, 130)] * 2, strict=True)] * 2
+
+
+def test_a_model_or_device_without_triton_kernels_has_no_choice(monkeypatch):
+    with pytest.raises(ConfigError, match="ATTENTION_BACKEND triton .*MODEL.DEVICE is cpu"):
+        tune_attention([case(SMALL)])
+    monkeypatch.setattr(benchmark, "check_device", lambda cfg: None)
+    with pytest.raises(ConfigError, match="triton.* needs"):
+        tune_attention([case("lit_ti")])
 
 
 # -- measurements ----------------------------------------------------------------------------------

@@ -15,7 +15,13 @@ from torchvision.ops import FrozenBatchNorm2d
 from backbones import ConfigError
 from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
-from projects_vil.modeling import TransformerBackbone, build_on_meta, build_transformer_backbone
+from projects_vil.modeling import (
+    TransformerBackbone,
+    amp_dtype,
+    build_on_meta,
+    build_transformer_backbone,
+    eval_dtype,
+)
 from projects_vil.modeling.backbone import LastLevelConvs
 from tests.projects_vil.export.exporting import shallow_variants
 from tests.projects_vil.helpers import message, small_config
@@ -170,3 +176,23 @@ def test_two_extra_levels_equal_detectron2():
     for level, expected in zip(ours(features), theirs(features), strict=True):
         torch.testing.assert_close(level, expected)
     assert ours.num_levels == theirs.num_levels == 2
+
+
+@pytest.mark.parametrize(
+    "device, capability, keys, trained, evaluated",
+    [
+        ("cuda:1", (8, 0), [], torch.bfloat16, torch.bfloat16),
+        ("cuda:1", (7, 5), [], torch.float16, torch.float16),
+        ("cuda:1", (7, 5), ["SOLVER.AMP.DTYPE", "bfloat16"], torch.bfloat16, torch.bfloat16),
+        ("cuda:1", (7, 5), ["INFERENCE.DTYPE", "float32"], torch.float16, torch.float32),
+        ("cuda:1", (8, 0), ["SOLVER.AMP.ENABLED", "False"], torch.bfloat16, torch.float32),
+        ("cpu", None, [], torch.bfloat16, torch.float32),
+        ("cpu", None, ["INFERENCE.DTYPE", "bfloat16"], torch.bfloat16, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_dtypes_of_training_and_evaluation(monkeypatch, device, capability, keys, trained, evaluated):
+    """On a GPU, evaluations use the dtype of training. The capability is the one of MODEL.DEVICE."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {"cuda:1": capability}.__getitem__)
+    cfg = small_config("retinanet", "MODEL.DEVICE", device, "SOLVER.AMP.ENABLED", "True", *keys)
+    assert (amp_dtype(cfg), eval_dtype(cfg)) == (trained, evaluated)
