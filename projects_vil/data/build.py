@@ -1,5 +1,6 @@
 """Load the records of datasets, check them against the config, and build the data loaders."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -115,17 +116,20 @@ def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
         The number of images.
     """
 
-    def read() -> tuple[int, dict[str, dict[str, Any]]]:
+    keys = list(itertools.product(names, _CLASS_KEYS))
+
+    def read() -> tuple[int, list[Any]]:
         options = {"check": cfg.DATASETS.CHECK, "masks": cfg.MODEL.MASK_ON}
         # An evaluation needs the annotations of COCO files, too.
         for name in filter(is_coco, () if train or cfg.DATASETS.CHECK == "off" else names):
             SHARED[fixed_key(name, **options)] = serialized([fixed_coco(name, **options)])
         SHARED[_key(cfg, names, train)] = records = serialized(load_dataset(cfg, names, train=train))
-        return len(records), {name: {key: MetadataCatalog.get(name).get(key) for key in _CLASS_KEYS} for name in names}
+        return len(records), [MetadataCatalog.get(name).get(key) for name, key in keys]
 
-    number, classes = read_and_share(read)
-    for name, known in classes.items():
-        MetadataCatalog.get(name).set(**{key: value for key, value in known.items() if value is not None})
+    number, values = read_and_share(read)
+    for (name, key), value in zip(keys, values, strict=True):
+        if value is not None:
+            setattr(MetadataCatalog.get(name), key, value)
     return number
 
 

@@ -84,24 +84,24 @@ def register_datasets(cfg: CfgNode) -> None:
     if datasets_root() != _built_in_root:
         register_built_in_datasets()
     for entry in cfg.DATASETS.COCO:
-        if not _has_texts(entry, 3):
-            hint = " Is a comma missing?" if isinstance(entry, (list, tuple)) and len(entry) < 3 else ""
-            raise ConfigError(f"DATASETS.COCO has {entry!r}. Use [name, annotation file, image folder].{hint}")
-        _register_coco(entry[0], *map(Path, entry[1:]))
+        match entry:
+            case [str(name), str(annotations), str(images)] if all(entry):
+                _register_coco(name, Path(annotations), Path(images))
+            case _:
+                hint = " Is a comma missing?" if isinstance(entry, (list, tuple)) and len(entry) < 3 else ""
+                raise ConfigError(f"DATASETS.COCO has {entry!r}. Use [name, annotation file, image folder].{hint}")
     for entry in cfg.DATASETS.ADE20K:
-        if not _has_texts(entry, 3, 4):
-            raise ConfigError(
-                f"DATASETS.ADE20K has {entry!r}. Use [name, image folder, label folder], or add the path of a file "
-                "with one class name per line."
-            )
-        name, images, labels, *file = entry
-        classes = read_classes(*file) if file else ADE20K_SEM_SEG_CATEGORIES
+        match entry:
+            case [str(name), str(images), str(labels)] if all(entry):
+                classes: Sequence[str] = ADE20K_SEM_SEG_CATEGORIES
+            case [str(name), str(images), str(labels), str(file)] if all(entry):
+                classes = read_classes(file)
+            case _:
+                raise ConfigError(
+                    f"DATASETS.ADE20K has {entry!r}. Use [name, image folder, label folder], or add the path of a file "
+                    "with one class name per line."
+                )
         _register_ade20k(name, Path(images), Path(labels), classes)
-
-
-def _has_texts(entry: Any, *numbers: int) -> bool:
-    is_list = isinstance(entry, (list, tuple)) and len(entry) in numbers
-    return is_list and all(isinstance(text, str) and text for text in entry)
 
 
 def _register_coco(name: str, annotations: Path, images: Path, *, labels: Path | None = None) -> None:
@@ -250,7 +250,7 @@ def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
     try:
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                (start,) = (match.end() - 1 for match in re.finditer(rb'"categories"\s*:\s*\[', content))
+                (start,) = [match.end() - 1 for match in re.finditer(rb'"categories"\s*:\s*\[', content)]
                 text = content[start : start + 2**20].decode(errors="ignore")
             entries = json.JSONDecoder().raw_decode(text)[0]
         except ValueError:

@@ -57,9 +57,11 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dic
     if check == "off":
         return read_coco(metadata.json_file)
     file = CocoFile(metadata.json_file, metadata.image_root, masks=masks)
+    if not (findings := file.findings()):
+        return file.dataset
     if file.findings("error") and (check == "error" or file.unfixable() is not None):
         raise file.error()
-    for finding in file.findings():
+    for finding in findings:
         level = logging.INFO if finding.severity == "note" else logging.WARNING
         log_first_n(level, f"{file.path}: {file.describe(finding)}", name=__name__, key="message")
     return file.fixed(areas=areas)[0]

@@ -336,13 +336,6 @@ def find_in_annotations(file: CocoFile) -> Findings:
                 yield "rle_without_iscrowd", index, None
 
 
-def is_box(box: Any) -> bool:
-    """Return whether a value is a list of four finite numbers."""
-    are_numbers = type(box) is list and len(box) == 4 and set(map(type, box)) <= {int, float}
-    # The maximum does not find NaN, but the sum does.
-    return are_numbers and max(map(abs, box)) < _LARGEST and sum(box) == sum(box)
-
-
 def misfits_box(area: Any, width: Any, height: Any) -> Any:
     """Return whether an area is impossible in a box. The limits allow for rounded values and thin objects."""
     box_area = width * height
@@ -357,10 +350,13 @@ def find_in_boxes(file: CocoFile) -> Findings:
         box, area = entry.get("bbox"), entry.get("area")
         indices.append(index)
         areas.append(area if type(area) in (int, float) and abs(area) < _LARGEST else math.nan)
-        boxes.append(box if is_box(box) else _NO_BOX)
-        if boxes[-1] is _NO_BOX and "bbox" in entry:
+        is_box = type(box) is list and len(box) == 4 and set(map(type, box)) <= {int, float}
+        # The maximum does not find NaN, but the sum does.
+        is_box = is_box and max(map(abs, box)) < _LARGEST and sum(box) == sum(box)
+        boxes.append(box if is_box else _NO_BOX)
+        if not is_box and "bbox" in entry:
             yield "invalid_bbox", index, box
-        elif boxes[-1] is _NO_BOX:
+        elif not is_box:
             yield "missing_bbox_and_mask" if box_of_mask(file, index, entry) is None else "missing_bbox", index, None
     indices, boxes, areas = np.array(indices, int), np.array(boxes, float).reshape(-1, 4), np.array(areas)
     for name, where in _box_problems(file, indices, boxes):

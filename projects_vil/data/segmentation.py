@@ -21,8 +21,11 @@ def count_masks(annotations: Iterable[Any]) -> tuple[int, int]:
 
     A dataset has masks if at least half of its objects have one.
     """
-    objects = (entry for entry in annotations if isinstance(entry, dict) and entry.get("iscrowd") not in (1, "1"))
-    masks = [has_mask(entry.get("segmentation")) for entry in objects]
+    masks = [
+        has_mask(entry.get("segmentation"))
+        for entry in annotations
+        if isinstance(entry, dict) and entry.get("iscrowd") not in (1, "1")
+    ]
     return sum(masks), len(masks)
 
 

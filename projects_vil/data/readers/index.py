@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from backbones import ConfigError
+from backbones.errors import GENERATOR
 from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, UnreadableImage, read_size
 
 SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
@@ -31,12 +32,22 @@ def walk(root: str | Path) -> Iterator[str]:
     """
     seen = set()
     for parent, folders, names in os.walk(root, followlinks=True):
-        if {"log.txt", "config.yaml"} <= set(names) or os.path.realpath(parent) in seen:
+        if _is_run(parent, names) or os.path.realpath(parent) in seen:
             folders.clear()
             continue
         seen.add(os.path.realpath(parent))
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
         yield from (os.path.join(parent, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _is_run(folder: str, names: list[str]) -> bool:
+    if "log.txt" not in names:
+        return False
+    try:
+        with open(os.path.join(folder, "data", "train.json"), encoding="utf-8", errors="replace") as file:
+            return GENERATOR in file.read(200)
+    except OSError:
+        return "config.yaml" in names
 
 
 def normalized(name: str) -> str:
@@ -137,8 +148,10 @@ class FileIndex:
 
     def folders_of(self, path: str) -> tuple[str, ...]:
         """Return the names of the folders between the root and a file."""
-        root = next((root for root in (self.root, self._image_root) if path.startswith(root + os.sep)), None)
-        return parts_of(os.path.dirname(path[len(root) :] if root else os.path.relpath(path, self.root)))
+        for root in (self.root, self._image_root):
+            if path.startswith(root + os.sep):
+                return parts_of(os.path.dirname(path)[len(root) :])
+        return parts_of(os.path.dirname(os.path.relpath(path, self.root)))
 
     def split_of(self, *paths: str) -> str | None:
         """Return the split that the folders of the first of these files name, or None."""
