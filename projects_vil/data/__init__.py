@@ -35,7 +35,6 @@ from projects_vil.data.detection_utils import (
     read_size,
     size_for_testing,
     upright_pixels,
-    upright_size,
 )
 from projects_vil.data.readers import SOURCE, Dataset, read_dataset
 from projects_vil.data.samplers import EvaluationLoader, derived_seed, seed_all

@@ -9,12 +9,12 @@ import numpy as np
 import yaml
 from detectron2.config import CfgNode
 from detectron2.structures import BoxMode
-from detectron2.structures.masks import polygons_to_bitmask
 from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 from backbones.errors import check_file
 from projects_vil.config import one_line
+from projects_vil.data.segmentation import rle_of
 
 _KEY = "INPUT.ALBUMENTATIONS"
 # The conditions of a BboxParams in the file that apply. Boxes are always passed in pixels, with their indices.
@@ -83,7 +83,8 @@ class AlbumentationsAugmentation:
             "index": np.arange(len(objects)),
         }
         if self.use_masks and objects:
-            inputs["masks"] = np.stack([_mask(entry["segmentation"], height, width) for entry in objects])
+            masks = [mask_util.decode(rle_of(entry["segmentation"], height, width)) for entry in objects]
+            inputs["masks"] = np.stack(masks)
         if labels is not None:
             inputs["mask"] = labels
         self.pipeline.set_random_seed(np.random.randint(2**31))
@@ -110,13 +111,6 @@ class AlbumentationsAugmentation:
                 entry |= {"segmentation": mask, "bbox": mask_util.toBbox(mask).tolist(), "bbox_mode": BoxMode.XYWH_ABS}
             kept.append(entry)
         return image[..., ::-1] if self.is_bgr else image, kept, outputs.get("mask")
-
-
-def _mask(segmentation: list[list[float]] | dict[str, Any], height: int, width: int) -> np.ndarray:
-    """Return a mask (H, W) uint8."""
-    if isinstance(segmentation, dict):
-        return mask_util.decode(segmentation)
-    return polygons_to_bitmask([np.asarray(polygon) for polygon in segmentation], height, width).astype(np.uint8)
 
 
 def build_albumentations(cfg: CfgNode) -> AlbumentationsAugmentation | None:

@@ -10,12 +10,12 @@ from detectron2.config import CfgNode
 from detectron2.data import transforms as T
 from detectron2.data.detection_utils import build_augmentation
 from detectron2.projects.point_rend import ColorAugSSDTransform
-from detectron2.structures import BitMasks, Instances
+from detectron2.structures import BitMasks, Boxes, Instances
 
 from backbones import ConfigError
 from backbones.errors import check_choice
 from projects_vil.config import is_segmentor
-from projects_vil.data.detection_utils import DAMAGED, boxes_of_masks
+from projects_vil.data.detection_utils import DAMAGED
 
 AUGMENTATIONS = ("default", "lsj", "lsj_copy_paste")
 # Probability that an object is pasted. The paper pastes a random subset of the objects.
@@ -73,10 +73,21 @@ def check_augmentation(cfg: CfgNode) -> None:
         raise ConfigError(f"INPUT.AUGMENTATION {name!r} already crops images. Set INPUT.CROP.ENABLED False.")
     has_masks = model.META_ARCHITECTURE == "GeneralizedRCNN" and model.MASK_ON and not model.KEYPOINT_ON
     if name == "lsj_copy_paste" and cfg.INPUT.COPY_PASTE.PROBABILITY and not has_masks:
-        raise ConfigError(
-            "INPUT.AUGMENTATION 'lsj_copy_paste' requires a GeneralizedRCNN with MODEL.MASK_ON True and "
-            "MODEL.KEYPOINT_ON False. Set INPUT.COPY_PASTE.PROBABILITY 0.0."
-        )
+        raise ConfigError("Copy-paste needs a Mask R-CNN without keypoints. Set INPUT.COPY_PASTE.PROBABILITY 0.0.")
+
+
+def boxes_of_masks(masks: BitMasks, boxes: Boxes) -> Boxes:
+    """Return the boxes of the visible parts of cropped or covered objects.
+
+    A mask has whole pixels, so each side of its box has an error of up to one pixel. This error is large for small
+    objects. A side of the original box is therefore kept if it differs from the mask by at most one pixel.
+
+    Args:
+        masks: The visible masks, N x (H, W).
+        boxes: The original boxes (N, 4), clipped to the image.
+    """
+    visible = masks.get_bounding_boxes().tensor
+    return Boxes(torch.where((visible - boxes.tensor).abs() <= 1, boxes.tensor, visible))
 
 
 def paste(sample: dict[str, Any], other: dict[str, Any], is_chosen: np.ndarray) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Load the records of datasets, check them against the config, and build the data loaders."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -68,18 +69,13 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
     except ConfigError:
         raise
     except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"Cannot read annotations '{files}' ({type(error).__name__} {error}). Repair the file."
-        ) from error
+        raise ConfigError(f"Cannot read '{files}' ({type(error).__name__} {error}). Repair the file.") from error
     if not records:
         raise ConfigError(f"'{files}' has no images{' with annotations' if train else ''}. Use another dataset.")
     _check_task(cfg, files, records)
     is_checked = cfg.DATASETS.CHECK != "off" and all(map(is_coco, names))
     if not is_checked and (missing := missing_files(record["file_name"] for record in records)):
-        raise ConfigError(
-            f"{len(missing)} of the {len(records)} images of '{files}' are missing, such as '{missing[0]}'. "
-            "Add the files, or correct the image folder."
-        )
+        raise ConfigError(f"{len(missing)} images of '{files}' are missing, such as '{missing[0]}'. Add them.")
     if train and not is_segmentor(cfg):
         _check_memory(cfg, records)
         print_instances_class_histogram(records, model_classes(cfg)[1] or class_names(cfg, names[0]))
@@ -119,28 +115,22 @@ def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
     Returns:
         The number of images.
     """
-    if comm.get_world_size() == 1:
-        return _read_records(cfg, names, train=train)
 
-    def read() -> tuple[int, dict[str, dict[str, Any]]]:
-        number = _read_records(cfg, names, train=train)
-        return number, {name: {key: MetadataCatalog.get(name).get(key) for key in _CLASS_KEYS} for name in names}
+    keys = list(itertools.product(names, _CLASS_KEYS))
 
-    number, classes = read_and_share(read)
-    for name, known in classes.items():
-        MetadataCatalog.get(name).set(**{key: value for key, value in known.items() if value is not None})
-    return number
-
-
-def _read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
-    """Add records, and for an evaluation the annotations of COCO files, to ``SHARED``. Return the number of images."""
-    options = {"check": cfg.DATASETS.CHECK, "masks": cfg.MODEL.MASK_ON}
-    if not train and cfg.DATASETS.CHECK != "off":
-        for name in filter(is_coco, names):
+    def read() -> tuple[int, list[Any]]:
+        options = {"check": cfg.DATASETS.CHECK, "masks": cfg.MODEL.MASK_ON}
+        # An evaluation needs the annotations of COCO files, too.
+        for name in filter(is_coco, () if train or cfg.DATASETS.CHECK == "off" else names):
             SHARED[fixed_key(name, **options)] = serialized([fixed_coco(name, **options)])
-    records = serialized(load_dataset(cfg, names, train=train))
-    SHARED[_key(cfg, names, train)] = records
-    return len(records)
+        SHARED[_key(cfg, names, train)] = records = serialized(load_dataset(cfg, names, train=train))
+        return len(records), [MetadataCatalog.get(name).get(key) for name, key in keys]
+
+    number, values = read_and_share(read)
+    for (name, key), value in zip(keys, values, strict=True):
+        if value is not None:
+            setattr(MetadataCatalog.get(name), key, value)
+    return number
 
 
 def _key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:

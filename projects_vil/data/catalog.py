@@ -1,6 +1,5 @@
 """Register datasets in detectron2's catalogs: COCO files, label images in ADE20K's dataset format, or both."""
 
-import contextlib
 import json
 import logging
 import mmap
@@ -174,10 +173,7 @@ def add_stuff(name: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     metadata = MetadataCatalog.get(name)
     if metadata.get("evaluator_type") != PANOPTIC_EVALUATOR or metadata.get("sem_seg_root") is None:
-        example = "coco_2017_train_panoptic_separated"
-        raise ConfigError(
-            f"A PanopticFPN needs label images of stuff, but {name!r} has none. Use a dataset such as {example!r}."
-        )
+        raise ConfigError(f"{name!r} has no labels of stuff. Use a dataset such as coco_2017_train_panoptic_separated.")
     return _with_label_files(name, records, metadata.sem_seg_root)
 
 
@@ -187,9 +183,7 @@ def _with_label_files(name: str, records: list[dict[str, Any]], folder: str | Pa
     missing = [file for file in files if file not in present]
     if missing:
         first = Path(folder, missing[0])
-        raise ConfigError(
-            f"{len(missing)} of {len(files)} images of {name!r} have no label image. Add the files, such as '{first}'."
-        )
+        raise ConfigError(f"{len(missing)} images of {name!r} have no label image. Add the files, such as '{first}'.")
     return [r | {"sem_seg_file_name": str(Path(folder, file))} for r, file in zip(records, files, strict=True)]
 
 
@@ -254,14 +248,12 @@ def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
         # Opening a pipe may block forever.
         return None
     try:
-        entries = None
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            starts = [match.end() - 1 for match in re.finditer(rb'"categories"\s*:\s*\[', content)]
-            if len(starts) == 1:
-                with contextlib.suppress(ValueError):
-                    beginning = content[starts[0] : starts[0] + 2**20].decode(errors="ignore")
-                    entries = json.JSONDecoder().raw_decode(beginning)[0]
-        if entries is None:
+        try:
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                (start,) = [match.end() - 1 for match in re.finditer(rb'"categories"\s*:\s*\[', content)]
+                text = content[start : start + 2**20].decode(errors="ignore")
+            entries = json.JSONDecoder().raw_decode(text)[0]
+        except ValueError:
             entries = read_json(path)["categories"]
         categories = {int(entry["id"]): str(entry["name"]) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError, IndexError):

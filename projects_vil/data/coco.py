@@ -57,8 +57,7 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dic
     if check == "off":
         return read_coco(metadata.json_file)
     file = CocoFile(metadata.json_file, metadata.image_root, masks=masks)
-    findings = file.findings()
-    if not findings:
+    if not (findings := file.findings()):
         return file.dataset
     if file.findings("error") and (check == "error" or file.unfixable() is not None):
         raise file.error()
@@ -178,9 +177,8 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
             reason = "" if first is None else f" ({file.describe(first)})"
             raise ConfigError(f"A fixed copy of '{file.path}' would have none of the {what}{reason}. Repair the file.")
     num_masks = 0 if file.masks else count_masks(dataset.get("annotations", ()))[0]
-    if num_masks:
-        boxes = [{key: entry[key] for key in entry if key != "segmentation"} for entry in dataset["annotations"]]
-        dataset["annotations"] = boxes
+    for entry in dataset["annotations"] if num_masks else ():
+        entry.pop("segmentation", None)
     with atomic_write(output) as partial:
         # json.dumps is much faster than json.dump, which writes each number separately.
         partial.write_text(json.dumps(dataset), encoding="utf-8")

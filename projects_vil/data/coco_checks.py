@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +21,12 @@ from backbones import ConfigError
 from backbones.errors import counted
 from projects_vil.data.detection_utils import missing_files, read_sizes
 from projects_vil.data.readers import SOURCE, read_coco
-from projects_vil.data.segmentation import (
-    FAR,
-    box_of,
-    check_segmentation,
-    count_masks,
-    has_mask,
-    have_masks,
-    rectangle,
-    rle_of,
-)
+from projects_vil.data.segmentation import FAR, box_of, check_segmentation, count_masks, has_mask, rectangle, rle_of
 from projects_vil.utils import paused_garbage_collection
 
 NUM_EXAMPLES = 5
+# The classes with the most objects and with the fewest objects, this number of each, are listed.
+_NUM_CLASSES = 10
 # The product of larger numbers could overflow.
 _LARGEST = 1e100
 _NO_BOX = [math.nan] * 4
@@ -92,21 +85,19 @@ class CocoFile:
         self.dataset = read_coco(path) if dataset is None else dataset
         self.images, self.categories = self.dataset["images"], self.dataset["categories"]
         self.annotations = self.dataset.get("annotations", [])
-        if masks is None:
-            number, total = count_masks(self.annotations)
-            masks = 2 * number >= total
-        self.masks = masks and any(have_masks(self.annotations))
+        number, total = count_masks(self.annotations)
+        self.masks = number > 0 and (2 * number >= total if masks is None else masks)
         self.pixels, self.progress = pixels, progress
         self.sizes = [(0, 0)] * (len(self.images) + 1)
         self.image_of, self.category_of = np.full((2, len(self.annotations)), -1)
-        # The index of the first valid entry with each id.
+        # The index of the first valid entry with each id. Images are also found by the integer value of their id.
         self.image_by_id: dict[Any, int] = {}
         self.image_by_number: dict[int, int] = {}
         self.category_by_id: dict[int, int] = {}
         self.annotation_by_id: dict[int, int] = {}
         self.found: dict[str, list[int]] = defaultdict(list)
         self.examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for find in (*_FINDERS, find_without_objects):
+        for find in _FINDERS:
             for name, index, value in find(self):
                 self.found[name].append(index)
                 if len(self.examples[name]) < num_examples:
@@ -146,7 +137,13 @@ class CocoFile:
     def lines(self) -> list[str]:
         """Return all findings as lines of text."""
         sizes = f"{counted(len(self.images), 'image')}, {counted(len(self.annotations), 'annotation')}"
+        counts = Counter(dict.fromkeys(self.category_by_id.values(), 0))
+        counts.update(self.category_of[self.category_of >= 0].tolist())
+        objects = [f"{self.categories[index]['name']} {number:,}" for index, number in counts.most_common()]
+        if len(objects) > 2 * _NUM_CLASSES:
+            objects[_NUM_CLASSES:-_NUM_CLASSES] = ["..."]
         lines = [f"{self.path}: {sizes}, {counted(len(self.categories), 'category')}"]
+        lines.append(f"objects per class: {', '.join(objects)}")
         for check in self.findings():
             count = len(self.found[check.name])
             lines.append(f"{check.severity}: {check.name}: {check.what}: {count:,}")
@@ -222,14 +219,11 @@ class CocoFile:
 
 def as_int(value: object) -> int | None:
     """Return an id as an integer, or None if it is not a whole number or the text of one."""
-    if type(value) is int:
-        return value
-    if type(value) is float:
-        return int(value) if value.is_integer() else None
     try:
-        return int(value) if type(value) is str else None
-    except ValueError:
+        number = int(value) if type(value) in (int, float, str) else None
+    except (ValueError, OverflowError):
         return None
+    return number if type(value) is str or number == value else None
 
 
 # -- find: yield findings as (name of a check, index, value) ---------------------------------------
@@ -256,8 +250,10 @@ def find_in_categories(file: CocoFile) -> Findings:
 
 def find_in_images(file: CocoFile) -> Findings:
     names, indices_of_id = set(), defaultdict(list)
+    are_texts = Counter(isinstance(entry.get("id"), str) for entry in file.images if isinstance(entry, dict))
+    types = (str,) if are_texts[True] > are_texts[False] else (int, float)
     for index, entry in enumerate(file.images):
-        has_id = isinstance(entry, dict) and type(entry.get("id")) in (int, float, str)
+        has_id = isinstance(entry, dict) and type(entry.get("id")) in types
         if not has_id or not isinstance(entry.get("file_name"), str) or not entry["file_name"]:
             yield "invalid_image_entry", index, None
             continue
@@ -278,8 +274,6 @@ def find_in_images(file: CocoFile) -> Findings:
             are_equal = all(file.images[index] == file.images[indices[0]] for index in indices)
             # One of several equal entries is kept. If entries differ, their annotations cannot be assigned to an image.
             yield from (("duplicate_image_id", index, None) for index in indices[1 if are_equal else 0 :])
-    if len({isinstance(number, str) for number in file.image_by_id}) == 2:
-        yield from (("mixed_image_id_types", index, None) for indices in indices_of_id.values() for index in indices)
 
 
 def find_in_files(file: CocoFile) -> Findings:
@@ -306,16 +300,14 @@ def find_in_files(file: CocoFile) -> Findings:
 
 
 def find_in_annotations(file: CocoFile) -> Findings:
-    are_mixed = bool(file.found["mixed_image_id_types"])
     for index, entry in enumerate(file.annotations):
         if not isinstance(entry, dict):
             yield "invalid_annotation_entry", index, None
             continue
         name = entry.get("image_id")
-        image = file.image_by_id.get(name) if isinstance(name, (int, str, float)) else None
-        is_same = image is not None and not are_mixed
-        file.image_of[index] = image = file.image_by_number.get(as_int(name), -1) if image is None else image
-        if not is_same:
+        exact = file.image_by_id.get(name) if isinstance(name, (int, str, float)) else None
+        file.image_of[index] = image = file.image_by_number.get(as_int(name), -1) if exact is None else exact
+        if exact is None:
             yield "unknown_image_id" if image < 0 else "image_id_type_mismatch", index, None
         category = entry.get("category_id")
         file.category_of[index] = position = file.category_by_id.get(as_int(category), -1)
@@ -334,35 +326,20 @@ def find_in_annotations(file: CocoFile) -> Findings:
             yield "invalid_iscrowd", index, f"iscrowd {_shortened(crowd)}"
         if entry.get("ignore") and crowd not in (1, "1"):
             yield "ignore_flag", index, None
-
-
-def is_box(box: Any) -> bool:
-    """Return whether a value is a list of four finite numbers."""
-    are_numbers = type(box) is list and len(box) == 4 and set(map(type, box)) <= {int, float}
-    # The maximum does not find NaN, but the sum does.
-    return are_numbers and max(map(abs, box)) < _LARGEST and sum(box) == sum(box)
+        segmentation, (height, width) = entry.get("segmentation"), file.sizes[image]
+        if file.masks and not has_mask(segmentation):
+            yield "missing_segmentation", index, None
+        elif file.masks and height:
+            for problem in check_segmentation(segmentation, height, width)[0]:
+                yield problem, index, segmentation
+            if isinstance(segmentation, dict) and not crowd:
+                yield "rle_without_iscrowd", index, None
 
 
 def misfits_box(area: Any, width: Any, height: Any) -> Any:
     """Return whether an area is impossible in a box. The limits allow for rounded values and thin objects."""
     box_area = width * height
     return (box_area > 0) & ((area < 1e-3 * box_area) | (area > 2 * (width + 1) * (height + 1)))
-
-
-def find_in_masks(file: CocoFile) -> Findings:
-    for index, entry in enumerate(file.annotations if file.masks else ()):
-        if not isinstance(entry, dict):
-            continue
-        segmentation = entry.get("segmentation")
-        if not has_mask(segmentation):
-            yield "missing_segmentation", index, None
-            continue
-        height, width = file.sizes[file.image_of[index]]
-        if height:
-            for problem in check_segmentation(segmentation, height, width)[0]:
-                yield problem, index, segmentation
-            if isinstance(segmentation, dict) and not entry.get("iscrowd"):
-                yield "rle_without_iscrowd", index, None
 
 
 def find_in_boxes(file: CocoFile) -> Findings:
@@ -373,10 +350,13 @@ def find_in_boxes(file: CocoFile) -> Findings:
         box, area = entry.get("bbox"), entry.get("area")
         indices.append(index)
         areas.append(area if type(area) in (int, float) and abs(area) < _LARGEST else math.nan)
-        boxes.append(box if is_box(box) else _NO_BOX)
-        if boxes[-1] is _NO_BOX and "bbox" in entry:
+        is_box = type(box) is list and len(box) == 4 and set(map(type, box)) <= {int, float}
+        # The maximum does not find NaN, but the sum does.
+        is_box = is_box and max(map(abs, box)) < _LARGEST and sum(box) == sum(box)
+        boxes.append(box if is_box else _NO_BOX)
+        if not is_box and "bbox" in entry:
             yield "invalid_bbox", index, box
-        elif boxes[-1] is _NO_BOX:
+        elif not is_box:
             yield "missing_bbox_and_mask" if box_of_mask(file, index, entry) is None else "missing_bbox", index, None
     indices, boxes, areas = np.array(indices, int), np.array(boxes, float).reshape(-1, 4), np.array(areas)
     for name, where in _box_problems(file, indices, boxes):
@@ -452,13 +432,8 @@ def set_file_size(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str
     return entry | dict(zip(("height", "width"), file.sizes[index], strict=True))
 
 
-def renumber_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"id": index + 1}
-
-
 def set_image_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
-    image = int(file.image_of[index])
-    return entry | {"image_id": image + 1 if file.found["mixed_image_id_types"] else file.images[image]["id"]}
+    return entry | {"image_id": file.images[file.image_of[index]]["id"]}
 
 
 def valid_mask(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
@@ -538,11 +513,10 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
          "not learned from training images, and no AP in evaluation"),
     ),
     "images": (
-        ("invalid_image_entry", "error", "images without an id and a file_name", remove, _WITH_OBJECTS),
+        ("invalid_image_entry", "error", "images without a file_name and an id of the same type as most images", remove,
+         _WITH_OBJECTS),
         ("duplicate_image_id", "error", "images whose id is not unique", remove,
          "one of equal entries is kept, and different entries are removed with their objects"),
-        ("mixed_image_id_types", "error", "images in a file with both text ids and number ids", renumber_id,
-         "the new id is the position in the file"),
         ("missing_image_size", "fixed", "images without height and width", set_file_size, "read from the file"),
         ("duplicate_file_name", "note", "images with a repeated file_name", None, "used as two images"),
         ("missing_image_file", "error", "images whose file is missing", remove, _WITH_OBJECTS),
@@ -603,7 +577,9 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
     ),
 }.items() for row in rows}
 # fmt: on
-_FINDERS = (find_in_categories, find_in_images, find_in_files, find_in_annotations, find_in_masks, find_in_boxes)
+_FINDERS = (
+    *(find_in_categories, find_in_images, find_in_files, find_in_annotations, find_in_boxes, find_without_objects),
+)
 
 
 def _shortened(value: object) -> str:

@@ -9,16 +9,8 @@ import torch
 import torch.nn.functional as F
 from detectron2.config import CfgNode, configurable
 from detectron2.data import DatasetMapper
+from detectron2.data import detection_utils as utils
 from detectron2.data import transforms as T
-from detectron2.data.detection_utils import (
-    SizeMismatchError,
-    annotations_to_instances,
-    build_augmentation,
-    check_image_size,
-    filter_empty_instances,
-    transform_instance_annotations,
-    transform_proposals,
-)
 from detectron2.structures.masks import polygons_to_bitmask
 from pycocotools import mask as mask_util
 
@@ -26,15 +18,8 @@ from backbones import ConfigError
 from backbones.errors import check_choice
 from projects_vil.config import is_segmentor, with_overrides
 from projects_vil.data.albumentations_pipeline import AlbumentationsAugmentation, build_albumentations
-from projects_vil.data.augmentation import color_augmentation, large_scale_jitter
-from projects_vil.data.detection_utils import (
-    DAMAGED,
-    IGNORED_LABEL,
-    boxes_of_masks,
-    decode_image,
-    read_labels,
-    read_size,
-)
+from projects_vil.data.augmentation import boxes_of_masks, color_augmentation, large_scale_jitter
+from projects_vil.data.detection_utils import DAMAGED, IGNORED_LABEL, decode_image, read_labels, read_size
 
 CROP_TYPES = ("relative_range", "relative", "absolute", "absolute_range")
 
@@ -48,7 +33,7 @@ class Mapper(DatasetMapper):
 
     ``INPUT.MASK_FORMAT`` selects polygons or bitmaps. Masks are always bitmaps if an object of the image has RLE, or if
     images are cropped (``INPUT.CROP``, ``INPUT.AUGMENTATION``, ``recompute_boxes``). After a crop, boxes enclose the
-    visible masks (:func:`~projects_vil.data.detection_utils.boxes_of_masks`).
+    visible masks (:func:`~projects_vil.data.augmentation.boxes_of_masks`).
 
     For a SemanticSegmentor the image is resized, cropped and flipped, in this order (detectron2's mapper crops first).
     The labels ``sem_seg`` (H, W) int64 are transformed in the same way. If the crop is larger than the image, the image
@@ -81,19 +66,21 @@ class Mapper(DatasetMapper):
 
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
-        if not is_train:
-            if cfg.TEST.TILE_SIZE:
-                cfg = with_overrides(cfg, {"INPUT.MIN_SIZE_TEST": 0})
-            return super().from_config(cfg, is_train) | {"num_labels": cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES}
-        check_crop(cfg)
-        crop, is_label_model = cfg.INPUT.CROP, is_segmentor(cfg)
-        options = {"albumentations": build_albumentations(cfg), "num_labels": cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES}
+        options: dict[str, Any] = {"num_labels": cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES}
+        if is_train:
+            check_crop(cfg)
+            options["albumentations"] = build_albumentations(cfg)
+        elif cfg.TEST.TILE_SIZE:
+            cfg = with_overrides(cfg, {"INPUT.MIN_SIZE_TEST": 0})
         options |= super().from_config(cfg, is_train)
+        if not is_train:
+            return options
+        crop, is_label_model = cfg.INPUT.CROP, is_segmentor(cfg)
         if cfg.INPUT.AUGMENTATION != "default" and not is_label_model:
             return options | {"augmentations": large_scale_jitter(cfg), "recompute_boxes": cfg.MODEL.MASK_ON}
         augmentations = options["augmentations"]
         if is_label_model and crop.ENABLED:
-            augmentations = build_augmentation(cfg, is_train)
+            augmentations = utils.build_augmentation(cfg, is_train)
             area = crop.SINGLE_CATEGORY_MAX_AREA
             augmentations.insert(1, T.RandomCrop_CategoryAreaConstraint(crop.TYPE, crop.SIZE, area, IGNORED_LABEL))
             if crop.PAD:
@@ -108,20 +95,23 @@ class Mapper(DatasetMapper):
         labels = None
         try:
             image, damaged = decode_image(record["file_name"], self.image_format)
-            check_image_size(record, image)
+            utils.check_image_size(record, image)
             if label_file:
-                if (size := read_size(label_file)) != image.shape[:2]:
-                    raise ConfigError(
-                        f"The label image '{label_file}' has height and width {size}, but its image has "
-                        f"{image.shape[:2]}. Use label images of the same size."
-                    )
+                if (size := read_size(label_file)) != (own := image.shape[:2]):
+                    raise ConfigError(f"Label image '{label_file}' is {size}, but its image is {own}. Resize it.")
                 if self.is_train:
                     labels = read_labels(label_file, first_label=first_label, num_classes=self.num_labels)
-        except SizeMismatchError as error:
+        except utils.SizeMismatchError as error:
             raise ConfigError(f"{str(error).rstrip('.')}. Correct the annotations, or run 'vil check'.") from error
         record |= {DAMAGED: damaged} if damaged else {}
         if self.is_train and "annotations" in record:
-            record["annotations"] = self._instances(record)
+            # Crowds are not objects.
+            record["annotations"] = [entry for entry in record["annotations"] if not entry.get("iscrowd", 0)]
+            if self.use_instance_mask and any("segmentation" not in entry for entry in record["annotations"]):
+                raise ConfigError(
+                    f"Image '{record['file_name']}' has an object without a mask. Set DATASETS.CHECK warn to use its "
+                    "box as its mask, or MODEL.MASK_ON False to train on boxes only."
+                )
         if self.albumentations is not None:
             image, objects, labels = self.albumentations(image, record.get("annotations", []), labels)
             record |= {"annotations": objects} if "annotations" in record else {}
@@ -133,7 +123,7 @@ class Mapper(DatasetMapper):
             record["sem_seg"] = torch.from_numpy(inputs.sem_seg.astype(np.int64))
             self._pad(record)
         if self.proposal_topk is not None:
-            transform_proposals(record, (height, width), transforms, proposal_topk=self.proposal_topk)
+            utils.transform_proposals(record, (height, width), transforms, proposal_topk=self.proposal_topk)
         if not self.is_train:
             record.pop("annotations", None)
         elif "annotations" in record:
@@ -155,20 +145,10 @@ class Mapper(DatasetMapper):
         padding = (0, size[1] - width, 0, size[0] - height)
         record |= {"image": image, "sem_seg": F.pad(record["sem_seg"], padding, value=IGNORED_LABEL)}
 
-    def _instances(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the annotations without crowds."""
-        objects = [entry for entry in record["annotations"] if entry.get("iscrowd", 0) == 0]
-        if self.use_instance_mask and not all("segmentation" in entry for entry in objects):
-            raise ConfigError(
-                f"Image '{record['file_name']}' has an object without a mask. Set DATASETS.CHECK warn to use its box "
-                "as its mask, or MODEL.MASK_ON False to train on boxes only."
-            )
-        return objects
-
     def _transform_annotations(
-        self, dataset_dict: dict[str, Any], transforms: T.TransformList, image_shape: tuple[int, int]
+        self, record: dict[str, Any], transforms: T.TransformList, size: tuple[int, int]
     ) -> None:
-        objects = dataset_dict.pop("annotations")
+        objects = record.pop("annotations")
         has_rle = self.use_instance_mask and any(isinstance(entry["segmentation"], dict) for entry in objects)
         mask_format = "bitmask" if has_rle or self.recompute_boxes else self.instance_mask_format
         flipped = self.keypoint_hflip_indices
@@ -177,18 +157,16 @@ class Mapper(DatasetMapper):
                 entry.pop("keypoints", None)
             is_polygon = self.use_instance_mask and mask_format == "polygon"
             mask = None if is_polygon else entry.pop("segmentation", None)
-            transform_instance_annotations(entry, transforms, image_shape, keypoint_hflip_indices=flipped)
+            utils.transform_instance_annotations(entry, transforms, size, keypoint_hflip_indices=flipped)
             if self.use_instance_mask and mask is not None:
-                entry["segmentation"] = _bitmap(mask, transforms, image_shape)
-        instances = annotations_to_instances(objects, image_shape, mask_format=mask_format)
+                entry["segmentation"] = _bitmap(mask, transforms, size)
+        instances = utils.annotations_to_instances(objects, size, mask_format=mask_format)
         if self.recompute_boxes and instances.has("gt_masks"):
             instances.gt_boxes = boxes_of_masks(instances.gt_masks, instances.gt_boxes)
-        dataset_dict["instances"] = filter_empty_instances(instances)
+        record["instances"] = utils.filter_empty_instances(instances)
 
 
-def _bitmap(
-    mask: list[list[float]] | dict[str, Any], transforms: T.TransformList, image_shape: tuple[int, int]
-) -> np.ndarray:
+def _bitmap(mask: list | dict[str, Any], transforms: T.TransformList, size: tuple[int, int]) -> np.ndarray:
     """Return polygons or RLE as a mask (H, W) bool after augmentation, clipped to the image.
 
     detectron2's functions are not used here for two reasons. They clip polygons with shapely, an optional dependency,
@@ -197,7 +175,7 @@ def _bitmap(
     if isinstance(mask, dict):
         return transforms.apply_segmentation(mask_util.decode(mask)) == 1
     points = [transforms.apply_coords(np.array(polygon, dtype=np.float64).reshape(-1, 2)) for polygon in mask]
-    return polygons_to_bitmask([polygon.reshape(-1) for polygon in points], *image_shape)
+    return polygons_to_bitmask([polygon.reshape(-1) for polygon in points], *size)
 
 
 def check_crop(cfg: CfgNode) -> None:

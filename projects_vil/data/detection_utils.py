@@ -14,12 +14,10 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
-import torch
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from detectron2.data import transforms as T
 from detectron2.data.detection_utils import _apply_exif_orientation, convert_PIL_to_numpy
-from detectron2.structures import BitMasks, Boxes
 from detectron2.utils.file_io import PathManager
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
@@ -178,7 +176,11 @@ def read_size(path: str | Path, *, content: bytes | None = None) -> tuple[int, i
         UnreadableImage: If the file is missing or not an image.
     """
     with _opened(path, content) as image:
-        return upright_size(image)
+        width, height = image.size
+        # Without this condition Pillow would read a whole PNG file to find EXIF data behind the pixels. A TIFF file has
+        # no "exif" entry, and its size is already upright.
+        orientation = image.getexif().get(ExifTags.Base.Orientation) if "exif" in image.info else None
+    return (width, height) if orientation in _ROTATED else (height, width)
 
 
 def missing_files(paths: Iterable[str]) -> list[str]:
@@ -212,15 +214,6 @@ def upright_pixels(image: Image.Image, image_format: str | None = "RGB", *, name
     """Return the pixels of a Pillow image as in :func:`read_image`. Error messages contain ``name``."""
     with _unreadable_image(name):
         return _pixels(image, image_format)
-
-
-def upright_size(image: Image.Image) -> tuple[int, int]:
-    """Return the height and width of the image from :func:`upright_pixels`, without reading the pixels."""
-    width, height = image.size
-    # Without this condition Pillow would read a whole PNG file to find EXIF data behind the pixels. A TIFF file has no
-    # "exif" entry, and its size is already upright.
-    orientation = image.getexif().get(ExifTags.Base.Orientation) if "exif" in image.info else None
-    return (width, height) if orientation in _ROTATED else (height, width)
 
 
 def _pixels(image: Image.Image, image_format: str | None) -> np.ndarray:
@@ -259,20 +252,6 @@ def size_for_testing(cfg: CfgNode, height: int, width: int) -> tuple[int, int]:
     if cfg.TEST.TILE_SIZE or not short:
         return height, width
     return T.ResizeShortestEdge.get_output_shape(height, width, short, cfg.INPUT.MAX_SIZE_TEST)
-
-
-def boxes_of_masks(masks: BitMasks, boxes: Boxes) -> Boxes:
-    """Return the boxes of the visible parts of cropped or covered objects.
-
-    A mask has whole pixels, so each side of its box has an error of up to one pixel. This error is large for small
-    objects. A side of the original box is therefore kept if it differs from the mask by at most one pixel.
-
-    Args:
-        masks: The visible masks, N x (H, W).
-        boxes: The original boxes (N, 4), clipped to the image.
-    """
-    visible = masks.get_bounding_boxes().tensor
-    return Boxes(torch.where((visible - boxes.tensor).abs() <= 1, boxes.tensor, visible))
 
 
 # -- label images ----------------------------------------------------------------------------------

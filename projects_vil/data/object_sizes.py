@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -105,9 +105,7 @@ def choose_size(cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit:
     return choice
 
 
-def _best_ious(
-    cfg: CfgNode, boxes: np.ndarray, ladder: Sequence[Sequence[float]], ratios: Sequence[float]
-) -> np.ndarray:
+def _best_ious(cfg: CfgNode, boxes: np.ndarray, ladder: list[list[float]], ratios: list[float]) -> np.ndarray:
     """Return the IoU of each box with the best anchor at the positions of the feature maps, (N,)."""
     heads = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.RPN
     strides = [2 ** int(name.removeprefix("p")) for name in heads.IN_FEATURES]

@@ -112,9 +112,7 @@ class SeededRecords(MappedRecords):
                 else:
                     return sample | {DAMAGED: skipped | sample.get(DAMAGED, {})} if skipped else sample
         path, reason = skipped.popitem()
-        raise ConfigError(
-            f"{_MAX_UNREADABLE} images in a row are unreadable, such as '{path}': {reason}. Check the disk."
-        )
+        raise ConfigError(f"Cannot read {_MAX_UNREADABLE} images in a row, such as '{path}': {reason}. Check the disk.")
 
 
 @dataclasses.dataclass(eq=False)
@@ -175,12 +173,9 @@ class _Loader(DataLoader):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             with _explaining_limits():
-                self._batches = super().__iter__()
+                batches = self._batches = super().__iter__()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return self._forward(self._batches)
-
-    def _forward(self, batches: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
         try:
             with _explaining_limits():
                 for batch in batches:

@@ -1,7 +1,7 @@
 """Check COCO segmentations without pycocotools, because some malformed segmentations crash pycocotools."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -21,15 +21,12 @@ def count_masks(annotations: Iterable[Any]) -> tuple[int, int]:
 
     A dataset has masks if at least half of its objects have one.
     """
-    masks = list(have_masks(annotations))
+    masks = [
+        has_mask(entry.get("segmentation"))
+        for entry in annotations
+        if isinstance(entry, dict) and entry.get("iscrowd") not in (1, "1")
+    ]
     return sum(masks), len(masks)
-
-
-def have_masks(annotations: Iterable[Any]) -> Iterator[bool]:
-    """Yield for each object that is not a crowd whether it has a mask."""
-    for entry in annotations:
-        if isinstance(entry, dict) and entry.get("iscrowd") not in (1, "1"):
-            yield has_mask(entry.get("segmentation"))
 
 
 def rectangle(box: list[float]) -> list[list[float]]:

@@ -34,6 +34,8 @@ def read_and_share(read: Callable[[], Any]) -> Any:
         ConfigError: In all processes, if any ``read`` raises a ``ConfigError`` or an ``OSError``, or if machines have
             different return values.
     """
+    if comm.get_world_size() == 1:
+        return read()
     before, outcome = set(SHARED), None
     with tempfile.TemporaryDirectory(prefix="records_") as folder:
         if comm.get_local_rank() == 0:

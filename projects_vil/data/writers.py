@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape, quoteattr
@@ -108,9 +108,7 @@ def check_output(output: str | Path, output_format: str) -> None:
         raise ConfigError(f"'{output}' already exists. Move it, or choose another output directory.")
 
 
-def write_dataset(
-    parts: Mapping[str, tuple[dict[str, Any], Path]], output: str | Path, output_format: str
-) -> list[str]:
+def write_dataset(parts: dict[str, tuple[dict, Path]], output: str | Path, output_format: str) -> list[str]:
     """Write a dataset with copies of its images, and return a summary as lines.
 
     The images of a split are in one folder. If they come from several folders, ``day1/a.jpg`` becomes ``day1_a.jpg``.

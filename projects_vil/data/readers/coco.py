@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from projects_vil.data.readers.index import FileIndex, Request, parts_of, size_of, split_of
+from projects_vil.data.readers.index import FileIndex, Request, size_of, split_of
 from projects_vil.utils import read_json
 
 # COCO's other annotation files of the same images
 _OTHER_FILES = re.compile("^(captions|person_keypoints|panoptic|stuff|image_info)_")
-# The content of a COCO file, its path or None if it must be written, and the image folder, for each split
-Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]
+# The content of a COCO file, its path or None if it must be written, and the image folder
+Part = tuple[dict[str, Any], Path | None, Path]
+Parts = dict[str, Part]
 
 
 def read_coco(path: str | Path) -> dict[str, Any]:
@@ -44,30 +45,26 @@ def find_coco(files: list[str], index: FileIndex) -> tuple[Parts, dict[str, list
     main = [path for path in files if not _OTHER_FILES.match(os.path.basename(path))]
     others = [path for path in files if path not in main and splits[path] in {splits[other] for other in main}]
     used: dict[str, str] = {}
-    for path in files:
-        if path in others:
-            continue
+    for path in (path for path in files if path not in others):
         split = splits[path]
-        if split in used:
+        if (other := used.setdefault(split, path)) != path:
             raise ConfigError(
-                f"'{index.root}' has several COCO files for {split}: '{used[split]}' and '{path}'. Give one of them, "
-                "or name the files and folders after the splits train, val and test."
+                f"'{index.root}' has several COCO files for {split}: '{other}' and '{path}'. Give one of them, or name "
+                "the files and folders after the splits train, val and test."
             )
-        used[split] = path
-        content = read_coco(path)
-        parts[split] = _with_images(path, content, split if len(files) > 1 else None, index)
+        parts[split] = _with_images(path, read_coco(path), split if len(files) > 1 else None, index)
     return parts, {"captions, keypoints, panoptic and other COCO files": others} if others else {}
 
 
-def _with_images(
-    path: str, content: dict[str, Any], split: str | None, index: FileIndex
-) -> tuple[dict[str, Any], Path | None, Path]:
+def _with_images(path: str, content: dict[str, Any], split: str | None, index: FileIndex) -> Part:
     """Return the content of a COCO file with valid file names, its path or None if they changed, and the folder."""
     entries = [e for e in content["images"] if isinstance(e, dict) and isinstance(e.get("file_name"), str)]
     entries = list({entry["file_name"]: entry for entry in entries}.values())
     names, split = [entry["file_name"] for entry in entries], split or split_of((), Path(path).stem)
     # Almost always, all images are in one folder.
-    bases = index.image_folders(names) if names and parts_of(names[0]) else []
+    ends = [os.sep + os.path.normpath(name) for name in names]
+    bases = [image.removesuffix(ends[0]) for image in index.images if image.endswith(ends[0])] if any(names[:1]) else []
+    bases = [base for base in bases if all(base + end in index.image_set for end in ends)]
     splits = {index.split_of(os.path.join(base, "")) for base in bases}
     if len(bases) == 1 and (not split or splits <= {split, None}):
         return content, Path(path), Path(bases[0])
@@ -82,15 +79,14 @@ def _with_images(
             f"Cannot find the images of '{path}', such as '{', '.join(names[:1])}'. Put them below '{index.root}', or "
             "give their folder with --images."
         )
-    name, file = next(iter(found.items()))
-    base = file.removesuffix(os.sep + os.path.normpath(name))
-    if all(file == os.path.join(base, os.path.normpath(name)) != base for name, file in found.items()):
-        return content, Path(path), Path(base)
-    root = os.path.commonpath([os.path.dirname(file) for file in found.values()])
+    root = os.path.commonpath(map(os.path.dirname, found.values()))
+    base = next(file.removesuffix(os.sep + os.path.normpath(name)) for name, file in found.items())
+    # The root of the written paths, if the images have one
+    root = base if root.startswith(base) else root
     images = [
         entry | {"file_name": os.path.relpath(found[entry["file_name"]], root)}
         if isinstance(entry, dict) and entry.get("file_name") in found
         else entry
         for entry in content["images"]
     ]
-    return content | {"images": images}, None, Path(root)
+    return content | {"images": images}, Path(path) if images == content["images"] else None, Path(root)

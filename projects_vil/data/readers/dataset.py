@@ -109,12 +109,11 @@ def read_dataset(
         raise ConfigError(f"val_fraction is {val}. Give a fraction between 0 and 1, such as {VAL_FRACTION}.")
     source = Path(source)
     name, files, index, others = detect_format(source, None if images is None else Path(images))
-    notes: list[str] = []
     if name == "COCO":
-        parts, unused = find_coco(files, index)
+        (parts, unused), notes = find_coco(files, index), []
     else:
-        annotations = _READERS[name](files, index, Path(extracted or Path(folder) / "images"))
-        parts, unused = _to_coco(source, annotations, notes), dict(annotations.unused)
+        found = _READERS[name](files, index, Path(extracted or Path(folder) / "images"))
+        parts, unused, notes = _to_coco(source, found), found.unused, found.notes
     unused |= _unused_images(source, name, parts, index)
     unused["JSON or XML files that are not annotations"] = others
     if len(parts) == 1:
@@ -192,34 +191,33 @@ def _unused_images(source: Path, name: str, parts: Parts, index: FileIndex) -> d
 def _split_by_hash(source: Path, content: dict[str, Any], fraction: float) -> list[dict[str, Any]]:
     """Split the content of a COCO file in two. The second part has the given fraction of the images."""
 
-    def text(entry: Any, key: str) -> str:
-        return str(entry.get(key)) if isinstance(entry, dict) else ""
-
-    def order(name: str) -> tuple[str, str]:
+    def order(image: dict[str, Any]) -> tuple[str, str]:
+        name = str(image.get("file_name"))
         return hashlib.sha256(PurePosixPath(name).name.encode()).hexdigest(), name
 
-    images, objects = content["images"], content.get("annotations", [])
+    def of_part(key: str, id_key: str, is_val: bool) -> list[Any]:
+        entries = content.get(key, [])
+        return [e for e in entries if (isinstance(e, dict) and str(e.get(id_key)) in chosen) is is_val]
+
+    images = sorted((image for image in content["images"] if isinstance(image, dict)), key=order)
     if len(images) < 2:
         raise ConfigError(f"'{source}' has only one image. Add another, because training and validation need one each.")
     number = min(max(round(fraction * len(images)), 1), len(images) - 1)
-    chosen = {text(image, "id") for image in sorted(images, key=lambda image: order(text(image, "file_name")))[:number]}
+    chosen = {str(image.get("id")) for image in images[:number]}
     return [
-        content
-        | {"images": [image for image in images if (text(image, "id") in chosen) is is_val]}
-        | {"annotations": [entry for entry in objects if (text(entry, "image_id") in chosen) is is_val]}
-        for is_val in (False, True)
+        content | {"images": of_part("images", "id", part), "annotations": of_part("annotations", "image_id", part)}
+        for part in (False, True)
     ]
 
 
-def _to_coco(source: Path, annotations: Annotations, notes: list[str]) -> Parts:
-    records, classes = annotations.records, annotations.classes
-    notes += annotations.notes
-    notes += [f"{reason}: {count:,} skipped" for reason, count in sorted(annotations.counts.items()) if count]
-    objects = [one for record in records for one in record.objects]
-    classes = classes or sorted({one["label"] for one in objects})
+def _to_coco(source: Path, found: Annotations) -> Parts:
+    """Return the content of the COCO files of a dataset, and add notes about skipped entries."""
+    records, skipped = found.records, sorted(found.skipped.items())
+    found.notes += [f"{reason}: {len(paths):,} skipped (first: {paths[0]})" for reason, paths in skipped if paths]
+    classes = found.classes or sorted({one["label"] for record in records for one in record.objects})
     if not classes or not records:
-        unused = [f"{reason}: {len(files)}" for reason, files in annotations.unused.items() if files]
-        details = f" ({'; '.join([*notes, *unused])})" if notes or unused else ""
+        notes = [*found.notes, *(f"{reason}: {len(files)}" for reason, files in found.unused.items() if files)]
+        details = f" ({'; '.join(notes)})" if notes else ""
         missing = "no object" if records else "none of its annotations has an image"
         raise ConfigError(f"'{source}' has {len(records)} images, but {missing}{details}. Add annotations or images.")
     unsized = [record for record in records if record.size is None]

@@ -48,8 +48,8 @@ def detect_format(source: Path, images: Path | None = None) -> tuple[str, list[s
     if root.name.lower() in ANNOTATION_FOLDERS:
         root = root.parent
     index, found = FileIndex(root, images), defaultdict(list)
-    own = [str(source)] if source.is_file() else [f for f in index.files if f.startswith(os.path.join(source, ""))]
-    own = list(filter(os.path.isfile, own))
+    below = os.path.join(source, "")
+    own = [str(source)] if source.is_file() else [f for f in index.files if f.startswith(below) and os.path.isfile(f)]
     for path in own:
         found[annotation_format(path)].append(path)
     unknown = found.pop(None, [])
@@ -84,7 +84,7 @@ def detect_format(source: Path, images: Path | None = None) -> tuple[str, list[s
 def annotation_format(path: str) -> str | None:
     """Return the format of an annotation file, or None if it is unknown.
 
-    The beginning and the end of the file decide. If they do not, the whole file is read.
+    The beginning and the end of a JSON file decide. If they do not, the whole file is read.
     """
     suffix = os.path.splitext(path)[1].lower()
     # Opening a pipe would block.
@@ -92,17 +92,14 @@ def annotation_format(path: str) -> str | None:
         return None
     if suffix not in _SIGNATURES:
         return "YOLO" if settings_of(path) is not None else None
-    content = _head(path)
+    content = Path(path).read_bytes().replace(b"\0", b"") if suffix == ".xml" else _head(path)
     if suffix == ".json" and not content.lstrip(b"\xef\xbb\xbf\xff\xfe").lstrip().startswith(b"{"):
         # A list, such as the results of a detector
         return None
-    for part in (content, Path(path).read_bytes().replace(b"\0", b"") if suffix == ".xml" else b""):
-        for name, pattern in _SIGNATURES[suffix]:
-            if re.search(pattern, part):
-                # Other files have one of COCO's lists, too.
-                is_small = name == "COCO" and os.path.getsize(path) < _MOST_PARSED_BYTES
-                return _json_format(path, damaged="COCO") if is_small else name
-    return None if suffix == ".xml" else _json_format(path)
+    found = next((name for name, pattern in _SIGNATURES[suffix] if re.search(pattern, content)), None)
+    # Other files have one of COCO's lists, too.
+    is_unsure = found is None or (found == "COCO" and os.path.getsize(path) < _MOST_PARSED_BYTES)
+    return _json_format(path, damaged=found) if suffix == ".json" and is_unsure else found
 
 
 def _head(path: str) -> bytes:
@@ -113,7 +110,7 @@ def _head(path: str) -> bytes:
         return (head + b"\n" + file.read()).replace(b"\0", b"")
 
 
-def _json_format(path: str, damaged: str | None = None) -> str | None:
+def _json_format(path: str, damaged: str | None) -> str | None:
     try:
         content = read_json(path)
     except ConfigError:

@@ -6,7 +6,7 @@ import os
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -79,6 +79,7 @@ class Request(NamedTuple):
         stems: File names without suffix that are accepted if no image has one of the names.
         split: The split of the annotation. By default, the folders of the image and of the annotation file decide.
         hint: A path of the image that is often outdated, or an empty text. It decides only what nothing else decides.
+        content: The content of the annotation, for the reader of the format.
     """
 
     annotation: str
@@ -87,6 +88,11 @@ class Request(NamedTuple):
     stems: tuple[str, ...] = ()
     split: str | None = None
     hint: str = ""
+    content: Any = None
+
+
+# How well the best images fit a request, and these images
+Matches = tuple[tuple, list[str]]
 
 
 class FileIndex:
@@ -112,13 +118,19 @@ class FileIndex:
         below = self.files if images is None else list(walk(self._image_root))
         self.images = [path for path in below if path.lower().endswith(IMAGE_SUFFIXES)]
         unsupported = (*UNSUPPORTED_SUFFIXES, ".csv", ".tsv")
-        self.unsupported = [path for path in below if path.lower().endswith(unsupported) or _lacks_suffix(path)]
+        without_suffix = {path for path in below if "." not in os.path.basename(path) and size_or_none(path)}
+        self.unsupported = [path for path in below if path.lower().endswith(unsupported) or path in without_suffix]
         self.image_set = set(self.images)
-        self._splits: dict[tuple[str, ...], str | None] = {}
+        folders = [self.folders_of(os.path.join(path, "")) for path in set(map(os.path.dirname, self.images))]
+        # The folders that have images in them or in their subfolders. The cache does not refer to the index, which
+        # would then stay in memory.
+        self._image_folders = {folder[:length] for folder in folders for length in range(1, len(folder) + 1)}
+        self._image_folder_names = {folder[-1] for folder in self._image_folders}
+        self._split_of = functools.cache(functools.partial(_split_of_folder, self._image_folders))
 
     @functools.cached_property
     def _by_path(self) -> dict[str, str]:
-        return {normalized(path): path for path in self.files}
+        return {normalized(path): path for path in (*self.files, *set(map(os.path.dirname, self.files)))}
 
     @functools.cached_property
     def _by_name(self) -> dict[str, list[str]]:
@@ -128,33 +140,11 @@ class FileIndex:
     def _by_stem(self) -> dict[str, list[str]]:
         return _grouped(self.images, lambda path: Path(path).stem)
 
-    @functools.cached_property
-    def _image_folders(self) -> set[tuple[str, ...]]:
-        """The folders that have images in them or in their subfolders."""
-        folders = set(map(self.folders_of, {os.path.join(os.path.dirname(path), "") for path in self.images}))
-        return {folder[:length] for folder in folders for length in range(1, len(folder) + 1)}
-
-    @functools.cached_property
-    def _image_folder_names(self) -> set[str]:
-        return {folder[-1] for folder in self._image_folders}
-
-    def file(self, path: str) -> str | None:
-        """Return the file with this path, which may differ in case and Unicode form, or None."""
-        if os.path.isfile(path):
-            return path
-        found = self._by_path.get(normalized(os.path.normpath(path)))
-        return found if found and os.path.isfile(found) else None
-
-    def folder(self, path: str) -> str | None:
-        """Return the folder with files that has this path, which may differ in case and Unicode form, or None."""
-        folders = {normalized(folder): folder for folder in set(map(os.path.dirname, self.files))}
-        return folders.get(normalized(os.path.normpath(path)))
-
-    def image_folders(self, names: list[str]) -> list[str]:
-        """Return the folders below which all of these paths are images of the dataset."""
-        ends = [os.sep + os.path.normpath(name) for name in names]
-        folders = [path.removesuffix(ends[0]) for path in self.images if path.endswith(ends[0])]
-        return [folder for folder in folders if all(folder + end in self.image_set for end in ends)]
+    def find(self, path: str) -> str | None:
+        """Return the file or folder with this path, which may differ in case and Unicode form, or None."""
+        own = path if os.path.exists(path) else self._by_path.get(normalized(os.path.normpath(path)))
+        # Opening a pipe would block.
+        return own if own and (os.path.isfile(own) or os.path.isdir(own)) else None
 
     def folders_of(self, path: str) -> tuple[str, ...]:
         """Return the names of the folders between the root and a file."""
@@ -165,25 +155,7 @@ class FileIndex:
 
     def split_of(self, *paths: str) -> str | None:
         """Return the split that the folders of the first of these files name, or None."""
-        return next(filter(None, (self._split(self.folders_of(path)) for path in paths)), None)
-
-    def _split(self, folders: tuple[str, ...]) -> str | None:
-        # functools.cache would refer to the index, which would then stay in memory.
-        if folders not in self._splits:
-            self._splits[folders] = self._find_split(folders)
-        return self._splits[folders]
-
-    def _find_split(self, folders: tuple[str, ...]) -> str | None:
-        """Return the split of a folder. Of WIDER_train and WIDER_val, which are next to each other, it is a word."""
-        found = split_of(folders)
-        for length in range(len(folders), 0, -1) if found is None else ():
-            *parents, name = folders[:length]
-            for word, split in SPLITS.items():
-                pattern = rf"(?<![a-z]){word}(?=set|[^a-z]|$)"
-                siblings = {re.sub(pattern, other, name) for other in SPLITS if SPLITS[other] != split} - {name}
-                if any((*parents, sibling) in self._image_folders for sibling in siblings):
-                    return split
-        return found
+        return next(filter(None, (self._split_of(self.folders_of(path)) for path in paths)), None)
 
     def find_images(self, requests: Sequence[Request]) -> list[str | None]:
         """Return the image of each request, or None if it is missing.
@@ -202,36 +174,27 @@ class FileIndex:
         """
         matches = [self._matches(request) for request in requests]
         found: list[str | None] = [None] * len(requests)
-        owners: dict[str, tuple[tuple, Request]] = {}
+        owners: dict[str, int] = {}
         for number in sorted(range(len(requests)), key=lambda number: matches[number][0], reverse=True):
             (rank, paths), request = matches[number], requests[number]
-            if len(paths) > 1 and request.size is not None:
-                paths = [path for path in paths if size_or_none(path) == tuple(request.size)] or paths
-            # Copies of one image, unless they are in several splits
-            if len(paths) > 1 and len({self.split_of(path) for path in paths} - {None}) < 2:
-                is_same = len(set(map(content_hash, paths))) == 1
-                paths = sorted(paths, key=lambda path: self.split_of(path) is None)[:1] if is_same else paths
-            if len(paths) > 1 and request.hint:
-                common = [_num_common(self.folders_of(path)[::-1], parts_of(request.hint)[-2::-1]) for path in paths]
-                paths = [path for path, number in zip(paths, common, strict=True) if number == max(common)]
-            if not paths or all(path in owners and owners[path][0] > rank for path in paths):
+            paths = self._without_copies(paths, request) if len(paths) > 1 else paths
+            if not paths or all(path in owners and matches[owners[path]][0] > rank for path in paths):
                 continue
             if len(paths) > 1:
                 raise ConfigError(
                     f"The image {request.names[0]!r} of '{request.annotation}' matches both '{paths[0]}' and "
                     f"'{paths[1]}'. Rename or remove all but one."
                 )
-            owner = owners.setdefault(paths[0], (rank, request))[1]
-            if owner is not request:
+            if (other := owners.setdefault(paths[0], number)) != number:
+                each = [f"{one.names[0]!r} in '{one.annotation}'" for one in (requests[other], request)]
                 raise ConfigError(
-                    f"The image '{paths[0]}' has two annotations: {owner.names[0]!r} in '{owner.annotation}' and "
-                    f"{request.names[0]!r} in '{request.annotation}'. Add the missing image, or remove one annotation."
+                    f"The image '{paths[0]}' has two annotations: {' and '.join(each)}. Add the missing image, or "
+                    "remove one annotation."
                 )
             found[number] = paths[0]
         return found
 
-    def _matches(self, request: Request) -> tuple[tuple, list[str]]:
-        """Return how well the best images fit a request, and these images."""
+    def _matches(self, request: Request) -> Matches:
         folder = os.path.dirname(request.annotation)
         for name in request.names:
             direct = os.path.normpath(os.path.join(folder, name.strip().replace("\\", "/")))
@@ -239,27 +202,25 @@ class FileIndex:
                 return (True,), [direct]
         for name in request.names:
             decoded = unquote(name.rpartition("?d=")[2])
-            without_prefix = "/".join(_UPLOAD_PREFIX.sub("", part) for part in parts_of(decoded)[-1:])
-            for written in (name.strip(), decoded, without_prefix):
-                if (parts := parts_of(written)) and (matches := self._ranked(request, parts, self._by_name[parts[-1]])):
-                    return matches
+            for written in (name, decoded, _UPLOAD_PREFIX.sub("", "".join(parts_of(decoded)[-1:]))):
+                if (parts := parts_of(written.strip())) and (ranked := self._ranked(request, parts, self._by_name)):
+                    return ranked
         for stem in request.stems:
-            parts = (*parts_of(request.names[0])[:-1], normalized(stem))
-            if matches := self._ranked(request, parts, self._by_stem[parts[-1]]):
-                return matches
+            if ranked := self._ranked(request, (*parts_of(request.names[0])[:-1], normalized(stem)), self._by_stem):
+                return ranked
         return (), []
 
-    def _ranked(self, request: Request, parts: tuple[str, ...], paths: list[str]) -> tuple[tuple, list[str]] | None:
+    def _ranked(self, request: Request, parts: tuple[str, ...], images: dict[str, list[str]]) -> Matches | None:
         folders, ranked = self.folders_of(request.annotation), defaultdict(list)
-        split = split_of(parts[:-1]) or request.split or self._split(folders)
+        split = split_of(parts[:-1]) or request.split or self._split_of(folders)
         is_written = len(parts) > 1 and parts[-2] in self._image_folder_names
-        for path in paths:
+        for path in images.get(parts[-1], ()):
             own = self.folders_of(path)
             at_end, at_start = _num_common(own[::-1], parts[-2::-1]), _num_common(own, folders)
             next_folder = folders[at_start : at_start + 1]
             has_own_images = next_folder and folders[: at_start + 1] in self._image_folders
             is_elsewhere = has_own_images and next_folder[0] not in ANNOTATION_FOLDERS and not at_end
-            if split and self._split(own) not in (split, None) or is_elsewhere or (is_written and not at_end):
+            if split and self._split_of(own) not in (split, None) or is_elsewhere or (is_written and not at_end):
                 continue
             rank = (
                 *(False, at_end, _num_common(own[::-1], folders[::-1]), len({*own} & {*folders}), at_start),
@@ -268,17 +229,36 @@ class FileIndex:
             ranked[rank].append(path)
         return max(ranked.items()) if ranked else None
 
+    def _without_copies(self, paths: list[str], request: Request) -> list[str]:
+        """Return the images that fit a request best by their size, their content and the hint."""
+        if request.size is not None:
+            paths = [path for path in paths if size_or_none(path) == request.size] or paths
+        # One of several equal images, unless they are in several splits
+        if len({self.split_of(path) for path in paths} - {None}) < 2 and len(set(map(content_hash, paths))) == 1:
+            return sorted(paths, key=lambda path: self.split_of(path) is None)[:1]
+        hint = parts_of(request.hint)[-2::-1]
+        common = [_num_common(self.folders_of(path)[::-1], hint) for path in paths]
+        return [path for path, number in zip(paths, common, strict=True) if number == max(common)]
+
+
+def _split_of_folder(image_folders: Set[tuple[str, ...]], folders: tuple[str, ...]) -> str | None:
+    """Return the split of a folder. Of WIDER_train and WIDER_val, which are next to each other, it is a word."""
+    found = split_of(folders)
+    for length in range(len(folders), 0, -1) if found is None else ():
+        *parents, name = folders[:length]
+        for word, split in SPLITS.items():
+            pattern = rf"(?<![a-z]){word}(?=set|[^a-z]|$)"
+            siblings = {re.sub(pattern, other, name) for other in SPLITS if SPLITS[other] != split} - {name}
+            if any((*parents, sibling) in image_folders for sibling in siblings):
+                return split
+    return found
+
 
 def _grouped(paths: list[str], key: Callable[[str], str]) -> dict[str, list[str]]:
     groups = defaultdict(list)
     for path in paths:
         groups[normalized(key(path))].append(path)
     return groups
-
-
-def _lacks_suffix(path: str) -> bool:
-    """Return whether a file is an image whose name has no suffix."""
-    return "." not in os.path.basename(path) and size_or_none(path) is not None
 
 
 def _num_common(a: tuple[str, ...], b: tuple[str, ...]) -> int:

@@ -14,7 +14,7 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.data.detection_utils import UnreadableImage, read_size
 from projects_vil.data.readers.index import FileIndex, Request, normalized, parts_of, size_of
-from projects_vil.data.readers.shapes import Annotations, Record, mask_objects, number, objects_of
+from projects_vil.data.readers.shapes import Annotations, mask_object, number, objects_of
 from projects_vil.utils import read_json
 
 
@@ -23,40 +23,31 @@ def read_labelme(files: list[str], index: FileIndex, folder: Path) -> Annotation
 
     Images that exist only inside a JSON file are written to ``folder``.
     """
-    found, contents, requests = Annotations(), [], []
+    found, requests = Annotations(), []
     for path in files:
         content = read_json(path)
         name, stem = str(content.get("imagePath") or ""), Path(path).stem
         size = size_of(content.get("imageHeight"), content.get("imageWidth"))
-        requests.append(Request(path, (name or f"{stem}.jpg",), size, (stem,)))
+        requests.append(Request(path, (name or f"{stem}.jpg",), size, (stem,), content=content.get("shapes")))
         other = os.path.join(os.path.dirname(path), stem + Path(name).suffix)
         if parts_of(name) and Path(parts_of(name)[-1]).stem != normalized(stem) and other in index.image_set:
             raise ConfigError(f"'{path}' has imagePath {name!r}, but there is also the image '{other}'. Correct one.")
-        contents.append(content.get("shapes"))
-    for image, request, shapes in zip(index.find_images(requests), requests, contents, strict=True):
-        path, size = request.annotation, request.size
+    for record, request in found.with_images(requests, index, lambda path: _write_image(path, index, folder)):
+        path = request.annotation
         try:
-            if image is None:
-                image = _write_image(path, index, folder)
-            if image is None:
-                found.unused["annotation files without an image of their own"].append(path)
-                continue
-            objects = _objects(shapes, size or read_size(image), path, found)
+            record.objects = _objects(request.content, record.size or read_size(record.file), path, found)
         except UnreadableImage:
-            # The dataset check reports the image.
-            objects = []
+            continue  # The dataset check reports the image.
+        except ConfigError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(
-                f"'{path}' is not a valid LabelMe file: {type(error).__name__} {error}. Repair or remove it."
-            ) from error
-        found.records.append(Record(image, index.split_of(path, image), size, objects))
+            reason = f"{type(error).__name__} {error}"
+            raise ConfigError(f"'{path}' is not a valid LabelMe file: {reason}. Repair or remove it.") from error
     return found
 
 
 def _objects(shapes: list[dict[str, Any]], size: tuple[int, int], path: str, found: Annotations) -> list:
-    others, objects = [], []
+    others, masks = [], []
     for shape in shapes:
         label, shape_type = str(shape["label"] or "").strip(), shape.get("shape_type") or "polygon"
         # LabelMe's converters skip this label.
@@ -66,10 +57,11 @@ def _objects(shapes: list[dict[str, Any]], size: tuple[int, int], path: str, fou
             with Image.open(io.BytesIO(base64.b64decode(shape["mask"]))) as image:
                 mask = np.asarray(image.convert("L")) > 0
             left, top = (round(min(points[axis::2])) for axis in (0, 1))
-            objects += mask_objects(label, mask, left, top, size, found.counts)
+            masks.append(mask_object(label, mask, left, top, size))
         else:
             others.append((shape_type, label, shape.get("group_id"), points))
-    return objects + objects_of(others, found.counts)
+    found.skipped["masks without pixels"] += [path] * masks.count(None)
+    return [*filter(None, masks), *objects_of(others, path, found.skipped)]
 
 
 def _write_image(path: str, index: FileIndex, folder: Path) -> str | None:
@@ -81,7 +73,7 @@ def _write_image(path: str, index: FileIndex, folder: Path) -> str | None:
         image = base64.b64decode(content, validate=True)
         suffix = (Image.open(io.BytesIO(image)).format or "").lower()
     except (binascii.Error, OSError) as error:
-        raise ConfigError(f"The imageData of '{path}' is not an image: {error}. Add the image file.") from error
+        raise ConfigError(f"The imageData of '{path}' is not an image. Add the image file.") from error
     output = folder / os.path.relpath(os.path.splitext(path)[0], index.root)
     output = output.with_name(f"{output.name}.{suffix}")
     output.parent.mkdir(parents=True, exist_ok=True)

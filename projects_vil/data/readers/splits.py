@@ -23,13 +23,17 @@ def compare_splits(splits: Mapping[str, tuple[dict[str, Any], Path]]) -> Iterato
     by_class: dict[str, set[str]] = defaultdict(set)
     digest = functools.cache(content_hash)
     for split, (content, folder) in splits.items() if len(splits) > 1 else ():
-        for path in (os.path.join(folder, str(image["file_name"])) for image in _entries(content, "file_name")):
+        images, objects, categories = (
+            [entry for entry in content.get(key, ()) if isinstance(entry, dict)]
+            for key in ("images", "annotations", "categories")
+        )
+        for path in (os.path.join(folder, str(image.get("file_name"))) for image in images):
             if os.path.isfile(path):
                 by_size[os.path.getsize(path)].append((split, path))
-        used = {str(entry["category_id"]) for entry in _entries(content, "category_id")}
-        for category in _entries(content, "name"):
+        used = {str(entry.get("category_id")) for entry in objects}
+        for category in categories:
             if str(category.get("id")) in used:
-                by_class[str(category["name"])].add(split)
+                by_class[str(category.get("name"))].add(split)
     for files in by_size.values():
         for split, path in files if len(dict(files)) > 1 else ():
             by_content[digest(path)][split] = path
@@ -39,9 +43,3 @@ def compare_splits(splits: Mapping[str, tuple[dict[str, Any], Path]]) -> Iterato
     alone = [f"{name!r} ({min(own)})" for name, own in by_class.items() if len(own) == 1]
     if alone and len(set().union(*by_class.values())) > 1:
         yield f"only one split has objects of {first_of(alone, 5)}"
-
-
-def _entries(content: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
-    """Yield the entries of the list of a COCO file that have a key: images, annotations or categories."""
-    name = {"file_name": "images", "category_id": "annotations", "name": "categories"}[key]
-    return (entry for entry in content.get(name, ()) if isinstance(entry, dict) and key in entry)

@@ -6,7 +6,7 @@ from typing import Any
 
 from backbones import ConfigError
 from projects_vil.data.readers.index import FileIndex, Request
-from projects_vil.data.readers.shapes import Annotations, Record, number, objects_of
+from projects_vil.data.readers.shapes import Annotations, Shape, number, numbers, objects_of
 from projects_vil.utils import read_json
 
 # The region attribute with the class, in order of preference
@@ -21,17 +21,12 @@ def read_via(files: list[str], index: FileIndex, folder: Path) -> Annotations:
     keys = {key for _, entry in pairs for region in _regions(entry) for key in region.get("region_attributes") or {}}
     key = next((key for name in _CLASS_KEYS for key in sorted(keys) if key.lower() == name), None)
     if key is None and len(keys) > 1:
-        raise ConfigError(
-            f"'{files[0]}' has the region attributes {sorted(keys)}. Name the one with the class 'class'."
-        )
+        raise ConfigError(f"'{files[0]}' has the region attributes {sorted(keys)}. Name one of them 'class'.")
     key = key or next(iter(keys), None)
     if key is None:
         found.notes.append(f"regions have no attributes, so the class is {_NO_CLASS!r}")
-    requests = [Request(path, (entry["filename"],)) for path, entry in pairs]
-    for (path, entry), file in zip(pairs, index.find_images(requests), strict=True):
-        if file is None:
-            found.unused["missing images that an annotation file names"].append(entry["filename"])
-            continue
+    requests = [Request(path, (entry["filename"],), content=entry) for path, entry in pairs]
+    for record, (path, *_, entry) in found.with_images(requests, index):
         shapes, location = [], f"{path}: {entry['filename']}"
         for region in _regions(entry):
             label = ((region.get("region_attributes") or {}).get(key) or "") if key else _NO_CLASS
@@ -43,8 +38,8 @@ def read_via(files: list[str], index: FileIndex, folder: Path) -> Annotations:
             if str(label).strip():
                 shapes.append(_shape(str(label).strip(), region.get("shape_attributes") or {}, location))
             else:
-                found.counts["regions without a class"] += 1
-        found.records.append(Record(file, index.split_of(path, file), None, objects_of(shapes, found.counts)))
+                found.skipped["regions without a class"].append(path)
+        record.objects = objects_of(shapes, path, found.skipped)
     return found
 
 
@@ -61,30 +56,24 @@ def _regions(image: dict[str, Any]) -> list[dict[str, Any]]:
     regions = image["regions"] or []
     regions = list(regions.values()) if isinstance(regions, dict) else regions
     if not all(isinstance(r, dict) and isinstance(r.get("region_attributes") or {}, dict) for r in regions):
-        raise ConfigError(
-            f"The regions of {image['filename']!r} are not in VIA's format. Export the annotations again."
-        )
+        raise ConfigError(f"The regions of {image['filename']!r} are not in VIA's format. Export them again.")
     return regions
 
 
-def _shape(label: str, shape: dict[str, Any], location: str) -> tuple[str, str, None, list[float]]:
-    """Return a shape as in :func:`objects_of`."""
-
-    def numbers(*keys: str) -> list[float]:
-        return [number(shape.get(key, 0), f"{location}: {key}") for key in keys]
-
-    match shape.get("name"):
+def _shape(label: str, shape: dict[str, Any], location: str) -> Shape:
+    name, points = str(shape.get("name")), []
+    match name:
         case "rect":
-            left, top, width, height = numbers("x", "y", "width", "height")
-            return "rectangle", label, None, [left, top, left + width, top + height]
+            left, top, width, height = numbers(shape.get, location, "x", "y", "width", "height")
+            name, points = "rectangle", [left, top, left + width, top + height]
         case "circle":
-            x, y, radius = numbers("cx", "cy", "r")
-            return "circle", label, None, [x, y, x + radius, y]
+            x, y, radius = numbers(shape.get, location, "cx", "cy", "r")
+            points = [x, y, x + radius, y]
         case "ellipse":
+            points = numbers(shape.get, location, "cx", "cy", "rx", "ry")
             # The angle is in radians.
-            *axes, angle = numbers("cx", "cy", "rx", "ry", "theta")
-            return "ellipse", label, None, [*axes, math.degrees(angle)]
+            points.append(math.degrees(number(shape.get("theta", 0), location)))
         case "polygon":
             pairs = zip(shape.get("all_points_x", ()), shape.get("all_points_y", ()), strict=False)
-            return "polygon", label, None, [number(value, f"{location}: polygon") for pair in pairs for value in pair]
-    return str(shape.get("name")), label, None, []
+            points = [number(value, f"{location}: polygon") for pair in pairs for value in pair]
+    return name, label, None, points

@@ -9,8 +9,8 @@ import yaml
 
 from backbones import ConfigError
 from projects_vil.data.detection_utils import IMAGE_SUFFIXES, read_sizes
-from projects_vil.data.readers.index import FileIndex, Request, content_hash, normalized, split_of, walk
-from projects_vil.data.readers.shapes import Annotations, Record, box_object, number, polygon_object, rotated_box
+from projects_vil.data.readers.index import FileIndex, Request, content_hash, split_of, walk
+from projects_vil.data.readers.shapes import Annotations, Record, box_object, number, polygon_object
 
 # Files with one class name per line: labelImg, Darknet and CVAT, Roboflow
 CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
@@ -34,13 +34,13 @@ def read_yolo(files: list[str], index: FileIndex, folder: Path) -> Annotations:
                 raise ConfigError(f"'{path}' has {entry!r} for {split}, which has no images. Add images or correct it.")
             is_list = os.path.basename(path) in CLASS_FILES
             images |= dict.fromkeys(((is_list and index.split_of(image)) or split, image) for image in own)
-    files_of = {image: _label_files(image, index) for _, image in images}
+    files_of = {image: [*dict.fromkeys(filter(None, map(index.find, _label_paths(image))))] for _, image in images}
     labels = {image: next(iter(files), None) for image, files in files_of.items()}
     _check_ties(labels)
     if background := list(labels.values()).count(None):
         found.notes.append(f"{background:,} of {len(labels):,} images have no label file, so they are background")
     if background == len(labels):
-        example = f", such as '{_label_candidates(next(iter(labels)))[0]}'" if images else ""
+        example = f", such as '{_label_paths(next(iter(labels)))[0]}'" if images else ""
         raise ConfigError(f"None of the {len(images)} images of '{path}' has a label file. Add label files{example}.")
     sizes = {image: size for image, (size, _) in zip(labels, read_sizes(labels), strict=True)}
     # The dataset check reports unreadable images.
@@ -88,8 +88,7 @@ def _settings(path: str, index: FileIndex) -> tuple[str, dict[str, Any]]:
     if os.path.basename(path) in CLASS_FILES:
         return index.root, {"names": _lines(path), "train": "."}
     if path.endswith(".data"):
-        pairs = [line.partition("=") for line in _lines(path) if "=" in line]
-        data: dict[str, Any] = {key.strip(): value.strip() for key, _, value in pairs}
+        data: dict[str, Any] = dict(re.split(r"\s*=\s*", line, maxsplit=1) for line in _lines(path) if "=" in line)
         names = _existing(data.get("names", ""), [folder, index.root])
         if names is None:
             raise ConfigError(f"'{path}' has the names file {data.get('names')!r}, which does not exist. Correct it.")
@@ -103,8 +102,7 @@ def _settings(path: str, index: FileIndex) -> tuple[str, dict[str, Any]]:
 def _names(path: str, data: dict[str, Any]) -> list[str]:
     names = data.get("names")
     if isinstance(names, dict):
-        by_index = {str(key): name for key, name in names.items()}
-        names = [by_index.get(str(number)) for number in range(len(by_index))]
+        names = [names.get(str(index)) for index in range(len(names))]
     is_list = isinstance(names, list) and names and None not in names
     if not is_list or str(data.get("nc", len(names))) != str(len(names)) or len(names) != len(set(map(str, names))):
         raise ConfigError(f"'{path}' has invalid 'names'. List nc different names, or map 0, 1, ... to names.")
@@ -114,7 +112,7 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
 def _images(path: str, root: str, entry: str, split: str, index: FileIndex, found: Annotations) -> list[str]:
     """Return the images of an entry of a split: a folder, an image, or a text file with a list of images."""
     bases = list(dict.fromkeys((root, os.path.dirname(path), index.root)))
-    place = _existing(entry, bases) or index.folder(os.path.join(root, entry))
+    place = _existing(entry, bases) or index.find(os.path.join(root, entry))
     if place is None:
         # Roboflow may name a test split that does not exist.
         if split == "test":
@@ -129,8 +127,9 @@ def _images(path: str, root: str, entry: str, split: str, index: FileIndex, foun
     images = []
     for line in _lines(place):
         folder = os.path.dirname(place) if line.startswith("./") else root
-        file = index.file(os.path.normpath(os.path.join(folder, line.replace("\\", "/"))))
-        file = file or index.find_images([Request(place, (line,), split=split)])[0]
+        file = index.find(os.path.normpath(os.path.join(folder, line.replace("\\", "/"))))
+        if file is None or os.path.isdir(file):
+            (file,) = index.find_images([Request(place, (line,), split=split)])
         images += [] if file is None else [file]
         found.unused["missing images that a list names"] += [line] if file is None else []
     return images
@@ -145,17 +144,11 @@ def _existing(entry: str, bases: list[str]) -> str | None:
     """
     # Windows paths have both kinds of slashes.
     path = PureWindowsPath(entry)
-    name, parts = path.as_posix(), path.relative_to(path.anchor).parts
-    paths = [
-        os.path.join(base, text)
-        for text in (name, name.removeprefix("../"), name.removeprefix("data/"))
-        for base in bases
-    ]
-    if path.anchor:
-        ends = [parts[start:] for start in range(len(parts))]
-        # The end must have the folder of the split, if there is one.
-        ends = [end for end in ends if split_of(end) == split_of(parts)]
-        paths += [os.path.join(base, *end) for end in ends for base in bases]
+    parts = path.relative_to(path.anchor).parts
+    ends = [parts[start:] for start in range(len(parts)) if path.anchor or {*parts[:start]} <= {"..", "data"}]
+    # The end must have the folder of the split, if there is one.
+    names = [path.as_posix(), *(os.path.join(*end) for end in ends if split_of(end) == split_of(parts))]
+    paths = [os.path.join(base, name) for name in names for base in bases]
     return next((os.path.normpath(path) for path in paths if os.path.exists(path)), None)
 
 
@@ -164,18 +157,11 @@ def _lines(path: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _label_candidates(image: str) -> list[str]:
-    """Return the paths of the label file of an image: below labels/ instead of images/, or next to the image."""
-    name = os.path.splitext(os.path.basename(image))[0] + ".txt"
-    parts = os.path.dirname(image).split(os.sep)
-    folders = []
-    for place in [i for i, part in enumerate(parts) if normalized(part) in ("images", "jpegimages")][-1:]:
-        folders += [os.sep.join([*parts[:place], label, *parts[place + 1 :]]) for label in ("labels", "labelTxt")]
-    return [os.path.join(folder, name) for folder in (*folders, os.path.dirname(image))]
-
-
-def _label_files(image: str, index: FileIndex) -> list[str]:
-    return list(dict.fromkeys(filter(None, map(index.file, _label_candidates(image)))))
+def _label_paths(image: str) -> list[str]:
+    """Return the paths that the label file of an image may have: below labels/ instead of images/, or next to it."""
+    stem = os.path.splitext(image)[0]
+    paths = [re.sub(r"(?i)(.*/)(jpeg)?images/", rf"\1{folder}/", stem) for folder in ("labels", "labelTxt")]
+    return [f"{path}.txt" for path in dict.fromkeys((*paths, stem))]
 
 
 def _rows(label: str) -> list[tuple[list[str], str]]:
@@ -198,7 +184,7 @@ def _object(row: list[str], names: list[str], size: tuple[int, int], location: s
     height, width = size
     if len(row) >= 9 and row[8] in names:
         # DOTA: four corners in pixels, the class and the difficulty
-        return rotated_box(row[8], [number(word, location) for word in row[:8]])
+        return box_object(row[8], [number(word, location) for word in row[:8]])
     index, *values = (number(word, location) for word in row)
     if index not in range(len(names)):
         raise ConfigError(f"{location}: class {row[0]} does not exist. Use 0 to {len(names) - 1}, as in data.yaml.")
@@ -206,7 +192,7 @@ def _object(row: list[str], names: list[str], size: tuple[int, int], location: s
     if len(values) == 4:
         x, y, w, h = values
         left, top = round((x - w / 2) * width, 2), round((y - h / 2) * height, 2)
-        return box_object(label, left, top, left + round(w * width, 2), top + round(h * height, 2))
+        return box_object(label, [left, top, left + round(w * width, 2), top + round(h * height, 2)])
     if len(values) < 6 or len(values) % 2:
         raise ConfigError(f"{location}: {len(row)} numbers are not an object. Write a class with a box or a polygon.")
     return polygon_object(label, [[round(value * size[1 - i % 2], 2) for i, value in enumerate(values)]])
@@ -218,6 +204,4 @@ def _check_ties(labels: dict[str, str | None]) -> None:
     for image, label in labels.items():
         other = images.setdefault(label, image) if label else image
         if other != image and content_hash(other) != content_hash(image):
-            raise ConfigError(
-                f"The label file '{label}' fits both '{other}' and '{image}'. Rename or remove one image."
-            )
+            raise ConfigError(f"Label file '{label}' fits both '{other}' and '{image}'. Rename or remove one image.")

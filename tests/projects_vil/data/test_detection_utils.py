@@ -10,7 +10,8 @@ from detectron2.structures import BitMasks, Boxes
 from PIL import Image, ImageFile
 
 from projects_vil.data import UnreadableImage, read_image, read_size
-from projects_vil.data.detection_utils import boxes_of_masks, read_sizes
+from projects_vil.data.augmentation import boxes_of_masks
+from projects_vil.data.detection_utils import read_sizes
 
 HEIGHT, WIDTH = 30, 44
 

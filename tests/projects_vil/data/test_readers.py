@@ -305,17 +305,16 @@ def test_a_failed_fix_leaves_no_files(tmp_path):
     assert not (tmp_path / "fixed").exists()
 
 
-def test_a_validation_file_does_not_use_training_images(tmp_path):
-    files = {"train/a.png": 1, "train/b.png": 2, "train.json": coco_text("a.png"), "val.json": coco_text("b.png")}
-    write_files(tmp_path / "data", files)
-    assert "Cannot find the images" in message(read_dataset, tmp_path / "data", tmp_path / "out")
-
-
 @pytest.mark.parametrize(
     "files, named",
     [
         ({"images/a.png": 1, "images/a.jpg": 2, "labels/a.txt": YOLO_ROW, "data.yaml": YAML}, "fits both"),
         ({"x/a.png": 1, "y/a.png": 2, "a.xml": voc_text("", "a.png")}, "matches both"),
+        # A validation file does not use training images.
+        (
+            {"train/a.png": 1, "train/b.png": 2, "train.json": coco_text("a.png"), "val.json": coco_text("b.png")},
+            "Cannot find the images",
+        ),
         ({"a.png": 1, "l/a.xml": voc_text("", "a.png"), "m/a.xml": voc_text("", "a.png")}, "has two annotations"),
         (
             {"a.png": 1, "a.xml": voc_text(""), **{f"ImageSets/Main/{split}.txt": "a" for split in ("train", "val")}},
@@ -324,6 +323,6 @@ def test_a_validation_file_does_not_use_training_images(tmp_path):
         ({"images/a.png": 1, "labels/a.txt": YOLO_ROW, "v/b.txt": "", "data.yaml": YAML + "val: v\n"}, "no images"),
     ],
 )
-def test_ties_are_errors_that_name_both(files, named, tmp_path):
+def test_missing_images_and_ties_are_errors(files, named, tmp_path):
     write_files(tmp_path / "data", files)
     assert named in message(read_dataset, tmp_path / "data", tmp_path / "out", val=0)
