@@ -1,7 +1,6 @@
 """Config keys of this project, reading of config files and overrides, and properties of a config."""
 
 import ast
-import contextlib
 import functools
 import logging
 import os
@@ -255,12 +254,15 @@ def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
         version = loaded.get("VERSION", cfg.VERSION)
         if version != cfg.VERSION:
             raise ConfigError(f"VERSION is {version}. It must be {cfg.VERSION}. Rename the keys of old files.")
-        for node, values, name in ((cfg, loaded, "OUTPUT_DIR"), (cfg.MODEL, loaded.get("MODEL"), "WEIGHTS")):
-            # yacs would parse a name such as "2024" as a number.
+        for section, name in (("", "OUTPUT_DIR"), ("MODEL", "WEIGHTS"), ("SOLVER", "GRADIENT_ACCUMULATION_STEPS")):
+            node, values = (cfg[section], loaded.get(section)) if section else (cfg, loaded)
+            # yacs would parse a name such as "2024" as a number, and it accepts no text for a number of steps.
             if isinstance(values, dict) and isinstance(values.get(name), str):
                 node[name] = values.pop(name)
-        with _any_accumulation_steps(cfg):
-            cfg.merge_from_other_cfg(CfgNode(loaded))
+        cfg.merge_from_other_cfg(CfgNode(loaded))
+        if cfg.INPUT.COLOR_AUG_SSD:
+            # PointRend's key means the same as this project's.
+            cfg.INPUT.PHOTOMETRIC_DISTORTION, cfg.INPUT.COLOR_AUG_SSD = True, False
     except Exception as error:
         reason = _explain(error, cfg)
         raise ConfigError(reason if reason.startswith(f"'{path}'") else f"'{path}': {reason}") from error
@@ -270,27 +272,32 @@ def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
 def merge_overrides(cfg: CfgNode, overrides: Sequence[Any]) -> CfgNode:
     """Return a frozen copy of a config with a user's overrides. Strings are parsed, as on the command line.
 
+    Args:
+        cfg: A config.
+        overrides: Alternating keys and values.
+
     Raises:
         ConfigError: for an unknown key or a value of the wrong type.
     """
     cfg = cfg.clone()
     cfg.defrost()
-    _set_photometric_distortion(cfg)
-    known = {key for key, _ in config_items(cfg)}
-    overrides = list(overrides)
+    values, overrides = dict(config_items(cfg)), list(overrides)
     for index in range(0, len(overrides) - 1, 2):
         key, value = overrides[index : index + 2]
-        if key not in known:
-            raise ConfigError(_explain_unknown_key(str(key), known))
-        if isinstance(value_of(cfg, key), float) and re.fullmatch(r"[+-]?\d+", str(value)):
+        if key not in values:
+            raise ConfigError(_explain_unknown_key(str(key), values))
+        if isinstance(values[key], float) and re.fullmatch(r"[+-]?\d+", str(value)):
             # yacs takes no whole number for a float.
             overrides[index + 1] = float(value)
+        elif key == "SOLVER.GRADIENT_ACCUMULATION_STEPS":
+            # yacs replaces None by a value of any type.
+            cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = None
+        elif key == "INPUT.COLOR_AUG_SSD":
+            overrides[index] = "INPUT.PHOTOMETRIC_DISTORTION"
     try:
-        with _any_accumulation_steps(cfg):
-            cfg.merge_from_list(overrides)
+        cfg.merge_from_list(overrides)
     except Exception as error:
         raise ConfigError(_explain(error, cfg)) from error
-    _set_photometric_distortion(cfg)
     cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = map(os.path.expanduser, (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS))
     cfg.freeze()
     return cfg
@@ -359,21 +366,6 @@ def _merge_into(target: dict[str, Any], content: dict[str, Any]) -> None:
             _merge_into(target[key], value)
         else:
             target[key] = value
-
-
-@contextlib.contextmanager
-def _any_accumulation_steps(cfg: CfgNode) -> Iterator[None]:
-    """Let a merge replace a number by "auto" and "auto" by a number, which are of different types."""
-    before, cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS, None
-    yield
-    if cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS is None:
-        cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = before
-
-
-def _set_photometric_distortion(cfg: CfgNode) -> None:
-    """PointRend's key means the same as this project's."""
-    if cfg.INPUT.COLOR_AUG_SSD:
-        cfg.INPUT.PHOTOMETRIC_DISTORTION, cfg.INPUT.COLOR_AUG_SSD = True, False
 
 
 def _explain(error: Exception, cfg: CfgNode) -> str:
@@ -450,31 +442,6 @@ def value_of(cfg: CfgNode, key: str) -> Any:
 # Devices -------------------------------------------------------------------------------------------------------------
 
 
-def check_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES) -> bool:
-    """Return whether ``MODEL.DEVICE`` is a GPU.
-
-    Args:
-        cfg: the config of a model.
-        devices: allowed types of device.
-
-    Raises:
-        ConfigError: if the device is not available or not allowed, or if the attention backend does not run on it.
-    """
-    name, backend = cfg.MODEL.DEVICE, cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND
-    match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", name)
-    if match is None or match[1] not in devices:
-        raise ConfigError(f"MODEL.DEVICE is {name}. Use {' or '.join(devices)}.")
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if match[1] == "cuda" and int(match[2] or 0) >= available:
-        raise ConfigError(f"MODEL.DEVICE is {name}, but the number of CUDA devices is {available}. Use cpu.")
-    missing = unmet_requirement(torch.device(name)) if backend == "triton" else None
-    if missing is not None:
-        raise ConfigError(
-            f"MODEL.TRANSFORMER.ATTENTION_BACKEND {backend} {missing} (MODEL.DEVICE is {name}). Use auto."
-        )
-    return match[1] == "cuda"
-
-
 def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: bool = False) -> CfgNode:
     """Return the config for an available device: its own, or the CPU if there is no GPU. The choice is logged.
 
@@ -484,17 +451,29 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
         requested: whether the user set the device. It is then used, or an error.
 
     Raises:
-        ConfigError: as :func:`check_device`.
+        ConfigError: if the device is not available or not allowed, or if the attention backend does not run on it.
     """
     has_gpu = "cuda" in devices and torch.cuda.is_available()
     if not requested and cfg.MODEL.DEVICE.startswith("cuda") and not has_gpu:
         cfg = with_overrides(cfg, {"MODEL.DEVICE": "cpu"})
-        backend = cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND
-        if backend == "triton":
+        if cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND == "triton":
             cfg = with_overrides(cfg, {"MODEL.TRANSFORMER.ATTENTION_BACKEND": "auto"})
-            _logger.info("MODEL.TRANSFORMER.ATTENTION_BACKEND is auto: %s does not run on the CPU", backend)
-    if check_device(cfg, devices=devices):
-        _logger.info("the model runs on %s: %s", cfg.MODEL.DEVICE, torch.cuda.get_device_name(cfg.MODEL.DEVICE))
+            _logger.info("MODEL.TRANSFORMER.ATTENTION_BACKEND is auto: triton does not run on the CPU")
+    name = cfg.MODEL.DEVICE
+    match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", name)
+    if match is None or match[1] not in devices:
+        raise ConfigError(f"MODEL.DEVICE is {name}. Use {' or '.join(devices)}.")
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if match[1] == "cuda" and int(match[2] or 0) >= available:
+        raise ConfigError(f"MODEL.DEVICE is {name}, but the number of CUDA devices is {available}. Use cpu.")
+    backend = cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND
+    missing = unmet_requirement(torch.device(name)) if backend == "triton" else None
+    if missing is not None:
+        raise ConfigError(
+            f"MODEL.TRANSFORMER.ATTENTION_BACKEND {backend} {missing} (MODEL.DEVICE is {name}). Use auto."
+        )
+    if match[1] == "cuda":
+        _logger.info("the model runs on %s: %s", name, torch.cuda.get_device_name(name))
     elif "cuda" in devices:
         _logger.info(
             "the model runs on the CPU%s", "; MODEL.DEVICE cuda would use the GPU" if has_gpu and not requested else ""

@@ -30,7 +30,7 @@ from torch.utils.benchmark.utils.timer import timer
 from backbones import ConfigError
 from backbones.attention.sliding_chunk import sample_shifts
 from backbones.errors import GENERATOR, check_choice, closest
-from projects_vil.config import check_device, load_config
+from projects_vil.config import choose_device, load_config
 from projects_vil.engine.auto_micro_batch import random_image
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_transformer_backbone, stage_names
 from projects_vil.solver import build_optimizer
@@ -136,8 +136,7 @@ class BenchmarkCase:
             cfg.MODEL.FPN.IN_FEATURES = [stage for stage in cfg.MODEL.FPN.IN_FEATURES if stage in stages]
         for key, value in filter(None, map(_SUFFIXES.get, suffixes)):
             cfg.MODEL.TRANSFORMER[key] = value
-        check_device(cfg)
-        return cfg
+        return choose_device(cfg, requested=True)
 
     def _attention(self, model: nn.Module, height: int, width: int) -> tuple[nn.Module, tuple]:
         is_ours = isinstance(model, TransformerBackbone)

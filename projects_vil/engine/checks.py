@@ -1,6 +1,7 @@
 """Checks that report a user's mistakes in about a second, before a run starts."""
 
 import filecmp
+import importlib.util
 import math
 import os
 from collections.abc import Collection
@@ -15,11 +16,11 @@ from backbones import ConfigError
 from backbones.errors import check_choice, check_replaceable
 from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
-from projects_vil.config import CONFIG_FILE, check_device, is_panoptic, value_of, with_overrides
+from projects_vil.config import CONFIG_FILE, is_panoptic, value_of, with_overrides
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.trainer import AMP_DTYPES
 from projects_vil.engine.writers import check_services
-from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_coco_api, check_metric
+from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_metric
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
 from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
 
@@ -28,17 +29,19 @@ _CHOICES: dict[str, Collection[str]] = {
     "INPUT.AUGMENTATION": data.AUGMENTATIONS,
     "INPUT.FORMAT": ("RGB", "BGR"),
     "SOLVER.AMP.DTYPE": ("auto", *AMP_DTYPES),
+    "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("full_model", "norm", "value"),
     "SOLVER.LR_SCHEDULER_NAME": LR_SCHEDULERS,
     "SOLVER.OPTIMIZER": OPTIMIZERS,
     "TEST.COCO_API": COCO_APIS,
 }
-# Smallest and largest value of a number, or of each number in a list. For other keys, PyTorch or detectron2 raises an
-# error at the start.
+# Smallest and largest value of a number, or of each number in a list. Infinite values are errors too. For other keys,
+# PyTorch or detectron2 raises an error at the start.
 _RANGES: dict[str, tuple[float, float]] = {
     "DATALOADER.NUM_WORKERS": (0, math.inf),
     "INPUT.COPY_PASTE.PROBABILITY": (0, 1),
     "INPUT.LSJ.SCALE": (1e-3, 10),
     "INPUT.LSJ.SIZE": (MIN_EXPORT_SIDE, MAX_EXPORT_SIDE),
+    "INPUT.MIN_SIZE_TRAIN": (0, math.inf),
     "MODEL.EMA.DECAY": (0, 1 - 1e-12),
     "MODEL.PIXEL_STD": (1e-30, math.inf),
     "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION": (0, 1),
@@ -50,6 +53,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "SOLVER.IMS_PER_BATCH": (1, math.inf),
     "SOLVER.MAX_ITER": (1, math.inf),
     "SOLVER.WARMUP_FACTOR": (0, 1),
+    "SOLVER.WARMUP_ITERS": (0, math.inf),
     "TEST.DETECTIONS_PER_IMAGE": (1, math.inf),
     "TEST.NUM_VISUALIZED_IMAGES": (0, 32),
 }
@@ -82,23 +86,19 @@ def check_setup(
     """
     check_values(cfg)
     is_lazy, model = model is not None, build_on_meta(cfg) if model is None else model
-    on_gpu = check_device(cfg)
     if not (cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN):
         raise ConfigError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty. Set it to the name of a dataset.")
     for name in (*cfg.DATASETS.TEST, *(() if eval_only else cfg.DATASETS.TRAIN)):
         data.check_files(name)
         data.class_order(cfg, name)
     if not eval_only:
-        _check_training(cfg, model, processes=max(processes, 1), on_gpu=on_gpu)
+        _check_training(cfg, model, processes=max(processes, 1))
         if not is_lazy:
             # As in the trainer, but without the warning about ignored steps.
             scaled = DefaultTrainer.auto_scale_workers(cfg, max(processes, 1))
             steps = [step for step in scaled.SOLVER.STEPS if step <= scaled.SOLVER.MAX_ITER]
             build_lr_scheduler(with_overrides(scaled, {"SOLVER.STEPS": steps}), build_optimizer(scaled, model))
-    if eval_only:
-        resumes = resume and checkpoints_of(cfg.OUTPUT_DIR)
-    else:
-        resumes = check_output_dir(cfg, resume=resume)
+    resumes = (resume and checkpoints_of(cfg.OUTPUT_DIR)) if eval_only else check_output_dir(cfg, resume=resume)
     if resumes:
         return
     if eval_only and not cfg.MODEL.WEIGHTS:
@@ -172,9 +172,9 @@ def _check_resumed(cfg: CfgNode, path: Path) -> None:
             )
 
 
-def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: bool) -> None:
+def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int) -> None:
     solver, transformer = cfg.SOLVER, cfg.MODEL.TRANSFORMER
-    if solver.AMP.ENABLED and solver.AMP.DTYPE == "float16" and not on_gpu:
+    if solver.AMP.ENABLED and solver.AMP.DTYPE == "float16" and cfg.MODEL.DEVICE.startswith("cpu"):
         raise ConfigError("SOLVER.AMP.DTYPE float16 needs MODEL.DEVICE cuda. Use bfloat16 on the CPU.")
     # With REFERENCE_WORLD_SIZE, detectron2's trainer scales the batch size to the number of processes.
     batch, divisor = solver.IMS_PER_BATCH, solver.REFERENCE_WORLD_SIZE or processes
@@ -210,7 +210,8 @@ def check_values(cfg: CfgNode) -> None:
     for key, (smallest, largest) in _RANGES.items():
         value = value_of(cfg, key)
         numbers = value if isinstance(value, (list, tuple)) else [value]
-        if not all(isinstance(number, (int, float)) and smallest <= number <= largest for number in numbers):
+        valid = [isinstance(one, (int, float)) and smallest <= one <= largest and one < math.inf for one in numbers]
+        if not (valid and all(valid)):
             least = "above 0" if smallest == 1e-30 else f"at least {smallest:g}"
             limits = least if largest == math.inf else f"{smallest:g} to {largest:g}"
             raise ConfigError(f"{key} is {value!r}. It must be {limits}.")
@@ -221,8 +222,8 @@ def check_values(cfg: CfgNode) -> None:
     if len(cfg.MODEL.PIXEL_MEAN) != 3 or len(cfg.MODEL.PIXEL_STD) != 3:
         mean, std = cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD
         raise ConfigError(f"MODEL.PIXEL_MEAN is {mean!r} and MODEL.PIXEL_STD is {std!r}. Set each to three numbers.")
-    if cfg.TEST.COCO_API != COCO_APIS[0]:
-        check_coco_api(cfg.TEST.COCO_API)
+    if importlib.util.find_spec(cfg.TEST.COCO_API) is None:
+        raise ConfigError(f"TEST.COCO_API {cfg.TEST.COCO_API} is not installed. Run 'pip install faster-coco-eval'.")
     data.check_crop(cfg)
     if cfg.INPUT.AUGMENTATION != "default":
         data.check_augmentation(cfg)

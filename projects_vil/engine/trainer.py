@@ -376,6 +376,7 @@ class Trainer(DefaultTrainer):
 
     log_period = 20
     averaged: hooks.ExponentialAverage | None = None
+    read_datasets = staticmethod(data.read_datasets)
     build_optimizer = staticmethod(solver.build_optimizer)
     build_lr_scheduler = staticmethod(solver.build_lr_scheduler)
     build_train_loader = staticmethod(data.build_train_loader)

@@ -1,7 +1,6 @@
 """Build the evaluator of a dataset, and list its metrics."""
 
 import functools
-import importlib.util
 import json
 import logging
 import os
@@ -31,7 +30,7 @@ from pycocotools.cocoeval import COCOeval
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import check_choice, closest
+from backbones.errors import closest
 from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data import class_names, class_order, ground_truth, label_reader
 from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
@@ -62,13 +61,12 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Data
     of the dataset by name.
 
     Raises:
-        ConfigError: if the dataset has another type, ``DATASETS.CHECK`` rejects its annotations, ``TEST.COCO_API`` is
-            not installed, or :func:`~projects_vil.data.class_order` raises.
+        ConfigError: if the dataset has another type, ``DATASETS.CHECK`` rejects its annotations, or
+            :func:`~projects_vil.data.class_order` raises.
     """
     evaluator_type, evaluators = MetadataCatalog.get(dataset_name).get("evaluator_type"), []
     is_coco = evaluator_type in ("coco", "coco_panoptic_seg")
     if is_coco:
-        check_coco_api(cfg.TEST.COCO_API)
         evaluator_class = COCOEvaluator if cfg.TEST.COCO_API == COCO_APIS[0] else FasterCOCOEvaluator
         options = {"masks": cfg.MODEL.MASK_ON, "check": cfg.DATASETS.CHECK}
         options |= {"output_dir": output_folder, "max_dets_per_image": cfg.TEST.DETECTIONS_PER_IMAGE}
@@ -82,27 +80,24 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Data
         evaluators.append(SemSegEvaluator(dataset_name, output_dir=output_folder, sem_seg_loading_fn=read))
     if not evaluators:
         raise ConfigError(f"{dataset_name} is of type {evaluator_type!r}. Use coco, lvis, pascal_voc or sem_seg.")
-    evaluator = evaluators[0] if len(evaluators) == 1 else DatasetEvaluators(evaluators)
-    return CheckedEvaluator(evaluator, class_order(cfg, dataset_name))
+    return CheckedEvaluator(evaluators, class_order(cfg, dataset_name))
 
 
-class CheckedEvaluator(DatasetEvaluator):
-    """Check the detections for an evaluator, and map the class indices of the model to the classes of the dataset.
+class CheckedEvaluator(DatasetEvaluators):
+    """Check the detections for evaluators, and map the class indices of the model to the classes of the dataset.
 
     A detection that is not finite raises a :class:`ConfigError`. Detections of classes that the dataset lacks are
     dropped.
 
     Args:
-        evaluator: an evaluator for the classes of the dataset.
+        evaluators: evaluators for the classes of the dataset.
         order: the model's index of each class of the dataset (:func:`~projects_vil.data.class_order`); None if both
             have the same classes.
     """
 
-    def __init__(self, evaluator: DatasetEvaluator, order: Sequence[int] | None) -> None:
-        self.evaluator, self.order = evaluator, order
-
-    def reset(self) -> None:
-        self.evaluator.reset()
+    def __init__(self, evaluators: Sequence[DatasetEvaluator], order: Sequence[int] | None) -> None:
+        super().__init__(evaluators)
+        self.order = order
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
         matched = []
@@ -118,17 +113,7 @@ class CheckedEvaluator(DatasetEvaluator):
                     instances.pred_classes = indices
                 output = output | {"instances": instances}
             matched.append(output)
-        self.evaluator.process(inputs, matched)
-
-    def evaluate(self) -> dict[str, Any]:
-        return self.evaluator.evaluate()
-
-
-def check_coco_api(name: str) -> None:
-    """Raise a :class:`ConfigError` unless ``TEST.COCO_API`` is one of ``COCO_APIS`` and installed."""
-    check_choice("TEST.COCO_API", name, COCO_APIS)
-    if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"TEST.COCO_API {name} is not installed. Run 'pip install faster-coco-eval'.")
+        super().process(inputs, matched)
 
 
 class COCOEvaluator(coco_evaluation.COCOEvaluator):
