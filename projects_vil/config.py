@@ -266,50 +266,54 @@ def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
     except Exception as error:
         reason = _explain(error, cfg)
         raise ConfigError(reason if reason.startswith(f"'{path}'") else f"'{path}': {reason}") from error
-    return merge_overrides(cfg, overrides)
+    if len(overrides) % 2:
+        raise ConfigError(f"The override {overrides[-1]} has no value. Write KEY VALUE.")
+    return merge_overrides(cfg, dict(zip(overrides[::2], overrides[1::2], strict=True)))
 
 
-def merge_overrides(cfg: CfgNode, overrides: Sequence[Any]) -> CfgNode:
+def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
     """Return a frozen copy of a config with a user's overrides. Strings are parsed, as on the command line.
-
-    Args:
-        cfg: A config.
-        overrides: Alternating keys and values.
 
     Raises:
         ConfigError: for an unknown key or a value of the wrong type.
     """
     cfg = cfg.clone()
     cfg.defrost()
-    values, overrides = dict(config_items(cfg)), list(overrides)
-    for index in range(0, len(overrides) - 1, 2):
-        key, value = overrides[index : index + 2]
-        if key not in values:
-            raise ConfigError(_explain_unknown_key(str(key), values))
-        if isinstance(values[key], float) and re.fullmatch(r"[+-]?\d+", str(value)):
-            # yacs takes no whole number for a float.
-            overrides[index + 1] = float(value)
-        elif key == "SOLVER.GRADIENT_ACCUMULATION_STEPS":
+    known = dict(config_items(cfg))
+    for key, value in overrides.items():
+        if key not in known:
+            raise ConfigError(_explain_unknown_key(str(key), known))
+        if key == "SOLVER.GRADIENT_ACCUMULATION_STEPS":
             # yacs replaces None by a value of any type.
             cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = None
-        elif key == "INPUT.COLOR_AUG_SSD":
-            overrides[index] = "INPUT.PHOTOMETRIC_DISTORTION"
-    try:
-        cfg.merge_from_list(overrides)
-    except Exception as error:
-        raise ConfigError(_explain(error, cfg)) from error
+        if key == "INPUT.COLOR_AUG_SSD":
+            key = "INPUT.PHOTOMETRIC_DISTORTION"
+        if isinstance(known[key], float) and re.fullmatch(r"[+-]?\d+", str(value)):
+            # yacs takes no whole number for a float.
+            value = float(value)
+        try:
+            cfg.merge_from_list([key, value])
+        except Exception as error:
+            raise ConfigError(_explain(error, cfg)) from error
     cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = map(os.path.expanduser, (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS))
     cfg.freeze()
     return cfg
 
 
-def with_overrides(cfg: CfgNode, values: Mapping[str, object]) -> CfgNode:
-    """Return a frozen copy of a config with exactly these values. Strings are not parsed, and types are not checked."""
+def with_overrides(cfg: CfgNode, values: Mapping[str, object], *, keep: Collection[str] = ()) -> CfgNode:
+    """Return a frozen copy of a config with exactly these values. Strings are not parsed, and types are not checked.
+
+    Args:
+        cfg: A config.
+        values: Values by key, such as ``SOLVER.BASE_LR``.
+        keep: Keys that keep their value in ``cfg``.
+    """
     cfg = cfg.clone()
     cfg.defrost()
     for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        (value_of(cfg, section) if section else cfg)[name] = value
+        if key not in keep:
+            section, _, name = key.rpartition(".")
+            (value_of(cfg, section) if section else cfg)[name] = value
     cfg.freeze()
     return cfg
 

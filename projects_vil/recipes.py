@@ -91,7 +91,7 @@ def with_recipe(
             values["SOLVER.EPOCHS"] = min(max(round(images / len(content["images"])), least), most)
     if "SOLVER.MAX_ITER" in given:
         values.pop("SOLVER.EPOCHS", None)
-    cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
+    cfg = with_overrides(cfg, values, keep=given)
     if not is_paper:
         epochs = cfg.SOLVER.EPOCHS
         length = counted(epochs, "epoch") if epochs else counted(cfg.SOLVER.MAX_ITER, "iteration")

@@ -7,7 +7,6 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +175,10 @@ def train(
         "MODEL.DEVICE": device,
     }
     for key, value in named.items():
-        if value is not None and key in given:
-            raise ConfigError(f"{key} is given twice, as {value} and as {given[key]}. Remove one.")
-    given |= {
-        key: str(value) if isinstance(value, Path) else value for key, value in named.items() if value is not None
-    }
+        if value is not None:
+            if key in given:
+                raise ConfigError(f"{key} is given twice, as {value} and as {given[key]}. Remove one.")
+            given[key] = str(value) if isinstance(value, Path) else value
     if is_random := given.get("MODEL.WEIGHTS") in ("none", ""):
         given["MODEL.WEIGHTS"] = ""
     if recipe is not None:
@@ -195,14 +193,20 @@ def train(
     if model is None and config is None and data is not None:
         chosen = default_model(given.get("MODEL.WEIGHTS", ""), is_random=is_random or recipe == "scratch")
     base, name = _choose_config(chosen, detector, schedule, config)
-    folder = given.pop("OUTPUT_DIR", None)
-    cfg = merge_overrides(base, [*chain.from_iterable(given.items())])
+    folder = given.pop("OUTPUT_DIR", "")
+    cfg = merge_overrides(base, given)
+    defaults: dict[str, object] = {}
     if isinstance(config, CfgNode):
-        output = Path(cfg.OUTPUT_DIR if folder is None else folder).expanduser()
+        folder = folder or cfg.OUTPUT_DIR
     else:
-        output = Path(folder or f"output/{_name(data) + '_' if data else ''}{name}").expanduser()
-        cfg = _with_defaults(cfg, base, recipe, given, has_config=config is not None)
-    cfg = with_overrides(cfg, {"OUTPUT_DIR": str(output)})
+        # More workers than cores are slower, and torch warns.
+        defaults["DATALOADER.NUM_WORKERS"] = min(cfg.DATALOADER.NUM_WORKERS, os.cpu_count() or 1)
+        if recipe == "paper" and "SOLVER.IMS_PER_BATCH" in given and "SOLVER.BASE_LR" not in given:
+            defaults["SOLVER.REFERENCE_BATCH_SIZE"] = base.SOLVER.IMS_PER_BATCH
+        if config is None and cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available():
+            defaults["SOLVER.AMP.ENABLED"] = True
+    output = Path(folder or f"output/{_name(data) + '_' if data else ''}{name}").expanduser()
+    cfg = with_overrides(cfg, defaults | {"OUTPUT_DIR": str(output)}, keep=given)
     if pixels and cfg.INPUT.AUGMENTATION != "default":
         raise ConfigError(
             f"image_size has no effect with INPUT.AUGMENTATION {cfg.INPUT.AUGMENTATION}. Set INPUT.LSJ.SIZE instead."
@@ -221,16 +225,13 @@ def train(
             _check_same_model(cfg, begun, output)
         if data is not None:
             _check_same_data(data, images, val_fraction, begun, output)
-        data, cfg = None, merge_overrides(begun, [*chain.from_iterable(given.items())])
-        cfg = with_overrides(cfg, {"OUTPUT_DIR": str(output)})
+        data, cfg = None, with_overrides(merge_overrides(begun, given), {"OUTPUT_DIR": str(output)})
     elif resume and not (data or model or detector or config) and "DATASETS.TRAIN" not in given:
         # Without these arguments, the output is probably wrong. A new run would train the default model on COCO.
         raise ConfigError(
             f"'{output}' has no run to resume: it needs a checkpoint and {CONFIG_FILE}. Correct --output, or add DATA "
             "or --config to start a new run."
         )
-    # Before any file is written.
-    check_output_dir(cfg, resume=resume)
     with cleanup_on_failure(output):
         contents: dict[str, dict[str, Any]] = {}
         if data is not None:
@@ -245,7 +246,7 @@ def train(
             values = _register(dataset, output.name) | {number_of_classes(cfg)[0]: len(dataset.classes)}
             if config is None and "MODEL.WEIGHTS" not in given and recipe != "scratch":
                 values["MODEL.WEIGHTS"] = best_weights(cfg)
-            cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
+            cfg = with_overrides(cfg, values, keep=given)
         if not (is_begun or isinstance(config, CfgNode)):
             recipe = recipe or ("finetune" if starts_pretrained(cfg) else "scratch")
             fixed = given.keys() - (size_values(1).keys() if pixels else ())
@@ -317,8 +318,7 @@ def evaluate(
     default = root / "_".join(parts) if len(parts) > 1 else root
     folder = Path(output or given.pop("OUTPUT_DIR", None) or default).expanduser()
     begun = cfg
-    cfg = merge_overrides(cfg, [*chain.from_iterable(given.items())])
-    cfg = with_overrides(cfg, {"OUTPUT_DIR": str(folder)})
+    cfg = with_overrides(merge_overrides(cfg, given), {"OUTPUT_DIR": str(folder)})
     if changes and folder == default:
         print(f"The results may differ from the results of the run, so they are written to '{folder}'.", flush=True)
     with cleanup_on_failure(folder):
@@ -339,7 +339,7 @@ def evaluate(
             values = _register(dataset, folder.name, train=CLASSES if classes else "train", test=test)
             if classes is None and not predictions:
                 values["DATASETS.TRAIN"] = begun.DATASETS.TRAIN
-            cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
+            cfg = with_overrides(cfg, values, keep=given)
         if predictions:
             evaluate_predictions(cfg, predictions)
         else:
@@ -387,21 +387,6 @@ def _overrides_of(function: Callable, overrides: Mapping[str, object]) -> dict[s
         hint = f". Use {same!r}." if same and (same in known or same.isupper()) else closest(unknown, known)
         raise ConfigError(f"{function.__name__}() has no keyword {unknown!r}{hint or '.'} Config keys are in capitals.")
     return dict(overrides)
-
-
-def _with_defaults(
-    cfg: CfgNode, base: CfgNode, recipe: str | None, given: Mapping[str, object], *, has_config: bool
-) -> CfgNode:
-    """Return a config with the defaults of :func:`train` for keys that the user has not set."""
-    defaults: dict[str, object] = {
-        # More workers than cores are slower, and torch warns.
-        "DATALOADER.NUM_WORKERS": min(cfg.DATALOADER.NUM_WORKERS, os.cpu_count() or 1)
-    }
-    if recipe == "paper" and "SOLVER.IMS_PER_BATCH" in given and "SOLVER.BASE_LR" not in given:
-        defaults["SOLVER.REFERENCE_BATCH_SIZE"] = base.SOLVER.IMS_PER_BATCH
-    if not has_config and cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available():
-        defaults["SOLVER.AMP.ENABLED"] = True
-    return with_overrides(cfg, {key: value for key, value in defaults.items() if key not in given})
 
 
 def _holds_data(output: Path, data: Path) -> bool:
