@@ -347,9 +347,7 @@ def load_yaml_with_base(path: Path) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
         content = yaml.load(file, _Loader)
     if not isinstance(content, dict):
-        raise ConfigError(
-            f"'{path}' {'is empty' if content is None else 'has no config keys'}. Write config keys in it."
-        )
+        raise ConfigError(f"'{path}' has no config keys. Write config keys in it.")
     merged: dict[str, Any] = {}
     bases = content.pop("_BASE_", [])
     if not bases:
@@ -473,15 +471,12 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
     backend = cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND
     missing = unmet_requirement(torch.device(name)) if backend == "triton" else None
     if missing is not None:
-        raise ConfigError(
-            f"MODEL.TRANSFORMER.ATTENTION_BACKEND {backend} {missing} (MODEL.DEVICE is {name}). Use auto."
-        )
+        raise ConfigError(f"MODEL.TRANSFORMER.ATTENTION_BACKEND {backend} {missing}. Use auto.")
     if match[1] == "cuda":
         _logger.info("the model runs on %s: %s", name, torch.cuda.get_device_name(name))
     elif "cuda" in devices:
-        _logger.info(
-            "the model runs on the CPU%s", "; MODEL.DEVICE cuda would use the GPU" if has_gpu and not requested else ""
-        )
+        hint = "; MODEL.DEVICE cuda would use the GPU" if has_gpu and not requested else ""
+        _logger.info("the model runs on the CPU%s", hint)
     return cfg
 
 

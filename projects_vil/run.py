@@ -141,7 +141,8 @@ def train(
         num_machines: as for detectron2's ``launch``.
         machine_rank: as for detectron2's ``launch``.
         dist_url: as for detectron2's ``launch``.
-        dist_timeout: seconds to wait for the other machines at the start.
+        dist_timeout: seconds to wait for the other machines at the start. During the run, processes wait this long for
+            each other, but at least 10 minutes.
         overrides: config keys, for example ``**{"SOLVER.WEIGHT_DECAY": 0.1}``.
 
     Raises:
@@ -208,9 +209,7 @@ def train(
     output = Path(folder or f"output/{_name(data) + '_' if data else ''}{name}").expanduser()
     cfg = with_overrides(cfg, defaults | {"OUTPUT_DIR": str(output)}, keep=given)
     if pixels and cfg.INPUT.AUGMENTATION != "default":
-        raise ConfigError(
-            f"image_size has no effect with INPUT.AUGMENTATION {cfg.INPUT.AUGMENTATION}. Set INPUT.LSJ.SIZE instead."
-        )
+        raise ConfigError(f"image_size has no effect with {cfg.INPUT.AUGMENTATION} augmentation. Set INPUT.LSJ.SIZE.")
     if {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} <= given.keys():
         raise ConfigError("epochs (SOLVER.EPOCHS) and SOLVER.MAX_ITER both set the length of training. Remove one.")
     if data is not None and _holds_data(output, Path(data)):
@@ -228,10 +227,7 @@ def train(
         data, cfg = None, with_overrides(merge_overrides(begun, given), {"OUTPUT_DIR": str(output)})
     elif resume and not (data or model or detector or config) and "DATASETS.TRAIN" not in given:
         # Without these arguments, the output is probably wrong. A new run would train the default model on COCO.
-        raise ConfigError(
-            f"'{output}' has no run to resume: it needs a checkpoint and {CONFIG_FILE}. Correct --output, or add DATA "
-            "or --config to start a new run."
-        )
+        raise ConfigError(f"'{output}' has no run to resume. Correct --output, or add DATA or --config for a new run.")
     with cleanup_on_failure(output):
         contents: dict[str, dict[str, Any]] = {}
         if data is not None:
@@ -401,8 +397,7 @@ def _check_same_model(cfg: CfgNode, begun: CfgNode, output: Path) -> None:
     model, own = (f"{part.MODEL.TRANSFORMER.VARIANT} with {detector_name(part)}" for part in (cfg, begun))
     if model != own:
         raise ConfigError(
-            f"The run in '{output}' trains {own}, not {model}. Leave --model, --detector and --config out to resume "
-            "it, or choose another output directory."
+            f"The run in '{output}' trains {own}, not {model}. Omit --model, --detector and --config to resume it."
         )
 
 
@@ -436,8 +431,7 @@ def _check_same_data(
     changed = "(or --val-fraction) has changed since the start of the run in"
     differs = changed if source == os.path.abspath(data) else f"is not '{source}', the dataset of the run in"
     raise ConfigError(
-        f"'{data}' {differs} '{output}'. Omit DATA to resume the run with its original images, or choose another "
-        "output directory."
+        f"'{data}' {differs} '{output}'. Omit DATA to resume with its images, or choose another output directory."
     )
 
 
@@ -452,9 +446,8 @@ def _choose_config(
 
     A variant without a config of its own has the base recipe of its family.
     """
-    given = [name for name, value in {"model": model, "detector": detector, "schedule": schedule}.items() if value]
-    if config is not None and given:
-        raise ConfigError(f"{given[0]} is given together with config, which sets it too. Remove one of them.")
+    if config is not None and (model or detector or schedule):
+        raise ConfigError("The config also sets the model, the detector and the schedule. Remove it or the others.")
     if isinstance(config, CfgNode):
         return config, ""
     if config is not None:

@@ -82,9 +82,7 @@ def parameter_groups(
             case [str(pattern), int() | float() as factor] if 0 <= factor < math.inf:
                 pass
             case _:
-                raise ConfigError(
-                    f"{_LR_MULTIPLIERS} has {entry!r}. It must be a list of pairs, such as [['*.stages.0.*', 0.1]]."
-                )
+                raise ConfigError(f"{_LR_MULTIPLIERS} has {entry!r}. Use pairs, such as [['*.stages.0.*', 0.1]].")
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not fnmatch.filter(names, pattern):
             raise ConfigError(
@@ -221,9 +219,7 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
                 "MAX_ITER, BASE_LR, BASE_LR_END and WARMUP_ITERS."
             ) from error
     if not 0 <= solver.BASE_LR_END <= solver.BASE_LR:
-        raise ConfigError(
-            f"SOLVER.BASE_LR_END is {solver.BASE_LR_END}. It must be between 0 and SOLVER.BASE_LR, {solver.BASE_LR}."
-        )
+        raise ConfigError(f"SOLVER.BASE_LR_END is {solver.BASE_LR_END}. It must be 0 to BASE_LR, {solver.BASE_LR}.")
     end = solver.BASE_LR_END / solver.BASE_LR
     schedule = WarmupParamScheduler(
         lambda where: end + (1 - end) * max(1 - where, 0.0) ** solver.POLY_LR_POWER,
@@ -315,7 +311,6 @@ def scale_learning_rate(cfg: CfgNode) -> CfgNode:
         return cfg
     values = {f"SOLVER.{key}": cfg.SOLVER[key] * batch / reference for key in ("BASE_LR", "BASE_LR_END")}
     logging.getLogger(__name__).info(
-        f"SOLVER.REFERENCE_BATCH_SIZE {reference}: SOLVER.IMS_PER_BATCH is {batch}, and SOLVER.BASE_LR "
-        f"{cfg.SOLVER.BASE_LR:g} becomes {values['SOLVER.BASE_LR']:g}"
+        f"SOLVER.BASE_LR {cfg.SOLVER.BASE_LR:g} for {reference} images becomes {values['SOLVER.BASE_LR']:g} for {batch}"
     )
     return with_overrides(cfg, values | {"SOLVER.REFERENCE_BATCH_SIZE": 0})

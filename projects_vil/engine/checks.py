@@ -22,7 +22,7 @@ from projects_vil.engine.trainer import AMP_DTYPES
 from projects_vil.engine.writers import check_services
 from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_metric
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
-from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
+from projects_vil.solver import LR_SCHEDULERS, build_lr_scheduler, build_optimizer
 
 _CHOICES: dict[str, Collection[str]] = {
     "DATASETS.CHECK": data.CHECK_MODES,
@@ -31,7 +31,6 @@ _CHOICES: dict[str, Collection[str]] = {
     "SOLVER.AMP.DTYPE": ("auto", *AMP_DTYPES),
     "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("full_model", "norm", "value"),
     "SOLVER.LR_SCHEDULER_NAME": LR_SCHEDULERS,
-    "SOLVER.OPTIMIZER": OPTIMIZERS,
     "TEST.COCO_API": COCO_APIS,
 }
 # Smallest and largest value of a number, or of each number in a list. Infinite values are errors too. For other keys,
@@ -126,10 +125,7 @@ def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
             check_replaceable(folder / name, advice=_OTHER_FOLDER)
     if cfg.OVERWRITE_OUTPUT_DIR and not resume:
         if Path(cfg.MODEL.WEIGHTS).resolve() in [path.resolve() for path in (*saved, folder / BEST_CHECKPOINT)]:
-            raise ConfigError(
-                f"OVERWRITE_OUTPUT_DIR True would delete MODEL.WEIGHTS '{cfg.MODEL.WEIGHTS}' before it is loaded. "
-                "Choose another OUTPUT_DIR."
-            )
+            raise ConfigError(f"OVERWRITE_OUTPUT_DIR would delete MODEL.WEIGHTS '{cfg.MODEL.WEIGHTS}'. {_OTHER_FOLDER}")
     elif saved and not resume:
         raise ConfigError(
             f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' has checkpoints of another run, such as '{saved[0].name}'. Continue that "
@@ -167,8 +163,7 @@ def _check_resumed(cfg: CfgNode, path: Path) -> None:
     for key, value, began in compared:
         if value != began:
             raise ConfigError(
-                f"{key} is {value}, but the run in '{path.parent}' began with {began}. Resume it with the same value, "
-                "or start a new run from its weights (MODEL.WEIGHTS) in another OUTPUT_DIR."
+                f"{key} is {value}, but the run in '{path.parent}' began with {began}. Use that, or another OUTPUT_DIR."
             )
 
 
@@ -180,25 +175,17 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int) -> None:
     batch, divisor = solver.IMS_PER_BATCH, solver.REFERENCE_WORLD_SIZE or processes
     steps = solver.GRADIENT_ACCUMULATION_STEPS
     if steps != "auto" and not (type(steps) is int and steps > 0):
-        raise ConfigError(
-            f"SOLVER.GRADIENT_ACCUMULATION_STEPS is {steps!r}. Set it to a whole number of at least 1, or to 'auto'."
-        )
-    if batch % (divisor * (1 if steps == "auto" else steps)):
-        raise ConfigError(
-            f"SOLVER.IMS_PER_BATCH is {batch}. It must be a multiple of {divisor} (processes) x {steps} "
-            "(SOLVER.GRADIENT_ACCUMULATION_STEPS)."
-        )
+        raise ConfigError(f"SOLVER.GRADIENT_ACCUMULATION_STEPS is {steps!r}. Use a whole number above 0, or 'auto'.")
+    if batch % (number := divisor * (1 if steps == "auto" else steps)):
+        product = f"{number} (processes x SOLVER.GRADIENT_ACCUMULATION_STEPS)"
+        raise ConfigError(f"SOLVER.IMS_PER_BATCH is {batch}. It must be a multiple of {product}.")
     if transformer.RANDOM_SHIFT_FRACTION:
         if transformer.COMPILE:
-            raise ConfigError(
-                "MODEL.TRANSFORMER.COMPILE and RANDOM_SHIFT_FRACTION cannot be combined: each shift would be compiled "
-                "again. Turn one of them off."
-            )
+            raise ConfigError("MODEL.TRANSFORMER.COMPILE and RANDOM_SHIFT_FRACTION cannot be combined. Unset one.")
         RandomShift(model, transformer.RANDOM_SHIFT_FRACTION)
     if cfg.TEST.BEST_METRIC and cfg.DATASETS.TEST:
         check_metric(cfg)
-    if any(cfg.LOGGING.values()):
-        check_services(cfg)
+    check_services(cfg)
 
 
 def check_values(cfg: CfgNode) -> None:
@@ -230,12 +217,6 @@ def check_values(cfg: CfgNode) -> None:
     if is_panoptic(cfg) and not cfg.MODEL.MASK_ON:
         raise ConfigError("MODEL.MASK_ON is False, but PanopticFPN needs instance masks. Set it to True.")
     if cfg.SOLVER.REFERENCE_BATCH_SIZE and cfg.SOLVER.REFERENCE_WORLD_SIZE:
-        raise ConfigError(
-            "SOLVER.REFERENCE_BATCH_SIZE and SOLVER.REFERENCE_WORLD_SIZE both scale the learning rate. Set one of them "
-            "to 0."
-        )
+        raise ConfigError("SOLVER.REFERENCE_BATCH_SIZE and REFERENCE_WORLD_SIZE both scale BASE_LR. Set one to 0.")
     if cfg.SOLVER.EARLY_STOPPING_PATIENCE and not (cfg.TEST.BEST_METRIC and cfg.TEST.EVAL_PERIOD):
-        raise ConfigError(
-            "SOLVER.EARLY_STOPPING_PATIENCE needs evaluations and a metric. Set TEST.EVAL_PERIOD, and TEST.BEST_METRIC "
-            "to a metric such as bbox/AP."
-        )
+        raise ConfigError("SOLVER.EARLY_STOPPING_PATIENCE needs TEST.EVAL_PERIOD and TEST.BEST_METRIC. Set both.")

@@ -126,10 +126,7 @@ def run_training(
             start = f"from '{weights}'" if weights else "with random weights (MODEL.WEIGHTS is empty)"
             logger.warning("%s has no checkpoint to --resume from. Training starts %s.", cfg.OUTPUT_DIR, start)
         if solver.WARMUP_ITERS >= solver.MAX_ITER:
-            logger.warning(
-                f"The learning rate never reaches SOLVER.BASE_LR, because SOLVER.WARMUP_ITERS is {solver.WARMUP_ITERS} "
-                f"and SOLVER.MAX_ITER is {solver.MAX_ITER}."
-            )
+            logger.warning("The learning rate never reaches BASE_LR: SOLVER.WARMUP_ITERS is not below MAX_ITER.")
         logger.info(
             f"training {cfg.MODEL.META_ARCHITECTURE} with {cfg.MODEL.TRANSFORMER.VARIANT} on {cfg.MODEL.DEVICE} in "
             f"{counted(comm.get_world_size(), 'process')}: {solver.MAX_ITER} iterations. The config, the model and the "

@@ -30,7 +30,7 @@ from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention
 from backbones.checkpoint_files import atomic_write
 from projects_vil import data, evaluation, solver
-from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer, fingerprint
+from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer, fingerprint, remove_partial
 from projects_vil.config import one_line, with_overrides
 from projects_vil.engine import hooks
 from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_service_writers
@@ -304,9 +304,7 @@ class TrainStep(SimpleTrainer):
                 f"{message} No weight has changed. --resume from the last checkpoint with a lower SOLVER.BASE_LR, or "
                 f"skip such steps with SOLVER.MAX_NONFINITE_STEPS {max(2 * self.max_nonfinite_steps, 10)}."
             )
-        _logger.warning(
-            f"{message} Skipped {self.skipped} of SOLVER.MAX_NONFINITE_STEPS {self.max_nonfinite_steps} steps."
-        )
+        _logger.warning(f"{message} Skipped {self.skipped} of {self.max_nonfinite_steps} (SOLVER.MAX_NONFINITE_STEPS).")
 
     def write_nonfinite(self, iteration: int, *new: dict[str, Any]) -> None:
         """Write ``nonfinite.json``: its entries before an iteration, and new ones. An empty file is deleted."""
@@ -330,9 +328,8 @@ class TrainStep(SimpleTrainer):
         own, saved = self.optimizer.state_dict()["param_groups"], state_dict.get("optimizer")
         if saved is None or _group_types(saved["param_groups"]) != _group_types(own):
             raise ConfigError(
-                "The checkpoint has no optimizer state for the optimizer, LR_MULTIPLIERS and frozen stages of this "
-                "config. Resume with SOLVER and MODEL.BACKBONE.FREEZE_AT of its config.yaml, or start from its weights "
-                "(MODEL.WEIGHTS, without --resume, in another OUTPUT_DIR)."
+                "The optimizer state of the checkpoint does not fit the optimizer, LR_MULTIPLIERS or FREEZE_AT of this "
+                "config. Resume with its config.yaml, or start from its weights (MODEL.WEIGHTS) in another OUTPUT_DIR."
             )
         pairs = list(zip(saved["param_groups"], own, strict=True))
         changed = [name for key, name in _RATES.items() if any(old.get(key) != new.get(key) for old, new in pairs)]
@@ -359,8 +356,7 @@ class Trainer(DefaultTrainer):
     """Train, evaluate and resume a detector, as detectron2's DefaultTrainer.
 
     On the CPU a resumed run is identical to an uninterrupted run, bit by bit. Each iteration is seeded by the seed of
-    the run (:class:`~projects_vil.engine.hooks.SeedIterations`), and so is each image
-    (:mod:`projects_vil.data.samplers`).
+    the run, the iteration and the rank, and so is each image (:mod:`projects_vil.data.samplers`).
 
     Args:
         cfg: all options of the run. ``SOLVER.GRADIENT_ACCUMULATION_STEPS`` must be a number: ``"auto"`` is resolved by
@@ -432,10 +428,10 @@ class Trainer(DefaultTrainer):
         return evaluation.build_evaluator(cfg, dataset_name, str(folder))
 
     def build_hooks(self) -> list[HookBase]:
-        """Build the hooks in the order of an iteration: seeds and schedules, checkpoint, evaluation, metrics."""
+        """Build the hooks in the order of an iteration: schedules, checkpoint, evaluation, metrics."""
         options, test, transformer = self.cfg.SOLVER, self.cfg.TEST, self.cfg.MODEL.TRANSFORMER
         model, is_main, eval_period = unwrapped(self.model), comm.is_main_process(), test.EVAL_PERIOD
-        before: list[HookBase] = [hooks.SeedIterations(), hooks.MetricsHistory()]
+        before: list[HookBase] = [hooks.MetricsHistory()]
         if transformer.RANDOM_SHIFT_FRACTION:
             before.append(hooks.RandomShift(model, transformer.RANDOM_SHIFT_FRACTION))
         if any(isinstance(module, PerformerAttention) for module in model.modules()):
@@ -470,6 +466,8 @@ class Trainer(DefaultTrainer):
 
     def run_step(self) -> None:
         """Train on a batch, and wait for the device if metrics, a checkpoint or an evaluation follow."""
+        # Stochastic depth, sampled proposals and other random numbers then need no state in the checkpoint.
+        data.seed_all(data.derived_seed("iteration", self.seed, self.iter, comm.get_rank()))
         super().run_step()
         done = self.iter + 1
         periods = (self.cfg.SOLVER.CHECKPOINT_PERIOD, self.cfg.TEST.EVAL_PERIOD)
@@ -500,9 +498,7 @@ class Trainer(DefaultTrainer):
             self.start_iter = self.iter + 1
             self.seed = contents.get("seed", self.seed)
             if self.cfg.SEED not in (-1, self.seed):
-                _logger.warning(
-                    "SEED %d of the config is not used: the run continues with %d.", self.cfg.SEED, self.seed
-                )
+                _logger.warning("SEED %d is not used: the run continues with %d.", self.cfg.SEED, self.seed)
             self.cfg = with_overrides(self.cfg, {"SEED": self.seed})
             restore_loss_normalizer(model, contents.get("loss_normalizers", []))
             self._is_unfinished = not contents.get("finished", True)
@@ -576,6 +572,7 @@ class Trainer(DefaultTrainer):
         if self._metrics_file is not None:
             self._metrics_file.start(self.start_iter - self._is_unfinished)
         if comm.is_main_process():
+            remove_partial(self.cfg.OUTPUT_DIR)
             # Without the entries of another run, and of iterations that a resumed run repeats.
             self._trainer.write_nonfinite(self.start_iter)
         super().before_train()

@@ -177,9 +177,7 @@ def check_services(cfg: CfgNode) -> None:
             spec = importlib.util.find_spec(module)
             # A folder that wandb has written is found too, without an origin.
             if spec is None or spec.origin is None:
-                raise ConfigError(
-                    f"LOGGING.{key} is {cfg.LOGGING[key]!r}, but {module} is not installed. Run 'pip install {module}'."
-                )
+                raise ConfigError(f"LOGGING.{key} needs {module}. Run 'pip install {module}'.")
 
 
 def build_service_writers(cfg: CfgNode) -> list[EventWriter]:
