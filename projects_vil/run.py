@@ -159,11 +159,10 @@ def train(
         raise ConfigError("image_size and tiles both set the size of the training images. Remove one.")
     image_size = tiles or image_size
     pixels = None if image_size == "auto" else image_size
-    if pixels is not None and not (isinstance(pixels, int) and IMAGE_SIZES[0] <= pixels <= IMAGE_SIZES[1]):
-        raise ConfigError(
-            f"{'tiles' if tiles else 'image_size'} is {pixels!r}. Give a whole number from {IMAGE_SIZES[0]} to "
-            f"{IMAGE_SIZES[1]}{'' if tiles else ', or auto'}."
-        )
+    least, most = IMAGE_SIZES
+    if pixels is not None and not (isinstance(pixels, int) and least <= pixels <= most):
+        argument = "tiles" if tiles else "image_size"
+        raise ConfigError(f"{argument} is {pixels!r}. Give a whole number from {least} to {most}.")
     named = {
         "OUTPUT_DIR": output,
         "SOLVER.EPOCHS": epochs,
@@ -228,6 +227,8 @@ def train(
     elif resume and not (data or model or detector or config) and "DATASETS.TRAIN" not in given:
         # Without these arguments, the output is probably wrong. A new run would train the default model on COCO.
         raise ConfigError(f"'{output}' has no run to resume. Correct --output, or add DATA or --config for a new run.")
+    # Before any file is written.
+    check_output_dir(cfg, resume=resume)
     with cleanup_on_failure(output):
         contents: dict[str, dict[str, Any]] = {}
         if data is not None:

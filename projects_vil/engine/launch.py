@@ -86,6 +86,7 @@ class Processes:
         dist_url: ``tcp://HOST:PORT`` of the first machine. Used only with several machines.
         dist_timeout: Seconds to wait for the other machines at the start. During the run, processes wait this long for
             each other, but at least ``LEAST_TIMEOUT`` seconds.
+        env: Position of this process if torchrun has started it.
     """
 
     num_gpus: int = 1
@@ -93,18 +94,17 @@ class Processes:
     machine_rank: int = 0
     dist_url: str = "auto"
     dist_timeout: float = 600
+    env: DistributedEnv | None = dataclasses.field(default_factory=distributed_env)
 
     @property
     def world_size(self) -> int:
         """Number of processes on all machines."""
-        env = distributed_env()
-        return self.num_gpus * self.num_machines if env is None else env.world_size
+        return self.num_gpus * self.num_machines if self.env is None else self.env.world_size
 
     @property
     def is_first(self) -> bool:
         """Whether this process is, or starts, the process with rank 0."""
-        env = distributed_env()
-        return self.machine_rank == 0 if env is None else env.rank == 0
+        return self.machine_rank == 0 if self.env is None else self.env.rank == 0
 
     def check(self, device: str) -> None:
         """Check that the processes can run on this machine.
@@ -115,7 +115,7 @@ class Processes:
         Raises:
             ConfigError: If they cannot.
         """
-        env, on_cpu = distributed_env(), device.startswith("cpu")
+        env, on_cpu = self.env, device.startswith("cpu")
         if env is not None and (self.num_gpus != 1 or self.num_machines != 1):
             raise ConfigError(f"torchrun has started {env.world_size} processes. Remove --num-gpus and --num-machines.")
         if not 0 <= self.machine_rank < self.num_machines:
@@ -149,12 +149,11 @@ def launch(run: Callable[..., object], arguments: tuple, processes: Processes, *
         ProcessRaisedException: If ``run`` raises any other exception in a new process. It has the traceback.
         SystemExit: If a signal stopped the run, with 128 plus the number of the signal.
     """
-    env = distributed_env()
     if processes.world_size == 1:
         run(*arguments)
-    elif env is not None:
+    elif processes.env is not None:
         url = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        with _process_group(env, device, url, processes.dist_timeout):
+        with _process_group(processes.env, device, url, processes.dist_timeout):
             run(*arguments)
     else:
         with tempfile.TemporaryDirectory() as folder:

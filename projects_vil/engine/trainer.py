@@ -33,7 +33,7 @@ from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer, fingerprint, remove_partial
 from projects_vil.config import one_line, with_overrides
 from projects_vil.engine import hooks
-from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_service_writers
+from projects_vil.engine.writers import SERVICES, MetricPrinter, MetricsFile
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
 from projects_vil.modeling import MicroBatches, add_tiles, autocast_detector, use_sync_free_parts
 from projects_vil.utils import read_json, stop_requests, terminate, terminating_between_calls
@@ -485,7 +485,8 @@ class Trainer(DefaultTrainer):
         printer = MetricPrinter(self.max_iter, batch_size=self.cfg.SOLVER.IMS_PER_BATCH)
         self._metrics_file = MetricsFile(Path(self.cfg.OUTPUT_DIR) / "metrics.json")
         tensorboard = TensorboardXWriter(self.cfg.OUTPUT_DIR)
-        return [printer, tensorboard, self._metrics_file, *build_service_writers(self.cfg)]
+        services = [build(self.cfg) for key, (_, build) in SERVICES.items() if self.cfg.LOGGING[key]]
+        return [printer, tensorboard, self._metrics_file, *services]
 
     def resume_or_load(self, resume: bool = True) -> None:
         """Resume from the last checkpoint in ``OUTPUT_DIR``, or load ``MODEL.WEIGHTS``.

@@ -167,19 +167,15 @@ def mlflow_writer(cfg: CfgNode) -> ServiceWriter:
     return ServiceWriter(log, close)
 
 
-_SERVICES = {"WANDB_PROJECT": ("wandb", wandb_writer), "MLFLOW_EXPERIMENT": ("mlflow", mlflow_writer)}
+# Key of LOGGING -> the package and the writer of a service.
+SERVICES = {"WANDB_PROJECT": ("wandb", wandb_writer), "MLFLOW_EXPERIMENT": ("mlflow", mlflow_writer)}
 
 
 def check_services(cfg: CfgNode) -> None:
     """Raise a ConfigError if the package of an enabled service is not installed."""
-    for key, (module, _) in _SERVICES.items():
+    for key, (module, _) in SERVICES.items():
         if cfg.LOGGING[key]:
             spec = importlib.util.find_spec(module)
             # A folder that wandb has written is found too, without an origin.
             if spec is None or spec.origin is None:
                 raise ConfigError(f"LOGGING.{key} needs {module}. Run 'pip install {module}'.")
-
-
-def build_service_writers(cfg: CfgNode) -> list[EventWriter]:
-    """Build a writer for each enabled service."""
-    return [build_writer(cfg) for key, (_, build_writer) in _SERVICES.items() if cfg.LOGGING[key]]
