@@ -95,28 +95,26 @@ def parameter_groups(
         if hasattr(module, "no_weight_decay"):
             own = module.no_weight_decay()
             no_decay |= {parameter for name, parameter in module.named_parameters() if name in own}
-    seen: set[nn.Parameter] = set()
     # In the order of the model, because checkpoints number the parameters of an optimizer.
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter in seen or not parameter.requires_grad:
-                continue
-            seen.add(parameter)
-            full_name, is_bias = f"{prefix}.{name}".lstrip("."), name == "bias"
-            factor = layer_factors.get(full_name, 1.0) * (bias_lr_factor if is_bias else 1.0)
-            for pattern, pattern_factor in lr_multipliers:
-                if fnmatch.fnmatchcase(full_name, pattern):
-                    factor *= pattern_factor
-            if is_bias and weight_decay_bias is not None:
-                decay = weight_decay_bias
-            elif isinstance(module, _NORMS):
-                decay = weight_decay if weight_decay_norm is None else weight_decay_norm
-            elif not is_bias and (parameter.ndim <= 1 or parameter in no_decay):
-                decay = 0.0
-            else:
-                decay = weight_decay
-            groups.setdefault((base_lr * factor, decay), []).append(parameter)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        prefix, _, own_name = name.rpartition(".")
+        module, is_bias = model.get_submodule(prefix), own_name == "bias"
+        factor = layer_factors.get(name, 1.0) * (bias_lr_factor if is_bias else 1.0)
+        for pattern, pattern_factor in lr_multipliers:
+            if fnmatch.fnmatchcase(name, pattern):
+                factor *= pattern_factor
+        if is_bias and weight_decay_bias is not None:
+            decay = weight_decay_bias
+        elif isinstance(module, _NORMS):
+            decay = weight_decay if weight_decay_norm is None else weight_decay_norm
+        elif not is_bias and (parameter.ndim <= 1 or parameter in no_decay):
+            decay = 0.0
+        else:
+            decay = weight_decay
+        groups.setdefault((base_lr * factor, decay), []).append(parameter)
     return [{"lr": lr, "weight_decay": decay, "params": parameters} for (lr, decay), parameters in groups.items()]
 
 
@@ -215,8 +213,7 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
             return build_detectron2_lr_scheduler(cfg, optimizer)
         except (ValueError, AssertionError) as error:
             raise ConfigError(
-                f"SOLVER.LR_SCHEDULER_NAME {solver.LR_SCHEDULER_NAME} failed ({one_line(error)}). Check SOLVER.STEPS, "
-                "MAX_ITER, BASE_LR, BASE_LR_END and WARMUP_ITERS."
+                f"Invalid schedule ({one_line(error)}). Check SOLVER.STEPS, MAX_ITER, BASE_LR_END and WARMUP_ITERS."
             ) from error
     if not 0 <= solver.BASE_LR_END <= solver.BASE_LR:
         raise ConfigError(f"SOLVER.BASE_LR_END is {solver.BASE_LR_END}. It must be 0 to BASE_LR, {solver.BASE_LR}.")

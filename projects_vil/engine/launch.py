@@ -285,8 +285,8 @@ def _rendezvous(env: DistributedEnv, url: str, timeout: float) -> Store:
             whom = f"machine rank{'s' * (len(missing) > 1)} {', '.join(missing) or 0} of {len(machines)} at {url}"
             if waited > timeout:
                 raise ConfigError(
-                    f"No answer from {whom} after {timeout:g} s (--dist-timeout). Start the run on all machines with "
-                    "the same arguments except --machine-rank, and check that the firewall allows the port."
+                    f"No answer from {whom} after {timeout:g} s. Start all machines within --dist-timeout, and check "
+                    "the firewall."
                 )
             print(f"waiting for {whom}: {waited:.0f} of {timeout:g} s", file=sys.stderr, flush=True)
             notice *= 2

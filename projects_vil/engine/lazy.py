@@ -87,10 +87,8 @@ def run_lazy_config(
     for split in ("train", "test"):
         given = cfg.dataloader[split].mapper.image_format
         if given != model.input_format:
-            raise ConfigError(
-                f"model.input_format is '{model.input_format}', but dataloader.{split}.mapper.image_format is "
-                f"'{given}'. Set both to the same format."
-            )
+            key = f"dataloader.{split}.mapper.image_format"
+            raise ConfigError(f"{key} is '{given}'. Use model.input_format, '{model.input_format}'.")
     if len(options.DATASETS.TEST) != 1:
         raise ConfigError(f"dataloader.test.dataset.names is {options.DATASETS.TEST}. It must have one dataset.")
     with cleanup_on_failure(Path(options.OUTPUT_DIR)):

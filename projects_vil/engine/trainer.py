@@ -18,7 +18,6 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase, create_ddp_model
 from detectron2.engine.hooks import CallbackHook, EvalHook, IterationTimer, PreciseBN
-from detectron2.evaluation import DatasetEvaluator
 from detectron2.structures import BitMasks, Boxes, Instances
 from detectron2.utils import comm
 from detectron2.utils.events import EventWriter, TensorboardXWriter, get_event_storage, has_event_storage
@@ -377,6 +376,7 @@ class Trainer(DefaultTrainer):
     build_lr_scheduler = staticmethod(solver.build_lr_scheduler)
     build_train_loader = staticmethod(data.build_train_loader)
     build_test_loader = staticmethod(data.build_test_loader)
+    build_evaluator = staticmethod(evaluation.build_evaluator)
 
     def __init__(self, cfg: CfgNode) -> None:
         # DefaultTrainer's would build its own step, and DistributedDataParallel only on GPUs.
@@ -419,13 +419,6 @@ class Trainer(DefaultTrainer):
     def write_config(cls, cfg: CfgNode, path: Path) -> None:
         """Write a config as a file that starts or evaluates the same run."""
         path.write_text(cfg.dump())
-
-    @classmethod
-    def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
-        folder = Path(cfg.OUTPUT_DIR) / "inference"
-        if len(cfg.DATASETS.TEST) > 1:
-            folder /= dataset_name
-        return evaluation.build_evaluator(cfg, dataset_name, str(folder))
 
     def build_hooks(self) -> list[HookBase]:
         """Build the hooks in the order of an iteration: schedules, checkpoint, evaluation, metrics."""
@@ -505,9 +498,7 @@ class Trainer(DefaultTrainer):
             self._is_unfinished = not contents.get("finished", True)
             _logger.info("Resuming %s at iteration %d", path, self.start_iter)
             if self.start_iter >= self.max_iter:
-                level = logging.WARNING if self.start_iter > self.max_iter else logging.INFO
-                done = f"The run already has {self.start_iter} iterations, and SOLVER.MAX_ITER is {self.max_iter}"
-                _logger.log(level, "%s: nothing is trained.", done)
+                _logger.warning("The run already has %d iterations: nothing is trained.", self.start_iter)
         if self.averaged is not None and not self.checkpointer.has_average:
             self.averaged.module.load_state_dict(model.state_dict())
             if path is not None:

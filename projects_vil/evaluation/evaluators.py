@@ -54,16 +54,25 @@ _LABEL_METRICS = ("mIoU", "fwIoU", "mACC", "pACC")
 _CLASS_METRICS = ("IoU", "ACC", "BoundaryIoU", "min(IoU, B-Iou)")
 
 
-def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> DatasetEvaluator:
+def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str | None = None) -> DatasetEvaluator:
     """Build the evaluator of a dataset: COCO, LVIS, Pascal VOC or semantic segmentation, by its ``evaluator_type``.
 
     The things and stuff of a PanopticFPN are evaluated separately. The classes of the model are matched to the classes
     of the dataset by name.
 
+    Args:
+        cfg: the config of the model.
+        dataset_name: a name in detectron2's catalog.
+        output_folder: the folder for predictions. By default ``OUTPUT_DIR/inference``, or a folder with the name of the
+            dataset in it if there are several test datasets.
+
     Raises:
         ConfigError: if the dataset has another type, ``DATASETS.CHECK`` rejects its annotations, or
             :func:`~projects_vil.data.class_order` raises.
     """
+    if output_folder is None:
+        parts = [dataset_name] if len(cfg.DATASETS.TEST) > 1 else []
+        output_folder = os.path.join(cfg.OUTPUT_DIR, "inference", *parts)
     evaluator_type, evaluators = MetadataCatalog.get(dataset_name).get("evaluator_type"), []
     is_coco = evaluator_type in ("coco", "coco_panoptic_seg")
     if is_coco:
