@@ -18,7 +18,6 @@ from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
 from projects_vil.config import CONFIG_FILE, is_panoptic, value_of, with_overrides
 from projects_vil.engine.hooks import RandomShift
-from projects_vil.engine.trainer import AMP_DTYPES
 from projects_vil.engine.writers import check_services
 from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_metric
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
@@ -28,7 +27,7 @@ _CHOICES: dict[str, Collection[str]] = {
     "DATASETS.CHECK": data.CHECK_MODES,
     "INPUT.AUGMENTATION": data.AUGMENTATIONS,
     "INPUT.FORMAT": ("RGB", "BGR"),
-    "SOLVER.AMP.DTYPE": ("auto", *AMP_DTYPES),
+    "SOLVER.AMP.DTYPE": ("auto", "bfloat16", "float16"),
     "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("full_model", "norm", "value"),
     "SOLVER.LR_SCHEDULER_NAME": LR_SCHEDULERS,
     "TEST.COCO_API": COCO_APIS,
@@ -120,8 +119,7 @@ def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
     folder, saved = Path(cfg.OUTPUT_DIR), checkpoints_of(cfg.OUTPUT_DIR)
     if not saved and not (folder / "log.txt").exists():
         # This is not the output directory of a run, so its files must not be overwritten.
-        check_replaceable(folder / CONFIG_FILE, advice=_OTHER_FOLDER)
-        for name in ("metrics.json", EVALUATION_FILE):
+        for name in (CONFIG_FILE, "metrics.json", EVALUATION_FILE):
             check_replaceable(folder / name, advice=_OTHER_FOLDER)
     if cfg.OVERWRITE_OUTPUT_DIR and not resume:
         if Path(cfg.MODEL.WEIGHTS).resolve() in [path.resolve() for path in (*saved, folder / BEST_CHECKPOINT)]:

@@ -73,8 +73,6 @@ def run_lazy_config(
         ConfigError: For a mistake in the config, in the overrides, or in a file that they name.
     """
     cfg = load_lazy_config(path, overrides)
-    device = str(cfg.train.device)
-    processes.check(device)
     with _explained_errors(path):
         with torch.device("meta"):
             model = instantiate(cfg.model)
@@ -83,6 +81,7 @@ def run_lazy_config(
         instantiate(cfg.lr_multiplier)
         options = choose_device(lazy_options(cfg, model), requested=True)
     data.register_datasets(options)
+    processes.check(options.MODEL.DEVICE)
     check_setup(options, processes=processes.world_size, eval_only=eval_only, resume=resume, model=model)
     for split in ("train", "test"):
         given = cfg.dataloader[split].mapper.image_format
@@ -92,7 +91,7 @@ def run_lazy_config(
     if len(options.DATASETS.TEST) != 1:
         raise ConfigError(f"dataloader.test.dataset.names is {options.DATASETS.TEST}. It must have one dataset.")
     with cleanup_on_failure(Path(options.OUTPUT_DIR)):
-        launch(_run, (str(path), tuple(overrides), eval_only, resume), processes, device=device)
+        launch(_run, (str(path), tuple(overrides), eval_only, resume), processes, device=options.MODEL.DEVICE)
 
 
 def _run(path: str, overrides: Sequence[str], eval_only: bool, resume: bool) -> None:

@@ -38,7 +38,6 @@ from projects_vil.modeling import MicroBatches, add_tiles, autocast_detector, us
 from projects_vil.utils import read_json, stop_requests, terminate, terminating_between_calls
 
 _logger = logging.getLogger(__name__)
-AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Keys of parameter groups that a resumed run takes from its config.
 _RATES = {"initial_lr": "learning rate", "weight_decay": "weight decay", "momentum": "momentum"}
 NONFINITE_FILE = "nonfinite.json"
@@ -645,7 +644,7 @@ def amp_dtype(name: str, *, on_gpu: bool) -> torch.dtype:
         name = "float16" if is_old else "bfloat16"
         # Every probe of the memory calls this function too.
         log_first_n(logging.INFO, f"Mixed precision: SOLVER.AMP.DTYPE auto is {name}", name=__name__)
-    return AMP_DTYPES[name]
+    return getattr(torch, name)
 
 
 def share_statistics(model: nn.Module) -> None:

@@ -16,7 +16,6 @@ from detectron2.utils.logger import log_first_n
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import check_file
 from projects_vil.config import one_line
 from projects_vil.utils import memory_of, parse_json
 
@@ -64,8 +63,6 @@ class MetricsFile(JSONWriter):
     """detectron2's writer of ``metrics.json``, without repeated iterations in a resumed run."""
 
     def __init__(self, path: Path) -> None:
-        if path.exists():
-            check_file(path, "file of metrics")
         super().__init__(str(path), SMOOTHING_WINDOW)
         self.path = path
 
