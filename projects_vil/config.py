@@ -350,8 +350,6 @@ def load_yaml_with_base(path: Path) -> dict[str, Any]:
         raise ConfigError(f"'{path}' has no config keys. Write config keys in it.")
     merged: dict[str, Any] = {}
     bases = content.pop("_BASE_", [])
-    if not bases:
-        return content
     for base in [bases] if isinstance(bases, str) else bases:
         if "://" in base:
             raise ConfigError(f"_BASE_ is '{base}'. Configs are not downloaded. Give a local file.")
