@@ -1,7 +1,6 @@
 """Config keys of this project, reading of config files and overrides, and properties of a config."""
 
 import ast
-import contextlib
 import functools
 import logging
 import os
@@ -259,19 +258,24 @@ def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
         version = loaded.get("VERSION", cfg.VERSION)
         if version != cfg.VERSION:
             raise ConfigError(f"VERSION is {version}. It must be {cfg.VERSION}. Rename the keys of old files.")
-        for node, values, name in ((cfg, loaded, "OUTPUT_DIR"), (cfg.MODEL, loaded.get("MODEL"), "WEIGHTS")):
-            # yacs would parse a name such as "2024" as a number.
+        for section, name in (("", "OUTPUT_DIR"), ("MODEL", "WEIGHTS"), ("SOLVER", "GRADIENT_ACCUMULATION_STEPS")):
+            node, values = (cfg[section], loaded.get(section)) if section else (cfg, loaded)
+            # yacs would parse a name such as "2024" as a number, and it accepts no text for a number of steps.
             if isinstance(values, dict) and isinstance(values.get(name), str):
                 node[name] = values.pop(name)
-        with _any_accumulation_steps(cfg):
-            cfg.merge_from_other_cfg(CfgNode(loaded))
+        cfg.merge_from_other_cfg(CfgNode(loaded))
+        if cfg.INPUT.COLOR_AUG_SSD:
+            # PointRend's key means the same as this project's.
+            cfg.INPUT.PHOTOMETRIC_DISTORTION, cfg.INPUT.COLOR_AUG_SSD = True, False
     except Exception as error:
         reason = _explain(error, cfg)
         raise ConfigError(reason if reason.startswith(f"'{path}'") else f"'{path}': {reason}") from error
-    return merge_overrides(cfg, overrides)
+    if len(overrides) % 2:
+        raise ConfigError(f"The override {overrides[-1]} has no value. Write KEY VALUE.")
+    return merge_overrides(cfg, dict(zip(overrides[::2], overrides[1::2], strict=True)))
 
 
-def merge_overrides(cfg: CfgNode, overrides: Sequence[Any]) -> CfgNode:
+def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
     """Return a frozen copy of a config with a user's overrides. Strings are parsed, as on the command line.
 
     Raises:
@@ -279,34 +283,41 @@ def merge_overrides(cfg: CfgNode, overrides: Sequence[Any]) -> CfgNode:
     """
     cfg = cfg.clone()
     cfg.defrost()
-    _set_photometric_distortion(cfg)
-    known = {key for key, _ in config_items(cfg)}
-    overrides = list(overrides)
-    for index in range(0, len(overrides) - 1, 2):
-        key, value = overrides[index : index + 2]
+    known = dict(config_items(cfg))
+    for key, value in overrides.items():
         if key not in known:
             raise ConfigError(_explain_unknown_key(str(key), known))
-        if isinstance(value_of(cfg, key), float) and re.fullmatch(r"[+-]?\d+", str(value)):
+        if key == "SOLVER.GRADIENT_ACCUMULATION_STEPS":
+            # yacs replaces None by a value of any type.
+            cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = None
+        if key == "INPUT.COLOR_AUG_SSD":
+            key = "INPUT.PHOTOMETRIC_DISTORTION"
+        if isinstance(known[key], float) and re.fullmatch(r"[+-]?\d+", str(value)):
             # yacs takes no whole number for a float.
-            overrides[index + 1] = float(value)
-    try:
-        with _any_accumulation_steps(cfg):
-            cfg.merge_from_list(overrides)
-    except Exception as error:
-        raise ConfigError(_explain(error, cfg)) from error
-    _set_photometric_distortion(cfg)
+            value = float(value)
+        try:
+            cfg.merge_from_list([key, value])
+        except Exception as error:
+            raise ConfigError(_explain(error, cfg)) from error
     cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = map(os.path.expanduser, (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS))
     cfg.freeze()
     return cfg
 
 
-def with_overrides(cfg: CfgNode, values: Mapping[str, object]) -> CfgNode:
-    """Return a frozen copy of a config with exactly these values. Strings are not parsed, and types are not checked."""
+def with_overrides(cfg: CfgNode, values: Mapping[str, object], *, keep: Collection[str] = ()) -> CfgNode:
+    """Return a frozen copy of a config with exactly these values. Strings are not parsed, and types are not checked.
+
+    Args:
+        cfg: A config.
+        values: Values by key, such as ``SOLVER.BASE_LR``.
+        keep: Keys that keep their value in ``cfg``.
+    """
     cfg = cfg.clone()
     cfg.defrost()
     for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        (value_of(cfg, section) if section else cfg)[name] = value
+        if key not in keep:
+            section, _, name = key.rpartition(".")
+            (value_of(cfg, section) if section else cfg)[name] = value
     cfg.freeze()
     return cfg
 
@@ -340,13 +351,9 @@ def load_yaml_with_base(path: Path) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
         content = yaml.load(file, _Loader)
     if not isinstance(content, dict):
-        raise ConfigError(
-            f"'{path}' {'is empty' if content is None else 'has no config keys'}. Write config keys in it."
-        )
+        raise ConfigError(f"'{path}' has no config keys. Write config keys in it.")
     merged: dict[str, Any] = {}
     bases = content.pop("_BASE_", [])
-    if not bases:
-        return content
     for base in [bases] if isinstance(bases, str) else bases:
         if "://" in base:
             raise ConfigError(f"_BASE_ is '{base}'. Configs are not downloaded. Give a local file.")
@@ -363,21 +370,6 @@ def _merge_into(target: dict[str, Any], content: dict[str, Any]) -> None:
             _merge_into(target[key], value)
         else:
             target[key] = value
-
-
-@contextlib.contextmanager
-def _any_accumulation_steps(cfg: CfgNode) -> Iterator[None]:
-    """Let a merge replace a number by "auto" and "auto" by a number, which are of different types."""
-    before, cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS, None
-    yield
-    if cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS is None:
-        cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = before
-
-
-def _set_photometric_distortion(cfg: CfgNode) -> None:
-    """PointRend's key means the same as this project's."""
-    if cfg.INPUT.COLOR_AUG_SSD:
-        cfg.INPUT.PHOTOMETRIC_DISTORTION, cfg.INPUT.COLOR_AUG_SSD = True, False
 
 
 def _explain(error: Exception, cfg: CfgNode) -> str:
@@ -454,31 +446,6 @@ def value_of(cfg: CfgNode, key: str) -> Any:
 # Devices -------------------------------------------------------------------------------------------------------------
 
 
-def check_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES) -> bool:
-    """Return whether ``MODEL.DEVICE`` is a GPU.
-
-    Args:
-        cfg: the config of a model.
-        devices: allowed types of device.
-
-    Raises:
-        ConfigError: if the device is not available or not allowed, or if the attention backend does not run on it.
-    """
-    name, backend = cfg.MODEL.DEVICE, cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND
-    match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", name)
-    if match is None or match[1] not in devices:
-        raise ConfigError(f"MODEL.DEVICE is {name}. Use {' or '.join(devices)}.")
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if match[1] == "cuda" and int(match[2] or 0) >= available:
-        raise ConfigError(f"MODEL.DEVICE is {name}, but the number of CUDA devices is {available}. Use cpu.")
-    missing = unmet_requirement(torch.device(name)) if backend == "triton" else None
-    if missing is not None:
-        raise ConfigError(
-            f"MODEL.TRANSFORMER.ATTENTION_BACKEND {backend} {missing} (MODEL.DEVICE is {name}). Use auto."
-        )
-    return match[1] == "cuda"
-
-
 def set_precision(cfg: CfgNode) -> None:
     """Apply ``FLOAT32_PRECISION`` if ``MODEL.DEVICE`` is a GPU."""
     if cfg.MODEL.DEVICE.startswith("cuda") and cfg.FLOAT32_PRECISION:
@@ -495,21 +462,30 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
         requested: whether the user set the device. It is then used, or an error.
 
     Raises:
-        ConfigError: as :func:`check_device`.
+        ConfigError: if the device is not available or not allowed, or if the attention backend does not run on it.
     """
     has_gpu = "cuda" in devices and torch.cuda.is_available()
     if not requested and cfg.MODEL.DEVICE.startswith("cuda") and not has_gpu:
         cfg = with_overrides(cfg, {"MODEL.DEVICE": "cpu"})
-        backend = cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND
-        if backend == "triton":
+        if cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND == "triton":
             cfg = with_overrides(cfg, {"MODEL.TRANSFORMER.ATTENTION_BACKEND": "auto"})
-            _logger.info("MODEL.TRANSFORMER.ATTENTION_BACKEND is auto: %s does not run on the CPU", backend)
-    if check_device(cfg, devices=devices):
-        _logger.info("the model runs on %s: %s", cfg.MODEL.DEVICE, torch.cuda.get_device_name(cfg.MODEL.DEVICE))
+            _logger.info("MODEL.TRANSFORMER.ATTENTION_BACKEND is auto: triton does not run on the CPU")
+    name = cfg.MODEL.DEVICE
+    match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", name)
+    if match is None or match[1] not in devices:
+        raise ConfigError(f"MODEL.DEVICE is {name}. Use {' or '.join(devices)}.")
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if match[1] == "cuda" and int(match[2] or 0) >= available:
+        raise ConfigError(f"MODEL.DEVICE is {name}, but the number of CUDA devices is {available}. Use cpu.")
+    backend = cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND
+    missing = unmet_requirement(torch.device(name)) if backend == "triton" else None
+    if missing is not None:
+        raise ConfigError(f"MODEL.TRANSFORMER.ATTENTION_BACKEND {backend} {missing}. Use auto.")
+    if match[1] == "cuda":
+        _logger.info("the model runs on %s: %s", name, torch.cuda.get_device_name(name))
     elif "cuda" in devices:
-        _logger.info(
-            "the model runs on the CPU%s", "; MODEL.DEVICE cuda would use the GPU" if has_gpu and not requested else ""
-        )
+        hint = "; MODEL.DEVICE cuda would use the GPU" if has_gpu and not requested else ""
+        _logger.info("the model runs on the CPU%s", hint)
     return cfg
 
 

@@ -91,14 +91,11 @@ def with_recipe(
             values["SOLVER.EPOCHS"] = min(max(round(images / len(content["images"])), least), most)
     if "SOLVER.MAX_ITER" in given:
         values.pop("SOLVER.EPOCHS", None)
-    cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
+    cfg = with_overrides(cfg, values, keep=given)
     if not is_paper:
-        epochs = cfg.SOLVER.EPOCHS
+        epochs, rate = cfg.SOLVER.EPOCHS, cfg.SOLVER.BASE_LR
         length = counted(epochs, "epoch") if epochs else counted(cfg.SOLVER.MAX_ITER, "iteration")
-        print(
-            f"Recipe {recipe}: {length}, batch {batch}, learning rate {cfg.SOLVER.BASE_LR:.3g}, image size {size}",
-            flush=True,
-        )
+        print(f"Recipe {recipe}: {length}, batch {batch}, learning rate {rate:.3g}, image size {size}", flush=True)
     if image_size or not is_paper:
         # Position tables must cover the longer side.
         longest = max(cfg.INPUT.MAX_SIZE_TRAIN, cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE)

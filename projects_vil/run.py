@@ -7,7 +7,6 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +141,8 @@ def train(
         num_machines: as for detectron2's ``launch``.
         machine_rank: as for detectron2's ``launch``.
         dist_url: as for detectron2's ``launch``.
-        dist_timeout: seconds to wait for the other machines at the start.
+        dist_timeout: seconds to wait for the other machines at the start. During the run, processes wait this long for
+            each other, but at least 10 minutes.
         overrides: config keys, for example ``**{"SOLVER.WEIGHT_DECAY": 0.1}``.
 
     Raises:
@@ -159,11 +159,10 @@ def train(
         raise ConfigError("image_size and tiles both set the size of the training images. Remove one.")
     image_size = tiles or image_size
     pixels = None if image_size == "auto" else image_size
-    if pixels is not None and not (isinstance(pixels, int) and IMAGE_SIZES[0] <= pixels <= IMAGE_SIZES[1]):
-        raise ConfigError(
-            f"{'tiles' if tiles else 'image_size'} is {pixels!r}. Give a whole number from {IMAGE_SIZES[0]} to "
-            f"{IMAGE_SIZES[1]}{'' if tiles else ', or auto'}."
-        )
+    least, most = IMAGE_SIZES
+    if pixels is not None and not (isinstance(pixels, int) and least <= pixels <= most):
+        argument = "tiles" if tiles else "image_size"
+        raise ConfigError(f"{argument} is {pixels!r}. Give a whole number from {least} to {most}.")
     named = {
         "OUTPUT_DIR": output,
         "SOLVER.EPOCHS": epochs,
@@ -176,11 +175,10 @@ def train(
         "MODEL.DEVICE": device,
     }
     for key, value in named.items():
-        if value is not None and key in given:
-            raise ConfigError(f"{key} is given twice, as {value} and as {given[key]}. Remove one.")
-    given |= {
-        key: str(value) if isinstance(value, Path) else value for key, value in named.items() if value is not None
-    }
+        if value is not None:
+            if key in given:
+                raise ConfigError(f"{key} is given twice, as {value} and as {given[key]}. Remove one.")
+            given[key] = str(value) if isinstance(value, Path) else value
     if is_random := given.get("MODEL.WEIGHTS") in ("none", ""):
         given["MODEL.WEIGHTS"] = ""
     if recipe is not None:
@@ -195,18 +193,22 @@ def train(
     if model is None and config is None and data is not None:
         chosen = default_model(given.get("MODEL.WEIGHTS", ""), is_random=is_random or recipe == "scratch")
     base, name = _choose_config(chosen, detector, schedule, config)
-    folder = given.pop("OUTPUT_DIR", None)
-    cfg = merge_overrides(base, [*chain.from_iterable(given.items())])
+    folder = given.pop("OUTPUT_DIR", "")
+    cfg = merge_overrides(base, given)
+    defaults: dict[str, object] = {}
     if isinstance(config, CfgNode):
-        output = Path(cfg.OUTPUT_DIR if folder is None else folder).expanduser()
+        folder = folder or cfg.OUTPUT_DIR
     else:
-        output = Path(folder or f"output/{_name(data) + '_' if data else ''}{name}").expanduser()
-        cfg = _with_defaults(cfg, base, recipe, given, has_config=config is not None)
-    cfg = with_overrides(cfg, {"OUTPUT_DIR": str(output)})
+        # More workers than cores are slower, and torch warns.
+        defaults["DATALOADER.NUM_WORKERS"] = min(cfg.DATALOADER.NUM_WORKERS, os.cpu_count() or 1)
+        if recipe == "paper" and "SOLVER.IMS_PER_BATCH" in given and "SOLVER.BASE_LR" not in given:
+            defaults["SOLVER.REFERENCE_BATCH_SIZE"] = base.SOLVER.IMS_PER_BATCH
+        if config is None and cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available():
+            defaults["SOLVER.AMP.ENABLED"] = True
+    output = Path(folder or f"output/{_name(data) + '_' if data else ''}{name}").expanduser()
+    cfg = with_overrides(cfg, defaults | {"OUTPUT_DIR": str(output)}, keep=given)
     if pixels and cfg.INPUT.AUGMENTATION != "default":
-        raise ConfigError(
-            f"image_size has no effect with INPUT.AUGMENTATION {cfg.INPUT.AUGMENTATION}. Set INPUT.LSJ.SIZE instead."
-        )
+        raise ConfigError(f"image_size has no effect with {cfg.INPUT.AUGMENTATION} augmentation. Set INPUT.LSJ.SIZE.")
     if {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} <= given.keys():
         raise ConfigError("epochs (SOLVER.EPOCHS) and SOLVER.MAX_ITER both set the length of training. Remove one.")
     if data is not None and _holds_data(output, Path(data)):
@@ -221,14 +223,10 @@ def train(
             _check_same_model(cfg, begun, output)
         if data is not None:
             _check_same_data(data, images, val_fraction, begun, output)
-        data, cfg = None, merge_overrides(begun, [*chain.from_iterable(given.items())])
-        cfg = with_overrides(cfg, {"OUTPUT_DIR": str(output)})
+        data, cfg = None, with_overrides(merge_overrides(begun, given), {"OUTPUT_DIR": str(output)})
     elif resume and not (data or model or detector or config) and "DATASETS.TRAIN" not in given:
         # Without these arguments, the output is probably wrong. A new run would train the default model on COCO.
-        raise ConfigError(
-            f"'{output}' has no run to resume: it needs a checkpoint and {CONFIG_FILE}. Correct --output, or add DATA "
-            "or --config to start a new run."
-        )
+        raise ConfigError(f"'{output}' has no run to resume. Correct --output, or add DATA or --config for a new run.")
     # Before any file is written.
     check_output_dir(cfg, resume=resume)
     with cleanup_on_failure(output):
@@ -245,7 +243,7 @@ def train(
             values = _register(dataset, output.name) | {number_of_classes(cfg)[0]: len(dataset.classes)}
             if config is None and "MODEL.WEIGHTS" not in given and recipe != "scratch":
                 values["MODEL.WEIGHTS"] = best_weights(cfg)
-            cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
+            cfg = with_overrides(cfg, values, keep=given)
         if not (is_begun or isinstance(config, CfgNode)):
             recipe = recipe or ("finetune" if starts_pretrained(cfg) else "scratch")
             fixed = given.keys() - (size_values(1).keys() if pixels else ())
@@ -317,8 +315,7 @@ def evaluate(
     default = root / "_".join(parts) if len(parts) > 1 else root
     folder = Path(output or given.pop("OUTPUT_DIR", None) or default).expanduser()
     begun = cfg
-    cfg = merge_overrides(cfg, [*chain.from_iterable(given.items())])
-    cfg = with_overrides(cfg, {"OUTPUT_DIR": str(folder)})
+    cfg = with_overrides(merge_overrides(cfg, given), {"OUTPUT_DIR": str(folder)})
     if changes and folder == default:
         print(f"The results may differ from the results of the run, so they are written to '{folder}'.", flush=True)
     with cleanup_on_failure(folder):
@@ -339,7 +336,7 @@ def evaluate(
             values = _register(dataset, folder.name, train=CLASSES if classes else "train", test=test)
             if classes is None and not predictions:
                 values["DATASETS.TRAIN"] = begun.DATASETS.TRAIN
-            cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
+            cfg = with_overrides(cfg, values, keep=given)
         if predictions:
             evaluate_predictions(cfg, predictions)
         else:
@@ -389,21 +386,6 @@ def _overrides_of(function: Callable, overrides: Mapping[str, object]) -> dict[s
     return dict(overrides)
 
 
-def _with_defaults(
-    cfg: CfgNode, base: CfgNode, recipe: str | None, given: Mapping[str, object], *, has_config: bool
-) -> CfgNode:
-    """Return a config with the defaults of :func:`train` for keys that the user has not set."""
-    defaults: dict[str, object] = {
-        # More workers than cores are slower, and torch warns.
-        "DATALOADER.NUM_WORKERS": min(cfg.DATALOADER.NUM_WORKERS, os.cpu_count() or 1)
-    }
-    if recipe == "paper" and "SOLVER.IMS_PER_BATCH" in given and "SOLVER.BASE_LR" not in given:
-        defaults["SOLVER.REFERENCE_BATCH_SIZE"] = base.SOLVER.IMS_PER_BATCH
-    if not has_config and cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available():
-        defaults["SOLVER.AMP.ENABLED"] = True
-    return with_overrides(cfg, {key: value for key, value in defaults.items() if key not in given})
-
-
 def _holds_data(output: Path, data: Path) -> bool:
     """Return whether an output directory is a dataset, or a folder inside a dataset that no run has written."""
     output, data = output.resolve(), data.resolve()
@@ -416,8 +398,7 @@ def _check_same_model(cfg: CfgNode, begun: CfgNode, output: Path) -> None:
     model, own = (f"{part.MODEL.TRANSFORMER.VARIANT} with {detector_name(part)}" for part in (cfg, begun))
     if model != own:
         raise ConfigError(
-            f"The run in '{output}' trains {own}, not {model}. Leave --model, --detector and --config out to resume "
-            "it, or choose another output directory."
+            f"The run in '{output}' trains {own}, not {model}. Omit --model, --detector and --config to resume it."
         )
 
 
@@ -451,8 +432,7 @@ def _check_same_data(
     changed = "(or --val-fraction) has changed since the start of the run in"
     differs = changed if source == os.path.abspath(data) else f"is not '{source}', the dataset of the run in"
     raise ConfigError(
-        f"'{data}' {differs} '{output}'. Omit DATA to resume the run with its original images, or choose another "
-        "output directory."
+        f"'{data}' {differs} '{output}'. Omit DATA to resume with its images, or choose another output directory."
     )
 
 
@@ -467,9 +447,8 @@ def _choose_config(
 
     A variant without a config of its own has the base recipe of its family.
     """
-    given = [name for name, value in {"model": model, "detector": detector, "schedule": schedule}.items() if value]
-    if config is not None and given:
-        raise ConfigError(f"{given[0]} is given together with config, which sets it too. Remove one of them.")
+    if config is not None and (model or detector or schedule):
+        raise ConfigError("The config also sets the model, the detector and the schedule. Remove it or the others.")
     if isinstance(config, CfgNode):
         return config, ""
     if config is not None:

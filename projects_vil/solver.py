@@ -82,9 +82,7 @@ def parameter_groups(
             case [str(pattern), int() | float() as factor] if 0 <= factor < math.inf:
                 pass
             case _:
-                raise ConfigError(
-                    f"{_LR_MULTIPLIERS} has {entry!r}. It must be a list of pairs, such as [['*.stages.0.*', 0.1]]."
-                )
+                raise ConfigError(f"{_LR_MULTIPLIERS} has {entry!r}. Use pairs, such as [['*.stages.0.*', 0.1]].")
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not fnmatch.filter(names, pattern):
             raise ConfigError(
@@ -97,28 +95,26 @@ def parameter_groups(
         if hasattr(module, "no_weight_decay"):
             own = module.no_weight_decay()
             no_decay |= {parameter for name, parameter in module.named_parameters() if name in own}
-    seen: set[nn.Parameter] = set()
     # In the order of the model, because checkpoints number the parameters of an optimizer.
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter in seen or not parameter.requires_grad:
-                continue
-            seen.add(parameter)
-            full_name, is_bias = f"{prefix}.{name}".lstrip("."), name == "bias"
-            factor = layer_factors.get(full_name, 1.0) * (bias_lr_factor if is_bias else 1.0)
-            for pattern, pattern_factor in lr_multipliers:
-                if fnmatch.fnmatchcase(full_name, pattern):
-                    factor *= pattern_factor
-            if is_bias and weight_decay_bias is not None:
-                decay = weight_decay_bias
-            elif isinstance(module, _NORMS):
-                decay = weight_decay if weight_decay_norm is None else weight_decay_norm
-            elif not is_bias and (parameter.ndim <= 1 or parameter in no_decay):
-                decay = 0.0
-            else:
-                decay = weight_decay
-            groups.setdefault((base_lr * factor, decay), []).append(parameter)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        prefix, _, own_name = name.rpartition(".")
+        module, is_bias = model.get_submodule(prefix), own_name == "bias"
+        factor = layer_factors.get(name, 1.0) * (bias_lr_factor if is_bias else 1.0)
+        for pattern, pattern_factor in lr_multipliers:
+            if fnmatch.fnmatchcase(name, pattern):
+                factor *= pattern_factor
+        if is_bias and weight_decay_bias is not None:
+            decay = weight_decay_bias
+        elif isinstance(module, _NORMS):
+            decay = weight_decay if weight_decay_norm is None else weight_decay_norm
+        elif not is_bias and (parameter.ndim <= 1 or parameter in no_decay):
+            decay = 0.0
+        else:
+            decay = weight_decay
+        groups.setdefault((base_lr * factor, decay), []).append(parameter)
     return [{"lr": lr, "weight_decay": decay, "params": parameters} for (lr, decay), parameters in groups.items()]
 
 
@@ -217,13 +213,10 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
             return build_detectron2_lr_scheduler(cfg, optimizer)
         except (ValueError, AssertionError) as error:
             raise ConfigError(
-                f"SOLVER.LR_SCHEDULER_NAME {solver.LR_SCHEDULER_NAME} failed ({one_line(error)}). Check SOLVER.STEPS, "
-                "MAX_ITER, BASE_LR, BASE_LR_END and WARMUP_ITERS."
+                f"Invalid schedule ({one_line(error)}). Check SOLVER.STEPS, MAX_ITER, BASE_LR_END and WARMUP_ITERS."
             ) from error
     if not 0 <= solver.BASE_LR_END <= solver.BASE_LR:
-        raise ConfigError(
-            f"SOLVER.BASE_LR_END is {solver.BASE_LR_END}. It must be between 0 and SOLVER.BASE_LR, {solver.BASE_LR}."
-        )
+        raise ConfigError(f"SOLVER.BASE_LR_END is {solver.BASE_LR_END}. It must be 0 to BASE_LR, {solver.BASE_LR}.")
     end = solver.BASE_LR_END / solver.BASE_LR
     schedule = WarmupParamScheduler(
         lambda where: end + (1 - end) * max(1 - where, 0.0) ** solver.POLY_LR_POWER,
@@ -315,7 +308,6 @@ def scale_learning_rate(cfg: CfgNode) -> CfgNode:
         return cfg
     values = {f"SOLVER.{key}": cfg.SOLVER[key] * batch / reference for key in ("BASE_LR", "BASE_LR_END")}
     logging.getLogger(__name__).info(
-        f"SOLVER.REFERENCE_BATCH_SIZE {reference}: SOLVER.IMS_PER_BATCH is {batch}, and SOLVER.BASE_LR "
-        f"{cfg.SOLVER.BASE_LR:g} becomes {values['SOLVER.BASE_LR']:g}"
+        f"SOLVER.BASE_LR {cfg.SOLVER.BASE_LR:g} for {reference} images becomes {values['SOLVER.BASE_LR']:g} for {batch}"
     )
     return with_overrides(cfg, values | {"SOLVER.REFERENCE_BATCH_SIZE": 0})

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 from filelock import FileLock, Timeout
 from torch import nn
-from tqdm import tqdm
+from tqdm.contrib import DummyTqdmFile
 
 from backbones import ConfigError
 from backbones.errors import check_file
@@ -182,17 +182,8 @@ def log_run(output_dir: str, *, rank: int = 0) -> None:
             if getattr(handler, "stream", None) is sys.stdout:
                 handler.addFilter(is_for_console)
                 if sys.stdout.isatty():
-                    handler.setStream(_AboveProgressBar())
-
-
-class _AboveProgressBar:
-    """Stream that writes to stdout above a progress bar."""
-
-    def write(self, text: str) -> None:
-        tqdm.write(text, end="")
-
-    def flush(self) -> None:
-        sys.stdout.flush()
+                    # Lines appear above the progress bar.
+                    handler.setStream(DummyTqdmFile(sys.stdout))
 
 
 def is_for_console(record: logging.LogRecord) -> bool:
@@ -228,14 +219,9 @@ def run_lock(folder: str | Path) -> Iterator[None]:
         lock.acquire(timeout=LOCK_TIMEOUT)
     except Timeout as error:
         holder = path.read_text() if path.exists() else ""
-        raise ConfigError(
-            f"OUTPUT_DIR '{folder}' is in use by {holder or 'another run'}. Wait until it ends, or choose another "
-            "OUTPUT_DIR."
-        ) from error
+        raise ConfigError(f"OUTPUT_DIR '{folder}' is in use by {holder or 'another run'}. Choose another.") from error
     except OSError as error:
-        raise ConfigError(
-            f"Cannot write to OUTPUT_DIR '{folder}': {error.strerror}. Choose another OUTPUT_DIR."
-        ) from error
+        raise ConfigError(f"Cannot write to OUTPUT_DIR '{folder}': {error.strerror}. Choose another.") from error
     path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     try:
         yield
@@ -280,9 +266,7 @@ def cleanup_on_failure(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"Cannot create OUTPUT_DIR '{folder}': {error.strerror}. Choose another OUTPUT_DIR."
-        ) from error
+        raise ConfigError(f"Cannot create OUTPUT_DIR '{folder}': {error.strerror}. Choose another.") from error
     is_new = not any(folder.iterdir())
     try:
         yield

@@ -33,7 +33,7 @@ from backbones.attention.sliding_chunk import sample_shifts
 from backbones.attention.triton_check import automatic_backend, choice_key, choices_file, read_choices
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_choice, closest
-from projects_vil.config import check_device, load_config, set_precision
+from projects_vil.config import choose_device, load_config, set_precision
 from projects_vil.engine.auto_micro_batch import random_image
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_transformer_backbone, stage_names
 from projects_vil.solver import build_optimizer
@@ -139,7 +139,7 @@ class BenchmarkCase:
             cfg.MODEL.FPN.IN_FEATURES = [stage for stage in cfg.MODEL.FPN.IN_FEATURES if stage in stages]
         for key, value in filter(None, map(_SUFFIXES.get, suffixes)):
             cfg.MODEL.TRANSFORMER[key] = value
-        check_device(cfg)
+        cfg = choose_device(cfg, requested=True)
         set_precision(cfg)
         return cfg
 

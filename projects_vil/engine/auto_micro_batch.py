@@ -54,10 +54,9 @@ def choose_micro_batches(cfg: CfgNode, *, resume: bool = False, limit: float | N
             return with_overrides(cfg, {_KEY: steps})
     sizes = [size for size in range(1, images + 1) if images % size == 0]
     height, width = largest_training_size(cfg)
-    what = f"images of {height} x {width} pixels"
     if cfg.MODEL.DEVICE.startswith("cuda"):
         limit = min(comm.all_gather(_SHARE * torch.cuda.mem_get_info(cfg.MODEL.DEVICE)[0] if limit is None else limit))
-        chosen, reason = _measure(cfg, sizes, limit, what)
+        chosen, reason = _measure(cfg, sizes, limit)
     else:
         chosen = max(size for size in sizes if size == 1 or size * height * width <= _CPU_PIXELS)
         reason = "CPU memory is not measured"
@@ -66,7 +65,7 @@ def choose_micro_batches(cfg: CfgNode, *, resume: bool = False, limit: float | N
     return with_overrides(cfg, {_KEY: images // chosen})
 
 
-def _measure(cfg: CfgNode, sizes: list[int], limit: float, what: str) -> tuple[int, str]:
+def _measure(cfg: CfgNode, sizes: list[int], limit: float) -> tuple[int, str]:
     """Return the largest of ``sizes`` whose step fits into ``limit`` bytes in all processes, and the measurements."""
     _logger.info("%s auto: measuring the memory of training steps. To skip this, set a number.", _KEY)
     peaks: dict[int, float] = {}
@@ -76,9 +75,8 @@ def _measure(cfg: CfgNode, sizes: list[int], limit: float, what: str) -> tuple[i
             break
     if peaks[1] > limit:
         raise ConfigError(
-            f"A training step with one of the {what} takes {peaks[1] / 1e9:.2f} GB (inf: more than the GPU has), and "
-            f"{limit / 1e9:.2f} GB may be used. Lower INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN (or INPUT.LSJ.SIZE), or "
-            "set MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING True."
+            f"A training step with one image takes {peaks[1] / 1e9:.2f} GB, and {limit / 1e9:.2f} GB may be used. "
+            "Lower INPUT.MIN_SIZE_TRAIN or INPUT.LSJ.SIZE, or set MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING True."
         )
     measured = ", ".join(f"{size}: {peak / 1e9:.2f} GB" for size, peak in peaks.items())
     chosen = max(size for size, peak in peaks.items() if peak <= limit)

@@ -1,6 +1,7 @@
 """Checks that report a user's mistakes in about a second, before a run starts."""
 
 import filecmp
+import importlib.util
 import math
 import os
 from collections.abc import Collection
@@ -15,12 +16,12 @@ from backbones import ConfigError
 from backbones.errors import check_choice, check_replaceable
 from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
-from projects_vil.config import CONFIG_FILE, check_device, is_panoptic, value_of, with_overrides
+from projects_vil.config import CONFIG_FILE, is_panoptic, value_of, with_overrides
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.writers import check_services
-from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_coco_api, check_metric
-from projects_vil.modeling import AMP_DTYPES, MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
-from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
+from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_metric
+from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
+from projects_vil.solver import LR_SCHEDULERS, build_lr_scheduler, build_optimizer
 from vil.choices import DTYPES
 
 _CHOICES: dict[str, Collection[str]] = {
@@ -29,18 +30,19 @@ _CHOICES: dict[str, Collection[str]] = {
     "INFERENCE.DTYPE": ("auto", *DTYPES),
     "INPUT.AUGMENTATION": data.AUGMENTATIONS,
     "INPUT.FORMAT": ("RGB", "BGR"),
-    "SOLVER.AMP.DTYPE": ("auto", *AMP_DTYPES),
+    "SOLVER.AMP.DTYPE": ("auto", "bfloat16", "float16"),
+    "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("full_model", "norm", "value"),
     "SOLVER.LR_SCHEDULER_NAME": LR_SCHEDULERS,
-    "SOLVER.OPTIMIZER": OPTIMIZERS,
     "TEST.COCO_API": COCO_APIS,
 }
-# Smallest and largest value of a number, or of each number in a list. For other keys, PyTorch or detectron2 raises an
-# error at the start.
+# Smallest and largest value of a number, or of each number in a list. Infinite values are errors too. For other keys,
+# PyTorch or detectron2 raises an error at the start.
 _RANGES: dict[str, tuple[float, float]] = {
     "DATALOADER.NUM_WORKERS": (0, math.inf),
     "INPUT.COPY_PASTE.PROBABILITY": (0, 1),
     "INPUT.LSJ.SCALE": (1e-3, 10),
     "INPUT.LSJ.SIZE": (MIN_EXPORT_SIDE, MAX_EXPORT_SIDE),
+    "INPUT.MIN_SIZE_TRAIN": (0, math.inf),
     "MODEL.EMA.DECAY": (0, 1 - 1e-12),
     "MODEL.PIXEL_STD": (1e-30, math.inf),
     "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION": (0, 1),
@@ -52,6 +54,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "SOLVER.IMS_PER_BATCH": (1, math.inf),
     "SOLVER.MAX_ITER": (1, math.inf),
     "SOLVER.WARMUP_FACTOR": (0, 1),
+    "SOLVER.WARMUP_ITERS": (0, math.inf),
     "TEST.DETECTIONS_PER_IMAGE": (1, math.inf),
     "TEST.NUM_VISUALIZED_IMAGES": (0, 32),
 }
@@ -84,23 +87,19 @@ def check_setup(
     """
     check_values(cfg)
     is_lazy, model = model is not None, build_on_meta(cfg) if model is None else model
-    on_gpu = check_device(cfg)
     if not (cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN):
         raise ConfigError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty. Set it to the name of a dataset.")
     for name in (*cfg.DATASETS.TEST, *(() if eval_only else cfg.DATASETS.TRAIN)):
         data.check_files(name)
         data.class_order(cfg, name)
     if not eval_only:
-        _check_training(cfg, model, processes=max(processes, 1), on_gpu=on_gpu)
+        _check_training(cfg, model, processes=max(processes, 1))
         if not is_lazy:
             # As in the trainer, but without the warning about ignored steps.
             scaled = DefaultTrainer.auto_scale_workers(cfg, max(processes, 1))
             steps = [step for step in scaled.SOLVER.STEPS if step <= scaled.SOLVER.MAX_ITER]
             build_lr_scheduler(with_overrides(scaled, {"SOLVER.STEPS": steps}), build_optimizer(scaled, model))
-    if eval_only:
-        resumes = resume and checkpoints_of(cfg.OUTPUT_DIR)
-    else:
-        resumes = check_output_dir(cfg, resume=resume)
+    resumes = (resume and checkpoints_of(cfg.OUTPUT_DIR)) if eval_only else check_output_dir(cfg, resume=resume)
     if resumes:
         return
     if eval_only and not cfg.MODEL.WEIGHTS:
@@ -123,15 +122,11 @@ def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
     folder, saved = Path(cfg.OUTPUT_DIR), checkpoints_of(cfg.OUTPUT_DIR)
     if not saved and not (folder / "log.txt").exists():
         # This is not the output directory of a run, so its files must not be overwritten.
-        check_replaceable(folder / CONFIG_FILE, advice=_OTHER_FOLDER)
-        for name in ("metrics.json", EVALUATION_FILE):
+        for name in (CONFIG_FILE, "metrics.json", EVALUATION_FILE):
             check_replaceable(folder / name, advice=_OTHER_FOLDER)
     if cfg.OVERWRITE_OUTPUT_DIR and not resume:
         if Path(cfg.MODEL.WEIGHTS).resolve() in [path.resolve() for path in (*saved, folder / BEST_CHECKPOINT)]:
-            raise ConfigError(
-                f"OVERWRITE_OUTPUT_DIR True would delete MODEL.WEIGHTS '{cfg.MODEL.WEIGHTS}' before it is loaded. "
-                "Choose another OUTPUT_DIR."
-            )
+            raise ConfigError(f"OVERWRITE_OUTPUT_DIR would delete MODEL.WEIGHTS '{cfg.MODEL.WEIGHTS}'. {_OTHER_FOLDER}")
     elif saved and not resume:
         raise ConfigError(
             f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' has checkpoints of another run, such as '{saved[0].name}'. Continue that "
@@ -169,38 +164,29 @@ def _check_resumed(cfg: CfgNode, path: Path) -> None:
     for key, value, began in compared:
         if value != began:
             raise ConfigError(
-                f"{key} is {value}, but the run in '{path.parent}' began with {began}. Resume it with the same value, "
-                "or start a new run from its weights (MODEL.WEIGHTS) in another OUTPUT_DIR."
+                f"{key} is {value}, but the run in '{path.parent}' began with {began}. Use that, or another OUTPUT_DIR."
             )
 
 
-def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: bool) -> None:
+def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int) -> None:
     solver, transformer = cfg.SOLVER, cfg.MODEL.TRANSFORMER
-    if solver.AMP.ENABLED and solver.AMP.DTYPE == "float16" and not on_gpu:
+    if solver.AMP.ENABLED and solver.AMP.DTYPE == "float16" and cfg.MODEL.DEVICE.startswith("cpu"):
         raise ConfigError("SOLVER.AMP.DTYPE float16 needs MODEL.DEVICE cuda. Use bfloat16 on the CPU.")
     # With REFERENCE_WORLD_SIZE, detectron2's trainer scales the batch size to the number of processes.
     batch, divisor = solver.IMS_PER_BATCH, solver.REFERENCE_WORLD_SIZE or processes
     steps = solver.GRADIENT_ACCUMULATION_STEPS
     if steps != "auto" and not (type(steps) is int and steps > 0):
-        raise ConfigError(
-            f"SOLVER.GRADIENT_ACCUMULATION_STEPS is {steps!r}. Set it to a whole number of at least 1, or to 'auto'."
-        )
-    if batch % (divisor * (1 if steps == "auto" else steps)):
-        raise ConfigError(
-            f"SOLVER.IMS_PER_BATCH is {batch}. It must be a multiple of {divisor} (processes) x {steps} "
-            "(SOLVER.GRADIENT_ACCUMULATION_STEPS)."
-        )
+        raise ConfigError(f"SOLVER.GRADIENT_ACCUMULATION_STEPS is {steps!r}. Use a whole number above 0, or 'auto'.")
+    if batch % (number := divisor * (1 if steps == "auto" else steps)):
+        product = f"{number} (processes x SOLVER.GRADIENT_ACCUMULATION_STEPS)"
+        raise ConfigError(f"SOLVER.IMS_PER_BATCH is {batch}. It must be a multiple of {product}.")
     if transformer.RANDOM_SHIFT_FRACTION:
         if transformer.COMPILE:
-            raise ConfigError(
-                "MODEL.TRANSFORMER.COMPILE and RANDOM_SHIFT_FRACTION cannot be combined: each shift would be compiled "
-                "again. Turn one of them off."
-            )
+            raise ConfigError("MODEL.TRANSFORMER.COMPILE and RANDOM_SHIFT_FRACTION cannot be combined. Unset one.")
         RandomShift(model, transformer.RANDOM_SHIFT_FRACTION)
     if cfg.TEST.BEST_METRIC and cfg.DATASETS.TEST:
         check_metric(cfg)
-    if any(cfg.LOGGING.values()):
-        check_services(cfg)
+    check_services(cfg)
 
 
 def check_values(cfg: CfgNode) -> None:
@@ -212,7 +198,8 @@ def check_values(cfg: CfgNode) -> None:
     for key, (smallest, largest) in _RANGES.items():
         value = value_of(cfg, key)
         numbers = value if isinstance(value, (list, tuple)) else [value]
-        if not all(isinstance(number, (int, float)) and smallest <= number <= largest for number in numbers):
+        valid = [isinstance(one, (int, float)) and smallest <= one <= largest and one < math.inf for one in numbers]
+        if not (valid and all(valid)):
             least = "above 0" if smallest == 1e-30 else f"at least {smallest:g}"
             limits = least if largest == math.inf else f"{smallest:g} to {largest:g}"
             raise ConfigError(f"{key} is {value!r}. It must be {limits}.")
@@ -223,20 +210,14 @@ def check_values(cfg: CfgNode) -> None:
     if len(cfg.MODEL.PIXEL_MEAN) != 3 or len(cfg.MODEL.PIXEL_STD) != 3:
         mean, std = cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD
         raise ConfigError(f"MODEL.PIXEL_MEAN is {mean!r} and MODEL.PIXEL_STD is {std!r}. Set each to three numbers.")
-    if cfg.TEST.COCO_API != COCO_APIS[0]:
-        check_coco_api(cfg.TEST.COCO_API)
+    if importlib.util.find_spec(cfg.TEST.COCO_API) is None:
+        raise ConfigError(f"TEST.COCO_API {cfg.TEST.COCO_API} is not installed. Run 'pip install faster-coco-eval'.")
     data.check_crop(cfg)
     if cfg.INPUT.AUGMENTATION != "default":
         data.check_augmentation(cfg)
     if is_panoptic(cfg) and not cfg.MODEL.MASK_ON:
         raise ConfigError("MODEL.MASK_ON is False, but PanopticFPN needs instance masks. Set it to True.")
     if cfg.SOLVER.REFERENCE_BATCH_SIZE and cfg.SOLVER.REFERENCE_WORLD_SIZE:
-        raise ConfigError(
-            "SOLVER.REFERENCE_BATCH_SIZE and SOLVER.REFERENCE_WORLD_SIZE both scale the learning rate. Set one of them "
-            "to 0."
-        )
+        raise ConfigError("SOLVER.REFERENCE_BATCH_SIZE and REFERENCE_WORLD_SIZE both scale BASE_LR. Set one to 0.")
     if cfg.SOLVER.EARLY_STOPPING_PATIENCE and not (cfg.TEST.BEST_METRIC and cfg.TEST.EVAL_PERIOD):
-        raise ConfigError(
-            "SOLVER.EARLY_STOPPING_PATIENCE needs evaluations and a metric. Set TEST.EVAL_PERIOD, and TEST.BEST_METRIC "
-            "to a metric such as bbox/AP."
-        )
+        raise ConfigError("SOLVER.EARLY_STOPPING_PATIENCE needs TEST.EVAL_PERIOD and TEST.BEST_METRIC. Set both.")

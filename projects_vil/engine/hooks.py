@@ -1,4 +1,4 @@
-"""Hooks of the trainer: seeds, schedules, moving average, checkpoints, metrics and early stopping."""
+"""Hooks of the trainer: schedules, moving average, checkpoints, metrics and early stopping."""
 
 import contextlib
 import datetime
@@ -8,6 +8,7 @@ import math
 import signal
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ from tqdm import tqdm
 from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention, redraw_features
 from backbones.attention.sliding_chunk import sample_shifts
-from projects_vil.checkpoint import Checkpointer, remove_old, remove_partial
-from projects_vil.data import derived_seed, seed_all
+from projects_vil.checkpoint import Checkpointer, remove_old
 from projects_vil.engine.writers import SMOOTHING_WINDOW
 from projects_vil.solver import main_group
 
@@ -33,21 +33,10 @@ TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
 # -- exact resume ----------------------------------------------------------------------------------
 
 
-class SeedIterations(HookBase):
-    """Seed every iteration by the seed of the run, the iteration and the rank.
-
-    Stochastic depth, sampled proposals and other random numbers then need no state in the checkpoint.
-    """
-
-    def before_step(self) -> None:
-        seed_all(derived_seed("iteration", self.trainer.seed, self.trainer.iter, comm.get_rank()))
-
-
 class MetricsHistory(HookBase):
     """Save the last values of each metric in the checkpoint, because ``metrics.json`` has their medians."""
 
-    def __init__(self) -> None:
-        self._saved: dict[str, Any] = {}
+    _saved: Mapping[str, Any] = {}
 
     def before_train(self) -> None:
         for name, (values, smoothed) in self._saved.items():
@@ -119,10 +108,7 @@ class RandomShift(HookBase):
 
     def __init__(self, model: nn.Module, end_fraction: float) -> None:
         if not sample_shifts(model, seed=None):
-            raise ConfigError(
-                f"MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION is {end_fraction}, but no stage has sliding_chunk attention. "
-                "Set it to 0.0."
-            )
+            raise ConfigError("MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION needs sliding_chunk attention. Set it to 0.0.")
         self.model = model
         self.end_fraction = end_fraction
 
@@ -191,10 +177,6 @@ class PeriodicCheckpointer(HookBase):
         self.period = period
         self.max_to_keep = max_to_keep
         self.last_saved: int | None = None
-
-    def before_train(self) -> None:
-        if comm.is_main_process():
-            remove_partial(self.checkpointer.save_dir)
 
     def after_step(self) -> None:
         done, max_iter, stop = self.trainer.iter + 1, self.trainer.max_iter, self.trainer.stop_signal()

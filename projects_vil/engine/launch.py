@@ -25,8 +25,9 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from backbones import ConfigError
 from projects_vil.utils import handling_signals, hidden_main_module, terminate
 
-# How long processes wait for each other, for example while rank 0 evaluates or reads the data.
-TIMEOUT = timedelta(minutes=30)
+# Seconds that processes wait for each other at least, for example while rank 0 evaluates or reads the data. It is
+# PyTorch's default for NCCL. If the network fails, each machine ends after this time.
+LEAST_TIMEOUT = 600
 # Seconds in which the other processes save and exit after one process has ended.
 GRACE_PERIOD = 60
 # Seconds until a process prints which machines it waits for. The interval doubles after each message.
@@ -69,8 +70,7 @@ def distributed_env() -> DistributedEnv | None:
             _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"An environment variable of torchrun is missing or invalid ({error}). Set RANK, LOCAL_RANK, WORLD_SIZE, "
-            "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, start with torchrun, or unset RANK."
+            f"torchrun's variables are incomplete or invalid ({error}). Start with torchrun, or unset RANK."
         ) from error
     return env
 
@@ -84,7 +84,9 @@ class Processes:
         num_machines: Number of machines.
         machine_rank: Rank of this machine, from 0.
         dist_url: ``tcp://HOST:PORT`` of the first machine. Used only with several machines.
-        dist_timeout: Seconds to wait for the other machines at the start.
+        dist_timeout: Seconds to wait for the other machines at the start. During the run, processes wait this long for
+            each other, but at least ``LEAST_TIMEOUT`` seconds.
+        env: Position of this process if torchrun has started it.
     """
 
     num_gpus: int = 1
@@ -92,18 +94,17 @@ class Processes:
     machine_rank: int = 0
     dist_url: str = "auto"
     dist_timeout: float = 600
+    env: DistributedEnv | None = dataclasses.field(default_factory=distributed_env)
 
     @property
     def world_size(self) -> int:
         """Number of processes on all machines."""
-        env = distributed_env()
-        return self.num_gpus * self.num_machines if env is None else env.world_size
+        return self.num_gpus * self.num_machines if self.env is None else self.env.world_size
 
     @property
     def is_first(self) -> bool:
         """Whether this process is, or starts, the process with rank 0."""
-        env = distributed_env()
-        return self.machine_rank == 0 if env is None else env.rank == 0
+        return self.machine_rank == 0 if self.env is None else self.env.rank == 0
 
     def check(self, device: str) -> None:
         """Check that the processes can run on this machine.
@@ -114,19 +115,13 @@ class Processes:
         Raises:
             ConfigError: If they cannot.
         """
-        env, on_cpu = distributed_env(), device.startswith("cpu")
+        env, on_cpu = self.env, device.startswith("cpu")
         if env is not None and (self.num_gpus != 1 or self.num_machines != 1):
             raise ConfigError(f"torchrun has started {env.world_size} processes. Remove --num-gpus and --num-machines.")
         if not 0 <= self.machine_rank < self.num_machines:
-            raise ConfigError(
-                f"--machine-rank is {self.machine_rank}. With --num-machines {self.num_machines} it must be from 0 to "
-                f"{self.num_machines - 1}."
-            )
+            raise ConfigError(f"--machine-rank is {self.machine_rank}. It must be from 0 to {self.num_machines - 1}.")
         if self.num_machines > 1 and not re.fullmatch(r"tcp://(?!127\.0\.0\.1:)[^/]+:\d{1,5}", self.dist_url):
-            raise ConfigError(
-                f"--dist-url is {self.dist_url}. With several machines it must be tcp://HOST:PORT, with the host name "
-                "of the first machine."
-            )
+            raise ConfigError(f"--dist-url is {self.dist_url}. Use tcp://HOST:PORT of the first machine.")
         if self.world_size > 1 and ":" in device:
             raise ConfigError(f"MODEL.DEVICE is {device}. With several processes, use {device.partition(':')[0]}.")
         here = self.num_gpus if env is None else env.local_world_size
@@ -154,12 +149,11 @@ def launch(run: Callable[..., object], arguments: tuple, processes: Processes, *
         ProcessRaisedException: If ``run`` raises any other exception in a new process. It has the traceback.
         SystemExit: If a signal stopped the run, with 128 plus the number of the signal.
     """
-    env = distributed_env()
     if processes.world_size == 1:
         run(*arguments)
-    elif env is not None:
+    elif processes.env is not None:
         url = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        with _process_group(env, device, url, processes.dist_timeout):
+        with _process_group(processes.env, device, url, processes.dist_timeout):
             run(*arguments)
     else:
         with tempfile.TemporaryDirectory() as folder:
@@ -241,8 +235,9 @@ def _process_group(env: DistributedEnv, device: str, url: str, timeout: float) -
     # Ray Train creates the group itself.
     is_ours = not torch.distributed.is_initialized()
     if is_ours:
-        store = _rendezvous(env, url, timeout)
-        options = {"store": store, "rank": env.rank, "world_size": env.world_size, "timeout": TIMEOUT}
+        store, wait = _rendezvous(env, url, timeout), timedelta(seconds=max(timeout, LEAST_TIMEOUT))
+        store.set_timeout(wait)
+        options = {"store": store, "rank": env.rank, "world_size": env.world_size, "timeout": wait}
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo", **options)
     comm.create_local_process_group(env.local_world_size)
     comm.synchronize()
@@ -282,7 +277,6 @@ def _rendezvous(env: DistributedEnv, url: str, timeout: float) -> Store:
             if env.rank == 0 and store.check([f"{key} {rank}" for rank in range(env.world_size)]):
                 store.set(f"{key} all", "")
             if is_ours and store.check([f"{key} all"]):
-                store.set_timeout(TIMEOUT)
                 return PrefixStore(key, store)
         waited = time.monotonic() - begin
         if waited > min(notice, timeout) and env.local_rank == 0:
@@ -291,8 +285,8 @@ def _rendezvous(env: DistributedEnv, url: str, timeout: float) -> Store:
             whom = f"machine rank{'s' * (len(missing) > 1)} {', '.join(missing) or 0} of {len(machines)} at {url}"
             if waited > timeout:
                 raise ConfigError(
-                    f"No answer from {whom} after {timeout:g} s (--dist-timeout). Start the run on all machines with "
-                    "the same arguments except --machine-rank, and check that the firewall allows the port."
+                    f"No answer from {whom} after {timeout:g} s. Start all machines within --dist-timeout, and check "
+                    "the firewall."
                 )
             print(f"waiting for {whom}: {waited:.0f} of {timeout:g} s", file=sys.stderr, flush=True)
             notice *= 2
@@ -313,8 +307,6 @@ def _open_store(env: DistributedEnv, url: str, timeout: float) -> Store | None:
         options = {"is_master": is_server, "wait_for_workers": False, "timeout": timedelta(seconds=timeout)}
         return TCPStore("localhost" if is_server else address.hostname, address.port, **options)
     except (socket.gaierror, DistNetworkError) as error:
-        raise ConfigError(
-            f"Cannot connect to the first machine at {url}: {str(error).splitlines()[0]}. Check --dist-url."
-        ) from error
+        raise ConfigError(f"Cannot connect to {url}: {str(error).splitlines()[0]}. Check --dist-url.") from error
     except OSError:
         return None

@@ -16,10 +16,10 @@ from torch import nn
 from backbones import ConfigError
 from backbones.errors import check_file, closest
 from projects_vil import data
-from projects_vil.config import config_items, default_config, one_line
+from projects_vil.config import choose_device, config_items, default_config, one_line
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.launch import Processes, launch
-from projects_vil.engine.train import lock_output_dir, run_evaluation, run_training
+from projects_vil.engine.train import run_evaluation, run_training
 from projects_vil.engine.trainer import Trainer
 from projects_vil.evaluation import CheckedEvaluator
 from projects_vil.solver import clip_full_model
@@ -73,28 +73,25 @@ def run_lazy_config(
         ConfigError: For a mistake in the config, in the overrides, or in a file that they name.
     """
     cfg = load_lazy_config(path, overrides)
-    device = str(cfg.train.device)
-    processes.check(device)
     with _explained_errors(path):
         with torch.device("meta"):
             model = instantiate(cfg.model)
             if not eval_only:
                 build_lazy_optimizer(cfg, model)  # Raises an error if a pattern matches no parameter.
         instantiate(cfg.lr_multiplier)
-        options = lazy_options(cfg, model)
+        options = choose_device(lazy_options(cfg, model), requested=True)
     data.register_datasets(options)
+    processes.check(options.MODEL.DEVICE)
     check_setup(options, processes=processes.world_size, eval_only=eval_only, resume=resume, model=model)
     for split in ("train", "test"):
         given = cfg.dataloader[split].mapper.image_format
         if given != model.input_format:
-            raise ConfigError(
-                f"model.input_format is '{model.input_format}', but dataloader.{split}.mapper.image_format is "
-                f"'{given}'. Set both to the same format."
-            )
+            key = f"dataloader.{split}.mapper.image_format"
+            raise ConfigError(f"{key} is '{given}'. Use model.input_format, '{model.input_format}'.")
     if len(options.DATASETS.TEST) != 1:
         raise ConfigError(f"dataloader.test.dataset.names is {options.DATASETS.TEST}. It must have one dataset.")
     with cleanup_on_failure(Path(options.OUTPUT_DIR)):
-        launch(_run, (str(path), tuple(overrides), eval_only, resume), processes, device=device)
+        launch(_run, (str(path), tuple(overrides), eval_only, resume), processes, device=options.MODEL.DEVICE)
 
 
 def _run(path: str, overrides: Sequence[str], eval_only: bool, resume: bool) -> None:
@@ -102,12 +99,8 @@ def _run(path: str, overrides: Sequence[str], eval_only: bool, resume: bool) -> 
     cfg = load_lazy_config(path, overrides)
     with torch.device("meta"):
         options = lazy_options(cfg, instantiate(cfg.model))
-    data.register_datasets(options)
-    if eval_only:
-        run_evaluation(options, lazy_trainer(cfg), resume=resume)
-    else:
-        with lock_output_dir(options, resume=resume):
-            run_training(options, lazy_trainer(cfg), resume=resume)
+    run = run_evaluation if eval_only else run_training
+    run(options, lazy_trainer(cfg), resume)
 
 
 @contextlib.contextmanager
@@ -240,6 +233,8 @@ def lazy_trainer(lazy: DictConfig) -> type[Trainer]:
         build_optimizer = staticmethod(lambda cfg, model: build_lazy_optimizer(lazy, model))
         build_train_loader = staticmethod(lambda cfg: instantiate(lazy.dataloader.train))
         build_test_loader = staticmethod(lambda cfg, dataset_name: instantiate(lazy.dataloader.test))
+        # The loaders of a LazyConfig read the datasets.
+        read_datasets = staticmethod(lambda cfg, train=True: 0)
 
         @classmethod
         def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> LRMultiplier:
@@ -247,7 +242,7 @@ def lazy_trainer(lazy: DictConfig) -> type[Trainer]:
 
         @classmethod
         def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
-            return CheckedEvaluator(instantiate(lazy.dataloader.evaluator), data.class_order(cfg, dataset_name))
+            return CheckedEvaluator([instantiate(lazy.dataloader.evaluator)], data.class_order(cfg, dataset_name))
 
         @classmethod
         def write_config(cls, cfg: CfgNode, path: Path) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -15,10 +15,10 @@ from detectron2.utils.collect_env import collect_env_info
 from detectron2.utils.env import seed_all_rng
 
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import GENERATOR, check_replaceable
-from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
+from backbones.errors import GENERATOR, check_replaceable, counted
+from projects_vil import data
+from projects_vil.checkpoint import Checkpointer, remove_run
 from projects_vil.config import CONFIG_FILE, check_override_effects, choose_device, set_precision, with_overrides
-from projects_vil.data import read_datasets, register_datasets
 from projects_vil.engine.auto_micro_batch import choose_micro_batches
 from projects_vil.engine.checks import check_output_dir, check_setup
 from projects_vil.engine.launch import Processes, launch
@@ -48,58 +48,19 @@ def launch_run(
         ConfigError: For a mistake in the config or in a file that it names. See also :func:`~.launch.launch`.
     """
     cfg = choose_device(cfg, requested="MODEL.DEVICE" in overridden)
-    register_datasets(cfg)
+    data.register_datasets(cfg)
     processes.check(cfg.MODEL.DEVICE)
     if not eval_only:
         check_override_effects(cfg, overridden)
     check_setup(cfg, processes=processes.world_size, eval_only=eval_only, resume=resume)
-    arguments = (cfg, resume) if eval_only else (cfg, resume, tuple(overridden))
-    run = _evaluate if eval_only else _train
-    launch(run, arguments, processes, device=cfg.MODEL.DEVICE)
-
-
-def _evaluate(cfg: CfgNode, resume: bool) -> None:
-    register_datasets(cfg)
-    log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
-    read_datasets(cfg, train=False)
-    run_evaluation(cfg, Trainer, resume=resume)
-
-
-def _train(cfg: CfgNode, resume: bool, overridden: Collection[str]) -> None:
-    register_datasets(cfg)
-    with lock_output_dir(cfg, resume=resume):
-        log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
-        # The datasets are read before any file of an older run is deleted.
-        num_images = read_datasets(cfg)
-        cfg, lines = schedule_by_epochs(cfg, num_images, overridden)
-        for line in lines:
-            logging.getLogger(__name__).info(line)
-        cfg = scale_learning_rate(cfg)
-        if cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS == "auto":
-            cfg = choose_micro_batches(cfg, resume=resume)
-        run_training(cfg, Trainer, resume=resume)
-
-
-@contextlib.contextmanager
-def lock_output_dir(cfg: CfgNode, *, resume: bool) -> Iterator[None]:
-    """Lock ``OUTPUT_DIR`` against other runs in rank 0. The other processes wait for the lock.
-
-    Args:
-        cfg: Config of the run.
-        resume: Whether the user asked to resume.
-
-    Raises:
-        ConfigError: If another run uses the directory, or if one finished there after this run started.
-    """
-    with run_lock(cfg.OUTPUT_DIR) if comm.is_main_process() else contextlib.nullcontext():
-        comm.synchronize()
-        check_output_dir(cfg, resume=resume)
-        yield
+    if eval_only:
+        launch(run_evaluation, (cfg, Trainer, resume), processes, device=cfg.MODEL.DEVICE)
+    else:
+        launch(run_training, (cfg, Trainer, resume, tuple(overridden)), processes, device=cfg.MODEL.DEVICE)
 
 
 def _set_up_run(cfg: CfgNode, *, eval_only: bool) -> None:
-    """Set up logs, seeds, cuDNN and precision as detectron2's ``default_setup``, without writing ``config.yaml``."""
-    log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
+    """Log the environment, and set seeds, cuDNN and precision as detectron2's ``default_setup``."""
     logger = logging.getLogger("detectron2")
     logger.info("Rank of current process: %d. World size: %d", comm.get_rank(), comm.get_world_size())
     logger.info("Environment info:\n%s", collect_env_info())
@@ -119,50 +80,67 @@ def save_config(cfg: CfgNode, trainer: type[Trainer]) -> None:
             partial.write_text(f"# {GENERATOR}\n{partial.read_text()}")
 
 
-def run_training(cfg: CfgNode, trainer_class: type[Trainer], *, resume: bool) -> OrderedDict | None:
-    """Train in one process. Call this function inside :func:`lock_output_dir`.
+def run_training(
+    cfg: CfgNode, trainer_class: type[Trainer], resume: bool, overridden: Collection[str] = ()
+) -> OrderedDict | None:
+    """Train in one process. ``OUTPUT_DIR`` is locked against other runs by rank 0, and the other processes wait for it.
 
     Args:
         cfg: Config of the run.
-        trainer_class: Trainer of the run. It is built from the config with the final seed.
+        trainer_class: Trainer of the run. It is built from the config with the final schedule and seed.
         resume: Continue from the last checkpoint.
+        overridden: Config keys that the user set for this run.
 
     Returns:
         The results of the best checkpoint, or of the last evaluation without ``TEST.BEST_METRIC``, or ``None``.
+
+    Raises:
+        ConfigError: If another run uses ``OUTPUT_DIR``, or if one finished there after this run started.
     """
-    is_new = not (resume and checkpoints_of(cfg.OUTPUT_DIR))
-    comm.synchronize()
-    # This key applies to this start only. A later start with this config.yaml must not delete the run.
-    values: dict[str, object] = {"OVERWRITE_OUTPUT_DIR": False}
-    if is_new and cfg.SEED < 0:
-        # The seed determines the initial weights and is written to config.yaml.
-        values["SEED"] = comm.shared_random_seed()
-    if is_new and cfg.OVERWRITE_OUTPUT_DIR and comm.is_main_process():
-        remove_run(cfg.OUTPUT_DIR)
-    cfg = with_overrides(cfg, values)
-    _set_up_run(cfg, eval_only=False)
-    logger, solver = logging.getLogger(__name__), cfg.SOLVER
-    if resume and is_new:
-        start = f"from '{cfg.MODEL.WEIGHTS}'" if cfg.MODEL.WEIGHTS else "with random weights (MODEL.WEIGHTS is empty)"
-        logger.warning("%s has no checkpoint to --resume from. Training starts %s.", cfg.OUTPUT_DIR, start)
-    if solver.WARMUP_ITERS >= solver.MAX_ITER:
-        logger.warning(
-            f"The learning rate never reaches SOLVER.BASE_LR, because SOLVER.WARMUP_ITERS is {solver.WARMUP_ITERS} and "
-            f"SOLVER.MAX_ITER is {solver.MAX_ITER}."
+    data.register_datasets(cfg)
+    is_main, logger = comm.is_main_process(), logging.getLogger(__name__)
+    with run_lock(cfg.OUTPUT_DIR) if is_main else contextlib.nullcontext():
+        comm.synchronize()
+        is_new = not check_output_dir(cfg, resume=resume)
+        log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
+        # The datasets are read before any file of an older run is deleted.
+        num_images = trainer_class.read_datasets(cfg)
+        cfg, lines = schedule_by_epochs(cfg, num_images, overridden)
+        for line in lines:
+            logger.info(line)
+        cfg = scale_learning_rate(cfg)
+        if cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS == "auto":
+            cfg = choose_micro_batches(cfg, resume=resume)
+        comm.synchronize()
+        # This key applies to this start only. A later start with this config.yaml must not delete the run.
+        values: dict[str, object] = {"OVERWRITE_OUTPUT_DIR": False}
+        if is_new and cfg.SEED < 0:
+            # The seed determines the initial weights and is written to config.yaml.
+            values["SEED"] = comm.shared_random_seed()
+        if is_new and cfg.OVERWRITE_OUTPUT_DIR and is_main:
+            remove_run(cfg.OUTPUT_DIR)
+        cfg = with_overrides(cfg, values)
+        _set_up_run(cfg, eval_only=False)
+        solver = cfg.SOLVER
+        if resume and is_new:
+            weights = cfg.MODEL.WEIGHTS
+            start = f"from '{weights}'" if weights else "with random weights (MODEL.WEIGHTS is empty)"
+            logger.warning("%s has no checkpoint to --resume from. Training starts %s.", cfg.OUTPUT_DIR, start)
+        if solver.WARMUP_ITERS >= solver.MAX_ITER:
+            logger.warning("The learning rate never reaches BASE_LR: SOLVER.WARMUP_ITERS is not below MAX_ITER.")
+        logger.info(
+            f"training {cfg.MODEL.META_ARCHITECTURE} with {cfg.MODEL.TRANSFORMER.VARIANT} on {cfg.MODEL.DEVICE} in "
+            f"{counted(comm.get_world_size(), 'process')}: {solver.MAX_ITER} iterations. The config, the model and the "
+            f"environment are in {cfg.OUTPUT_DIR}/log.txt"
         )
-    logger.info(
-        f"training {cfg.MODEL.META_ARCHITECTURE} with {cfg.MODEL.TRANSFORMER.VARIANT} on {cfg.MODEL.DEVICE} in "
-        f"{comm.get_world_size()} process{'es' if comm.get_world_size() > 1 else ''}: {solver.MAX_ITER} iterations. "
-        f"The config, the model and the environment are in {cfg.OUTPUT_DIR}/log.txt"
-    )
-    trainer = trainer_class(cfg)
-    trainer.resume_or_load(resume=resume)
-    # The checkpoint of a resumed run is loaded first. If that fails, config.yaml is unchanged.
-    save_config(trainer.cfg, trainer_class)
-    return trainer.evaluate_best(trainer.train())
+        trainer = trainer_class(cfg)
+        trainer.resume_or_load(resume=resume)
+        # The checkpoint of a resumed run is loaded first. If that fails, config.yaml is unchanged.
+        save_config(trainer.cfg, trainer_class)
+        return trainer.evaluate_best(trainer.train())
 
 
-def run_evaluation(cfg: CfgNode, trainer: type[Trainer], *, resume: bool) -> None:
+def run_evaluation(cfg: CfgNode, trainer: type[Trainer], resume: bool) -> None:
     """Evaluate a model in one process.
 
     Args:
@@ -170,6 +148,9 @@ def run_evaluation(cfg: CfgNode, trainer: type[Trainer], *, resume: bool) -> Non
         trainer: Builds and evaluates the model.
         resume: Evaluate the last checkpoint in ``OUTPUT_DIR`` instead of ``MODEL.WEIGHTS``.
     """
+    data.register_datasets(cfg)
+    log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
+    trainer.read_datasets(cfg, train=False)
     _set_up_run(cfg, eval_only=True)
     folder = Path(cfg.OUTPUT_DIR)
     # A training run keeps its config.

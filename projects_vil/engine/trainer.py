@@ -18,7 +18,6 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase, create_ddp_model
 from detectron2.engine.hooks import CallbackHook, EvalHook, IterationTimer, PreciseBN
-from detectron2.evaluation import DatasetEvaluator
 from detectron2.structures import BitMasks, Boxes, Instances
 from detectron2.utils import comm
 from detectron2.utils.events import EventWriter, TensorboardXWriter, get_event_storage, has_event_storage
@@ -30,10 +29,10 @@ from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention
 from backbones.checkpoint_files import atomic_write
 from projects_vil import data, evaluation, solver
-from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer
+from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer, remove_partial
 from projects_vil.config import one_line, with_overrides
 from projects_vil.engine import hooks
-from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_service_writers
+from projects_vil.engine.writers import SERVICES, MetricPrinter, MetricsFile
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
 from projects_vil.modeling import MicroBatches, add_tiles, amp_dtype, autocast_detector, eval_dtype, use_sync_free_parts
 from projects_vil.utils import read_json, stop_requests, terminate, terminating_between_calls
@@ -303,9 +302,7 @@ class TrainStep(SimpleTrainer):
                 f"{message} No weight has changed. --resume from the last checkpoint with a lower SOLVER.BASE_LR, or "
                 f"skip such steps with SOLVER.MAX_NONFINITE_STEPS {max(2 * self.max_nonfinite_steps, 10)}."
             )
-        _logger.warning(
-            f"{message} Skipped {self.skipped} of SOLVER.MAX_NONFINITE_STEPS {self.max_nonfinite_steps} steps."
-        )
+        _logger.warning(f"{message} Skipped {self.skipped} of {self.max_nonfinite_steps} (SOLVER.MAX_NONFINITE_STEPS).")
 
     def write_nonfinite(self, iteration: int, *new: dict[str, Any]) -> None:
         """Write ``nonfinite.json``: its entries before an iteration, and new ones. An empty file is deleted."""
@@ -329,9 +326,8 @@ class TrainStep(SimpleTrainer):
         own, saved = self.optimizer.state_dict()["param_groups"], state_dict.get("optimizer")
         if saved is None or _group_types(saved["param_groups"]) != _group_types(own):
             raise ConfigError(
-                "The checkpoint has no optimizer state for the optimizer, LR_MULTIPLIERS and frozen stages of this "
-                "config. Resume with SOLVER and MODEL.BACKBONE.FREEZE_AT of its config.yaml, or start from its weights "
-                "(MODEL.WEIGHTS, without --resume, in another OUTPUT_DIR)."
+                "The optimizer state of the checkpoint does not fit the optimizer, LR_MULTIPLIERS or FREEZE_AT of this "
+                "config. Resume with its config.yaml, or start from its weights (MODEL.WEIGHTS) in another OUTPUT_DIR."
             )
         pairs = list(zip(saved["param_groups"], own, strict=True))
         changed = [name for key, name in _RATES.items() if any(old.get(key) != new.get(key) for old, new in pairs)]
@@ -358,8 +354,7 @@ class Trainer(DefaultTrainer):
     """Train, evaluate and resume a detector, as detectron2's DefaultTrainer.
 
     On the CPU a resumed run is identical to an uninterrupted run, bit by bit. Each iteration is seeded by the seed of
-    the run (:class:`~projects_vil.engine.hooks.SeedIterations`), and so is each image
-    (:mod:`projects_vil.data.samplers`).
+    the run, the iteration and the rank, and so is each image (:mod:`projects_vil.data.samplers`).
 
     Args:
         cfg: all options of the run. ``SOLVER.GRADIENT_ACCUMULATION_STEPS`` must be a number: ``"auto"`` is resolved by
@@ -375,10 +370,12 @@ class Trainer(DefaultTrainer):
 
     log_period = 20
     averaged: hooks.ExponentialAverage | None = None
+    read_datasets = staticmethod(data.read_datasets)
     build_optimizer = staticmethod(solver.build_optimizer)
     build_lr_scheduler = staticmethod(solver.build_lr_scheduler)
     build_train_loader = staticmethod(data.build_train_loader)
     build_test_loader = staticmethod(data.build_test_loader)
+    build_evaluator = staticmethod(evaluation.build_evaluator)
 
     def __init__(self, cfg: CfgNode) -> None:
         # DefaultTrainer's would build its own step, and DistributedDataParallel only on GPUs.
@@ -422,18 +419,11 @@ class Trainer(DefaultTrainer):
         """Write a config as a file that starts or evaluates the same run."""
         path.write_text(cfg.dump())
 
-    @classmethod
-    def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
-        folder = Path(cfg.OUTPUT_DIR) / "inference"
-        if len(cfg.DATASETS.TEST) > 1:
-            folder /= dataset_name
-        return evaluation.build_evaluator(cfg, dataset_name, str(folder))
-
     def build_hooks(self) -> list[HookBase]:
-        """Build the hooks in the order of an iteration: seeds and schedules, checkpoint, evaluation, metrics."""
+        """Build the hooks in the order of an iteration: schedules, checkpoint, evaluation, metrics."""
         options, test, transformer = self.cfg.SOLVER, self.cfg.TEST, self.cfg.MODEL.TRANSFORMER
         model, is_main, eval_period = unwrapped(self.model), comm.is_main_process(), test.EVAL_PERIOD
-        before: list[HookBase] = [hooks.SeedIterations(), hooks.MetricsHistory()]
+        before: list[HookBase] = [hooks.MetricsHistory()]
         if transformer.RANDOM_SHIFT_FRACTION:
             before.append(hooks.RandomShift(model, transformer.RANDOM_SHIFT_FRACTION))
         if any(isinstance(module, PerformerAttention) for module in model.modules()):
@@ -468,6 +458,8 @@ class Trainer(DefaultTrainer):
 
     def run_step(self) -> None:
         """Train on a batch, and wait for the device if metrics, a checkpoint or an evaluation follow."""
+        # Stochastic depth, sampled proposals and other random numbers then need no state in the checkpoint.
+        data.seed_all(data.derived_seed("iteration", self.seed, self.iter, comm.get_rank()))
         super().run_step()
         done = self.iter + 1
         periods = (self.cfg.SOLVER.CHECKPOINT_PERIOD, self.cfg.TEST.EVAL_PERIOD)
@@ -485,7 +477,8 @@ class Trainer(DefaultTrainer):
         printer = MetricPrinter(self.max_iter, batch_size=self.cfg.SOLVER.IMS_PER_BATCH)
         self._metrics_file = MetricsFile(Path(self.cfg.OUTPUT_DIR) / "metrics.json")
         tensorboard = TensorboardXWriter(self.cfg.OUTPUT_DIR)
-        return [printer, tensorboard, self._metrics_file, *build_service_writers(self.cfg)]
+        services = [build(self.cfg) for key, (_, build) in SERVICES.items() if self.cfg.LOGGING[key]]
+        return [printer, tensorboard, self._metrics_file, *services]
 
     def resume_or_load(self, resume: bool = True) -> None:
         """Resume from the last checkpoint in ``OUTPUT_DIR``, or load ``MODEL.WEIGHTS``.
@@ -498,17 +491,13 @@ class Trainer(DefaultTrainer):
             self.start_iter = self.iter + 1
             self.seed = contents.get("seed", self.seed)
             if self.cfg.SEED not in (-1, self.seed):
-                _logger.warning(
-                    "SEED %d of the config is not used: the run continues with %d.", self.cfg.SEED, self.seed
-                )
+                _logger.warning("SEED %d is not used: the run continues with %d.", self.cfg.SEED, self.seed)
             self.cfg = with_overrides(self.cfg, {"SEED": self.seed})
             restore_loss_normalizer(model, contents.get("loss_normalizers", []))
             self._is_unfinished = not contents.get("finished", True)
             _logger.info("Resuming %s at iteration %d", path, self.start_iter)
             if self.start_iter >= self.max_iter:
-                level = logging.WARNING if self.start_iter > self.max_iter else logging.INFO
-                done = f"The run already has {self.start_iter} iterations, and SOLVER.MAX_ITER is {self.max_iter}"
-                _logger.log(level, "%s: nothing is trained.", done)
+                _logger.warning("The run already has %d iterations: nothing is trained.", self.start_iter)
         if self.averaged is not None and not self.checkpointer.has_average:
             self.averaged.module.load_state_dict(model.state_dict())
             if path is not None:
@@ -574,6 +563,7 @@ class Trainer(DefaultTrainer):
         if self._metrics_file is not None:
             self._metrics_file.start(self.start_iter - self._is_unfinished)
         if comm.is_main_process():
+            remove_partial(self.cfg.OUTPUT_DIR)
             # Without the entries of another run, and of iterations that a resumed run repeats.
             self._trainer.write_nonfinite(self.start_iter)
         super().before_train()

@@ -16,7 +16,6 @@ from detectron2.utils.logger import log_first_n
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import check_file
 from projects_vil.config import one_line
 from projects_vil.utils import memory_of, parse_json
 
@@ -64,8 +63,6 @@ class MetricsFile(JSONWriter):
     """detectron2's writer of ``metrics.json``, without repeated iterations in a resumed run."""
 
     def __init__(self, path: Path) -> None:
-        if path.exists():
-            check_file(path, "file of metrics")
         super().__init__(str(path), SMOOTHING_WINDOW)
         self.path = path
 
@@ -167,21 +164,15 @@ def mlflow_writer(cfg: CfgNode) -> ServiceWriter:
     return ServiceWriter(log, close)
 
 
-_SERVICES = {"WANDB_PROJECT": ("wandb", wandb_writer), "MLFLOW_EXPERIMENT": ("mlflow", mlflow_writer)}
+# Key of LOGGING -> the package and the writer of a service.
+SERVICES = {"WANDB_PROJECT": ("wandb", wandb_writer), "MLFLOW_EXPERIMENT": ("mlflow", mlflow_writer)}
 
 
 def check_services(cfg: CfgNode) -> None:
     """Raise a ConfigError if the package of an enabled service is not installed."""
-    for key, (module, _) in _SERVICES.items():
+    for key, (module, _) in SERVICES.items():
         if cfg.LOGGING[key]:
             spec = importlib.util.find_spec(module)
             # A folder that wandb has written is found too, without an origin.
             if spec is None or spec.origin is None:
-                raise ConfigError(
-                    f"LOGGING.{key} is {cfg.LOGGING[key]!r}, but {module} is not installed. Run 'pip install {module}'."
-                )
-
-
-def build_service_writers(cfg: CfgNode) -> list[EventWriter]:
-    """Build a writer for each enabled service."""
-    return [build_writer(cfg) for key, (_, build_writer) in _SERVICES.items() if cfg.LOGGING[key]]
+                raise ConfigError(f"LOGGING.{key} needs {module}. Run 'pip install {module}'.")

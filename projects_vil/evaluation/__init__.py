@@ -5,7 +5,6 @@ from projects_vil.evaluation.evaluators import (
     CheckedEvaluator,
     COCOEvaluator,
     build_evaluator,
-    check_coco_api,
     check_metric,
     split_metric_name,
 )

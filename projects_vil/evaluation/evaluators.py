@@ -1,7 +1,6 @@
 """Build the evaluator of a dataset, and list its metrics."""
 
 import functools
-import importlib.util
 import json
 import logging
 import os
@@ -31,7 +30,7 @@ from pycocotools.cocoeval import COCOeval
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import check_choice, closest
+from backbones.errors import closest
 from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data import class_names, class_order, ground_truth, label_reader
 from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
@@ -55,20 +54,28 @@ _LABEL_METRICS = ("mIoU", "fwIoU", "mACC", "pACC")
 _CLASS_METRICS = ("IoU", "ACC", "BoundaryIoU", "min(IoU, B-Iou)")
 
 
-def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> DatasetEvaluator:
+def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str | None = None) -> DatasetEvaluator:
     """Build the evaluator of a dataset: COCO, LVIS, Pascal VOC or semantic segmentation, by its ``evaluator_type``.
 
     The things and stuff of a PanopticFPN are evaluated separately. The classes of the model are matched to the classes
     of the dataset by name.
 
+    Args:
+        cfg: the config of the model.
+        dataset_name: a name in detectron2's catalog.
+        output_folder: the folder for predictions. By default ``OUTPUT_DIR/inference``, or a folder with the name of the
+            dataset in it if there are several test datasets.
+
     Raises:
-        ConfigError: if the dataset has another type, ``DATASETS.CHECK`` rejects its annotations, ``TEST.COCO_API`` is
-            not installed, or :func:`~projects_vil.data.class_order` raises.
+        ConfigError: if the dataset has another type, ``DATASETS.CHECK`` rejects its annotations, or
+            :func:`~projects_vil.data.class_order` raises.
     """
+    if output_folder is None:
+        parts = [dataset_name] if len(cfg.DATASETS.TEST) > 1 else []
+        output_folder = os.path.join(cfg.OUTPUT_DIR, "inference", *parts)
     evaluator_type, evaluators = MetadataCatalog.get(dataset_name).get("evaluator_type"), []
     is_coco = evaluator_type in ("coco", "coco_panoptic_seg")
     if is_coco:
-        check_coco_api(cfg.TEST.COCO_API)
         evaluator_class = COCOEvaluator if cfg.TEST.COCO_API == COCO_APIS[0] else FasterCOCOEvaluator
         options = {"masks": cfg.MODEL.MASK_ON, "check": cfg.DATASETS.CHECK}
         options |= {"output_dir": output_folder, "max_dets_per_image": cfg.TEST.DETECTIONS_PER_IMAGE}
@@ -82,27 +89,24 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Data
         evaluators.append(SemSegEvaluator(dataset_name, output_dir=output_folder, sem_seg_loading_fn=read))
     if not evaluators:
         raise ConfigError(f"{dataset_name} is of type {evaluator_type!r}. Use coco, lvis, pascal_voc or sem_seg.")
-    evaluator = evaluators[0] if len(evaluators) == 1 else DatasetEvaluators(evaluators)
-    return CheckedEvaluator(evaluator, class_order(cfg, dataset_name))
+    return CheckedEvaluator(evaluators, class_order(cfg, dataset_name))
 
 
-class CheckedEvaluator(DatasetEvaluator):
-    """Check the detections for an evaluator, and map the class indices of the model to the classes of the dataset.
+class CheckedEvaluator(DatasetEvaluators):
+    """Check the detections for evaluators, and map the class indices of the model to the classes of the dataset.
 
     A detection that is not finite raises a :class:`ConfigError`. Detections of classes that the dataset lacks are
     dropped.
 
     Args:
-        evaluator: an evaluator for the classes of the dataset.
+        evaluators: evaluators for the classes of the dataset.
         order: the model's index of each class of the dataset (:func:`~projects_vil.data.class_order`); None if both
             have the same classes.
     """
 
-    def __init__(self, evaluator: DatasetEvaluator, order: Sequence[int] | None) -> None:
-        self.evaluator, self.order = evaluator, order
-
-    def reset(self) -> None:
-        self.evaluator.reset()
+    def __init__(self, evaluators: Sequence[DatasetEvaluator], order: Sequence[int] | None) -> None:
+        super().__init__(evaluators)
+        self.order = order
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
         matched = []
@@ -118,17 +122,7 @@ class CheckedEvaluator(DatasetEvaluator):
                     instances.pred_classes = indices
                 output = output | {"instances": instances}
             matched.append(output)
-        self.evaluator.process(inputs, matched)
-
-    def evaluate(self) -> dict[str, Any]:
-        return self.evaluator.evaluate()
-
-
-def check_coco_api(name: str) -> None:
-    """Raise a :class:`ConfigError` unless ``TEST.COCO_API`` is one of ``COCO_APIS`` and installed."""
-    check_choice("TEST.COCO_API", name, COCO_APIS)
-    if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"TEST.COCO_API {name} is not installed. Run 'pip install faster-coco-eval'.")
+        super().process(inputs, matched)
 
 
 class COCOEvaluator(coco_evaluation.COCOEvaluator):
@@ -331,10 +325,7 @@ def check_metric(cfg: CfgNode) -> None:
     names = metric_names(cfg, dataset)
     if metric not in names and not metric.startswith(f"{LOSS_TASK}/loss_"):
         hint = closest(metric, names, most=3) or "."
-        raise ConfigError(
-            f"TEST.BEST_METRIC '{metric}' is not a metric of {dataset}{hint} Use TASK/METRIC as in metrics.json, such "
-            f"as {names[0]}."
-        )
+        raise ConfigError(f"TEST.BEST_METRIC '{metric}' is not in {dataset}{hint} Use TASK/METRIC, such as {names[0]}.")
 
 
 def split_metric_name(cfg: CfgNode) -> tuple[str, str]:

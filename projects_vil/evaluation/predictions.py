@@ -71,8 +71,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
         ids = matches[labels]
         if len(own) > 1 or any(one["id"] not in missing for one in own):
             raise ConfigError(
-                f"'{path[1:]}' in '{file}' matches several images of {name}, or an image with another row. Predict on "
-                "the folder of the dataset, so that the paths are unique."
+                f"'{path[1:]}' in '{file}' matches several images or rows of {name}. Predict on the dataset's folder."
             )
         row["masks"] = row["masks"] if has_masks else None
         for image in own:
@@ -123,8 +122,7 @@ def _results(row: dict[str, Any], image: dict[str, Any], ids: dict[int, int]) ->
     size, expected = [row["height"], row["width"]], [image["height"], image["width"]]
     if size != expected and not row["error"]:
         raise ConfigError(
-            f"'{row['file_name']}' has {size} pixels, but {expected} in the annotations. Use the predictions of this "
-            "dataset, or correct the annotations."
+            f"'{row['file_name']}' has {size} pixels, but {expected} in the annotations. Predict on these images."
         )
     boxes = np.array(row["boxes"], np.float32).reshape(-1, 4)
     boxes[:, 2:] -= boxes[:, :2]

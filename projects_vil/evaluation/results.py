@@ -34,10 +34,7 @@ def check_finite(boxes: ArrayLike, scores: ArrayLike, *, source: str) -> None:
     """
     rows = np.column_stack([np.asarray(scores, np.float64), np.asarray(boxes, np.float64).reshape(-1, 4)])
     for score, *box in rows[~np.isfinite(rows).all(axis=1)][:1].tolist():
-        raise ConfigError(
-            f"A detection in {source} has the box {box} and the score {score}, which are not all finite. "
-            "Repair or remove it, or evaluate a model whose outputs are finite."
-        )
+        raise ConfigError(f"A detection in {source} is not finite: box {box}, score {score}. Repair or remove it.")
 
 
 def write_results(cfg: CfgNode, results: OrderedDict) -> None:
@@ -68,7 +65,8 @@ def _as_json(metrics: Mapping[str, float], classes: Iterable[str]) -> dict[str, 
     written: dict[str, object] = {metric: _or_none(value) for metric, value in metrics.items()}
     classes, per_class = list(classes), {}
     for metric in _CLASS_METRICS:
-        values = _class_values(metrics, metric)
+        prefix = f"{metric}-"
+        values = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
         if metric == "AP" and "AP" in metrics and not values:
             # detectron2 omits them if there is a single class or no detection.
             values = dict.fromkeys(classes, metrics["AP"] if len(classes) == 1 else math.nan)
@@ -79,12 +77,6 @@ def _as_json(metrics: Mapping[str, float], classes: Iterable[str]) -> dict[str, 
 
 def _or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _class_values(metrics: Mapping[str, float], metric: str) -> dict[str, float]:
-    """Return the values of a metric per class, from keys such as ``AP-dog``."""
-    prefix = f"{metric}-"
-    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
 
 def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:

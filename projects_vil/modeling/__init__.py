@@ -1,7 +1,6 @@
 """The backbones as detectron2 builds them, micro-batches, and test-time augmentation."""
 
 from projects_vil.modeling.backbone import (
-    AMP_DTYPES,
     LARGEST_BATCH,
     MAX_EXPORT_SIDE,
     MIN_EXPORT_SIDE,

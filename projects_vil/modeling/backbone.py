@@ -30,7 +30,6 @@ _logger = logging.getLogger(__name__)
 # post-processing compares scores and pastes masks by coordinates.
 _AUTOCAST_PARTS = r"backbone|head\.(cls|bbox)_subnet|proposal_generator\.rpn_head\.conv|roi_heads\.box_head(\.\d+)?"
 # The values of SOLVER.AMP.DTYPE besides "auto"
-AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Limits of exported programs: image sides in pixels, and images per batch.
 MIN_EXPORT_SIDE, MAX_EXPORT_SIDE, LARGEST_BATCH = 32, 8192, 1024
 
@@ -311,7 +310,7 @@ def amp_dtype(cfg: CfgNode) -> torch.dtype:
         name = "float16" if is_old else "bfloat16"
         # Every probe of the memory calls this function too.
         log_first_n(logging.INFO, f"Mixed precision: SOLVER.AMP.DTYPE auto is {name}", name=__name__)
-    return AMP_DTYPES[name]
+    return getattr(torch, name)
 
 
 def eval_dtype(cfg: CfgNode) -> torch.dtype:

@@ -12,7 +12,6 @@ from detectron2.config import CfgNode, get_cfg
 from backbones import ConfigError
 from projects_vil import load_config
 from projects_vil.config import (
-    check_device,
     check_override_effects,
     choose_device,
     config_path,
@@ -85,6 +84,7 @@ def test_pointrends_color_augmentation(tmp_path):
     assert cfg.INPUT.PHOTOMETRIC_DISTORTION and not default_config().INPUT.PHOTOMETRIC_DISTORTION
     assert not load_config(path, ["INPUT.PHOTOMETRIC_DISTORTION", "False"]).INPUT.PHOTOMETRIC_DISTORTION
     assert load_config(write(tmp_path, cfg.dump())).INPUT == cfg.INPUT
+    assert load_config(CONFIGS["retinanet"], ["INPUT.COLOR_AUG_SSD", "True"]).INPUT.PHOTOMETRIC_DISTORTION
 
 
 # -- files and overrides ---------------------------------------------------------------------------
@@ -238,8 +238,6 @@ def test_a_requested_device_is_used_or_refused(gpus):
         else:
             with pytest.raises(ConfigError, match=f"MODEL.DEVICE is {device}"):
                 choose_device(cfg, requested=True)
-            with pytest.raises(ConfigError, match=f"MODEL.DEVICE is {device}"):
-                check_device(cfg)
     with pytest.raises(ConfigError, match="MODEL.DEVICE is cuda"):
         choose_device(small_config("retinanet", "MODEL.DEVICE", "cuda"), devices=("cpu",), requested=True)
 
@@ -249,7 +247,7 @@ def test_attention_for_a_gpu():
     keys = ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"]
     found = choose_device(small_config("retinanet", *keys, "MODEL.DEVICE", "cuda"))
     assert (found.MODEL.DEVICE, found.MODEL.TRANSFORMER.ATTENTION_BACKEND) == ("cpu", "auto")
-    assert not check_device(found)
+    assert "ATTENTION_BACKEND" in message(choose_device, small_config("retinanet", *keys, "MODEL.DEVICE", "cpu"))
 
 
 @pytest.mark.parametrize(
