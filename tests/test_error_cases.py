@@ -29,7 +29,7 @@ RUN = "--config-file run/config.yaml --weights run/model_final.pth"
 PREDICT, EXPORT = f"predict.py {RUN} --output out", f"export_model.py {RUN} --output out"
 EXPORTED = "predict.py --config-file run/config.yaml --weights export/model.ts --input photos --output out"
 RESUME = "train_net.py --config-file run/config.yaml --resume"
-CHECK = "check_dataset.py mine/annotations.json mine/images"
+CHECK = "check_dataset.py mine/annotations.json --images mine/images"
 FINAL, SHAPES = "run/model_final.pth", "datasets/shapes/annotations/instances_train.json"
 # Files that a run writes, and files that a resumed run overwrites.
 OUTPUT = ("output", "output/*")

@@ -352,7 +352,6 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     """
     parser.add("data", "folder or annotation file of a dataset", type=existing_path, metavar="DATA")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
-    parser.add("folder", "the same as --images", type=existing_path, nargs="?", metavar="IMAGES")
     parser.add("--json", "write findings and unused files as JSON", type=output_file, metavar="FILE")
     fix_help = (
         "write a cleaned copy: a folder with a COCO file per split, or a file for a COCO file with --images; must not "
@@ -378,7 +377,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     if args.json:
         options |= {"num_examples": math.inf, "report": args.json}
     with removed_on_error(args.fix):
-        dataset, files = check_dataset(args.data, args.images or args.folder, fixed=args.fix, **options)
+        dataset, files = check_dataset(args.data, args.images, fixed=args.fix, **options)
         if dataset:
             show(dataset.line())
         for file in files.values():

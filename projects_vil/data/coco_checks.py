@@ -577,9 +577,8 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
     ),
 }.items() for row in rows}
 # fmt: on
-_FINDERS = (
-    *(find_in_categories, find_in_images, find_in_files, find_in_annotations, find_in_boxes, find_without_objects),
-)
+_FINDERS = (find_in_categories, find_in_images, find_in_files, find_in_annotations, find_in_boxes)
+_FINDERS += (find_without_objects,)
 
 
 def _shortened(value: object) -> str:

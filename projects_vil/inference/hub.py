@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,10 +21,8 @@ from projects_vil.utils import read_json
 T = TypeVar("T", bound="HubMixin")
 CARD_FILE = "README.md"
 # Keys with paths, services and names that belong to one machine.
-_PRIVATE = ("OUTPUT_DIR", "LOGGING", "MODEL.WEIGHTS", "MODEL.DEVICE", "TEST.EXPECTED_RESULTS", "DATASETS.COCO")
-_PRIVATE += ("DATASETS.ADE20K", "DATASETS.PROPOSAL_FILES_TRAIN", "DATASETS.PROPOSAL_FILES_TEST")
-# An absolute path, a path from the home or a relative folder, or a URL.
-_PATH = re.compile(r"(?:^|[\s=:,;'\"])(?:~|/|\\\\|[A-Za-z]:[\\/]|\.{1,2}[\\/]|\w+://)")
+_PRIVATE = ("OUTPUT_DIR", "LOGGING", "DATASETS", "MODEL.WEIGHTS", "MODEL.DEVICE", "TEST.EXPECTED_RESULTS")
+_PRIVATE += ("INPUT.ALBUMENTATIONS",)
 
 
 class HubMixin:
@@ -48,8 +45,7 @@ class HubMixin:
             repo_id: name on the Hub, for the example in the model card.
 
         Raises:
-            ConfigError: if the detector is an exported file, the config contains private paths, or the folder is the
-                folder of a run or cannot be written.
+            ConfigError: if the detector is an exported file, or the folder is the folder of a run or cannot be written.
         """
         folder, runner = Path(save_directory), self.runner
         if not isinstance(runner, EagerRunner):
@@ -85,7 +81,7 @@ class HubMixin:
             source=repo_id or "path/to/this/folder",
             has_masks=has_masks,
             categories=self.categories,
-            evaluation={k: v for k, v in (read_json(file) if has_results else {}).items() if not _is_path(k)},
+            evaluation={k: v for k, v in (read_json(file) if has_results else {}).items() if os.sep not in k},
         )
 
     def push_to_hub(
@@ -147,24 +143,6 @@ class HubMixin:
 
 
 def published_config(cfg: CfgNode) -> CfgNode:
-    """Return a config without the weights, folders, device, services and dataset files of one machine.
-
-    The names of datasets are kept, except for names that are paths.
-
-    Raises:
-        ConfigError: if another key contains a path.
-    """
+    """Return a config without the weights, folders, device, services and datasets of one machine."""
     usual = default_config()
-    values = {key: value_of(usual, key) for key in _PRIVATE}
-    for key in ("DATASETS.TRAIN", "DATASETS.TEST"):
-        values[key] = tuple(name for name in value_of(cfg, key) if not _is_path(name))
-    published, unchanged = with_overrides(cfg, values), usual.dump().splitlines()
-    for line in published.dump().splitlines():
-        if line not in unchanged and _PATH.search(line):
-            raise ConfigError(f"The config contains a path: {line.strip()}. Set the key to its default before saving.")
-    return published
-
-
-def _is_path(name: str) -> bool:
-    """Return whether the name of a dataset is a path."""
-    return os.sep in name or _PATH.search(name) is not None
+    return with_overrides(cfg, {key: value_of(usual, key) for key in _PRIVATE})

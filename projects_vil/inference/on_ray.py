@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
 from projects_vil.inference.detector import Detector
 from projects_vil.inference.image_listing import ARCHIVES, FORMATS, list_paths, load_listed, suffix_of
 from projects_vil.inference.image_loading import BATCHING_WINDOW, ImageBatches
@@ -27,6 +26,7 @@ from projects_vil.inference.parquet_writer import (
     schema_of,
     summarize,
     to_row,
+    write_part,
 )
 from projects_vil.inference.predict import Summary
 from vil.choices import EXPORT_SUFFIXES
@@ -148,10 +148,7 @@ def _finished(path: Path, made_of: dict[str, str]) -> np.ndarray:
     table = read_part(path, made_of, columns=["file_name", "error"])
     if table is not None:
         if failed := failed_rows(table):
-            table = read_part(path, made_of)
-            table = table.take(np.setdiff1d(np.arange(len(table)), failed))
-            with atomic_write(path) as partial:
-                parquet.write_table(table, partial, write_page_checksum=True)
+            table = write_part(path, read_part(path, made_of).take(np.setdiff1d(np.arange(len(table)), failed)))
         return _keys(table["file_name"].to_pylist())
     # Delete only files that Ray has named.
     if not re.fullmatch(r"\w+_\d{6}-\d+\.parquet", path.name):

@@ -109,6 +109,13 @@ def failed_rows(table: pa.Table) -> list[int]:
     return [row for row, error in enumerate(table["error"].to_pylist()) if (error or "").startswith(TEMPORARY_ERROR)]
 
 
+def write_part(path: Path, table: pa.Table) -> pa.Table:
+    """Write a Parquet file atomically, and return its table."""
+    with atomic_write(path) as partial:
+        parquet.write_table(table, partial, write_page_checksum=True)
+    return table
+
+
 def write_parts(
     detector: Detector,
     images: Iterator[ImageSource],
@@ -172,32 +179,22 @@ def write_parts(
                 rows = list(detector.detect(ImageBatches(part_images), convert, batch_size=batch_size))
                 if not rows:
                     return
-                table = write_part(path, rows)
+                table = write_part(path, pa.Table.from_pylist(rows, schema))
             else:
                 failed = failed_rows(table)
-                names, again = [], []
-                for index, image in enumerate(part_images):
-                    names.append(image.name)
-                    again += [image] * (index in failed)
-                if names != table["file_name"].to_pylist():
+                part = [(image.name, image if row in failed else None) for row, image in enumerate(part_images)]
+                if [name for name, _ in part] != table["file_name"].to_pylist():
                     raise ConfigError(
                         f"The images of '{path}' have changed since it was written. Use the same input, or choose "
                         "another output directory."
                     )
-                progress.update(len(table) - len(again))
-                if again:
-                    rows = table.to_pylist()
-                    new = detector.detect(ImageBatches(again), convert, batch_size=batch_size)
-                    for index, row in zip(failed, new, strict=True):
-                        rows[index] = row
-                    table = write_part(path, rows)
+                progress.update(len(table) - len(failed))
+                if failed:
+                    rows, again = table.to_pylist(), ImageBatches([image for _, image in part if image])
+                    for row, new in zip(failed, detector.detect(again, convert, batch_size=batch_size), strict=True):
+                        rows[row] = new
+                    table = write_part(path, pa.Table.from_pylist(rows, schema))
             yield table
-
-    def write_part(path: Path, rows: list[dict[str, Any]]) -> pa.Table:
-        table = pa.Table.from_pylist(rows, schema)
-        with atomic_write(path) as partial:
-            parquet.write_table(table, partial, write_page_checksum=True)
-        return table
 
     with progress_bar("image") as progress:
         return summarize(output, parts())

@@ -41,7 +41,7 @@ TOOLS = sorted({path.name for path in (ROOT / "tools").glob("*.py")})
 ABSENT = {
     "analyze_model.py": "--config-file absent",
     "benchmark.py": "--models vil_tiny_rpb MODEL.WEIGHTS absent.pth",
-    "check_dataset.py": "absent absent",
+    "check_dataset.py": "absent",
     "convert_checkpoint.py": "absent.pth out.pth --model vil_tiny",
     "export_model.py": f"{' '.join(FILE)} --output out --weights absent.pth",
     "lazyconfig_train_net.py": "--config-file absent",

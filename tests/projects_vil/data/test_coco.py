@@ -227,7 +227,7 @@ def test_the_number_of_images_is_logged_once_in_a_run(trained_run):
 
 def test_check_dataset(copy, tmp_path):
     edit(copy, lambda content: [one.update(bbox=[5, 5, None, 2]) for one in content["annotations"][:8]])
-    arguments = [copy / "annotations.json", copy / "images", "--json", tmp_path / "found.json"]
+    arguments = [copy / "annotations.json", "--images", copy / "images", "--json", tmp_path / "found.json"]
     result = run_tool("check_dataset.py", *arguments)
     assert str(copy / "annotations.json") in error_line(result) and "error: invalid_bbox" in result.stdout
     assert "and 3 more, which --json" in result.stdout and "objects per class: " in result.stdout
@@ -235,4 +235,4 @@ def test_check_dataset(copy, tmp_path):
     assert found["name"] == "invalid_bbox" and [one["annotation"] for one in found["examples"]] == list(range(1, 9))
     result = run_tool("check_dataset.py", *arguments, "--fix", tmp_path / "clean.json", "--deep")
     assert result.returncode == 0 and "changed 8" in result.stdout.splitlines()[-1], result.stderr
-    assert run_tool("check_dataset.py", tmp_path / "clean.json", copy / "images").returncode == 0
+    assert run_tool("check_dataset.py", tmp_path / "clean.json", "--images", copy / "images").returncode == 0

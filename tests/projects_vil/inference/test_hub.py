@@ -17,7 +17,7 @@ from projects_vil.checkpoint import METADATA_KEY, Categories
 from projects_vil.evaluation import write_results
 from projects_vil.inference import hub
 from projects_vil.visualization import DRAW_THRESHOLD
-from tests.projects_vil.helpers import assert_same_detections, small_config
+from tests.projects_vil.helpers import assert_same_detections
 from tests.projects_vil.inference.helpers import BrightHalfRunner, picture, save_run
 from tests.selection import slow_except
 
@@ -112,12 +112,6 @@ def test_folders_that_are_not_written(detector, run):
         with pytest.raises(ConfigError, match="exported"):
             call("folder")
     assert not os.path.exists("folder")
-
-
-def test_configs_with_paths():
-    assert hub.published_config(small_config("retinanet", *PRIVATE)).DATASETS.TRAIN == ("mine",)
-    with pytest.raises(ConfigError, match="VARIANT"):
-        hub.published_config(small_config("retinanet", "MODEL.TRANSFORMER.VARIANT", "/home/me/model"))
 
 
 # Cards
