@@ -56,7 +56,7 @@ def small_config(detector: str = "retinanet", *overrides: str) -> CfgNode:
 
 
 def run_tool(
-    name: str, *args, datasets_root: Path | None = None, root: Path = ROOT, fresh: bool = False
+    name: str, *args, datasets_root: Path | None = None, root: Path = ROOT, launcher: list[str] | None = None
 ) -> subprocess.CompletedProcess:
     """Run ``python tools/NAME ARGS`` in ``root`` in a separate process.
 
@@ -67,11 +67,11 @@ def run_tool(
         args: Arguments of the tool.
         datasets_root: Value of ``DETECTRON2_DATASETS``.
         root: Working directory.
-        fresh: Start a new interpreter instead. Use it if the effects or the output of imports matter.
+        launcher: Start a new interpreter instead, with these arguments before the tool.
     """
     command = [ROOT / "tools" / name, *args]
-    if fresh:
-        command, env = [sys.executable, *command], _environment(datasets_root)
+    if launcher is not None:
+        command, env = [sys.executable, *launcher, *command], _environment(datasets_root)
         return subprocess.run(
             list(map(str, command)), cwd=root, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
         )
@@ -87,21 +87,16 @@ def run_tool(
 
 
 def start_tool(
-    name: str,
-    *args,
-    folder: str | Path,
-    datasets_root: Path | None = None,
-    root: Path = ROOT,
-    file_size: int | None = None,
+    name: str, *args, folder: str | Path, datasets_root: Path | None = None, root: Path = ROOT, **options
 ) -> multiprocessing.process.BaseProcess:
-    """Start a tool in a forked process in ``root``. It writes ``stdout`` and ``stderr`` to files in ``folder``."""
+    """Start a tool in a forked process in ``root``. It writes ``stdout`` and ``stderr`` to files in ``folder``.
+
+    The other options are explained at :func:`.forked.run`.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([forked.__name__])
-    arguments = [str(argument) for argument in args]
-    env = _environment(datasets_root)
-    process = context.Process(
-        target=forked.run, args=(ROOT / "tools" / name, arguments, env, root, Path(folder), file_size)
-    )
+    words = (ROOT / "tools" / name, [str(argument) for argument in args], _environment(datasets_root), root)
+    process = context.Process(target=forked.run, args=(*words, Path(folder)), kwargs=options)
     process.start()
     return process
 
