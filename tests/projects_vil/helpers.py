@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from backbones import ConfigError
 from projects_vil import load_config
 from research.export_table import untrained_detector as untrained_detector
 from tests.projects_vil import forked
+
+Result = TypeVar("Result")
 
 ROOT = Path(__file__).resolve().parents[2]
 _DEMOS = ("retinanet", "mask_rcnn", "cascade_mask_rcnn", "semantic_fpn")
@@ -86,6 +90,13 @@ def run_tool(
         return subprocess.CompletedProcess(command, process.exitcode, *written)
 
 
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """Return the context for processes that have imported the libraries of the tools."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([forked.__name__])
+    return context
+
+
 def start_tool(
     name: str, *args, folder: str | Path, datasets_root: Path | None = None, root: Path = ROOT, **options
 ) -> multiprocessing.process.BaseProcess:
@@ -93,10 +104,8 @@ def start_tool(
 
     The other options are explained at :func:`.forked.run`.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([forked.__name__])
     words = (ROOT / "tools" / name, [str(argument) for argument in args], _environment(datasets_root), root)
-    process = context.Process(target=forked.run, args=(*words, Path(folder)), kwargs=options)
+    process = forkserver().Process(target=forked.run, args=(*words, Path(folder)), kwargs=options)
     process.start()
     return process
 
@@ -140,6 +149,15 @@ def error_line(result: subprocess.CompletedProcess) -> str:
     lines = result.stderr.splitlines()
     assert [line for line in lines if line.startswith("error: ")] == lines[-1:], result.stderr
     return lines[-1]
+
+
+def wait_for(condition: Callable[[], Result]) -> Result:
+    """Return the result of a condition as soon as it is true."""
+    deadline = time.monotonic() + PATIENCE
+    while not (result := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return result
 
 
 def last_child(pid: int) -> int:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -17,7 +16,16 @@ from projects_vil.engine.trainer import share_statistics
 from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.engine.test_resuming import RUN, assert_same_run
 from tests.projects_vil.forked import fork_processes
-from tests.projects_vil.helpers import CONFIGS, PATIENCE, SMALL, last_child, run_tool, small_config, start_tool
+from tests.projects_vil.helpers import (
+    CONFIGS,
+    PATIENCE,
+    SMALL,
+    last_child,
+    run_tool,
+    small_config,
+    start_tool,
+    wait_for,
+)
 
 LAUNCH = ["--num-gpus", "2"]
 TORCHRUN = ["--standalone", "--nproc-per-node", "2"]
@@ -146,11 +154,11 @@ class Run:
     def log(self):
         return "".join((self.folder / name).read_text() for name in ("stdout", "stderr"))
 
-    def wait_for(self, text_or_path):
-        deadline = time.monotonic() + PATIENCE
-        while text_or_path not in self.log if isinstance(text_or_path, str) else not text_or_path.exists():
-            assert self.process.is_alive() and time.monotonic() < deadline, self.log
-            time.sleep(0.05)
+    def wait_for(self, expected):
+        """Wait for a text in the log, or for a path."""
+        found = (lambda: expected in self.log) if isinstance(expected, str) else expected.exists
+        wait_for(lambda: found() or not self.process.is_alive())
+        assert self.process.is_alive(), self.log
 
     def end(self, seconds=60):
         """Return the exit status and the output."""
@@ -177,11 +185,7 @@ def whole_run(made_once, datasets_root):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number, flags, torchrun, to_all",
-    [
-        (signal.SIGTERM, LAUNCH, None, False),
-        (signal.SIGTERM, [], TORCHRUN, False),
-        (signal.SIGHUP, LAUNCH, None, True),
-    ],
+    [(signal.SIGTERM, LAUNCH, None, False), (signal.SIGTERM, [], TORCHRUN, False), (signal.SIGHUP, LAUNCH, None, True)],
     ids=["first of two", "torchrun", "both of two"],
 )
 def test_a_signal_saves_once_in_all(number, flags, torchrun, to_all, datasets_root, tmp_path):
@@ -225,10 +229,7 @@ def test_all_save_when_the_first_process_is_killed(datasets_root, tmp_path):
     run = Run(tmp_path / "run", datasets_root, *LONG, *LAUNCH)
     run.wait_for(run.output / "last_checkpoint")
     run.process.kill()
-    deadline = time.monotonic() + PATIENCE
-    while (run.output / ".run.lock").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for(lambda: not (run.output / ".run.lock").exists())
     assert "saved after iteration" in run.log
 
 
