@@ -1,4 +1,4 @@
-"""Every training setting that a config takes from a source: its value, the configs, and where it is published.
+"""The training settings that differ between models: their values, and where these are published.
 
 "Detection README" is README.md of github.com/microsoft/VisionLongformerForObjectDetection, whose tables, with relative
 bias and with absolute positions, have a column ``drop_path`` and end in "We use weight decay 0.05 for all experiments".
@@ -23,7 +23,6 @@ CONFIGS = sorted(
 
 
 _OFFSETS = [["*.patch_embed.offset.*", 0.01]]
-_LSJ = "detectron2 configs/new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ.py: these fractions of the run"
 # The tables "with relative positional bias" and "with absolute positional embedding".
 _RPB = "Detection README, relative bias"
 _ABSOLUTE = "Detection README, absolute positions, and relative bias of vil_small in RetinaNet"
@@ -65,72 +64,6 @@ VALUES = {
         ("*/*lit_*", _OFFSETS, "LIT section 4.1: 1e-5 for offsets, 1e-3 otherwise"),
         ("*/litv2_*", _OFFSETS, "LITv2 classification/configs: OFFSET_LR_MULTI"),
         ("*", [], "the Detection repository's YAML files: 1.0 for every part"),
-    ),
-    "SOLVER.IMS_PER_BATCH": (("*", 16, "ViL Table 10; LIT sections 4.3 and 4.4"),),
-    "SOLVER.OPTIMIZER": (("*", "ADAMW", "ViL A.2; LIT sections 4.3 and 4.4"),),
-    "SOLVER.LR_SCHEDULER_NAME": (
-        ("semantic_fpn/*", "WarmupPolyLR", "LIT section 4.4"),
-        ("*", "WarmupMultiStepLR", "ViL Table 10; LIT section 4.3"),
-    ),
-    "SOLVER.POLY_LR_POWER": (("*", 0.9, "LIT section 4.4"),),
-    "SOLVER.BASE_LR_END": (
-        ("semantic_fpn/*", 1e-6, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: min_lr"),
-    ),
-    "SOLVER.GAMMA": (("*", 0.1, "detectron2's, as in the Detection repository, and mmdetection's, as in LIT"),),
-    "SOLVER.STEPS": (
-        ("*_1x", (60_000, 80_000), "ViL Table 10: 60k-80k-90k"),
-        ("*_3x_ms", (180_000, 240_000), "ViL Table 10: 180k-240k-270k"),
-        ("modern/*", (240_000, 260_000), _LSJ),
-    ),
-    "SOLVER.MAX_ITER": (
-        ("*_1x", 90_000, "ViL Table 10: 60k-80k-90k"),
-        ("*_3x_ms", 270_000, "ViL Table 10: 180k-240k-270k"),
-        ("modern/*", 270_000, _LSJ),
-        ("semantic_fpn/*", 80_000, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: max_iters"),
-    ),
-    "SOLVER.WARMUP_ITERS": (
-        ("semantic_fpn/*", 0, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: no warmup"),
-        ("*/*lit_*", 500, "LIT detection/configs/_base_/schedules/schedule_1x.py: warmup_iters"),
-        ("*/litv2_*", 500, "LITv2 detection/configs/_base_/schedules/schedule_1x.py: warmup_iters"),
-        ("*", 1000, "the Detection repository's YAML files"),
-    ),
-    "SOLVER.WARMUP_FACTOR": (
-        ("*/*lit_*", 0.001, "LIT detection/configs/_base_/schedules/schedule_1x.py: warmup_ratio"),
-        ("*/litv2_*", 0.001, "LITv2 detection/configs/_base_/schedules/schedule_1x.py: warmup_ratio"),
-        ("*", 0.01, "the Detection repository's YAML files"),
-    ),
-    "SOLVER.CLIP_GRADIENTS.ENABLED": (
-        ("semantic_fpn/*", False, "LIT segmentation/configs/lit: optimizer_config with grad_clip None"),
-        ("*", True, "ViL A.2, Table 10"),
-    ),
-    "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": (("*", 1.0, "ViL A.2, Table 10: global norm 1"),),
-    "INPUT.MIN_SIZE_TRAIN": (
-        ("*_1x", (800,), "ViL A.2; LIT section 4.3"),
-        ("*_3x_ms", (640, 672, 704, 736, 768, 800), "ViL A.2"),
-        ("semantic_fpn/*", (256, 1024), "LIT segmentation/configs/_base_/datasets/ade20k.py: 512, 0.5 to 2.0"),
-    ),
-    "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": (
-        ("*semantic_fpn*", "value", "detectron2's default, not enabled"),
-        ("*", "full_model", "ViL A.2: the global norm"),
-    ),
-    "INPUT.FORMAT": (("*", "RGB", "the official repositories' image loaders"),),
-    "MODEL.PIXEL_MEAN": (
-        ("*/tf_efficientnet*", [127.5] * 3, "timm's default_cfg of tf_efficientnet_lite0"),
-        ("*", [123.675, 116.28, 103.53], "ImageNet's, of the pretrained weights"),
-    ),
-    "MODEL.PIXEL_STD": (
-        ("*/tf_efficientnet*", [127.5] * 3, "timm's default_cfg of tf_efficientnet_lite0"),
-        ("*", [58.395, 57.12, 57.375], "ImageNet's, of the pretrained weights"),
-    ),
-    "MODEL.BACKBONE.FREEZE_AT": (("*", 0, "the official repositories: nothing is frozen"),),
-    "TEST.EVAL_PERIOD": (
-        ("modern/*", 0, "none: SOLVER.EPOCHS sets it"),
-        ("semantic_fpn/*", 8000, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: interval"),
-        ("*", 7330, "an epoch of the 117,266 images of train2017 with annotations"),
-    ),
-    "INPUT.MAX_SIZE_TRAIN": (
-        ("semantic_fpn/*", 4096, "LIT segmentation/configs/_base_/datasets/ade20k.py: 2048, 0.5 to 2.0"),
-        ("*", 1333, "ViL A.2; LIT section 4.3"),
     ),
 }
 

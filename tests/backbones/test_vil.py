@@ -20,13 +20,6 @@ def test_tables_cover_whole_tokens_of_the_last_stage(side, lengths):
         model(torch.empty(1, 3, 4 * lengths[0] + 1, 32, device="meta"))
 
 
-def test_stochastic_depth_grows_linearly_over_all_blocks():
-    for out_features, number in ((None, 5), (("stage2",), 3)):
-        model = ViL(small_variant(), BackboneSettings(drop_path_rate=0.4, out_features=out_features))
-        rates = [block.drop_path_rate for stage in model.stages for block in stage.blocks]
-        assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4][:number])
-
-
 def test_stochastic_depth_drops_paths_of_whole_images():
     """Each image has one of four outcomes, the same for local and global tokens. Kept paths are scaled."""
     rate, block = 0.25, small_vil("two_globals").stages[1].blocks[0]

@@ -16,7 +16,6 @@ from backbones import create_classifier
 from backbones.convert import convert_state_dict
 from research.robustness.classifier import load_classifier
 from research.robustness.evaluate import evaluate_robustness, format_results
-from research.robustness.published import paper_figures
 from research.robustness.sets import (
     ALEXNET_ERRORS,
     LabeledImages,
@@ -115,14 +114,6 @@ def evaluate(path, data, *sets):
 def test_alexnets_own_corruption_error_is_100():
     # Its errors by severity (hendrycks/robustness).
     assert corruption_error("fog", (0.67474, 0.7605, 0.84378, 0.8726, 0.945)) == pytest.approx(100, abs=1e-3)
-
-
-def test_figures_of_the_paper():
-    figures = paper_figures("cvt_ls_21", (224, 224))
-    assert {name: figures[name][0] for name in ("real", "c", "in9")} == {"real": 87.5, "c": 55.2, "in9": 97.2}
-    assert paper_figures("cvt_ls_21", (448, 448))["v2"] == (72.9, "LS Table 3")
-    assert paper_figures("ls_medium_384", (384, 384)) == {"val": (84.4, "LS Table 3")}
-    assert paper_figures("cvt_ls_21", (224, 192)) == {} == paper_figures("ls_base", (64, 64))
 
 
 @pytest.mark.slow
