@@ -43,6 +43,9 @@ def pytest_collection_finish():
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish():
     """End multiprocessing before pytest deletes its folder, which has files of the forked tools."""
+    for process in multiprocessing.active_children():
+        # A tool of a failed test may never end.
+        process.kill()
     multiprocessing.util._run_finalizers()
 
 

@@ -1,15 +1,11 @@
-"""Every training setting that a config takes from a source: its value, the configs, and where it is published.
-
-"Detection README" is README.md of github.com/microsoft/VisionLongformerForObjectDetection, whose tables, with relative
-bias and with absolute positions, have a column ``drop_path`` and end in "We use weight decay 0.05 for all experiments".
-LIT's files are in github.com/ziplab/LIT, LITv2's in github.com/ziplab/LITv2.
-"""
+"""Every training setting that a config takes from a source, see config_values.yaml."""
 
 import functools
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+import yaml
 from detectron2.config import CfgNode
 
 from projects_vil import load_config
@@ -20,119 +16,7 @@ CONFIGS = sorted(
     for path in ROOT.glob("configs/**/*.yaml")
     if path.parent.name not in ("base", "demo")
 )
-
-
-_OFFSETS = [["*.patch_embed.offset.*", 0.01]]
-_LSJ = "detectron2 configs/new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ.py: these fractions of the run"
-# The tables "with relative positional bias" and "with absolute positional embedding".
-_RPB = "Detection README, relative bias"
-_ABSOLUTE = "Detection README, absolute positions, and relative bias of vil_small in RetinaNet"
-# By key: a pattern of configs, the value, and the source. The first matching pattern applies. Other configs have values
-# without a source.
-VALUES = {
-    "MODEL.TRANSFORMER.DROP_PATH": (
-        ("*/*lit_ti*", 0.1, "LIT detection/mmdet/models/backbones/lit_ti.py, segmentation/mmseg/models/backbones"),
-        ("*/*lit_s*", 0.2, "LIT detection/configs/lit/*_lit_s_fpn_1x_coco.py, segmentation/configs/lit/lit_s_fpn_*.py"),
-        ("*/litv2_b*", 0.3, "LITv2 detection/configs/litv2/*_litv2_b_fpn_1x_coco*.py"),
-        ("*/litv2_*", 0.2, "LITv2 detection/configs/litv2/*_litv2_[sm]_fpn_1x_coco*.py"),
-        ("*/vil_tiny_1_1_3_1_rpb_1x", 0.0, "none: a small model for short runs from random weights"),
-        ("*/partial_performer_small_1x", 0.05, _ABSOLUTE),
-        ("mask_rcnn/vil_small_rpb_1x", 0.2, _RPB),
-        ("*_small*_1x", 0.1, _ABSOLUTE),
-        ("*_small*_3x_ms", 0.2, _RPB),
-        ("*_tiny*_1x", 0.05, _RPB),
-        ("*_tiny*_3x_ms", 0.1, _RPB),
-        ("*_medium*_1x", 0.2, _RPB),
-        ("*_medium*_3x_ms", 0.3, _RPB),
-        ("*_base_*", 0.3, _RPB),
-    ),
-    "SOLVER.WEIGHT_DECAY": (
-        ("*/*lit_*", 1e-4, "LIT sections 4.3 and 4.4; optimizer of {detection,segmentation}/configs/lit"),
-        ("*/litv2_*", 1e-4, "LITv2 detection/configs/litv2: optimizer"),
-        ("*/performer_from_partial_small_1x", 0.1, "ViL Table 10: the figure is the paper's alone"),
-        ("*_rpb_*", 0.05, "Detection README: 0.05 for all experiments"),
-        ("*/vil_*", 0.1, "ViL Table 10"),
-        ("*", 0.05, "Detection README: 0.05 for all experiments"),
-    ),
-    "SOLVER.BASE_LR": (
-        ("*mask_rcnn*lit_*", 2e-4, "LIT section 4.3; detection/configs/lit/mask_rcnn_lit_*_fpn_1x_coco.py"),
-        ("mask_rcnn/litv2_*", 2e-4, "LITv2 detection/configs/litv2: optimizer"),
-        ("*/lit_*", 1e-4, "LIT sections 4.3 and 4.4; optimizer of {detection,segmentation}/configs/lit"),
-        ("*/vil_base_deep_*", 8e-5, "ViL Table 10, Base-D"),
-        ("*", 1e-4, "ViL Table 10; SOLVER.BASE_LR in the Detection README's command"),
-    ),
-    "SOLVER.LR_MULTIPLIERS": (
-        ("*/*lit_*", _OFFSETS, "LIT section 4.1: 1e-5 for offsets, 1e-3 otherwise"),
-        ("*/litv2_*", _OFFSETS, "LITv2 classification/configs: OFFSET_LR_MULTI"),
-        ("*", [], "the Detection repository's YAML files: 1.0 for every part"),
-    ),
-    "SOLVER.IMS_PER_BATCH": (("*", 16, "ViL Table 10; LIT sections 4.3 and 4.4"),),
-    "SOLVER.OPTIMIZER": (("*", "ADAMW", "ViL A.2; LIT sections 4.3 and 4.4"),),
-    "SOLVER.LR_SCHEDULER_NAME": (
-        ("semantic_fpn/*", "WarmupPolyLR", "LIT section 4.4"),
-        ("*", "WarmupMultiStepLR", "ViL Table 10; LIT section 4.3"),
-    ),
-    "SOLVER.POLY_LR_POWER": (("*", 0.9, "LIT section 4.4"),),
-    "SOLVER.BASE_LR_END": (
-        ("semantic_fpn/*", 1e-6, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: min_lr"),
-    ),
-    "SOLVER.GAMMA": (("*", 0.1, "detectron2's, as in the Detection repository, and mmdetection's, as in LIT"),),
-    "SOLVER.STEPS": (
-        ("*_1x", (60_000, 80_000), "ViL Table 10: 60k-80k-90k"),
-        ("*_3x_ms", (180_000, 240_000), "ViL Table 10: 180k-240k-270k"),
-        ("modern/*", (240_000, 260_000), _LSJ),
-    ),
-    "SOLVER.MAX_ITER": (
-        ("*_1x", 90_000, "ViL Table 10: 60k-80k-90k"),
-        ("*_3x_ms", 270_000, "ViL Table 10: 180k-240k-270k"),
-        ("modern/*", 270_000, _LSJ),
-        ("semantic_fpn/*", 80_000, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: max_iters"),
-    ),
-    "SOLVER.WARMUP_ITERS": (
-        ("semantic_fpn/*", 0, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: no warmup"),
-        ("*/*lit_*", 500, "LIT detection/configs/_base_/schedules/schedule_1x.py: warmup_iters"),
-        ("*/litv2_*", 500, "LITv2 detection/configs/_base_/schedules/schedule_1x.py: warmup_iters"),
-        ("*", 1000, "the Detection repository's YAML files"),
-    ),
-    "SOLVER.WARMUP_FACTOR": (
-        ("*/*lit_*", 0.001, "LIT detection/configs/_base_/schedules/schedule_1x.py: warmup_ratio"),
-        ("*/litv2_*", 0.001, "LITv2 detection/configs/_base_/schedules/schedule_1x.py: warmup_ratio"),
-        ("*", 0.01, "the Detection repository's YAML files"),
-    ),
-    "SOLVER.CLIP_GRADIENTS.ENABLED": (
-        ("semantic_fpn/*", False, "LIT segmentation/configs/lit: optimizer_config with grad_clip None"),
-        ("*", True, "ViL A.2, Table 10"),
-    ),
-    "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": (("*", 1.0, "ViL A.2, Table 10: global norm 1"),),
-    "INPUT.MIN_SIZE_TRAIN": (
-        ("*_1x", (800,), "ViL A.2; LIT section 4.3"),
-        ("*_3x_ms", (640, 672, 704, 736, 768, 800), "ViL A.2"),
-        ("semantic_fpn/*", (256, 1024), "LIT segmentation/configs/_base_/datasets/ade20k.py: 512, 0.5 to 2.0"),
-    ),
-    "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": (
-        ("*semantic_fpn*", "value", "detectron2's default, not enabled"),
-        ("*", "full_model", "ViL A.2: the global norm"),
-    ),
-    "INPUT.FORMAT": (("*", "RGB", "the official repositories' image loaders"),),
-    "MODEL.PIXEL_MEAN": (
-        ("*/tf_efficientnet*", [127.5] * 3, "timm's default_cfg of tf_efficientnet_lite0"),
-        ("*", [123.675, 116.28, 103.53], "ImageNet's, of the pretrained weights"),
-    ),
-    "MODEL.PIXEL_STD": (
-        ("*/tf_efficientnet*", [127.5] * 3, "timm's default_cfg of tf_efficientnet_lite0"),
-        ("*", [58.395, 57.12, 57.375], "ImageNet's, of the pretrained weights"),
-    ),
-    "MODEL.BACKBONE.FREEZE_AT": (("*", 0, "the official repositories: nothing is frozen"),),
-    "TEST.EVAL_PERIOD": (
-        ("modern/*", 0, "none: SOLVER.EPOCHS sets it"),
-        ("semantic_fpn/*", 8000, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: interval"),
-        ("*", 7330, "an epoch of the 117,266 images of train2017 with annotations"),
-    ),
-    "INPUT.MAX_SIZE_TRAIN": (
-        ("semantic_fpn/*", 4096, "LIT segmentation/configs/_base_/datasets/ade20k.py: 2048, 0.5 to 2.0"),
-        ("*", 1333, "ViL A.2; LIT section 4.3"),
-    ),
-}
+VALUES = yaml.safe_load(Path(__file__).with_name("config_values.yaml").read_text())
 
 
 @functools.cache
@@ -149,5 +33,6 @@ def test_values_match_their_sources(key):
             continue
         used.add(pattern)
         found = functools.reduce(getattr, key.split("."), loaded(config))
+        found = list(found) if isinstance(found, tuple) else found
         assert found == value, f"configs/{config}.yaml: {key}; {source}"
     assert used == {pattern for pattern, *_ in VALUES[key]}

@@ -1,7 +1,7 @@
 """Every config loads and builds a detector and an optimizer.
 
-tests/test_config_values.py has the training settings with their sources, and projects_vil/analysis/test_counting.py the
-published numbers of parameters.
+tests/test_config_values.py has the settings of each model with their sources.
+projects_vil/analysis/test_counting.py has the published numbers of parameters.
 """
 
 import re

@@ -165,14 +165,7 @@ def test_initial_values():
 
 
 def test_options():
-    options = {"chunk_size": (3, 4, 5, 6), "global_tokens": 2, "attention_mode": "cyclic", "shared_projections": False}
-    options |= {"drop_path_rate": 0.1, "activation_checkpointing": True, "attention_backend": "reference"}
-    model = meta(create_backbone, DEMO, **options)
-    for stage, chunk_size in zip(model.stages, (3, 4, 5, 6), strict=True):
-        attention = stage.blocks[0].attention
-        assert (attention.chunk_size, attention.mode, attention.shared_projections) == (chunk_size, "cyclic", False)
-        assert stage.global_tokens.shape[1] == 2 and stage.activation_checkpointing and attention.backend == "reference"
-    assert model.stages[3].blocks[-1].drop_path_rate == pytest.approx(0.1)
+    """``test_keys_set_the_options_of_the_backbone`` tests the others."""
     mixed = ["sliding_chunk", "dense", "long_short", "dense"]
     assert [stage.attention for stage in get_variant("vil_tiny", {"attention": mixed}).stages] == mixed
     model = meta(create_backbone, "cvt_ls_13", chunk_size=(12, 6, 3), projection_rank=(128, 32, 8))

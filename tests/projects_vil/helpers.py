@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from backbones import ConfigError
 from projects_vil import load_config
 from research.export_table import untrained_detector as untrained_detector
 from tests.projects_vil import forked
+
+Result = TypeVar("Result")
 
 ROOT = Path(__file__).resolve().parents[2]
 _DEMOS = ("retinanet", "mask_rcnn", "cascade_mask_rcnn", "semantic_fpn")
@@ -56,7 +60,7 @@ def small_config(detector: str = "retinanet", *overrides: str) -> CfgNode:
 
 
 def run_tool(
-    name: str, *args, datasets_root: Path | None = None, root: Path = ROOT, fresh: bool = False
+    name: str, *args, datasets_root: Path | None = None, root: Path = ROOT, launcher: list[str] | None = None
 ) -> subprocess.CompletedProcess:
     """Run ``python tools/NAME ARGS`` in ``root`` in a separate process.
 
@@ -67,11 +71,11 @@ def run_tool(
         args: Arguments of the tool.
         datasets_root: Value of ``DETECTRON2_DATASETS``.
         root: Working directory.
-        fresh: Start a new interpreter instead. Use it if the effects or the output of imports matter.
+        launcher: Start a new interpreter instead, with these arguments before the tool.
     """
     command = [ROOT / "tools" / name, *args]
-    if fresh:
-        command, env = [sys.executable, *command], _environment(datasets_root)
+    if launcher is not None:
+        command, env = [sys.executable, *launcher, *command], _environment(datasets_root)
         return subprocess.run(
             list(map(str, command)), cwd=root, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
         )
@@ -86,22 +90,22 @@ def run_tool(
         return subprocess.CompletedProcess(command, process.exitcode, *written)
 
 
-def start_tool(
-    name: str,
-    *args,
-    folder: str | Path,
-    datasets_root: Path | None = None,
-    root: Path = ROOT,
-    file_size: int | None = None,
-) -> multiprocessing.process.BaseProcess:
-    """Start a tool in a forked process in ``root``. It writes ``stdout`` and ``stderr`` to files in ``folder``."""
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """Return the context for processes that have imported the libraries of the tools."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([forked.__name__])
-    arguments = [str(argument) for argument in args]
-    env = _environment(datasets_root)
-    process = context.Process(
-        target=forked.run, args=(ROOT / "tools" / name, arguments, env, root, Path(folder), file_size)
-    )
+    return context
+
+
+def start_tool(
+    name: str, *args, folder: str | Path, datasets_root: Path | None = None, root: Path = ROOT, **options
+) -> multiprocessing.process.BaseProcess:
+    """Start a tool in a forked process in ``root``. It writes ``stdout`` and ``stderr`` to files in ``folder``.
+
+    The other options are explained at :func:`.forked.run`.
+    """
+    words = (ROOT / "tools" / name, [str(argument) for argument in args], _environment(datasets_root), root)
+    process = forkserver().Process(target=forked.run, args=(*words, Path(folder)), kwargs=options)
     process.start()
     return process
 
@@ -145,6 +149,15 @@ def error_line(result: subprocess.CompletedProcess) -> str:
     lines = result.stderr.splitlines()
     assert [line for line in lines if line.startswith("error: ")] == lines[-1:], result.stderr
     return lines[-1]
+
+
+def wait_for(condition: Callable[[], Result]) -> Result:
+    """Return the result of a condition as soon as it is true."""
+    deadline = time.monotonic() + PATIENCE
+    while not (result := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return result
 
 
 def last_child(pid: int) -> int:

@@ -126,10 +126,11 @@ def test_an_error_of_a_process_is_one_line(data):
     assert "registered here" in text and "torchrun" in text
 
 
-def test_a_model_without_a_config_of_its_own(data):
-    keys = KEYS | {"SOLVER.MAX_ITER": 1, "SOLVER.IMS_PER_BATCH": 2}
-    run = train(data, model=TINY, detector="faster_rcnn", output="here", **keys)
-    cfg = load_config(run.folder / "config.yaml")
+def test_a_model_without_a_config_of_its_own(data, monkeypatch):
+    configs, keys = [], KEYS | {"SOLVER.MAX_ITER": 1, "SOLVER.IMS_PER_BATCH": 2}
+    monkeypatch.setattr("projects_vil.run.launch_run", lambda cfg, *_, **__: configs.append(cfg))
+    train(data, model=TINY, detector="faster_rcnn", output="here", **keys)
+    (cfg,) = configs
     assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.MASK_ON, cfg.MODEL.ROI_HEADS.NUM_CLASSES) == (TINY, False, 3)
     # With a given batch size, gradient accumulation is not chosen automatically.
     assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS) == (1, 2, 1)

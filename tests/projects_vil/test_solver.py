@@ -6,7 +6,6 @@ import shlex
 
 import pytest
 import torch
-from detectron2.modeling.backbone.vit import get_vit_lr_decay_rate
 from torch import nn
 
 from backbones import ConfigError
@@ -15,7 +14,6 @@ from projects_vil.modeling import build_on_meta
 from projects_vil.solver import (
     build_lr_scheduler,
     build_optimizer,
-    layer_decay_factors,
     parameter_groups,
     scale_learning_rate,
     schedule_by_epochs,
@@ -73,19 +71,6 @@ def test_learning_rate_factors_are_multiplied():
         "backbone.fpn_output5.bias": 3.0,
     }
     assert {name: rates[name] for name in expected} == pytest.approx(expected)
-
-
-def test_layer_decay_of_a_flat_model_equals_detectron2():
-    features = ["MODEL.FPN.IN_FEATURES", "['stage1']", "MODEL.RPN.IN_FEATURES", "['p4', 'p5', 'p6']"]
-    features += ["MODEL.ROI_HEADS.IN_FEATURES", "['p4', 'p5']", "MODEL.ANCHOR_GENERATOR.SIZES", "[[32, 64, 128]]"]
-    cfg = small_config("mask_rcnn", "MODEL.TRANSFORMER.VARIANT", "evit_full_16_tiny", *features)
-    factors = layer_decay_factors(build_on_meta(cfg), 0.7)
-    assert len(factors) > 100
-    for name, factor in factors.items():
-        theirs = name.replace(f"{NET}.stages.0.positions", "backbone.net.pos_embed")
-        theirs = theirs.replace(f"{NET}.stages.0.global_tokens", "backbone.net.pos_embed")
-        theirs = theirs.replace(f"{NET}.stages.0", "backbone.net")
-        assert factor == pytest.approx(get_vit_lr_decay_rate(theirs, lr_decay_rate=0.7, num_layers=12)), name
 
 
 @pytest.mark.parametrize(

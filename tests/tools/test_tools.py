@@ -9,7 +9,7 @@ import torch
 
 from projects_vil.export import ExportedModel, example_image
 from projects_vil.export.parity import TOLERANCES
-from tests.projects_vil.helpers import CONFIGS, SMALL, small_config, untrained_detector
+from tests.projects_vil.helpers import CONFIGS, SMALL, forkserver, small_config, untrained_detector
 
 CONFIG = CONFIGS["retinanet"]
 
@@ -78,7 +78,10 @@ def test_analyze_model(run_here, tmp_path):
 
 
 @pytest.mark.slow
-def test_benchmark(run_here, tmp_path):
+def test_benchmark(run_here, tmp_path, monkeypatch):
+    """The memory is measured in forked processes, because each spawned one would import all libraries."""
+    context = forkserver()
+    monkeypatch.setattr("projects_vil.utils.multiprocessing.get_context", lambda method: context)
     name, path = "vil_tiny_1_1_3_1_rpb", tmp_path / "rows.json"
     arguments = ["--models", name, f"{name}+shift", "--against", "r50", "--backward", "--runs", 2]
     arguments += ["--image-size", 64, 96, "--image-size", 160, 192, "--json", path, "--plot", tmp_path / "growth.png"]
@@ -103,7 +106,7 @@ def test_visualize(run_here, shapes, trained_run, photo, tmp_path):
     for words, pattern in (
         (["results", trained_run, "--output", tmp_path / "results.png", "--num-images", 3], "results.png"),
         (["attention", *run, *weights, *image, "--stage", 3, "--block", 2, "--point", 20, 30], attention),
-        (["offsets", *run, *lit, *image, "--point", 20, 30], "photo_offsets.png"),
+        (["offsets", *run, *lit, *image, "--points", 2], "photo_offsets.png"),
         (
             ["data", "--config-file", CONFIGS["mask_rcnn"], "--output", tmp_path / "data", "--number", 2, *strong],
             "data/*",
@@ -154,6 +157,7 @@ def test_training_without_the_dataset(error_of, shapes, tmp_path, monkeypatch):
 def test_other_tools_name_what_is_wrong(error_of, trained_run, photo, shapes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = ["--config-file", CONFIG, "--output", "made", *SMALL["retinanet"]]
+    lit = ["MODEL.TRANSFORMER.VARIANT", "lit_ti"]
     (tmp_path / "run").mkdir()
     assert "config.yaml" in error_of("visualize.py", "results", "run")
     shutil.copy(trained_run / "config.yaml", "run")
@@ -162,6 +166,7 @@ def test_other_tools_name_what_is_wrong(error_of, trained_run, photo, shapes, tm
         (["visualize.py", "results", "SOLVER.MAXITER", 3, "run"], "SOLVER.MAXITER"),
         (["visualize.py", "results", "run", "--dataset", "shapes_vall"], "'shapes_val'"),
         (["visualize.py", "offsets", *small, "--input", photo, "--points", 2, "--point", 1, 2], "--point"),
+        (["visualize.py", "offsets", *small, *lit, "--input", photo, "--point", 50, 0], "Point 50 0 is outside"),
     ):
         assert name in error_of(*words)
         assert not (tmp_path / "made").exists()

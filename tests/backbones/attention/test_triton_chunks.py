@@ -19,11 +19,7 @@ from tests.backbones.attention.triton_cases import (
     make_inputs,
     on_this_gpu,
 )
-from tests.backbones.helpers import (
-    assert_padding_is_hidden_in_half_precision,
-    attention_inputs,
-    outputs_and_gradients,
-)
+from tests.backbones.helpers import assert_padding_is_hidden_in_half_precision, attention_inputs, outputs_and_gradients
 from tests.gpu import DEVICE
 from tests.selection import slow_except
 

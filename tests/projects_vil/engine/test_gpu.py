@@ -85,6 +85,6 @@ def test_two_processes_with_synchronized_norms(datasets_root, tmp_path):
     config = CONFIGS["retinanet"].with_name("retinanet_lit_shapes.yaml")
     command = ["--config-file", config, *SMALL["retinanet"], "OUTPUT_DIR", tmp_path, "MODEL.DEVICE", DEVICE]
     command += ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "4", "MODEL.TRANSFORMER.NORM", "SyncBN"]
-    result = run_tool("train_net.py", "--num-gpus", 2, *command, datasets_root=datasets_root, fresh=True)
+    result = run_tool("train_net.py", "--num-gpus", 2, *command, datasets_root=datasets_root, launcher=[])
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "model_final.pth").is_file()

@@ -1,15 +1,13 @@
 """A run that is killed ten times, at any moment and while it saves, equals an uninterrupted run, bit by bit."""
 
-import multiprocessing
 import random
 import signal
 
 import pytest
 
-from tests.projects_vil import forked
 from tests.projects_vil.engine import interruption
 from tests.projects_vil.engine.test_resuming import assert_same_run
-from tests.projects_vil.helpers import PATIENCE
+from tests.projects_vil.helpers import PATIENCE, forkserver
 
 KILLS, ITERATIONS = 10, 24
 RUN = [
@@ -21,9 +19,7 @@ RUN = [
 
 
 def exit_code(kill, *args) -> int:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([forked.__name__, interruption.__name__])
-    process = context.Process(target=interruption.run_until, args=(kill, *args))
+    process = forkserver().Process(target=interruption.run_until, args=(kill, *args))
     process.start()
     process.join(PATIENCE)
     return process.exitcode

@@ -3,9 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -18,11 +15,20 @@ from projects_vil.engine.launch import Processes, launch
 from projects_vil.engine.trainer import share_statistics
 from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.engine.test_resuming import RUN, assert_same_run
-from tests.projects_vil.helpers import CONFIGS, PATIENCE, ROOT, SMALL, last_child, small_config
+from tests.projects_vil.forked import fork_processes
+from tests.projects_vil.helpers import (
+    CONFIGS,
+    PATIENCE,
+    SMALL,
+    last_child,
+    run_tool,
+    small_config,
+    start_tool,
+    wait_for,
+)
 
 LAUNCH = ["--num-gpus", "2"]
-PYTHON = [sys.executable]
-TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = ["--standalone", "--nproc-per-node", "2"]
 LONG = ["SOLVER.MAX_ITER", "4000", "SOLVER.CHECKPOINT_PERIOD", "1", "TEST.EVAL_PERIOD", "0"]
 LONG += ["SOLVER.CHECKPOINT_MAX_TO_KEEP", "2"]
 
@@ -132,72 +138,65 @@ def test_processes_that_cannot_run(monkeypatch, changes, environment, named):
 # -- signals and killed processes --------------------------------------------------------------------
 
 
-def _default_signals():
-    """Restore signals that are ignored in a background job or under nohup."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
 class Run:
-    """Start ``tools/train_net.py`` in a separate session, with a launcher or with its own arguments."""
+    """A process of ``tools/train_net.py``. It is forked, and so are the processes that it or torchrun starts."""
 
-    def __init__(self, output, datasets_root, *overrides, launcher=PYTHON):
-        self.output = output
-        command = [*launcher, "tools/train_net.py", "--config-file", str(CONFIGS["retinanet"])]
-        command += [*SMALL["retinanet"], *RUN, "OUTPUT_DIR", str(output), *overrides]
-        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DETECTRON2_DATASETS": str(datasets_root)}
-        # To a file, which a process that outlives the first does not keep open for the reader.
-        self.log = output.with_suffix(".log")
-        with self.log.open("w") as file:
-            options = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
-            self.process = subprocess.Popen(command, cwd=ROOT, env=env, preexec_fn=_default_signals, **options)
+    def __init__(self, output, datasets_root, *overrides, **options):
+        self.output, self.folder = output, output.with_suffix(".log")
+        self.folder.mkdir()
+        for name in ("stdout", "stderr"):
+            (self.folder / name).touch()
+        words = ["--config-file", CONFIGS["retinanet"], *SMALL["retinanet"], *RUN, "OUTPUT_DIR", output, *overrides]
+        options |= {"folder": self.folder, "datasets_root": datasets_root}
+        self.process = start_tool("train_net.py", *words, **options)
 
-    def wait_for(self, text_or_path):
-        deadline = time.monotonic() + PATIENCE
-        while text_or_path not in self.log.read_text() if isinstance(text_or_path, str) else not text_or_path.exists():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.05)
+    @property
+    def log(self):
+        return "".join((self.folder / name).read_text() for name in ("stdout", "stderr"))
+
+    def wait_for(self, expected):
+        """Wait for a text in the log, or for a path."""
+        found = (lambda: expected in self.log) if isinstance(expected, str) else expected.exists
+        wait_for(lambda: found() or not self.process.is_alive())
+        assert self.process.is_alive(), self.log
 
     def end(self, seconds=60):
         """Return the exit status and the output."""
-        try:
-            return self.process.wait(seconds), self.log.read_text()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.join(seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.exitcode, self.log
 
 
 @pytest.fixture(scope="module")
 def whole_run(made_once, datasets_root):
-    """Return OUTPUT_DIR of an uninterrupted run with two processes."""
+    """Return OUTPUT_DIR of an uninterrupted run with two processes, which are spawned as outside of the tests."""
 
     def fill(folder):
-        status, log = Run(folder / "run", datasets_root, *LAUNCH).end(PATIENCE)
-        assert status == 0, log
+        words = [*LAUNCH, "--config-file", CONFIGS["retinanet"], *SMALL["retinanet"], *RUN]
+        result = run_tool(
+            "train_net.py", *words, "OUTPUT_DIR", folder / "run", datasets_root=datasets_root, launcher=[]
+        )
+        assert result.returncode == 0, result.stderr
 
     return made_once("run_of_two_processes", fill) / "run"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number, flags, launcher, to_all",
-    [
-        (signal.SIGTERM, LAUNCH, PYTHON, False),
-        (signal.SIGTERM, [], TORCHRUN, False),
-        (signal.SIGHUP, LAUNCH, PYTHON, True),
-    ],
+    "number, flags, torchrun, to_all",
+    [(signal.SIGTERM, LAUNCH, None, False), (signal.SIGTERM, [], TORCHRUN, False), (signal.SIGHUP, LAUNCH, None, True)],
     ids=["first of two", "torchrun", "both of two"],
 )
-def test_a_signal_saves_once_in_all(number, flags, launcher, to_all, datasets_root, tmp_path):
-    run = Run(tmp_path / "run", datasets_root, *LONG, *flags, "DATALOADER.NUM_WORKERS", "1", launcher=launcher)
+def test_a_signal_saves_once_in_all(number, flags, torchrun, to_all, datasets_root, tmp_path):
+    run = Run(tmp_path / "run", datasets_root, *LONG, *flags, "DATALOADER.NUM_WORKERS", "1", torchrun=torchrun)
     run.wait_for(run.output / "last_checkpoint")
-    os.killpg(run.process.pid, number) if to_all else run.process.send_signal(number)
+    (os.killpg if to_all else os.kill)(run.process.pid, number)
     status, log = run.end()
     assert log.count("saved after iteration") == 1 and not (run.output / ".run.lock").exists(), log
     # torchrun has its own status and prints a traceback.
-    assert launcher is TORCHRUN or (status == 128 + number and "Traceback" not in log), log
-    assert launcher is TORCHRUN or log.count("The run saves a checkpoint after this iteration") == 1, log
+    assert torchrun or (status == 128 + number and "Traceback" not in log), log
+    assert torchrun or log.count("The run saves a checkpoint after this iteration") == 1, log
     last = torch.load(run.output / (run.output / "last_checkpoint").read_text(), weights_only=True)
     assert last["iteration"] == int(log.partition("saved after iteration ")[2].partition(";")[0])
 
@@ -230,12 +229,8 @@ def test_all_save_when_the_first_process_is_killed(datasets_root, tmp_path):
     run = Run(tmp_path / "run", datasets_root, *LONG, *LAUNCH)
     run.wait_for(run.output / "last_checkpoint")
     run.process.kill()
-    run.process.wait()
-    deadline = time.monotonic() + PATIENCE
-    while (run.output / ".run.lock").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert "saved after iteration" in run.log.read_text()
+    wait_for(lambda: not (run.output / ".run.lock").exists())
+    assert "saved after iteration" in run.log
 
 
 def refuse() -> None:
@@ -245,16 +240,16 @@ def refuse() -> None:
 
 
 @pytest.mark.slow
-def test_an_error_of_a_process_keeps_its_traceback():
+def test_an_error_of_a_process_keeps_its_traceback(monkeypatch):
     """Also if the text of the error looks like a lost connection."""
+    monkeypatch.setattr("projects_vil.engine.launch.start_processes", fork_processes)
     with pytest.raises(ProcessRaisedException, match="(?s)in refuse.*RuntimeError: Connection refused"):
         launch(refuse, (), Processes(num_gpus=2), device="cpu")
 
 
 @pytest.mark.slow
 def test_a_killed_rank_comes_back_under_torchrun(datasets_root, tmp_path, whole_run):
-    launcher = [*TORCHRUN, "--max-restarts", "2"]
-    run = Run(tmp_path / "run", datasets_root, "--resume", launcher=launcher)
+    run = Run(tmp_path / "run", datasets_root, "--resume", torchrun=[*TORCHRUN, "--max-restarts", "2"])
     run.wait_for(run.output / "model_0000002.pth")
     os.kill(last_child(run.process.pid), signal.SIGKILL)
     status, log = run.end(PATIENCE)
@@ -270,24 +265,28 @@ def test_a_second_run_in_a_folder_is_refused_and_an_evaluation_is_not(datasets_r
     weights = ["--eval-only", "MODEL.WEIGHTS", str(whole_run / "model_final.pth")]
     try:
         for flags, refused in ((["--resume"], True), (weights, False)):
-            other = Run(tmp_path / "other", datasets_root, *LONG, *flags, "OUTPUT_DIR", str(run.output))
+            other = Run(tmp_path / flags[0], datasets_root, *LONG, *flags, "OUTPUT_DIR", run.output)
             status, log = other.end(PATIENCE)
             assert (str(run.output) in log.splitlines()[-1] and status == 1) == refused, log
     finally:
-        run.process.send_signal(signal.SIGTERM)
-        run.process.wait(60)
+        run.process.terminate()
+        run.process.join(60)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [PYTHON, TORCHRUN], ids=["launch", "torchrun"])
-def test_a_mistake_is_reported_once(launcher, datasets_root, tmp_path):
-    """Images are missing, which is found before the processes start, or by the processes."""
-    flags = LAUNCH if launcher is PYTHON else []
+def test_a_mistake_is_reported_once(datasets_root, tmp_path):
+    """Images are missing, which is found before the processes start, or by the processes of torchrun."""
     file = f"{datasets_root}/shapes/annotations/instances_val.json"
     missing = ["DATASETS.COCO", f"[['mine', '{file}', '{tmp_path}']]", "DATASETS.TRAIN", "('mine',)"]
-    mistakes = [(missing, str(tmp_path)), (["SOLVER.IMS_PER_BATCH", "3"], "SOLVER.IMS_PER_BATCH")]
-    for mistake, named in mistakes if launcher is PYTHON else mistakes[:1]:
-        status, log = Run(tmp_path / "run", datasets_root, *mistake, *flags, launcher=launcher).end(PATIENCE)
-        (line,) = [line for line in log.splitlines() if line.startswith("error: ")]
-        assert status == 1 and named in line and (not flags or log.endswith(f"{line}\n")), log
+    odd = ["SOLVER.IMS_PER_BATCH", "3"]
+    for flags, options, named in (
+        ([*missing, *LAUNCH], {}, str(tmp_path)),
+        ([*odd, *LAUNCH], {}, "SOLVER.IMS_PER_BATCH"),
+        # Not forked.
+        (missing, {"launcher": ["-m", "torch.distributed.run", *TORCHRUN]}, str(tmp_path)),
+    ):
+        words = ["--config-file", CONFIGS["retinanet"], *SMALL["retinanet"], *flags, "OUTPUT_DIR", tmp_path / "run"]
+        result = run_tool("train_net.py", *words, datasets_root=datasets_root, **options)
+        (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert result.returncode == 1 and named in line and (options or result.stderr.endswith(f"{line}\n")), line
         assert not (tmp_path / "run").exists()

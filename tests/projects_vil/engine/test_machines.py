@@ -1,7 +1,6 @@
 """Runs on two machines: two network namespaces of this machine, or a machine that waits without success."""
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -9,7 +8,7 @@ import subprocess
 
 import pytest
 
-from tests.projects_vil.engine.test_launch import LONG, PYTHON, Run
+from tests.projects_vil.engine.test_launch import LONG, Run
 from tests.projects_vil.helpers import PATIENCE, last_child
 
 pytestmark = pytest.mark.slow
@@ -21,21 +20,22 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-@pytest.mark.parametrize("rank, missing", [(0, 1), (1, 0)])
-def test_a_machine_alone_says_whom_it_waits_for_and_gives_up(rank, missing, datasets_root, tmp_path):
-    url = f"tcp://localhost:{free_port()}"
-    flags = ["--num-machines", "2", "--machine-rank", str(rank), "--dist-url", url]
-    run = Run(tmp_path / "run", datasets_root, *flags, "--dist-timeout", "12")
-    status, log = run.end(PATIENCE)
-    notices = re.findall(rf"^waiting for machine rank {missing} of 2 at {url}", log, re.MULTILINE)
-    assert status == 1 and len(notices) == 1 and "Traceback" not in log, log
-    assert log.splitlines()[-1].startswith("error: ") and url in log.splitlines()[-1]
-    assert not run.output.exists()
+def test_a_machine_alone_says_whom_it_waits_for_and_gives_up(datasets_root, tmp_path):
+    runs = []
+    for rank in (0, 1):
+        url = f"tcp://localhost:{free_port()}"
+        flags = ["--num-machines", "2", "--machine-rank", rank, "--dist-url", url, "--dist-timeout", "12"]
+        runs.append((Run(tmp_path / str(rank), datasets_root, *flags), f"machine rank {1 - rank} of 2 at {url}", url))
+    for run, missing, url in runs:
+        status, log = run.end(PATIENCE)
+        assert status == 1 and log.count(f"waiting for {missing}") == 1 and "Traceback" not in log, log
+        assert log.splitlines()[-1].startswith("error: ") and url in log.splitlines()[-1]
+        assert not run.output.exists()
 
 
 def test_a_wrong_host_ends_the_run_and_so_does_ctrl_c(datasets_root, tmp_path):
     flags = ["--num-machines", "2", "--machine-rank", "1", "--dist-url"]
-    status, log = Run(tmp_path / "run", datasets_root, *flags, "tcp://first.invalid:29500").end(PATIENCE)
+    status, log = Run(tmp_path / "wrong", datasets_root, *flags, "tcp://first.invalid:29500").end(PATIENCE)
     assert status == 1 and "first.invalid" in log.splitlines()[-1] and "waiting" not in log, log
     run = Run(tmp_path / "run", datasets_root, *flags, f"tcp://localhost:{free_port()}")
     run.wait_for("waiting for machine rank 0")
@@ -49,25 +49,22 @@ def ip(*words: str) -> None:
 
 
 @pytest.fixture
-def machines():
-    """Return command prefixes for two machines that can reach only each other."""
+def machines(monkeypatch):
+    """Return the network namespaces of two machines that can reach only each other."""
     if shutil.which("ip") is None:
         pytest.skip("there is no command ip (iproute2)")
-    names = [f"vil-{os.getpid()}-{number}" for number in range(2)]
-    cable = [f"vil{os.getpid()}{end}" for end in "ab"]
+    names, cable = [f"vil-{os.getpid()}-{number}" for number in range(2)], f"vil{os.getpid()}"
+    # gloo would take the address that the name of the host has, which is the same on both.
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", cable)
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", cable[0], "netns", names[0], "type", "veth", "peer", "name", cable[1], "netns", names[1])
-        for name, end, host in zip(names, cable, HOSTS, strict=True):
-            for words in (("addr", "add", f"{host}/24", "dev", end), ("link", "set", end, "up")):
+        ip("link", "add", cable, "netns", names[0], "type", "veth", "peer", "name", cable, "netns", names[1])
+        for name, host in zip(names, HOSTS, strict=True):
+            for words in (("addr", "add", f"{host}/24", "dev", cable), ("link", "set", cable, "up")):
                 ip("-netns", name, *words)
             ip("-netns", name, "link", "set", "lo", "up")
-        # gloo would take the address that the name of the host has, which is the same on both.
-        yield [
-            ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={end}", *PYTHON]
-            for name, end in zip(names, cable, strict=True)
-        ]
+        yield names
     except subprocess.CalledProcessError as error:
         pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
     finally:
@@ -77,26 +74,24 @@ def machines():
 
 def test_two_machines_train_together(machines, datasets_root, tmp_path):
     """The second machine starts after the first one has logged that it waits."""
-    flags = ["--num-machines", "2", "--dist-url", f"tcp://{HOSTS[0]}:29511"]
-    overrides = ["OUTPUT_DIR", str(tmp_path / "run")]
-    first = Run(tmp_path / "run", datasets_root, *flags, launcher=machines[0])
+    flags = ["--num-machines", "2", "--dist-url", f"tcp://{HOSTS[0]}:29511", "OUTPUT_DIR", tmp_path / "run"]
+    first = Run(tmp_path / "first", datasets_root, *flags, network=machines[0])
     first.wait_for("waiting for machine rank 1 of 2")
-    second = Run(tmp_path / "second", datasets_root, *flags, "--machine-rank", "1", *overrides, launcher=machines[1])
+    second = Run(tmp_path / "second", datasets_root, "--machine-rank", "1", *flags, network=machines[1])
     for run in (first, second):
         status, log = run.end(PATIENCE)
         assert status == 0, log
-    assert (tmp_path / "run/model_final.pth").exists() and "2 processes" in first.log.read_text()
+    assert (tmp_path / "run/model_final.pth").exists() and "2 processes" in first.log
 
 
 def test_two_machines_go_on_after_a_death(machines, datasets_root, tmp_path):
     """torchrun starts the processes of both again, and they resume from the last checkpoint."""
-    runs = []
-    for machine, (name, host) in enumerate(zip(("run", "second"), HOSTS, strict=True)):
-        launcher = [*machines[machine], "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-        launcher += ["--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HOSTS[0]}:29512"]
-        launcher += ["--rdzv-id", "two", "--local-addr", host, "--rdzv-conf", f"is_host={int(not machine)}"]
-        overrides = [*LONG, "SOLVER.MAX_ITER", "80", "--resume", "OUTPUT_DIR", str(tmp_path / "run")]
-        runs.append(Run(tmp_path / name, datasets_root, *overrides, launcher=launcher))
+    runs, overrides = [], [*LONG, "SOLVER.MAX_ITER", "24", "--resume", "OUTPUT_DIR", tmp_path / "run"]
+    for number, (machine, host) in enumerate(zip(machines, HOSTS, strict=True)):
+        torchrun = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
+        torchrun += ["--rdzv-endpoint", f"{HOSTS[0]}:29512", "--rdzv-id", "two", "--local-addr", host]
+        torchrun += ["--rdzv-conf", f"is_host={int(number == 0)}"]
+        runs.append(Run(tmp_path / f"run{number}", datasets_root, *overrides, torchrun=torchrun, network=machine))
     runs[0].wait_for(tmp_path / "run/last_checkpoint")
     assert not (tmp_path / "run/model_final.pth").exists()
     os.kill(last_child(runs[1].process.pid), signal.SIGKILL)

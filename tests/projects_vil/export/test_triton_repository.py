@@ -11,7 +11,7 @@ from projects_vil.export import check_triton, example_image
 from tests.projects_vil.export.exporting import FEW_LEVELS, skip_without
 from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool, small_config, untrained_detector
 
-OVERRIDES = ("MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_1_3_1_rpb", "MODEL.FPN.IN_FEATURES", "['stage2', 'stage3']")
+OVERRIDES = ("MODEL.TRANSFORMER.VARIANT", "timm:resnet10t", "MODEL.FPN.IN_FEATURES", "['stage2', 'stage3']")
 OVERRIDES += (*FEW_LEVELS["mask_rcnn"].split(), "MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.001")
 FLAGS = ("--format", "onnx", "--batched", "--fixed-detections")
 TYPES = {"tensor(float)": "TYPE_FP32", "tensor(int64)": "TYPE_INT64", "tensor(uint8)": "TYPE_UINT8"}
@@ -19,7 +19,7 @@ TYPES = {"tensor(float)": "TYPE_FP32", "tensor(int64)": "TYPE_INT64", "tensor(ui
 
 @pytest.fixture
 def run(tmp_path):
-    """Run ``tools/export_model.py`` with options, on a backbone with three stages."""
+    """Run ``tools/export_model.py`` with options, on a small convolutional backbone."""
     cfg = small_config("mask_rcnn", *OVERRIDES)
     torch.save({"model": untrained_detector(cfg).state_dict()}, tmp_path / "random.pth")
     checkpoint = ("--config-file", CONFIGS["mask_rcnn"], "--weights", tmp_path / "random.pth")

@@ -5,17 +5,15 @@ import http.server
 import os
 import signal
 import subprocess
-import sys
 import tarfile
 import threading
-import time
 
 import numpy as np
 import pytest
 
 from backbones import ConfigError
 from projects_vil.inference import predict
-from tests.projects_vil.helpers import PATIENCE, ROOT
+from tests.projects_vil.helpers import PATIENCE, start_tool, wait_for
 from tests.projects_vil.inference.helpers import assert_same, results_of, save
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install -e '.[ray]'")
@@ -78,7 +76,7 @@ def predict_here(model, source, output, **options):
     return predict(model, source, output, file_format="parquet", overrides=["MODEL.DEVICE", "cpu"], **options)
 
 
-@pytest.mark.parametrize("name", ["photos", "table.parquet", "shard-{0..2}.tar"])
+@pytest.mark.parametrize("name", ["photos", "table.parquet"])
 def test_rows_with_and_without_ray_are_equal(name, inputs, cluster, trained_run, tmp_path):
     options = {"column": "photo" if name == "table.parquet" else None}
     here = predict_here(trained_run, inputs / name, tmp_path / "here", **options)
@@ -91,14 +89,6 @@ def test_rows_with_and_without_ray_are_equal(name, inputs, cluster, trained_run,
     assert first.metadata[b"categories"] == second.metadata[b"categories"]
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + PATIENCE
-    while not (result := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return result
-
-
 def worker_processes() -> list[int]:
     """Return the child processes whose title says that they run a detector."""
     below, listed = {os.getpid()}, subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
@@ -108,28 +98,29 @@ def worker_processes() -> list[int]:
     return [int(pid) for pid, _, title in processes if int(pid) in below and "_Worker" in title]
 
 
-def test_resume_after_failures(inputs, cluster, trained_run, tmp_path):
+def test_resume_after_failures(inputs, cluster, trained_run, tmp_path, monkeypatch):
     """A command is killed, then a worker; one output file is deleted, and another one is truncated."""
     here, there = tmp_path / "here", tmp_path / "there"
     predict_here(trained_run, inputs / "photos", here)
-    command = [sys.executable, "-m", "vil.cli", "predict", str(trained_run), str(inputs / "photos"), "--ray"]
-    command += ["--output", str(there), "--ray-workers", "1", "1", "--part-size", "4"]
-    env = os.environ | {"RAY_ADDRESS": cluster.address_info["gcs_address"]}
+    words = ["predict", trained_run, inputs / "photos", "--ray", "--output", there]
+    words += ["--ray-workers", "1", "1", "--part-size", "4"]
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address_info["gcs_address"])
 
-    def start_and_wait_for_a_file() -> subprocess.Popen:
+    def start_and_wait_for_a_file():
         number = len(list(there.glob("*.parquet")))
-        process = subprocess.Popen(command, cwd=ROOT, env=env)
-        wait_for(lambda: len(list(there.glob("*.parquet"))) > number or process.poll())
+        process = start_tool("../vil/cli.py", *words, folder=tmp_path)
+        wait_for(lambda: len(list(there.glob("*.parquet"))) > number or not process.is_alive())
         return process
 
     process = start_and_wait_for_a_file()
     process.kill()
-    assert process.wait() == -signal.SIGKILL
+    process.join()
     process = start_and_wait_for_a_file()
     assert len(list(there.glob("*.parquet"))) < 15
     os.kill(wait_for(worker_processes)[-1], signal.SIGKILL)
+    process.join(PATIENCE)
     # The exit status for an image that could not be read.
-    assert process.wait() == 2
+    assert process.exitcode == 2, (tmp_path / "stderr").read_text()
     assert_same_rows(there, here)
 
     lost, broken, *kept = sorted(there.glob("*.parquet"))

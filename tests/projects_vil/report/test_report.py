@@ -44,7 +44,11 @@ def report(trained_run, datasets_root, made_once):
     return made_once("report", write) / "r.html"
 
 
-def test_a_report_is_self_contained(report):
+def content_types(page: Page) -> Counter:
+    return Counter(url[5:].partition(";")[0] for url in page.urls if url.startswith("data:image"))
+
+
+def test_a_report_is_self_contained_and_has_all_sections(report, trained_run):
     content = report.read_text()
     page = Page(content)
     assert all(url.startswith(("#", "data:")) for url in page.urls)
@@ -52,14 +56,6 @@ def test_a_report_is_self_contained(report):
     assert len(page.ids) == len(set(page.ids))
     anchors = {url[1:] for url in page.urls if url.startswith("#")}
     assert anchors <= set(page.ids)
-
-
-def content_types(page: Page) -> Counter:
-    return Counter(url[5:].partition(";")[0] for url in page.urls if url.startswith("data:image"))
-
-
-def test_a_report_has_all_sections(report, trained_run):
-    page = Page(report.read_text())
     training, evaluation = ("Losses", "Learning rate", "Gradient norm"), ("Precision and recall, boxes", "By class")
     for text in (*training, *evaluation, "Confusion matrix", "Matches", "Configuration", "Versions", "Warnings"):
         assert text in page.text, text

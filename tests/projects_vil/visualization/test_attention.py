@@ -5,11 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from backbones.attention.dense import DenseAttention, join_tokens
-from backbones.attention.efficient import (
-    GlobalMemoryAttention,
-    PerformerAttention,
-    SpatialReductionAttention,
-)
+from backbones.attention.efficient import GlobalMemoryAttention, PerformerAttention, SpatialReductionAttention
 from backbones.attention.long_short import DualNormAttention, LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.cvt import ConvLongShortAttention

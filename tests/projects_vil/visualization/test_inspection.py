@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from backbones.lit import LIT, LITStage, LITVariant
-from projects_vil.visualization import draw_attention, draw_offsets
+from projects_vil.visualization import draw_attention
 from projects_vil.visualization.attention import AttentionWeights
 from projects_vil.visualization.inspection import plot_attention, plot_offsets, sampling_positions
 from tests.backbones.helpers import random_images
@@ -25,11 +25,6 @@ def photo(tmp_path):
 def draw(photo, *overrides: str, stage: int = 3, block: int = 1, point=(20, 30)):
     cfg = small_config("retinanet", *overrides)
     return draw_attention(cfg, None, photo, photo.parent / "drawn", stage=stage, block=block, point=point)
-
-
-def draw_lit(photo, *files, **options):
-    cfg = small_config("retinanet", "MODEL.TRANSFORMER.VARIANT", "lit_ti")
-    return draw_offsets(cfg, None, [photo, *files], photo.parent / "drawn", **options)
 
 
 VARIANTS = [("vil_tiny", 3, 1), ("ls_tiny", 2, 2), ("sra32_tiny", 2, 1), ("lit_ti", 3, 2), ("cvt_ls_13", 2, 2)]
@@ -135,14 +130,3 @@ def test_known_offsets_move_all_positions(small_lit, offsets, pixels):
     for axes in figure.axes:
         assert boxes(axes) == [(95.5, 63.5, 32, 32)]
         torch.testing.assert_close(torch.tensor(axes.lines[0].get_xydata()).flip(1).float(), sampled[0], **FLOAT32)
-
-
-@pytest.mark.slow
-def test_offsets_of_an_image(photo, tmp_path):
-    (path,) = draw_lit(photo, num_points=5)
-    assert path == tmp_path / "drawn/photo_offsets.png" and cv2.imread(str(path)).shape == (4 * 480, 4 * 480, 3)
-    for files, options, name in (
-        ([], {"point": (50, 0)}, "Point 50 0 is outside"),
-        ([tmp_path / "absent.png"], {}, "absent.png"),
-    ):
-        assert name in message(draw_lit, photo, *files, **options)
