@@ -276,18 +276,16 @@ def schedule_by_epochs(cfg: CfgNode, num_images: int, overridden: Collection[str
     iterations = math.ceil(epochs * epoch)
     short = max(math.ceil(_MIN_PERIOD / epoch), math.ceil(epochs / _MAX_EVALUATIONS))
     period = min(math.ceil(epoch * (1 if epoch >= _LONG_EPOCH else short)), iterations)
-    steps = tuple(solver.STEPS)
-    if solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR":
-        scaled = (round(step / solver.MAX_ITER * iterations) for step in steps if step < solver.MAX_ITER)
-        # In a run of a few iterations, steps may coincide or reach its end.
-        steps = tuple(sorted({step for step in scaled if 0 < step < iterations}))
     values = {
         "SOLVER.MAX_ITER": iterations,
-        "SOLVER.STEPS": steps,
         "SOLVER.WARMUP_ITERS": min(solver.WARMUP_ITERS, math.ceil(_WARMUP_SHARE * iterations)),
         "TEST.EVAL_PERIOD": period,
         "SOLVER.CHECKPOINT_PERIOD": period,
     }
+    if solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR":
+        scaled = (round(step / solver.MAX_ITER * iterations) for step in solver.STEPS if step < solver.MAX_ITER)
+        # In a run of a few iterations, steps may coincide or reach its end.
+        values["SOLVER.STEPS"] = tuple(sorted({step for step in scaled if 0 < step < iterations}))
     values = {key: value for key, value in values.items() if key not in overridden}
     lines = [
         f"SOLVER.EPOCHS {epochs}: {num_images} training images, {solver.IMS_PER_BATCH} per iteration, "
