@@ -77,9 +77,7 @@ def with_stage_values(stages: tuple[Any, ...], name: str, value: object) -> tupl
     """Return ``stages`` with the field ``name`` set to ``value``, or to one value per stage from a list or tuple."""
     values = list(value) if isinstance(value, list | tuple) else [value] * len(stages)
     if len(values) != len(stages):
-        raise ConfigError(
-            f"{name}={value!r} has {len(values)} values. Give one value, or {len(stages)}: one per stage."
-        )
+        raise ConfigError(f"{name}={value!r} has {len(values)} values. Give one, or {len(stages)}.")
     return tuple(dataclasses.replace(stage, **{name: v}) for stage, v in zip(stages, values, strict=True))
 
 

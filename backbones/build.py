@@ -107,9 +107,7 @@ def create_backbone(
     """
     variant = get_variant(name, options, keywords=inspect.signature(create_backbone).parameters)
     if any(getattr(stage, "attention", None) == "linformer" for stage in variant.stages):
-        raise ConfigError(
-            f"{name} cannot be a backbone, because Linformer works with one image size only. Use create_classifier."
-        )
+        raise ConfigError(f"{name} works with one image size only, so it is no backbone. Use create_classifier.")
     settings = BackboneSettings(
         out_features=out_features,
         max_img_size=height_and_width("max_img_size", max_img_size),

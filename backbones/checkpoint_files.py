@@ -83,13 +83,19 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         if unsafe is None:
             raise ConfigError(f"'{path}' is not a PyTorch checkpoint, or is truncated. {_GET_AGAIN}") from error
         raise ConfigError(
-            f"'{path}' refers to {unsafe[1]}, which could run code. Use a checkpoint of tensors and plain values."
+            f"'{path}' refers to {unsafe[1]}, which could run code. Use a checkpoint of tensors."
         ) from error
     if isinstance(loaded, dict) and not any(key in loaded for key in STATE_DICT_KEYS):
         loaded = {"model": loaded}
     state_dict = state_dict_of(loaded) if isinstance(loaded, dict) else None
     if state_dict is None or not all(isinstance(name, str) for name in state_dict):
         raise ConfigError(f"'{path}' has no state dict of a model. Use the weights of a model.")
+    for name, tensor in state_dict.items():
+        if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
+            raise ConfigError(f"'{name}' in '{path}' is not a dense tensor with values. Save a dense tensor.")
+        # An expanded tensor stores one value for any number of elements.
+        if isinstance(tensor, Tensor) and tensor.nbytes > path.stat().st_size:
+            raise ConfigError(f"'{name}' in '{path}' has more bytes than the file. Save a copy of the tensor.")
     return loaded
 
 

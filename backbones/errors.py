@@ -28,7 +28,7 @@ def printable(text: object) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun in the singular or plural, such as ``"1 image"`` or ``"1,200 images"``."""
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}{'es' if noun.endswith(('s', 'tch')) else 's'}"
     return f"{number:,} {noun if number == 1 else plural}"
 
 

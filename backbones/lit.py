@@ -222,9 +222,7 @@ def convert_tensor(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn
     number = tensor.shape[1] - num_global if tensor.ndim == 3 and len(tensor) == 1 else 0
     side = math.isqrt(max(number, 0))
     if not side or side**2 != number:
-        raise ConfigError(
-            f"'{name}' has shape {tuple(tensor.shape)}, which is not a square table of positions. Use another file."
-        )
+        raise ConfigError(f"'{name}' of shape {tuple(tensor.shape)} is not a square table. Use another file.")
     pieces = {key: tensor[0, num_global:].unflatten(0, (side, side))}
     if num_global and has_global_token:
         return pieces | {"stages.3.positions.global_tokens": tensor[:, :1]}

@@ -264,9 +264,6 @@ def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
             if isinstance(values, dict) and isinstance(values.get(name), str):
                 node[name] = values.pop(name)
         cfg.merge_from_other_cfg(CfgNode(loaded))
-        if cfg.INPUT.COLOR_AUG_SSD:
-            # PointRend's key means the same as this project's.
-            cfg.INPUT.PHOTOMETRIC_DISTORTION, cfg.INPUT.COLOR_AUG_SSD = True, False
     except Exception as error:
         reason = _explain(error, cfg)
         raise ConfigError(reason if reason.startswith(f"'{path}'") else f"'{path}': {reason}") from error
@@ -283,6 +280,9 @@ def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
     """
     cfg = cfg.clone()
     cfg.defrost()
+    if cfg.INPUT.COLOR_AUG_SSD:
+        # PointRend's key means the same as this project's.
+        cfg.INPUT.PHOTOMETRIC_DISTORTION, cfg.INPUT.COLOR_AUG_SSD = True, False
     known = dict(config_items(cfg))
     for key, value in overrides.items():
         if key not in known:

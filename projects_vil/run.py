@@ -205,6 +205,8 @@ def train(
             defaults["SOLVER.REFERENCE_BATCH_SIZE"] = base.SOLVER.IMS_PER_BATCH
         if config is None and cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available():
             defaults["SOLVER.AMP.ENABLED"] = True
+    if "://" in str(folder):
+        raise ConfigError(f"Cannot write to the URL '{folder}'. Use a local output directory.")
     output = Path(folder or f"output/{_name(data) + '_' if data else ''}{name}").expanduser()
     cfg = with_overrides(cfg, defaults | {"OUTPUT_DIR": str(output)}, keep=given)
     if pixels and cfg.INPUT.AUGMENTATION != "default":
@@ -397,9 +399,7 @@ def _check_same_model(cfg: CfgNode, begun: CfgNode, output: Path) -> None:
     """Raise a ConfigError if the config and the resumed run have different models."""
     model, own = (f"{part.MODEL.TRANSFORMER.VARIANT} with {detector_name(part)}" for part in (cfg, begun))
     if model != own:
-        raise ConfigError(
-            f"The run in '{output}' trains {own}, not {model}. Omit --model, --detector and --config to resume it."
-        )
+        raise ConfigError(f"The run in '{output}' trains {own}, not {model}. Omit --model, --detector and --config.")
 
 
 def _check_same_data(
@@ -431,9 +431,7 @@ def _check_same_data(
         source = info.get(SOURCE, str(file)) if isinstance(info, dict) else str(file)
     changed = "(or --val-fraction) has changed since the start of the run in"
     differs = changed if source == os.path.abspath(data) else f"is not '{source}', the dataset of the run in"
-    raise ConfigError(
-        f"'{data}' {differs} '{output}'. Omit DATA to resume with its images, or choose another output directory."
-    )
+    raise ConfigError(f"'{data}' {differs} '{output}'. Omit DATA, or choose another output directory.")
 
 
 def _records(content: Mapping[str, Any]) -> list[Any]:

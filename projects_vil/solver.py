@@ -213,7 +213,7 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
             return build_detectron2_lr_scheduler(cfg, optimizer)
         except (ValueError, AssertionError) as error:
             raise ConfigError(
-                f"Invalid schedule ({one_line(error)}). Check SOLVER.STEPS, MAX_ITER, BASE_LR_END and WARMUP_ITERS."
+                f"Invalid schedule ({one_line(error)}). Check SOLVER.STEPS, MAX_ITER and WARMUP_ITERS."
             ) from error
     if not 0 <= solver.BASE_LR_END <= solver.BASE_LR:
         raise ConfigError(f"SOLVER.BASE_LR_END is {solver.BASE_LR_END}. It must be 0 to BASE_LR, {solver.BASE_LR}.")

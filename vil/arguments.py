@@ -98,6 +98,8 @@ def output_file(text: str) -> str:
     An existing file is overwritten only if an earlier command wrote it.
     """
     path = Path(text).absolute()
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"cannot write to the URL '{text}'. Give a local path")
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"'{text}' is a folder. Give a file name")
     if not path.parent.is_dir():

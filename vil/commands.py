@@ -100,7 +100,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     precisions = [task["AP"] for tasks in trained.results.values() for task in tasks.values() if "AP" in task]
     if precisions and not any(precisions):
         zero = "AP is 0. Train for more epochs, or start from pretrained weights (--weights)."
-        undefined = "AP is undefined. Check that the validation images have ground truth."
+        undefined = "AP is undefined: no detections or no ground truth. Train longer, or check the images."
         print(zero if 0 in precisions else undefined)
     else:
         folder = shlex.quote(str(trained.folder))
@@ -171,7 +171,7 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
         parts = [path for path in paths if path.endswith(".parquet") or any(Path(path).glob("*.parquet"))]
         data = [path for path in paths if path not in parts]
         if not parts or len(data) > 1:
-            parser.error(f"--predictions needs .parquet files or folders of them, and one DATA: {', '.join(data)}")
+            parser.error("--predictions takes Parquet files and no MODEL. Write vil eval DATA --predictions PATH")
         arguments |= {"model": None, "data": data[0] if data else None, "predictions": parts}
     elif arguments["model"] is None:
         parser.error("MODEL is missing. Give MODEL or --predictions")
@@ -215,7 +215,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("input", _INPUT, nargs="*", metavar="INPUT")
     parser.add("--input", "the same as INPUT", dest="named_input", metavar="INPUT")
     output_help = (
-        "output folder (default: predictions). Earlier results are replaced, drawings of other images are kept"
+        "output folder (default: predictions). Earlier results of the same format are replaced, other drawings are kept"
     )
     parser.add("--output", output_help, default="predictions", metavar="DIR")
     parser.add("--batch", "maximum images per batch (default 1)", dest="batch_size", type=positive, default=1)
@@ -256,6 +256,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     sources = [source] if source else positional
     if not model or not sources:
         parser.error("MODEL or INPUT is missing. Give both, or --weights and --input")
+    parser.require("--format parquet", *("pyarrow",) * (args.file_format == "parquet"))
     parser.require("--track", *("supervision", "trackers") * args.track)
     for source in sources:
         parser.check("INPUT", image_source, source)

@@ -140,7 +140,9 @@ def suggest_tuning(device: torch.device) -> None:
 
 def choices_file() -> Path:
     """Return the file of the user's cache in which ``vil benchmark --tune`` stores its choices."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vil-detectron2" / "attention.json"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "vil-detectron2" / "attention.json"
+    )
 
 
 def read_choices() -> dict[str, str]:
@@ -184,9 +186,7 @@ def choose_kernel(case: Case) -> str:
         RuntimeError: If the kernel leaves the device unusable, or there is no memory for the check.
     """
     if case.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise ConfigError(
-            "The Triton kernel cannot be checked in the capture of a CUDA graph. Run the model once before the capture."
-        )
+        raise ConfigError("Triton kernels cannot be checked while a CUDA graph is captured. Run the model once before.")
     # A new thread has neither the caller's autocast state nor its saved-tensor hooks.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         reason = thread.submit(_reason_against_triton, case).result()

@@ -115,8 +115,8 @@ def versions() -> dict[str, str | None]:
 def fingerprint(cfg: CfgNode, model: nn.Module) -> str:
     """Return the SHA-256 of a model's tensors and of all config keys that change its output at test time.
 
-    Evaluation results and parity reports store it. So they cannot be confused with results of other weights, or of the
-    same weights with another threshold or image size.
+    Parquet files of predictions store it, so that they cannot be confused with results of other weights, or of the same
+    weights with another threshold or image size.
     """
     test = {key: cfg.INPUT[key] for key in ("FORMAT", "MIN_SIZE_TEST", "MAX_SIZE_TEST")}
     test["DETECTIONS_PER_IMAGE"] = cfg.TEST.DETECTIONS_PER_IMAGE

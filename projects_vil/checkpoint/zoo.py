@@ -56,18 +56,22 @@ def read_zoo() -> dict[str, ZooEntry]:
     """Return the entries of the table by name.
 
     Raises:
-        ConfigError: if the table in ``VIL_ZOO`` is missing.
+        ConfigError: if the table in ``VIL_ZOO`` is missing or invalid.
     """
     path = os.environ.get("VIL_ZOO") or Path(__file__).with_name("zoo.yaml")
     check_file(path, "table of weights", key="VIL_ZOO")
     zoo = {}
-    for group in yaml.safe_load(Path(path).read_text(encoding="utf-8")):
-        for name, values in group["files"].items():
-            row = dict(zip(group["columns"], values, strict=True))
-            figures = {key: row[key] for key in _FIGURES if row.get(key) is not None}
-            url = group["url"].format(row["file"])
-            known = {key: row.get(key) for key in ("config", "img_size", "chunk_size")}
-            zoo[name] = ZooEntry(row["variant"], url, params=row["params"], figures=figures, group=group, **known)
+    try:
+        for group in yaml.safe_load(Path(path).read_text(encoding="utf-8")):
+            for name, values in group["files"].items():
+                row = dict(zip(group["columns"], values, strict=True))
+                figures = {key: row[key] for key in _FIGURES if row.get(key) is not None}
+                url = group["url"].format(row["file"])
+                known = {key: row.get(key) for key in ("config", "img_size", "chunk_size")}
+                zoo[name] = ZooEntry(row["variant"], url, params=row["params"], figures=figures, group=group, **known)
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = one_line(error).rstrip(".")
+        raise ConfigError(f"The table of weights '{path}' (VIL_ZOO) is not valid: {reason}. Fix the file.") from error
     return zoo
 
 
@@ -90,9 +94,7 @@ def zoo_config(name: str) -> Path:
     entry = zoo_entry(name)
     if entry.config is None:
         what = f"weights of {entry.variant} ({entry.group['title']})"
-        raise ConfigError(
-            f"'{name}' is not a detector, but {what}. Start training from it with 'vil train --weights {name}'."
-        )
+        raise ConfigError(f"'{name}' is not a detector, but {what}. Use it with 'vil train --weights {name}'.")
     return config_path(entry.config)
 
 
@@ -123,7 +125,7 @@ def find_weights(weights: str) -> str:
         except (OSError, http.client.HTTPException, ConfigError) as error:
             reason = (one_line(error) or type(error).__name__).rstrip(".")
             raise ConfigError(
-                f"Cannot download '{weights}' from {entry.url}: {reason}. Download it yourself and save it as '{path}'."
+                f"Cannot download '{weights}' from {entry.url}: {reason}. Save the file as '{path}'."
             ) from error
     return str(path)
 

@@ -93,7 +93,7 @@ class AlbumentationsAugmentation:
         except Exception as error:  # Transforms raise many types, for example for a crop that is larger than the image.
             reason = one_line(error).rstrip(".")
             raise ConfigError(
-                f"{_KEY} '{self.path}' fails for an image of {height} x {width} pixels: {reason}. Change the file."
+                f"{_KEY} '{self.path}' fails for {height} x {width} pixels: {reason}. Change the file."
             ) from error
         image = np.asarray(outputs["image"])
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:

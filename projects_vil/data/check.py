@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
+from backbones.errors import counted
 from projects_vil.data.coco import write_cleaned
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import Dataset, read_dataset
@@ -100,6 +101,5 @@ def write_fixed(files: Mapping[str, CocoFile], output: str | Path | None) -> lis
     if wrong and not output:
         number = sum(len(file.findings("error")) for file in wrong)
         paths = " and ".join(file.path for file in wrong)
-        types = f"{number} type{'s' * (number > 1)} of errors"
-        raise ConfigError(f"{paths} has {types}. Add --fix OUT to write a copy without them.")
+        raise ConfigError(f"{paths} has errors of {counted(number, 'type')}. Add --fix OUT to write a corrected copy.")
     return lines

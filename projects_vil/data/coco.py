@@ -182,9 +182,11 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
     with atomic_write(output) as partial:
         # json.dumps is much faster than json.dump, which writes each number separately.
         partial.write_text(json.dumps(dataset), encoding="utf-8")
-    images, annotations = (len(dataset.get(name, ())) for name in ("images", "annotations"))
-    return (
-        f"{images:,} images, {annotations:,} annotations; removed {counts['images']:,} images and "
-        f"{counts['annotations']:,} annotations, changed {counts['changed']:,}"
-        + (f", left out {num_masks:,} masks" if num_masks else "")
+    kept = {name: len(dataset.get(f"{name}s", ())) for name in ("image", "annotation")}
+    left, removed = (
+        ", ".join(counted(number, name) for name, number in numbers.items())
+        for numbers in (kept, {name: counts[f"{name}s"] for name in kept})
+    )
+    return f"{left}; removed {removed}; changed {counts['changed']:,}" + (
+        f", left out {num_masks:,} masks" if num_masks else ""
     )

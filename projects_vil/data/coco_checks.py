@@ -250,10 +250,8 @@ def find_in_categories(file: CocoFile) -> Findings:
 
 def find_in_images(file: CocoFile) -> Findings:
     names, indices_of_id = set(), defaultdict(list)
-    are_texts = Counter(isinstance(entry.get("id"), str) for entry in file.images if isinstance(entry, dict))
-    types = (str,) if are_texts[True] > are_texts[False] else (int, float)
     for index, entry in enumerate(file.images):
-        has_id = isinstance(entry, dict) and type(entry.get("id")) in types
+        has_id = isinstance(entry, dict) and type(entry.get("id")) in (int, float, str)
         if not has_id or not isinstance(entry.get("file_name"), str) or not entry["file_name"]:
             yield "invalid_image_entry", index, None
             continue
@@ -274,6 +272,8 @@ def find_in_images(file: CocoFile) -> Findings:
             are_equal = all(file.images[index] == file.images[indices[0]] for index in indices)
             # One of several equal entries is kept. If entries differ, their annotations cannot be assigned to an image.
             yield from (("duplicate_image_id", index, None) for index in indices[1 if are_equal else 0 :])
+    if len({isinstance(number, str) for number in file.image_by_id}) == 2:
+        yield from (("mixed_image_id_types", index, None) for indices in indices_of_id.values() for index in indices)
 
 
 def find_in_files(file: CocoFile) -> Findings:
@@ -307,7 +307,7 @@ def find_in_annotations(file: CocoFile) -> Findings:
         name = entry.get("image_id")
         exact = file.image_by_id.get(name) if isinstance(name, (int, str, float)) else None
         file.image_of[index] = image = file.image_by_number.get(as_int(name), -1) if exact is None else exact
-        if exact is None:
+        if exact is None or file.found["mixed_image_id_types"]:
             yield "unknown_image_id" if image < 0 else "image_id_type_mismatch", index, None
         category = entry.get("category_id")
         file.category_of[index] = position = file.category_by_id.get(as_int(category), -1)
@@ -432,8 +432,13 @@ def set_file_size(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str
     return entry | dict(zip(("height", "width"), file.sizes[index], strict=True))
 
 
+def renumber_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"id": index + 1}
+
+
 def set_image_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"image_id": file.images[file.image_of[index]]["id"]}
+    image = int(file.image_of[index])
+    return entry | {"image_id": image + 1 if file.found["mixed_image_id_types"] else file.images[image]["id"]}
 
 
 def valid_mask(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
@@ -513,10 +518,11 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
          "not learned from training images, and no AP in evaluation"),
     ),
     "images": (
-        ("invalid_image_entry", "error", "images without a file_name and an id of the same type as most images", remove,
-         _WITH_OBJECTS),
+        ("invalid_image_entry", "error", "images without an id and a file_name", remove, _WITH_OBJECTS),
         ("duplicate_image_id", "error", "images whose id is not unique", remove,
          "one of equal entries is kept, and different entries are removed with their objects"),
+        ("mixed_image_id_types", "error", "images in a file with both text ids and number ids", renumber_id,
+         "the new id is the position in the file"),
         ("missing_image_size", "fixed", "images without height and width", set_file_size, "read from the file"),
         ("duplicate_file_name", "note", "images with a repeated file_name", None, "used as two images"),
         ("missing_image_file", "error", "images whose file is missing", remove, _WITH_OBJECTS),

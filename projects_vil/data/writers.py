@@ -58,6 +58,8 @@ def convert_dataset(
         ConfigError: If the dataset cannot be read or has errors, or if ``output`` exists.
     """
     check_output(output, output_format)
+    if Path(output).resolve().is_relative_to(Path(data).resolve()):
+        raise ConfigError(f"'{output}' is inside the dataset '{data}'. Choose a folder outside of it.")
     with tempfile.TemporaryDirectory() as extracted:
         dataset, files = check_dataset(data, images, fixed=extracted)
         parts = {}

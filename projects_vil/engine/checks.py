@@ -164,7 +164,8 @@ def _check_resumed(cfg: CfgNode, path: Path) -> None:
     for key, value, began in compared:
         if value != began:
             raise ConfigError(
-                f"{key} is {value}, but the run in '{path.parent}' began with {began}. Use that, or another OUTPUT_DIR."
+                f"{key} is {value}, but the run in '{path.parent}' began with {began}. Set it to {began}, "
+                "or choose another OUTPUT_DIR."
             )
 
 

@@ -25,8 +25,8 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from backbones import ConfigError
 from projects_vil.utils import handling_signals, hidden_main_module, terminate
 
-# Seconds that processes wait for each other at least, for example while rank 0 evaluates or reads the data. It is
-# PyTorch's default for NCCL. If the network fails, each machine ends after this time.
+# Minimum number of seconds that processes wait for each other, for example while rank 0 evaluates or reads the data. It
+# is PyTorch's default for NCCL. If the network fails, each machine ends after this time.
 LEAST_TIMEOUT = 600
 # Seconds in which the other processes save and exit after one process has ended.
 GRACE_PERIOD = 60
@@ -69,9 +69,7 @@ def distributed_env() -> DistributedEnv | None:
         if env.world_size > 1:
             _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"torchrun's variables are incomplete or invalid ({error}). Start with torchrun, or unset RANK."
-        ) from error
+        raise ConfigError(f"torchrun's variables are invalid ({error}). Start with torchrun, or unset RANK.") from error
     return env
 
 

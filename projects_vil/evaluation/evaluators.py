@@ -325,7 +325,7 @@ def check_metric(cfg: CfgNode) -> None:
     names = metric_names(cfg, dataset)
     if metric not in names and not metric.startswith(f"{LOSS_TASK}/loss_"):
         hint = closest(metric, names, most=3) or "."
-        raise ConfigError(f"TEST.BEST_METRIC '{metric}' is not in {dataset}{hint} Use TASK/METRIC, such as {names[0]}.")
+        raise ConfigError(f"TEST.BEST_METRIC '{metric}' is not a metric of {dataset}{hint} Use one such as {names[0]}.")
 
 
 def split_metric_name(cfg: CfgNode) -> tuple[str, str]:

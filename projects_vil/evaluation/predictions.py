@@ -71,7 +71,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
         ids = matches[labels]
         if len(own) > 1 or any(one["id"] not in missing for one in own):
             raise ConfigError(
-                f"'{path[1:]}' in '{file}' matches several images or rows of {name}. Predict on the dataset's folder."
+                f"'{path[1:]}' in '{file}' matches several images of {name}. Predict on the dataset's folder."
             )
         row["masks"] = row["masks"] if has_masks else None
         for image in own:
@@ -112,9 +112,7 @@ def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, Labels, dict[str,
             for batch in table.iter_batches(batch_size=64):
                 yield from ((file, labels, row) for row in batch.to_pylist())
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"'{file}' is damaged, or not from 'vil predict --format parquet' ({error!r}). Predict again."
-            ) from error
+            raise ConfigError(f"'{file}' is damaged, or not from 'vil predict' ({error!r}). Predict again.") from error
 
 
 def _results(row: dict[str, Any], image: dict[str, Any], ids: dict[int, int]) -> list[dict[str, Any]]:
@@ -122,7 +120,7 @@ def _results(row: dict[str, Any], image: dict[str, Any], ids: dict[int, int]) ->
     size, expected = [row["height"], row["width"]], [image["height"], image["width"]]
     if size != expected and not row["error"]:
         raise ConfigError(
-            f"'{row['file_name']}' has {size} pixels, but {expected} in the annotations. Predict on these images."
+            f"'{row['file_name']}' has {size} pixels, but {expected} in the annotations. Use the same images."
         )
     boxes = np.array(row["boxes"], np.float32).reshape(-1, 4)
     boxes[:, 2:] -= boxes[:, :2]

@@ -22,7 +22,7 @@ from projects_vil.checkpoint import load_detector
 from projects_vil.config import with_overrides
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import FORMATS, check_format
-from projects_vil.export.metadata import describe_model, digest_of, metadata_path
+from projects_vil.export.metadata import check_sides, describe_model, digest_of, metadata_path
 from projects_vil.export.parity import check_export, example_image, parity_images
 from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, quantize
 from projects_vil.export.runtime import ExportedModel
@@ -112,6 +112,8 @@ def export_detector(
     exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
     facts = {"precision": precision, "input_dtype": input_dtype, "weights": weights, "opset": opset}
     metadata = describe_model(cfg, exportable, categories, file_format, **facts)
+    for image, file in zip(compared, images or ["INPUT.MIN_SIZE_TEST"] * len(compared), strict=True):
+        check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file))
 
     def as_input(image: Tensor) -> Tensor:
         image = image.to(getattr(torch, input_dtype))

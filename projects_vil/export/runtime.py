@@ -44,7 +44,10 @@ class ExportedModel:
         self._run, embedded = load_model(self.path, device=device)
         if metadata is None and embedded is None:
             check_file(metadata_path(self.path), "file", key=f"the metadata of {path}")
-        self.metadata = json.loads(embedded) if metadata is None else metadata
+        inside = metadata if embedded is None else json.loads(embedded)
+        self.metadata = inside if metadata is None else metadata
+        if len(self.metadata["classes"]) != len(inside["classes"]):
+            raise ConfigError(f"'{metadata_path(self.path)}' has another number of classes than the model. Restore it.")
         self.output_names = tuple(output["name"] for output in self.metadata["outputs"])
         self.batched = self.metadata["input"]["batched"]
         self.dtype = getattr(torch, self.metadata["input"]["dtype"])

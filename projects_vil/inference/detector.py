@@ -402,9 +402,7 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
     if source.suffix in (".yaml", ".yml") and source.name != CONFIG_FILE:
         return source, weights
     if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(
-            f"'{folder}' has no {CONFIG_FILE}. Use the output directory of a run, or a config and weights."
-        )
+        raise ConfigError(f"'{folder}' has no {CONFIG_FILE}. Use a run's output directory, or a config and weights.")
     if source.is_file() and source.name != CONFIG_FILE:
         return folder / CONFIG_FILE, weights or source
     # MODEL.WEIGHTS in the config of a run are the initial weights.

@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
 from backbones import ConfigError
 from backbones.checkpoint_files import write_checkpoint
 from projects_vil.checkpoint import METADATA_KEY, PUBLISHED_WEIGHTS, Categories, Checkpointer, weights_of
-from projects_vil.config import CONFIG_FILE, default_config, value_of, with_overrides
+from projects_vil.config import CONFIG_FILE, default_config, load_config, value_of, with_overrides
 from projects_vil.evaluation import EVALUATION_FILE
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
 from projects_vil.utils import read_json
@@ -45,7 +45,7 @@ class HubMixin:
             repo_id: name on the Hub, for the example in the model card.
 
         Raises:
-            ConfigError: if the detector is an exported file, or the folder is the folder of a run or cannot be written.
+            ConfigError: if the detector is an exported file, or the folder is the output directory of a run.
         """
         folder, runner = Path(save_directory), self.runner
         if not isinstance(runner, EagerRunner):
@@ -60,12 +60,14 @@ class HubMixin:
         write_checkpoint(folder / PUBLISHED_WEIGHTS, contents)
         (folder / CONFIG_FILE).write_text(config.dump(), encoding="utf-8")
         if not (folder / CARD_FILE).exists():
-            self._model_card(license, repo_id).save(folder / CARD_FILE)
+            self._model_card(config, license, repo_id).save(folder / CARD_FILE)
 
-    def _model_card(self, license: str | None, repo_id: str | None) -> ModelCard:
+    def _model_card(self, config: CfgNode, license: str | None, repo_id: str | None) -> ModelCard:
         runner, file = self.runner, self.runner.weights.with_name(EVALUATION_FILE)
-        # The file of a run has the results of its best or last checkpoint.
+        # The file of a finished run has the results of its best or last checkpoint, with its settings.
         has_results = file.is_file() and weights_of(file.parent) == runner.weights
+        has_results = has_results and file.with_name("model_final.pth").is_file()
+        has_results = has_results and published_config(load_config(file.with_name(CONFIG_FILE))) == config
         has_masks = runner.cfg.MODEL.META_ARCHITECTURE != "RetinaNet" and runner.cfg.MODEL.MASK_ON
         data = ModelCardData(
             library_name="vil-detectron2",

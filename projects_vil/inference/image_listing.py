@@ -68,14 +68,10 @@ def number_of_images(source: str | Path | Sequence[str], *, exclude: str | Path)
     """Return the number of images in a folder or a sequence, or 0 if it is unknown (tar files and tables)."""
     if not isinstance(source, (str, Path)):
         return len(source) * all(suffix_of(path) in IMAGE_SUFFIXES for path in source)
-    number, exclude = 0, os.path.realpath(exclude)
-    for folder, subfolders, names in os.walk(source):
-        if any(suffix_of(name) in ARCHIVES for name in names):
-            return 0
-        paths = {name: os.path.realpath(os.path.join(folder, name)) for name in subfolders}
-        subfolders[:] = [name for name, path in paths.items() if not name.startswith(".") and path != exclude]
-        number += sum(suffix_of(name) in IMAGE_SUFFIXES and not name.startswith(".") for name in names)
-    return number
+    suffixes = (
+        [suffix_of(path) for path in _walk(str(source), os.path.realpath(exclude))] if os.path.isdir(source) else []
+    )
+    return 0 if set(suffixes) & {*ARCHIVES} else sum(suffix in IMAGE_SUFFIXES for suffix in suffixes)
 
 
 def is_video(source: str) -> bool:
@@ -101,15 +97,17 @@ def list_paths(
     Raises:
         ConfigError: if the input does not exist, is a video, or has no images.
     """
-    source = os.fspath(source) if isinstance(source, Path) else source
-    if not isinstance(source, str):
-        for path in source:
-            if suffix_of(path) in LISTS or is_video(path) or ("://" not in path and not os.path.isfile(path)):
-                raise ConfigError(f"'{path}' is not an image or a tar file. Use it as the only input.")
-        local = [os.path.abspath(path) for path in source if "://" not in path]
-        root = os.path.commonpath(map(os.path.dirname, local)) if local else ""
-        yield from ((path if "://" in path else os.path.relpath(path, root), path) for path in source)
+    if not isinstance(source, (str, Path)):
+        paths = [os.fspath(path) for path in source]
+        for path in paths:
+            if "://" not in path and not os.path.exists(path):
+                raise ConfigError(f"Input '{path}' does not exist. Check the path.")
+            if suffix_of(path) in LISTS or is_video(path) or os.path.isdir(path):
+                raise ConfigError(f"Several inputs must be images or tar files. Use '{path}' as the only input.")
+        root = common_folder(paths)
+        yield from ((path if "://" in path else os.path.relpath(path, root), path) for path in paths)
         return
+    source = os.fspath(source)
     if is_video(source):
         raise ConfigError(f"Input '{source}' is a video or a stream. {FORMATS}")
     first = next(expand_braces(source), source)
@@ -126,6 +124,12 @@ def list_paths(
             yield name, joined if is_list else path
     if is_empty:
         raise ConfigError(f"Input '{source}' has no images. {FORMATS}")
+
+
+def common_folder(paths: Sequence[str]) -> str:
+    """Return the lowest folder that contains all local paths; an empty text if there are only URLs."""
+    local = [os.path.dirname(os.path.realpath(path)) for path in paths if "://" not in path]
+    return os.path.commonpath(local) if local else ""
 
 
 def expand_braces(pattern: str) -> Iterator[str]:
@@ -156,7 +160,10 @@ def _supported_files(folder: str, exclude: str | Path) -> Iterator[str]:
     """Yield the images and archives below a folder in sorted order, and log the number of other images and videos."""
     skipped: Counter[str] = Counter()
     for path in _walk(folder, os.path.realpath(exclude)):
-        if suffix_of(path) in UNSUPPORTED_SUFFIXES:
+        if path.endswith("/"):
+            # A link may lead back to a parent folder.
+            _logger.warning("Skipping '%s', which is a link to a folder. To read its images, use it as input.", path)
+        elif suffix_of(path) in UNSUPPORTED_SUFFIXES:
             skipped[suffix_of(path)] += 1
         else:
             yield path
@@ -166,16 +173,17 @@ def _supported_files(folder: str, exclude: str | Path) -> Iterator[str]:
 
 
 def _walk(folder: str, exclude: str) -> Iterator[str]:
-    """Yield the paths below a folder in sorted order. Only the names of one folder are in memory at a time."""
+    """Yield the files below a folder, and its links to folders (with ``/``), in sorted order.
+
+    Only the names of one folder are in memory at a time.
+    """
     with os.scandir(folder) as entries:
         names = sorted(entry.name + "/" * entry.is_dir() for entry in entries if not entry.name.startswith("."))
     for name in names:
         path = os.path.join(folder, name)
-        if suffix_of(name) in (*IMAGE_SUFFIXES, *ARCHIVES, *UNSUPPORTED_SUFFIXES):
+        is_link = name.endswith("/") and os.path.islink(path[:-1])
+        if is_link or suffix_of(name) in (*IMAGE_SUFFIXES, *ARCHIVES, *UNSUPPORTED_SUFFIXES):
             yield path
-        elif name.endswith("/") and os.path.islink(path[:-1]):
-            # A link may lead back to a parent folder.
-            _logger.warning("Skipping '%s', which is a link to a folder. To read its images, use it as input.", path)
         elif name.endswith("/") and os.path.realpath(path) != exclude:
             yield from _walk(path, exclude)
 

@@ -190,9 +190,7 @@ class Video:
         self.capture = cv2.VideoCapture(int(source) if is_camera else source)
         if self.is_stream and not self.capture.isOpened():
             kind = "camera" if is_camera else "stream"
-            raise ConfigError(
-                f"OpenCV cannot open the {kind} '{without_password(source)}'. Check the number or the URL."
-            )
+            raise ConfigError(f"OpenCV cannot open the {kind} '{without_password(source)}'. Check it.")
         url = urlsplit(source)
         name = Path(url.path).name or url.hostname or "stream" if self.is_stream else Path(source).name
         self.name = f"camera_{source}" if is_camera else name
@@ -214,9 +212,7 @@ class Video:
                 pixels = np.ascontiguousarray(read[1][..., ::-1])
                 height, width = pixels.shape[:2]
                 if (reason := size_error(runner, height, width)) is not None:
-                    raise ConfigError(
-                        f"Cannot use the frames of '{without_password(self.source)}': {reason}. Resize the video."
-                    )
+                    raise ConfigError(f"Cannot use '{without_password(self.source)}': {reason}. Resize the video.")
                 seconds = round(time.monotonic() - start if is_live else index / self.frame_rate, 3)
                 entry = {"id": index + 1, "file_name": self.name, "height": height, "width": width}
                 entry |= {"frame": index, "seconds": seconds}

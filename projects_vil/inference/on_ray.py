@@ -86,10 +86,12 @@ def predict_on_ray(
     # This process leaves the GPUs to the workers, and some attention backends need a GPU.
     on_cpu = [*given, "MODEL.TRANSFORMER.ATTENTION_BACKEND", "auto"] if can_use_gpu else given
     detector = Detector.load(model, **options | {"device": "cpu", "overrides": on_cpu})
-    made_of = describe_runner(detector.runner)
-    keys = [_finished(path, made_of) for path in sorted(output.glob("*.parquet"))]
     ray.init(ignore_reinit_error=True)
     unit = "GPU" if can_use_gpu and ray.cluster_resources().get("GPU") else "CPU"
+    made_of = describe_runner(detector.runner)
+    if unit == "GPU" and detector.runner.cfg.INFERENCE.DTYPE == "auto":
+        made_of["dtype"] = "auto"  # the workers choose it for their GPU
+    keys = [_finished(path, made_of) for path in sorted(output.glob("*.parquet"))]
     # Reading and writing need a CPU too.
     free = int(ray.cluster_resources()[unit]) - (unit == "CPU")
     smallest, largest = num_workers or (1, free)

@@ -13,6 +13,7 @@ from backbones.errors import counted
 from projects_vil.checkpoint import Categories, fingerprint
 from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detections, Detector
+from projects_vil.inference.image_listing import common_folder
 from projects_vil.inference.image_loading import (
     TEMPORARY_ERROR,
     ImageBatches,
@@ -132,8 +133,8 @@ def write_parts(
     The output directory gets the part files ``part-000000.parquet`` and so on. With a shard, their names begin with
     ``shard-0003-of-0016-``. The metadata of each file describes the model and the input. Part files are written
     atomically. Complete part files are not written again, except for URLs with a temporary error, which are requested
-    again. The result is identical to an uninterrupted run, byte for byte, with the same batch size and on the same
-    machine. Memory use does not depend on the number of images.
+    again. Otherwise the result is identical to an uninterrupted run, byte for byte, with the same batch size and on the
+    same machine. Memory use does not depend on the number of images.
 
     Args:
         detector: the detector.
@@ -150,9 +151,11 @@ def write_parts(
         ConfigError: if the output is of another model, input, ``part_size`` or number of shards, or if the images of a
             part have changed.
     """
-    named = source if isinstance(source, str) else f"{len(source)} files"
+    described = f"files in {common_folder(source)}"
+    if isinstance(source, str):
+        described = without_password(source) if "://" in source else os.path.realpath(source)
     made_of = describe_runner(detector.runner) | {
-        "input": without_password(named) if named != source or "://" in named else os.path.realpath(named),
+        "input": described,
         "column": column,
         "part_size": part_size,
         "number of shards": shard and shard[1],

@@ -152,8 +152,8 @@ def predict(
     check_threshold(score_threshold)
     if "://" in str(output):
         raise ConfigError(f"Cannot write to the URL '{output}'. Use a local output directory, and copy it to the URL.")
-    source, output = os.fspath(source) if isinstance(source, os.PathLike) else source, Path(output)
-    is_single = isinstance(source, str)
+    is_single, output = isinstance(source, (str, os.PathLike)), Path(output)
+    source = os.fspath(source) if is_single else [*dict.fromkeys(map(os.fspath, source))]
     if (output / CONFIG_FILE).is_file() and weights_of(output) is not None:
         raise ConfigError(f"'{output}' has the config and the weights of a detector. Choose another output directory.")
     if column is not None and not (is_single and suffix_of(source) in TABLES):
@@ -174,7 +174,7 @@ def predict(
         check_output(output / DATASET_FOLDER, save_labels)
         is_image = is_single and source.lower().endswith(IMAGE_SUFFIXES)
         if not is_image and not (is_single and number_of_images(source, exclude=output)):
-            raise ConfigError(f"--save-labels needs an image, or a folder of images without tar files, not '{source}'.")
+            raise ConfigError("--save-labels needs one image, or one folder of images without tar files.")
     if is_parquet or not (annotations or (is_single and is_video(source))):
         images = find_images(source, exclude=output, column=column, shard=shard)
     detector = model if isinstance(model, Detector) else Detector.load(model, tta=tta, overrides=overrides)
@@ -277,9 +277,7 @@ def _write_coco(
         results_file.write("]")
         if skipped and not num_images:
             # The files of an earlier prediction are kept.
-            raise ConfigError(
-                f"None of {len(skipped)} files can be read, such as '{skipped[0].name}'. Check the input."
-            )
+            raise ConfigError(f"None of {len(skipped)} files, such as '{skipped[0].name}', can be read. Check them.")
         categories = zip(detector.categories.ids, detector.names, strict=True)
         skipped.sort(key=lambda item: item.index)
         tail = {

@@ -33,9 +33,7 @@ class Tracker:
             ConfigError: if a frame before the last one is given, because images of other sizes are in other batches.
         """
         if frame.index < self._last_index:
-            raise ConfigError(
-                f"--track needs frames of one size, but '{frame.source.name}' has another size. Resize it."
-            )
+            raise ConfigError(f"--track needs frames of one size. '{frame.source.name}' has another size. Resize it.")
         self._last_index = frame.index
         numbers, track_ids = np.arange(len(detections)), np.full(len(detections), -1)
         tracked = self._tracker.update(

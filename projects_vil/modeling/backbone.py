@@ -29,7 +29,6 @@ _logger = logging.getLogger(__name__)
 # The parts of a detector that may run in 16 bits. The last layers and the mask head stay in float32, because
 # post-processing compares scores and pastes masks by coordinates.
 _AUTOCAST_PARTS = r"backbone|head\.(cls|bbox)_subnet|proposal_generator\.rpn_head\.conv|roi_heads\.box_head(\.\d+)?"
-# The values of SOLVER.AMP.DTYPE besides "auto"
 # Limits of exported programs: image sides in pixels, and images per batch.
 MIN_EXPORT_SIDE, MAX_EXPORT_SIDE, LARGEST_BATCH = 32, 8192, 1024
 

@@ -186,9 +186,7 @@ def check_freeze_at(freeze_at: int, name: str, num_stages: int) -> None:
     """Raise a :class:`ConfigError` unless the model has as many stages as are frozen."""
     if not 0 <= freeze_at <= num_stages:
         stages = counted(num_stages, "stage")
-        raise ConfigError(
-            f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}, but {name} has {stages}. Set it to 0 to {num_stages}."
-        )
+        raise ConfigError(f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}, but {name} has {stages}. Use 0 to {num_stages}.")
 
 
 def _create(name: str, **options: object) -> nn.Module:

@@ -68,9 +68,7 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
     try:
         detections = read_json(results)
         if detections == []:
-            raise ConfigError(
-                f"'{results}' is empty, because the detector has no detections above its score threshold. Train longer."
-            )
+            raise ConfigError(f"'{results}' is empty: no detection is above the score threshold. Train longer.")
         boxes, scores = ([item[key] for item in detections] for key in ("bbox", "score"))
         check_finite(boxes, scores, source=str(results))
         with contextlib.redirect_stdout(io.StringIO()):

@@ -67,9 +67,7 @@ def read_input(
     if point is not None:
         y, x = point
         if not (0 <= y < height and 0 <= x < width):
-            raise ConfigError(
-                f"Point {y} {x} is outside '{path}', which is {height} pixels high and {width} pixels wide."
-            )
+            raise ConfigError(f"Point {y} {x} is outside '{path}' (height {height}, width {width}).")
         point = (2 * y + 1) * rows // (2 * height), (2 * x + 1) * cols // (2 * width)
     channels = pixels[:, :, ::-1] if cfg.INPUT.FORMAT == "BGR" else pixels
     image = torch.as_tensor(channels.transpose(2, 0, 1).astype("float32"))

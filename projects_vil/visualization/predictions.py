@@ -65,7 +65,7 @@ def draw_results(
         if any(tuple(item.get("segmentation", {}).get("size", size)) != size for item in detections):
             name = record["file_name"]
             raise ConfigError(
-                f"Masks in '{predictions}' and image '{name}' differ in size. Use predictions of this dataset."
+                f"Masks in '{predictions}' differ in size from '{name}'. Use predictions of this dataset."
             )
         name = f"{Path(record['file_name']).stem}, {size[0]} x {size[1]}"
         scale = min(PANEL_WIDTH / size[1], PANEL_HEIGHT / size[0])
@@ -180,7 +180,5 @@ def _predictions_by_image(path: Path, dataset_name: str, images: list, key: str)
     except ConfigError:
         raise
     except (LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"'{path}' is damaged, or is not for {dataset_name!r} ({error!r}). Evaluate again."
-        ) from error
+        raise ConfigError(f"'{path}' is damaged or not for {dataset_name!r} ({error!r}). Evaluate again.") from error
     return by_image

@@ -1,9 +1,9 @@
 """List the published results of this project's models, the commands that reproduce them, and the results of your runs.
 
 The published figures are the ones in the first comments of configs/ (COCO val2017) and in the model zoo (ImageNet-1K
-top-1). "measured" is the result in --runs: a run is the folder RUNS/DETECTOR/CONFIG, as in the commands.
+top-1). "measured" is the result of a detector in --runs: its folder is RUNS/DETECTOR/CONFIG, as in the commands.
 
---hours adds the estimated hours on 8 H100 GPUs. The estimate scales a measured training step of Mask R-CNN with
+--hours adds the estimated hours on 8 H200 GPUs. The estimate scales a measured training step of Mask R-CNN with
 vil_small_rpb (0.159 s for 2 images in bfloat16, docs/performance.md) with the multiply-adds of the detector. It takes
 minutes to count them.
 
@@ -40,7 +40,7 @@ def main() -> None:
     add = parser.add_argument
     add("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs (default runs)")
     add("--select", default="", metavar="TEXT", help="only rows with this text in their name")
-    add("--hours", action="store_true", help="estimate the hours on 8 H100 GPUs")
+    add("--hours", action="store_true", help="estimate the hours on 8 H200 GPUs")
     args = parser.parse_args()
     rows = [row for row in [*detectors(args.runs), *classifiers(args.runs)] if args.select in row["name"]]
     if args.hours:
@@ -125,8 +125,9 @@ def measured(run: Path) -> str:
     """Return the box and mask AP in the evaluation of a run, or an empty string."""
     if not (run / EVALUATION_FILE).is_file():
         return ""
-    (tasks,) = read_json(run / EVALUATION_FILE).values()
-    return " / ".join(f"{tasks[task]['AP']:.1f}" for task in ("bbox", "segm") if task in tasks)
+    tasks = next(iter(read_json(run / EVALUATION_FILE).values()))
+    values = [tasks[task]["AP"] for task in ("bbox", "segm") if task in tasks]
+    return " / ".join("undefined" if value is None else f"{value:.1f}" for value in values)
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """Read LabelMe's JSON files. X-AnyLabeling and AnyLabeling write the same format."""
 
 import base64
-import binascii
 import io
 import os
 from pathlib import Path
@@ -72,7 +71,7 @@ def _write_image(path: str, index: FileIndex, folder: Path) -> str | None:
     try:
         image = base64.b64decode(content, validate=True)
         suffix = (Image.open(io.BytesIO(image)).format or "").lower()
-    except (binascii.Error, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise ConfigError(f"The imageData of '{path}' is not an image. Add the image file.") from error
     output = folder / os.path.relpath(os.path.splitext(path)[0], index.root)
     output = output.with_name(f"{output.name}.{suffix}")

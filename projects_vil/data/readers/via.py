@@ -21,7 +21,9 @@ def read_via(files: list[str], index: FileIndex, folder: Path) -> Annotations:
     keys = {key for _, entry in pairs for region in _regions(entry) for key in region.get("region_attributes") or {}}
     key = next((key for name in _CLASS_KEYS for key in sorted(keys) if key.lower() == name), None)
     if key is None and len(keys) > 1:
-        raise ConfigError(f"'{files[0]}' has the region attributes {sorted(keys)}. Name one of them 'class'.")
+        raise ConfigError(
+            f"'{files[0]}' has the region attributes {sorted(keys)}. Rename the attribute of the class to 'class'."
+        )
     key = key or next(iter(keys), None)
     if key is None:
         found.notes.append(f"regions have no attributes, so the class is {_NO_CLASS!r}")

@@ -306,6 +306,7 @@ def test_gpus_that_the_triton_kernels_do_not_support(asked, on_device, monkeypat
 
 
 KEY = f"capability 8.0, triton 3.6.0, torch {torch.__version__}, bfloat16"
+OTHERS = (("8.0", "9.0"), ("3.6", "3.7"), ("torch ", "torch 1"), ("bfloat16", "float16"))
 
 
 @pytest.mark.parametrize(
@@ -314,10 +315,7 @@ KEY = f"capability 8.0, triton 3.6.0, torch {torch.__version__}, bfloat16"
         ({KEY: "triton"}, "triton", 0),
         ({KEY: "sdpa"}, "sdpa", 0),
         ({KEY: "flex"}, "sdpa", 1),
-        ({KEY.replace("8.0", "9.0"): "triton"}, "sdpa", 1),
-        ({KEY.replace("3.6", "3.7"): "triton"}, "sdpa", 1),
-        ({KEY.replace("torch ", "torch 1"): "triton"}, "sdpa", 1),
-        ({KEY.replace("bfloat16", "float16"): "triton"}, "sdpa", 1),
+        *(({KEY.replace(*other): "triton"}, "sdpa", 1) for other in OTHERS),
         ("{", "sdpa", 2),
         ("1", "sdpa", 2),
         (None, "sdpa", 1),

@@ -57,6 +57,14 @@ def file(change: Callable[[Path], object]) -> Callable[[dict, Path], None]:
     return lambda content, images: change(images / content["images"][1]["file_name"])
 
 
+def text_id_of_an_image(content: dict, images: Path) -> None:
+    number = content["images"][1]["id"]
+    content["images"][1]["id"] = "second"
+    for entry in content["annotations"]:
+        if entry["image_id"] == number:
+            entry["image_id"] = "second"
+
+
 CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     # boxes
     "box of NaN": ("invalid_bbox", annotation(bbox=[1.0, math.nan, 5.0, 5.0])),
@@ -116,7 +124,7 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "category without an object": ("category_without_objects", again("categories", id=9, name="star")),
     # images
     "image id twice": ("duplicate_image_id", lambda c, i: c["images"][1].update(id=c["images"][2]["id"])),
-    "image id as text": ("invalid_image_entry", second("images", id="second")),
+    "image id as text": ("mixed_image_id_types", text_id_of_an_image),
     "image twice": ("duplicate_image_id", again("images")),
     "image that is text": ("invalid_image_entry", lambda c, i: c["images"].append("a.jpg")),
     "file name missing": ("invalid_image_entry", second("images", "file_name")),

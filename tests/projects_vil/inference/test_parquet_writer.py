@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from backbones import ConfigError
 from projects_vil import Detector
 from projects_vil.inference import predict
 from tests.projects_vil.helpers import message, start_tool
@@ -135,6 +136,13 @@ def test_parts_of_another_model_or_input_are_not_changed(photos, tmp_path, optio
     vars(runner).update(options)
     assert named in message(run, photos, tmp_path / "out", runner, part_size=options.get("part_size", 3))
     assert files(tmp_path / "out") == before
+
+
+def test_files_of_the_same_names_in_another_folder(photos, tmp_path):
+    run([photos / "00.png"], tmp_path / "out")
+    other = photos.rename(tmp_path / "other")
+    with pytest.raises(ConfigError, match="input was files in .*in, and"):
+        run([other / "00.png"], tmp_path / "out")
 
 
 def test_a_renamed_image_in_the_middle_of_a_part_is_an_error(photos, tmp_path):

@@ -15,14 +15,8 @@ from torchvision.ops import FrozenBatchNorm2d
 from backbones import ConfigError
 from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
-from projects_vil.modeling import (
-    TransformerBackbone,
-    amp_dtype,
-    build_on_meta,
-    build_transformer_backbone,
-    eval_dtype,
-)
-from projects_vil.modeling.backbone import LastLevelConvs
+from projects_vil.modeling import TransformerBackbone, build_on_meta, build_transformer_backbone
+from projects_vil.modeling.backbone import LastLevelConvs, amp_dtype, eval_dtype
 from tests.projects_vil.export.exporting import shallow_variants
 from tests.projects_vil.helpers import message, small_config
 
