@@ -316,9 +316,7 @@ def tune_attention(
         ConfigError: if the device or a model has no Triton kernels, or if the file cannot be written.
     """
     if not cases[0].device.startswith("cuda"):
-        raise ConfigError(
-            "The option --tune compares attention backends on a GPU, but there is no GPU. Run it on a GPU."
-        )
+        raise ConfigError("The option --tune needs a GPU. Run it on a machine with a GPU.")
     steps = [
         dataclasses.replace(case, name=f"{case.name}+{backend}", part="backbone", backward=True)
         for backend in ("sdpa", "triton")

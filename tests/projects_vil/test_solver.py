@@ -233,7 +233,7 @@ def test_the_tool_prints_a_table_and_overrides(datasets_root, tmp_path, run_here
     lines = run_here(tool, "--images", 50, "--epochs", "20,40", "--batch", 8)[1].splitlines()
     assert ["40", "250", "167,", "222", "13", "100", "100"] in [line.split() for line in lines]
     assert "SOLVER.IMS_PER_BATCH 8 SOLVER.EPOCHS 40" in lines
-    assert lines[-1].startswith("SOLVER.MAX_ITER 250 SOLVER.STEPS '(167, 222)'")
+    assert lines[-1].startswith("SOLVER.MAX_ITER 250 ") and lines[-1].endswith(" SOLVER.STEPS '(167, 222)'")
     monkeypatch.setenv("DETECTRON2_DATASETS", str(datasets_root))
     # Images without annotations are not counted.
     assert run_here(tool, "--config-file", CONFIGS["retinanet"], "--epochs", 9)[1].startswith("16 ")

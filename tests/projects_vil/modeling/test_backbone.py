@@ -101,7 +101,7 @@ def test_levels_of_fpn(detector, overrides):
         ("MODEL.TRANSFORMER.ATTENTION_MODE", "cyclik", "cyclic"),
         ("MODEL.TRANSFORMER.GLOBAL_TOKENS", "[1, 2]", "global_tokens"),
         ("MODEL.BACKBONE.FREEZE_AT", "9", "MODEL.BACKBONE.FREEZE_AT is 9, but vil_tiny"),
-        ("MODEL.BACKBONE.FREEZE_AT", "-1", "has 4 stages. Set it to 0 to 4."),
+        ("MODEL.BACKBONE.FREEZE_AT", "-1", "has 4 stages. Use 0 to 4."),
         ("MODEL.TRANSFORMER.TOKEN_MERGING", "uniform", "token_merging"),
         ("MODEL.FPN.IN_FEATURES", "['stage3', 'stage4']", "'p2' (KeyError)"),
         ("MODEL.FPN.IN_FEATURES", "['stage2', 'stage4']", "not log2 contiguous"),
