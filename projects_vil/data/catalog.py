@@ -215,9 +215,7 @@ def check_files(name: str) -> None:
         hint = ""
         if multiprocessing.parent_process() is not None:
             hint = " The processes of --num-gpus do not import your script. If it registers the dataset, use torchrun."
-        raise ConfigError(
-            f"Unknown dataset {name!r}{near} Register your own datasets in DATASETS.COCO or DATASETS.ADE20K.{hint}"
-        )
+        raise ConfigError(f"Unknown dataset {name!r}{near} Add it to DATASETS.COCO or DATASETS.ADE20K.{hint}")
     metadata = MetadataCatalog.get(name)
     if metadata.get("evaluator_type") == PANOPTIC_EVALUATOR and not metadata.get("sem_seg_root"):
         raise ConfigError(f"{name!r} has things and stuff in one label image. Use '{name}_separated'.")

@@ -326,8 +326,8 @@ class TrainStep(SimpleTrainer):
         own, saved = self.optimizer.state_dict()["param_groups"], state_dict.get("optimizer")
         if saved is None or _group_types(saved["param_groups"]) != _group_types(own):
             raise ConfigError(
-                "The optimizer state of the checkpoint does not fit the optimizer, LR_MULTIPLIERS or FREEZE_AT of this "
-                "config. Resume with its config.yaml, or start from its weights (MODEL.WEIGHTS) in another OUTPUT_DIR."
+                "The optimizer state of the checkpoint does not fit SOLVER.OPTIMIZER, LR_MULTIPLIERS or FREEZE_AT. "
+                "Resume with its config.yaml, or start from its weights (MODEL.WEIGHTS) in another OUTPUT_DIR."
             )
         pairs = list(zip(saved["param_groups"], own, strict=True))
         changed = [name for key, name in _RATES.items() if any(old.get(key) != new.get(key) for old, new in pairs)]
