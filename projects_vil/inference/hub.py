@@ -63,11 +63,11 @@ class HubMixin:
             self._model_card(config, license, repo_id).save(folder / CARD_FILE)
 
     def _model_card(self, config: CfgNode, license: str | None, repo_id: str | None) -> ModelCard:
-        runner, file = self.runner, self.runner.weights.with_name(EVALUATION_FILE)
+        runner, run = self.runner, self.runner.weights.parent
+        file = run / EVALUATION_FILE
         # The file of a finished run has the results of its best or last checkpoint, with its settings.
-        has_results = file.is_file() and weights_of(file.parent) == runner.weights
-        has_results = has_results and file.with_name("model_final.pth").is_file()
-        has_results = has_results and published_config(load_config(file.with_name(CONFIG_FILE))) == config
+        is_finished = file.is_file() and (run / "model_final.pth").is_file() and weights_of(run) == runner.weights
+        has_results = is_finished and published_config(load_config(run / CONFIG_FILE)) == config
         has_masks = runner.cfg.MODEL.META_ARCHITECTURE != "RetinaNet" and runner.cfg.MODEL.MASK_ON
         data = ModelCardData(
             library_name="vil-detectron2",
