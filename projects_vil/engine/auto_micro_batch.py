@@ -75,7 +75,7 @@ def _measure(cfg: CfgNode, sizes: list[int], limit: float) -> tuple[int, str]:
             break
     if peaks[1] > limit:
         raise ConfigError(
-            f"A training step with one image needs more than the {limit / 1e9:.2f} GB of memory that may be used. "
+            f"A training step of one image needs {peaks[1] / 1e9:.2f} GB (inf: all), and only {limit / 1e9:.2f} GB are free. "
             "Lower INPUT.MIN_SIZE_TRAIN or INPUT.LSJ.SIZE, or set MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING True."
         )
     measured = ", ".join(f"{size}: {peak / 1e9:.2f} GB" for size, peak in peaks.items())
