@@ -92,14 +92,19 @@ def image_source(text: str) -> str:
     return text if text.isdecimal() or "{" in text else existing_path(text)
 
 
+def local_path(text: str) -> str:
+    """Return the path of an output unless it is a URL. This is an argparse type."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"cannot write to the URL '{text}'. Give a local path")
+    return text
+
+
 def output_file(text: str) -> str:
     """Return ``text`` if a file can be written at this path. This is an argparse type.
 
     An existing file is overwritten only if an earlier command wrote it.
     """
-    path = Path(text).absolute()
-    if "://" in text:
-        raise argparse.ArgumentTypeError(f"cannot write to the URL '{text}'. Give a local path")
+    path = Path(local_path(text)).absolute()
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"'{text}' is a folder. Give a file name")
     if not path.parent.is_dir():
@@ -174,9 +179,6 @@ class ToolParser(argparse.ArgumentParser):
         parsed, unknown = parse(words)
         if unknown:
             self.error(f"unknown argument '{unknown[0]}'{self._hint(unknown[0])}")
-        for name in ("output", "fix"):
-            if "://" in str(getattr(parsed, name, "")):
-                self.error(f"cannot write to the URL '{getattr(parsed, name)}'. Give a local path")
         return parsed
 
     def section(self, title: str) -> None:

@@ -22,6 +22,7 @@ from vil.arguments import (
     existing_path,
     image_size,
     image_source,
+    local_path,
     model_source,
     not_negative,
     output_file,
@@ -66,7 +67,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add(
         "--tiles", "train and predict in tiles of N x N pixels, for small objects in large images", type=positive
     )
-    parser.add("--output", "output directory (default: output/DATA_MODEL_DETECTOR)", metavar="DIR")
+    parser.add("--output", "output directory (default: output/DATA_MODEL_DETECTOR)", type=local_path, metavar="DIR")
     parser.add("--device", "cpu or cuda (config key MODEL.DEVICE; default: the GPU if there is one)", metavar="DEVICE")
     add_resume_argument(parser)
     parser.section("Model")
@@ -121,7 +122,7 @@ def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
     """
     parser.add("data", _DATA, type=existing_path, metavar="DATA")
     parser.add("--trials", "number of trials (default 20)", type=positive, default=20)
-    parser.add("--output", "output directory (default: output/DATA_tune)", metavar="DIR")
+    parser.add("--output", "output directory (default: output/DATA_tune)", type=local_path, metavar="DIR")
     parser.add("--epochs", "epochs of each trial (default: as for vil train)", type=positive)
     parser.add("--model", "variant, or timm:NAME (default: as for vil train)", metavar="NAME")
     parser.add("--detector", "detector (default retinanet)", choices=choices.DETECTORS)
@@ -159,7 +160,7 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
         "output folder (default: the folder of MODEL, or a folder in it such as evaluation_DATA with DATA, "
         "evaluation_overrides with KEY VALUE, or evaluation_model_0000099 with an earlier checkpoint)"
     )
-    parser.add("--output", output_help, metavar="DIR")
+    parser.add("--output", output_help, type=local_path, metavar="DIR")
     parser.add("--tiles", _TILES, type=positive)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
@@ -217,7 +218,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     output_help = (
         "output folder (default: predictions). Earlier results of the same format are replaced, other drawings are kept"
     )
-    parser.add("--output", output_help, default="predictions", metavar="DIR")
+    parser.add("--output", output_help, type=local_path, default="predictions", metavar="DIR")
     parser.add("--batch", "maximum images per batch (default 1)", dest="batch_size", type=positive, default=1)
     parser.add("--tiles", _TILES, type=positive)
     parser.add("--tta", "test-time augmentation: predict on several sizes and flips of each image", action="store_true")
@@ -285,7 +286,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
         vil export lit_ti_retinanet_1x --format openvino --precision fp16 --evaluate
     """
     parser.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
-    parser.add("--output", "output folder (default: export/ in the folder of MODEL)", metavar="DIR")
+    parser.add("--output", "output folder (default: export/ in the folder of MODEL)", type=local_path, metavar="DIR")
     formats, precisions, dtypes = choices.EXPORT_FORMATS, choices.PRECISIONS, choices.INPUT_DTYPES
     format_help = f"file format (default {formats[0]})"
     parser.add("--format", format_help, dest="file_format", choices=formats, default=formats[0])
@@ -358,7 +359,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         "write a cleaned copy: a folder with a COCO file per split, or a file for a COCO file with --images; must not "
         "exist"
     )
-    parser.add("--fix", fix_help, metavar="OUT")
+    parser.add("--fix", fix_help, type=local_path, metavar="OUT")
     parser.add("--deep", "decode every image, even if there are more than 2,000", action="store_true")
     parser.add("--boxes", "ignore masks, for detectors without masks", action="store_true")
     args = parser.parse_args(words)
@@ -401,7 +402,7 @@ def convert_data(parser: ToolParser, words: Sequence[str]) -> None:
         vil convert-dataset photos photos_yolo --format yolo
     """
     parser.add("data", _DATA, type=existing_path, metavar="DATA")
-    parser.add("output", "new folder", metavar="OUT")
+    parser.add("output", "new folder", type=local_path, metavar="OUT")
     parser.add("--format", "format of OUT", dest="output_format", choices=choices.LABEL_FORMATS, required=True)
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     args = parser.parse_args(words)
@@ -559,6 +560,8 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     names = [(name, False) for name in args.models] + [(name, True) for name in args.against]
     sizes = [tuple(size) for size in args.image_size or [(800, 1344)]]
     if args.tune:
+        if args.json or args.plot or args.against or args.what != parts[1]:
+            parser.error("--tune has no effect on --json, --plot, --against and --what. Leave them out")
         cases = [analysis.BenchmarkCase(name, False, size=size, **options) for name in args.models for size in sizes]
         return show(*analysis.tune_attention(cases, runs=args.runs))
     reference, rows = len(args.models) if args.against else 0, []
@@ -592,7 +595,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
         return command
 
     add_image = partial(ConfigToolParser.add_argument, required=True, type=existing_path, metavar="IMAGE")
-    add_folder = partial(ConfigToolParser.add_argument, required=True, type=Path, metavar="DIR")
+    add_folder = partial(ConfigToolParser.add_argument, required=True, type=local_path, metavar="DIR")
 
     command = add(_draw_attention, "attention of one token, one heat map per head", weights=True, devices=("cpu",))
     add_image(command, "--input", help="image file")

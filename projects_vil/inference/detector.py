@@ -223,8 +223,8 @@ class Detector(HubMixin):
                 - a checkpoint with a ``config.yaml`` in its folder;
                 - an exported file, or the name of an official detector (docs/model_zoo.md). These need no config.
             weights: another checkpoint, or an exported file.
-            device: ``"cpu"`` or ``"cuda"``. By default the GPU if there is one. Exported files run on
-                the CPU by default, and ONNX files also on the GPU with onnxruntime-gpu.
+            device: ``"cpu"`` or ``"cuda"``. By default the GPU if there is one, but the CPU for exported files. On
+                ``"cuda"``, ONNX files need onnxruntime-gpu, and other exported files do not run.
             dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` for all layers but the last. By default
                 ``INFERENCE.DTYPE``. An exported file has a fixed dtype.
             score_threshold: lowest score of a detection, in [0, 1]. By default the threshold of the config or export.

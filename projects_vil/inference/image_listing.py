@@ -68,10 +68,8 @@ def number_of_images(source: str | Path | Sequence[str], *, exclude: str | Path)
     """Return the number of images in a folder or a sequence, or 0 if it is unknown (tar files and tables)."""
     if not isinstance(source, (str, Path)):
         return len(source) * all(suffix_of(path) in IMAGE_SUFFIXES for path in source)
-    suffixes = (
-        [suffix_of(path) for path in _walk(str(source), os.path.realpath(exclude))] if os.path.isdir(source) else []
-    )
-    return 0 if set(suffixes) & {*ARCHIVES} else sum(suffix in IMAGE_SUFFIXES for suffix in suffixes)
+    counts = Counter(map(suffix_of, _walk(str(source), os.path.realpath(exclude)) if os.path.isdir(source) else ()))
+    return 0 if any(counts[suffix] for suffix in ARCHIVES) else sum(counts[suffix] for suffix in IMAGE_SUFFIXES)
 
 
 def is_video(source: str) -> bool:

@@ -43,6 +43,8 @@ def main() -> None:
     add("--hours", action="store_true", help="estimate the hours on 8 H200 GPUs")
     args = parser.parse_args()
     rows = [row for row in [*detectors(args.runs), *classifiers(args.runs)] if args.select in row["name"]]
+    if not rows:
+        parser.error(f"no row has '{args.select}' in its name")
     if args.hours:
         reference = multiply_adds(REFERENCE)
         for row in rows:

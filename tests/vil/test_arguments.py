@@ -203,7 +203,7 @@ def test_a_wrong_argument_is_one_line(capsys, tokens, names):
         ("--kind fasterrcnn", "Did you mean 'faster_rcnn'?"),
         ("--size 20", "'20' is not auto or a whole number from 64 to 4096"),
         ("data=photos", "Write photos."),
-        ("--output s3://bucket/out", "Cannot write to the URL 's3://bucket/out'"),
+        ("--output s3://bucket/out", "--output: cannot write to the URL 's3://bucket/out'"),
     ],
 )
 def test_an_error_has_advice(capsys, words, advice):
@@ -212,7 +212,7 @@ def test_an_error_has_advice(capsys, words, advice):
     tool.add("--kind", "detector", choices=choices.DETECTORS)
     tool.add("--size", "image size", type=image_size)
     tool.add("data", "dataset", nargs="?")
-    tool.add("--output", "output directory")
+    tool.add("--output", "report", type=output_file)
     with pytest.raises(SystemExit):
         tool.parse_args([*FILE, *words.split()])
     assert advice in capsys.readouterr().err
