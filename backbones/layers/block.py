@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from backbones.layers.tracing import autocast_dtype, autocast_off, contiguous_for_export, in_autocast_dtype, is_tracing
 
@@ -50,12 +49,34 @@ class Mlp(nn.Module):
             features = contiguous_for_export(hidden.unflatten(1, size).permute(0, 3, 1, 2))
             hidden = contiguous_for_export(self.depthwise(features).permute(0, 2, 3, 1)).flatten(1, 2)
         if tokens.device.type == "cpu" or is_tracing() or torch.compiler.is_compiling():
-            return self._reduce(hidden)
-        # Keep only one copy of the widest tensor of a block: before the GELU, but not after it.
-        return checkpoint(self._reduce, hidden, use_reentrant=False, preserve_rng_state=False)
+            return self.fc2(F.gelu(hidden))
+        # Autocast does not cast the arguments of a function.
+        return GeluLinear.apply(hidden, self.fc2.weight.to(hidden.dtype), self.fc2.bias.to(hidden.dtype))
 
-    def _reduce(self, hidden: Tensor) -> Tensor:
-        return self.fc2(F.gelu(hidden))
+
+class GeluLinear(torch.autograd.Function):
+    """A linear layer after a GELU. The backward pass computes the GELU again.
+
+    Of the widest tensor of a block, only the copy before the GELU is kept. Arguments: hidden (..., C), weight (D, C)
+    and bias (D,), of one dtype. Result: (..., D).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return F.linear(F.gelu(hidden), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden, weight), grads = ctx.saved_tensors, [None] * 3
+        if ctx.needs_input_grad[0]:
+            grads[0] = torch.ops.aten.gelu_backward(grad @ weight, hidden)
+        if ctx.needs_input_grad[1]:
+            grads[1] = grad.flatten(0, -2).T @ F.gelu(hidden).flatten(0, -2)
+        if ctx.needs_input_grad[2]:
+            grads[2] = grad.flatten(0, -2).sum(0)
+        return tuple(grads)
 
 
 class Block(nn.Module):
