@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from backbones.attention.chunks import MODES
 from backbones.errors import ConfigError, check_choice
@@ -167,7 +168,9 @@ def define_operator(
     launcher: Callable[..., Any],
     logsumexp_shape: Callable[[Tensor], tuple[int, ...]],
 ) -> Callable[..., Tensor]:
-    """Define the operator ``backbones::NAME`` of attention, with gradients and shapes for ``torch.compile``.
+    """Return a function for attention with gradients. ``torch.compile`` sees the operator ``backbones::NAME``.
+
+    Without ``torch.compile``, the function does not call the operator, which would take the host 0.3 ms longer.
 
     Args:
         name: Name of the operator.
@@ -179,24 +182,23 @@ def define_operator(
         logsumexp_shape: Returns the shape of the log-sum-exps for queries.
 
     Returns:
-        A function that calls the operator and returns the output.
+        A function that returns the output.
     """
 
-    @torch.library.custom_op(f"backbones::{name}", mutates_args=(), schema=f"({schema}) -> (Tensor, Tensor)")
-    def attend(*arguments: object) -> tuple[Tensor, Tensor]:
+    def run_forward(*arguments: object) -> tuple[Tensor, Tensor]:
         check_requirement(arguments[0])
         return launcher(*arguments).forward()
 
-    @torch.library.custom_op(
-        f"backbones::{name}_backward",
-        mutates_args=(),
-        schema=f"(Tensor grad, Tensor output, Tensor logsumexp, bool[] needed, {schema}) -> Tensor[]",
-    )
-    def attend_backward(
+    def run_backward(
         grad: Tensor, output: Tensor, logsumexp: Tensor, needed: list[bool], *arguments: object
     ) -> list[Tensor]:
         gradients = launcher(*arguments).backward(grad, output, logsumexp, needed)
         return [x.to(y.dtype) for x, y, is_needed in zip(gradients, arguments, needed, strict=False) if is_needed]
+
+    define = functools.partial(torch.library.custom_op, mutates_args=())
+    attend = define(f"backbones::{name}", run_forward, schema=f"({schema}) -> (Tensor, Tensor)")
+    backward_schema = f"(Tensor grad, Tensor output, Tensor logsumexp, bool[] needed, {schema}) -> Tensor[]"
+    attend_backward = define(f"backbones::{name}_backward", run_backward, schema=backward_schema)
 
     @attend.register_fake
     def _(query: Tensor, *others: object) -> tuple[Tensor, Tensor]:
@@ -215,19 +217,31 @@ def define_operator(
         ctx.options = inputs[num_tensors:]
         ctx.mark_non_differentiable(output[1])
 
-    def gradients(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def gradients(
+        attend_backward: Callable[..., list[Tensor]], ctx, grad: Tensor, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         *tensors, output, logsumexp = ctx.saved_tensors
         needed = ctx.needs_input_grad[:num_tensors]
         given = iter(attend_backward(grad, output, logsumexp, list(needed), *tensors, *ctx.options))
         return *(next(given) if is_needed else None for is_needed in needed), *(None for _ in ctx.options)
 
-    attend.register_autograd(gradients, setup_context=save)
+    attend.register_autograd(functools.partial(gradients, attend_backward), setup_context=save)
+
+    class Function(torch.autograd.Function):
+        # Without setup_context, which takes the host longer
+        @staticmethod
+        def forward(ctx, *arguments: object) -> tuple[Tensor, Tensor]:
+            save(ctx, arguments, outputs := run_forward(*arguments))
+            return outputs
+
+        backward = staticmethod(once_differentiable(functools.partial(gradients, run_backward)))
 
     def run(*arguments: object) -> Tensor:
+        call = attend if torch.compiler.is_compiling() else Function.apply
         if arguments[0].dtype == torch.bfloat16 and arguments[0].device.type == "cpu":
             # Triton's interpreter multiplies bfloat16 as if it were integers.
-            return attend(*(x.float() if torch.is_tensor(x) else x for x in arguments))[0].bfloat16()
-        return attend(*arguments)[0]
+            return call(*(x.float() if torch.is_tensor(x) else x for x in arguments))[0].bfloat16()
+        return call(*arguments)[0]
 
     return run
 
@@ -305,22 +319,22 @@ def power_of_two(number: int) -> int:
     return max(16, 1 << (number - 1).bit_length())
 
 
-def start_kernel(
-    kernel: Any, grid: tuple[int, int, int], values: dict[str, Any], axes: dict[str, str], **compiled: int | bool
-) -> None:
-    """Start the programs of a kernel. Its parameters get the ``values`` of the same names, and strides.
+def strides_by_name(axes: str, **tensors: Tensor | None) -> dict[str, int]:
+    """Return the strides of tensors, 0 for None. ``query_b`` is the stride of ``query`` along b, one of the axes."""
+    return {
+        f"{name}_{axis}": 0 if x is None else x.stride(i) for name, x in tensors.items() for i, axis in enumerate(axes)
+    }
+
+
+def start_kernel(kernel: Any, grid: tuple[int, int, int], values: dict[str, Any], **compiled: int | bool) -> None:
+    """Start the programs of a kernel.
 
     Args:
         kernel: The kernel.
         grid: Numbers of programs.
-        values: Arguments by name.
-        axes: Names of the axes of tensors, one letter each. ``query_b`` is the stride of the axis b of ``query``.
+        values: Arguments by name, also of other kernels.
         compiled: Options of the compiler.
     """
-    for tensor, names in axes.items():
-        given = values.get(tensor)
-        strides = [0] * len(names) if given is None else given.stride()
-        values |= {f"{tensor}_{axis}": stride for axis, stride in zip(names, strides, strict=True)}
     if all(grid):
         with torch.cuda.device_of(values["query"]):
             kernel[grid](**{name: values[name] for name in kernel.arg_names}, **compiled)
@@ -346,7 +360,30 @@ class _KernelLauncher:
         self.chunks = -(-self.height // chunk_size) * -(-self.width // chunk_size)
         self.position_blocks = -(-self.positions // self.launch.positions)
         self.grid = self.chunks * self.position_blocks, self.heads, self.batch
-        self.local_bias = self._with_pitch(inputs.local_bias)
+        shift_row, shift_col = shift or (0, 0)
+        is_double = inputs.query.dtype == torch.float64
+        self.arguments = inputs._asdict() | {
+            "local_bias": self._with_pitch(inputs.local_bias),
+            "batches": self.batch,
+            "height": self.height,
+            "width": self.width,
+            "shift_row": shift_row,
+            "shift_col": shift_col,
+            "WINDOW": chunk_size,
+            "SIDE": self.side,
+            "SEEN": self.seen,
+            "PITCH": self._pitch(self.seen),
+            "GLOBALS": self.num_global,
+            "CHANNELS": self.channels,
+            "SCALE": self.channels**-0.5,
+            "MODE": self.mode,
+            "POSITIONS_BLOCK": self.launch.positions,
+            "TOKENS_BLOCK": self.launch.tokens,
+            "GLOBALS_BLOCK": _GLOBALS_BLOCK,
+            "CHANNELS_BLOCK": self.launch.channels,
+            "ACC_DTYPE": _kernels().tl.float64 if is_double else _kernels().tl.float32,
+            **strides_by_name("bmhwd", query=inputs.query, key=inputs.key, value=inputs.value),
+        }
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the output (B, M, H, W, D) and the log-sum-exps to base 2 (B, H, W, M)."""
@@ -367,76 +404,57 @@ class _KernelLauncher:
         needed, query_grad = WindowInputs(*needed), new_map(self.inputs.query)
         # delta: the product of the output and its gradient, (B, H, W, M)
         known = {"grad": grad, "lse": logsumexp, "delta": torch.empty_like(logsumexp)}
-        self._start("query_grad_kernel", self.grid, output=output, query_grad=query_grad, **known)
+        self.arguments |= known | strides_by_name("bmhwd", grad=grad)
+        self._start("query_grad_kernel", self.grid, output=output, query_grad=query_grad)
         gradients = {"query": query_grad, "key": None, "value": None}
         if needed.key or needed.value:
-            gradients |= self._key_grads(**known)
+            gradients |= self._key_grads()
         if needed.global_key or needed.global_value or needed.global_bias:
-            gradients |= self._global_grads(**known)
+            gradients |= self._global_grads()
         if needed.local_bias:
-            gradients |= self._local_bias_grad(**known)
+            gradients |= self._local_bias_grad()
         return WindowInputs(**gradients)
 
-    def _key_grads(self, **tensors: Tensor) -> dict[str, Tensor]:
-        """Return the gradients of keys and values from ``grad``, ``lse`` and ``delta``."""
+    def _key_grads(self) -> dict[str, Tensor]:
+        """Return the gradients of keys and values."""
         key_grad, value_grad = new_map(self.inputs.query), new_map(self.inputs.query)
         bias, shift = self.inputs.local_bias, self.shift or (0, 0)
-        tensors |= {"mirrored_bias": None if bias is None else self._with_pitch(self._mirrored(bias))}
+        mirrored_bias = None if bias is None else self._with_pitch(self._mirrored(bias))
         seen = self.positions * (9 if self.shift is None else 2)
         # The neighbor on the other side attends to a chunk.
         mirrored = {"shift_row": -shift[0], "shift_col": -shift[1], "SEEN": seen, "PITCH": self._pitch(seen)}
-        self._start("key_grad_kernel", self.grid, key_grad=key_grad, value_grad=value_grad, **tensors, **mirrored)
+        outputs = {"key_grad": key_grad, "value_grad": value_grad}
+        self._start("key_grad_kernel", self.grid, mirrored_bias=mirrored_bias, **outputs, **mirrored)
         return {"key": key_grad, "value": value_grad}
 
-    def _local_bias_grad(self, **tensors: Tensor) -> dict[str, Tensor]:
+    def _local_bias_grad(self) -> dict[str, Tensor]:
         """Return the gradient of the local bias, in float32 or better. Shares of the chunks are summed first."""
         blocks = self.position_blocks * -(-self.seen // self.launch.tokens)
         shares = max(1, min(_SHARES // (blocks * self.heads), self.batch * self.chunks))
         partial = new_sums(self.inputs.query, (shares, self.heads, self.positions, self.seen))
-        self._start("local_bias_grad_kernel", (blocks, self.heads, shares), partial=partial, **tensors)
+        self._start("local_bias_grad_kernel", (blocks, self.heads, shares), partial=partial)
         return {"local_bias": partial.sum(0)}
 
-    def _global_grads(self, **tensors: Tensor) -> dict[str, Tensor | None]:
+    def _global_grads(self) -> dict[str, Tensor | None]:
         """Return the gradients of global keys, values and biases. Shares of the tokens are summed first."""
         blocks = -(-self.num_global // _GLOBALS_BLOCK)
         most = -(-self.height * self.width // self.launch.tokens)
         shares = max(1, min(_SHARES // max(1, blocks * self.heads * self.batch), most))
-        shape = (shares, self.batch, self.heads, self.num_global)
-        key, value = (new_sums(self.inputs.query, (*shape, self.channels)) for _ in range(2))
+        shape = shares, self.batch, self.heads, self.num_global
+        keys_values = new_sums(self.inputs.query, (2, *shape, self.channels))
         bias = None if self.inputs.global_bias is None else new_sums(self.inputs.query, shape)
-        tensors |= {"key_partial": key, "value_partial": value, "bias_partial": bias}
-        self._start("global_grad_kernel", (shares * blocks, self.heads, self.batch), **tensors)
-        bias_grad = None if bias is None else bias.sum((0, 1))
-        return {"global_key": key.sum(0), "global_value": value.sum(0), "global_bias": bias_grad}
+        partials = {"key_partial": keys_values[0], "value_partial": keys_values[1], "bias_partial": bias}
+        self._start("global_grad_kernel", (shares * blocks, self.heads, self.batch), **partials)
+        key, value = keys_values.sum(1).to(self.inputs.query.dtype)
+        return {"global_key": key, "global_value": value, "global_bias": None if bias is None else bias.sum((0, 1))}
 
     def _start(self, name: str, grid: tuple[int, int, int], **arguments: Tensor | int | None) -> None:
-        """Start a kernel. It gets the arguments below and ``arguments``, if it has parameters of these names."""
-        kernels, launch = _kernels(), self.launch
-        shift_row, shift_col = self.shift or (0, 0)
-        values = self.inputs._asdict() | {
-            "local_bias": self.local_bias,
-            "batches": self.batch,
-            "height": self.height,
-            "width": self.width,
-            "shift_row": shift_row,
-            "shift_col": shift_col,
-            "WINDOW": self.chunk_size,
-            "SIDE": self.side,
-            "SEEN": self.seen,
-            "PITCH": self._pitch(self.seen),
-            "GLOBALS": self.num_global,
-            "CHANNELS": self.channels,
-            "SCALE": self.channels**-0.5,
-            "MODE": self.mode,
-            "POSITIONS_BLOCK": launch.positions,
-            "TOKENS_BLOCK": min(launch.tokens, 32) if name in _SMALL_BLOCKS else launch.tokens,
-            "GLOBALS_BLOCK": _GLOBALS_BLOCK,
-            "CHANNELS_BLOCK": launch.channels,
-            "ACC_DTYPE": kernels.tl.float64 if self.inputs.query.dtype == torch.float64 else kernels.tl.float32,
-        }
+        """Start a kernel. Its parameters get :attr:`arguments` and ``arguments`` of the same names."""
+        values, launch = self.arguments | arguments, self.launch
+        if name in _SMALL_BLOCKS:
+            values["TOKENS_BLOCK"] = min(launch.tokens, 32)
         compiled = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
-        axes = dict.fromkeys(("query", "key", "value", "grad"), "bmhwd")
-        start_kernel(getattr(kernels, name), grid, values | arguments, axes, **compiled)
+        start_kernel(getattr(_kernels(), name), grid, values, **compiled)
 
     def _mirrored(self, bias: Tensor) -> Tensor:
         """Return the bias (M, P, 9 * P or 2 * P) of key positions by query slots, from (M, P, S), queries by keys."""

@@ -13,7 +13,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from backbones.attention.triton_chunks import define_operator, new_map, new_sums, power_of_two, start_kernel
+from backbones.attention.triton_chunks import (
+    define_operator,
+    new_map,
+    new_sums,
+    power_of_two,
+    start_kernel,
+    strides_by_name,
+)
 from backbones.layers.tracing import in_autocast_dtype
 
 # The mode of this attention in :mod:`.triton_check`
@@ -128,9 +135,11 @@ class _KernelLauncher:
             "GLOBALS_BLOCK": _GLOBALS_BLOCK,
             "CHANNELS_BLOCK": power_of_two(channels),
             "ACC_DTYPE": kernels.tl.float64 if table.dtype == torch.float64 else kernels.tl.float32,
+            **strides_by_name("bmnd", query=query, key=key, value=value),
         }
         biases = {"offset_bias": local_bias, "global_bias": global_bias, "BLOCK": _TABLE_BLOCK}
-        self._start("table_kernel", (-(-length // _TABLE_BLOCK), self.heads, 1), **biases)
+        strides = strides_by_name("mhw", offset_bias=local_bias) | strides_by_name("mg", global_bias=global_bias)
+        self._start("table_kernel", (-(-length // _TABLE_BLOCK), self.heads, 1), **biases, **strides)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the output (B, M, N, D) and the log-sum-exps to base 2 (B, M, N)."""
@@ -145,26 +154,27 @@ class _KernelLauncher:
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the queries and of the other inputs that need one."""
         _, needs_key, needs_value, needs_local_bias, needs_global_bias = needed
-        key, known = self.arguments["key"], {"grad": grad, "lse": logsumexp, "delta": torch.empty_like(logsumexp)}
+        known = {"grad": grad, "lse": logsumexp, "delta": torch.empty_like(logsumexp)}
+        self.arguments |= known | strides_by_name("bmnd", grad=grad)
         launch = self._launch("query_grad_kernel")
         blocks = -(-self.tokens // launch.queries)
         query_grad, partial = new_map(self.query), None
         if needs_global_bias:
             partial = new_sums(self.query, (blocks, self.batch, self.heads, self.num_global))
         outputs = {"query_grad": query_grad, "global_bias_partial": partial}
-        self._start("query_grad_kernel", (blocks, self.heads, self.batch), launch, output=output, **outputs, **known)
+        self._start("query_grad_kernel", (blocks, self.heads, self.batch), launch, output=output, **outputs)
         key_grad = value_grad = local_bias_grad = None
         if needs_key or needs_value:
-            key_grad, value_grad = new_map(key), new_map(key)
+            key_grad, value_grad = (new_map(self.arguments["key"]) for _ in range(2))
             launch = self._launch("key_grad_kernel")
             blocks = -(-self.tokens // launch.keys) + -(-self.num_global // launch.keys)
             outputs = {"key_grad": key_grad, "value_grad": value_grad}
-            self._start("key_grad_kernel", (blocks, self.heads, self.batch), launch, **outputs, **known)
+            self._start("key_grad_kernel", (blocks, self.heads, self.batch), launch, **outputs)
         if needs_local_bias:
-            local_bias_grad = self._local_bias_grad(**known)
+            local_bias_grad = self._local_bias_grad()
         return query_grad, key_grad, value_grad, local_bias_grad, None if partial is None else partial.sum((0, 1))
 
-    def _local_bias_grad(self, **tensors: Tensor) -> Tensor:
+    def _local_bias_grad(self) -> Tensor:
         """Return the gradient of the bias by offset, in float32 or better."""
         launch = self._launch("pair_grad_kernel")
         height, width = self.height, self.width
@@ -174,7 +184,7 @@ class _KernelLauncher:
         shares = max(1, min(_PROGRAMS // (blocks * self.heads), self.batch))
         partial = new_sums(self.query, (shares, self.heads, rows * width, keys))
         grid = blocks, self.heads, shares
-        self._start("pair_grad_kernel", grid, launch, partial=partial, rows=rows, **tensors)
+        self._start("pair_grad_kernel", grid, launch, partial=partial, rows=rows)
         gradient = new_sums(self.query, (self.heads, 2 * height - 1, 2 * width - 1))
         grid = -(-(2 * width - 1) // _OFFSETS_BLOCK), 2 * height - 1, self.heads
         options = {"QUERIES_BLOCK": _PAIRS_BLOCK, "OFFSETS_BLOCK": _OFFSETS_BLOCK, "rows": rows, "shares": shares}
@@ -187,16 +197,14 @@ class _KernelLauncher:
     def _start(
         self, name: str, grid: tuple[int, int, int], launch: Launch | None = None, **arguments: Tensor | int | None
     ) -> None:
-        """Start a kernel. Its parameters get the arguments of the same names, and strides, such as ``query_b``."""
+        """Start a kernel. Its parameters get :attr:`arguments` and ``arguments`` of the same names."""
         values, compiled = self.arguments | arguments, {}
         if launch is not None:
             values = {"QUERIES_BLOCK": launch.queries, "KEYS_BLOCK": launch.keys} | values
             compiled = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-        start_kernel(getattr(_kernels(), name), grid, values, _AXES, **compiled)
+        start_kernel(getattr(_kernels(), name), grid, values, **compiled)
 
 
-# Names of the strides that the kernels get
-_AXES = dict.fromkeys(("query", "key", "value", "grad"), "bmnd") | {"offset_bias": "mhw", "global_bias": "mg"}
 _attend = define_operator(
     "triton_dense",
     "Tensor query, Tensor key, Tensor value, Tensor local_bias, Tensor? global_bias",
