@@ -358,6 +358,8 @@ def _properties(metadata: dict) -> dict[str, str]:
         "channels": 3,
         "batch": 1,
         "color_order": metadata["input"]["color_order"],
+        "short_side": metadata["resizing"]["short_side"] or 0,
+        "longest_side": metadata["resizing"]["longest_side"] or 0,
     }
     return {key: str(value) for key, value in known.items()} | {_METADATA_KEY: json.dumps(metadata)}
 
