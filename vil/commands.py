@@ -238,6 +238,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--ray", ray_help, action="store_true")
     workers_help = "minimum and maximum number of Ray workers (default: 1 and one per GPU, or CPU cores minus 1)"
     parser.add("--ray-workers", workers_help, nargs=2, type=positive, metavar=("MIN", "MAX"))
+    parser.add("--workers-per-gpu", "Ray workers that share a GPU (default 1)", type=positive, metavar="N")
     parser.add("--no-drawings", "do not write drawings", dest="drawings", action="store_false")
     threshold_help = f"minimum score of detections in drawings and labels (default {choices.SCORE_THRESHOLD})"
     parser.add("--score-threshold", threshold_help, type=float, metavar="T")

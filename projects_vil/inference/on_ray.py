@@ -46,6 +46,7 @@ def predict_on_ray(
     *,
     part_size: int,
     num_workers: tuple[int, int] | None = None,
+    workers_per_gpu: int = 1,
     batch_size: int = 1,
     column: str | None = None,
     **options: Any,
@@ -62,9 +63,10 @@ def predict_on_ray(
         output: a folder that all machines share, for one model.
         part_size: minimum number of rows in a file if there are enough, and the number of images in a task of a worker,
             which is at most 256.
-        num_workers: minimum and maximum number of detectors. A worker reserves one GPU if the cluster has GPUs and the
-            model can use one, otherwise one CPU. By default 1 to all GPUs, or to all CPUs but one, which reads and
-            writes.
+        num_workers: minimum and maximum number of detectors. A worker reserves a GPU, or a share of it, if the cluster
+            has GPUs and the model can use one, otherwise one CPU. By default 1 to all GPUs, or to all CPUs but one,
+            which reads and writes.
+        workers_per_gpu: number of detectors that share a GPU. It has no effect without GPUs.
         batch_size: maximum number of images in a batch.
         column: the column of a table of paths or URLs.
         options: further arguments of :meth:`Detector.load`.
@@ -93,12 +95,13 @@ def predict_on_ray(
         made_of["dtype"] = "auto"  # the workers choose it for their GPU
     keys = [_finished(path, made_of) for path in sorted(output.glob("*.parquet"))]
     # Reading and writing need a CPU too.
-    free = int(ray.cluster_resources()[unit]) - (unit == "CPU")
+    available = int(ray.cluster_resources()[unit])
+    free = available * workers_per_gpu if unit == "GPU" else available - 1
     smallest, largest = num_workers or (1, free)
     if not 0 < smallest <= min(largest, free):
         raise ConfigError(
-            f"Ray has room for {free} workers with one {unit} each, but ray_workers is {smallest} {largest}. "
-            "Use fewer workers or a larger cluster."
+            f"Ray has room for {free} workers on {available} {unit}s, but ray_workers is {smallest} {largest}. Use "
+            "fewer workers or a larger cluster."
         )
     finished = ray.put(np.unique(np.concatenate([_keys([]), *keys])))
     # One block of paths is one task. Blocks are in Ray's object store, which spills to disk.
@@ -109,7 +112,7 @@ def predict_on_ray(
         columns = [pa.array(map(os.fsencode, texts), pa.binary()) for texts in zip(*block, strict=True)]
         blocks.append(ray.put(pa.Table.from_arrays(columns, ["name", "path"])))
     # Ray would also reserve a CPU for each GPU worker, and might have none left for reading.
-    reserved = {"num_gpus": 1, "num_cpus": 0} if unit == "GPU" else {"num_cpus": 1}
+    reserved = {"num_gpus": 1 / workers_per_gpu, "num_cpus": 0} if unit == "GPU" else {"num_cpus": 1}
     arguments = {"fn_constructor_args": (model, options | {"overrides": given}, batch_size, [finished]), **reserved}
     pool = ray.data.ActorPoolStrategy(min_size=smallest, max_size=largest)
     # Ray does not accept GPU workers without a batch size.

@@ -78,6 +78,7 @@ def predict(
     shard: tuple[int, int] | None = None,
     ray: bool = False,
     ray_workers: tuple[int, int] | None = None,
+    workers_per_gpu: int | None = None,
     tta: bool = False,
     track: bool = False,
     overrides: Sequence[object] = (),
@@ -120,6 +121,7 @@ def predict(
         shard: (i, n) for job i, counted from 0, of n jobs that share the output directory.
         ray: whether to distribute the images over a Ray cluster.
         ray_workers: minimum and maximum number of detectors on the cluster.
+        workers_per_gpu: number of detectors that share a GPU of the cluster; 1 by default.
         tta: whether to use test-time augmentation, if ``model`` is a name or path.
         track: whether to track objects through the frames of a video or a folder. Tracked detections have ``track_id``
             in the results, and the drawings show it. ``score_threshold`` is the lowest score that starts a track.
@@ -145,6 +147,7 @@ def predict(
         ("part_size", part_size, "--format parquet", "--ray"),
         ("shard", shard, "--format parquet"),
         ("ray_workers", ray_workers, "--ray"),
+        ("workers_per_gpu", workers_per_gpu, "--ray"),
     ):
         if value is not None and flag not in flags:
             raise ConfigError(f"{name} has no effect with {flag}. Leave it out, or use {' or '.join(flags)}.")
@@ -164,7 +167,8 @@ def predict(
         from projects_vil.inference.on_ray import predict_on_ray
 
         options = {"batch_size": batch_size, "column": column, "part_size": part_size or PART_SIZE}
-        return predict_on_ray(model, source, output, num_workers=ray_workers, tta=tta, overrides=overrides, **options)
+        options |= {"num_workers": ray_workers, "workers_per_gpu": workers_per_gpu or 1}
+        return predict_on_ray(model, source, output, tta=tta, overrides=overrides, **options)
     # The input is checked before the model is loaded.
     images, is_parquet = None, file_format == "parquet"
     if not is_parquet:

@@ -142,10 +142,12 @@ def test_workers_take_the_gpus_of_a_cluster(name, inputs, cluster, trained_run, 
     """The GPUs exist only for Ray. The detectors run on the CPU of this machine."""
     predict_here(trained_run, inputs / name, tmp_path / "here")
     only_on_gpus = ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"]
-    predict_on_ray(trained_run, inputs / name, tmp_path / "there", num_workers=None, overrides=only_on_gpus)
+    options = {"num_workers": None, "workers_per_gpu": 2 if name == "list.txt" else 1}
+    predict_on_ray(trained_run, inputs / name, tmp_path / "there", overrides=only_on_gpus, **options)
     assert_same_rows(tmp_path / "there", tmp_path / "here")
-    for options, named in (({"num_workers": (3, 3)}, "room for 2"), ({"device": "cpu"}, "room for 0")):
-        with pytest.raises(ConfigError, match=named):
+    shared = {"num_workers": (5, 5), "workers_per_gpu": 2}
+    for options, named in (({"num_workers": (3, 3)}, "for 2"), (shared, "for 4"), ({"device": "cpu"}, "for 0")):
+        with pytest.raises(ConfigError, match=f"room {named} workers"):
             predict_on_ray(trained_run, inputs / name, tmp_path / "other", **options)
 
 
