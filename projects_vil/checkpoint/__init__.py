@@ -15,7 +15,6 @@ from projects_vil.checkpoint.checkpointer import (
     load_detector,
     read_last_checkpoint,
     remove_old,
-    remove_partial,
     remove_run,
     weights_of,
 )

@@ -485,9 +485,3 @@ def remove_run(folder: str | Path) -> None:
     """Remove all checkpoints of an earlier run, so that the next run cannot resume from them."""
     for path in (Path(folder) / LAST_CHECKPOINT, *checkpoints_of(folder), Path(folder) / BEST_CHECKPOINT):
         path.unlink(missing_ok=True)
-
-
-def remove_partial(folder: str | Path) -> None:
-    """Remove incomplete files of processes that were killed while writing."""
-    for path in Path(folder).glob(".*.partial"):
-        path.unlink(missing_ok=True)

@@ -210,7 +210,7 @@ class PeriodicCheckpointer(HookBase):
             name,
             iteration=self.trainer.iter,
             seed=self.trainer.seed,
-            loss_normalizers=normalizers or loss_normalizers(self.trainer.model),
+            loss_normalizers=normalizers or loss_normalizers(self.checkpointer.model),
             finished=finished,
         )
         self.last_saved = self.trainer.iter
@@ -221,8 +221,18 @@ class PeriodicCheckpointer(HookBase):
 class PeriodicWriter(hooks.PeriodicWriter):
     """detectron2's hook, which also writes the first iteration to the log, and every evaluation.
 
-    At the end of a run each writer is closed, even if another writer fails.
+    The writers are built at the start of the training, when the first iteration of a resumed run is known. At the end
+    each writer is closed, even if another writer fails.
+
+    Args:
+        period: iterations between two calls of the writers.
     """
+
+    def __init__(self, period: int) -> None:
+        super().__init__((), period)
+
+    def before_train(self) -> None:
+        self._writers = self.trainer.build_writers()
 
     def after_step(self) -> None:
         super().after_step()
@@ -316,39 +326,6 @@ class BestCheckpointer(hooks.BestCheckpointer):
             self.evaluations_since_best = state_dict["waited"]
 
 
-class StoppedEarly(BaseException):
-    """Ends the training loop from within a hook. It is not an error."""
-
-
-class EarlyStopping(HookBase):
-    """End the run after ``SOLVER.EARLY_STOPPING_PATIENCE`` evaluations without a better metric; every rank has it.
-
-    The model of the last iteration is saved as ``model_final.pth``.
-
-    Args:
-        best: counts the evaluations in rank 0; None in other ranks.
-        saving: writes the checkpoint.
-    """
-
-    def __init__(self, best: BestCheckpointer | None, saving: PeriodicCheckpointer) -> None:
-        self.best = best
-        self.saving = saving
-
-    def after_step(self) -> None:
-        done, cfg = self.trainer.iter + 1, self.trainer.cfg
-        if done % cfg.TEST.EVAL_PERIOD or done >= self.trainer.max_iter:
-            return
-        waited = comm.all_gather(None if self.best is None else self.best.evaluations_since_best)[0]
-        if waited < cfg.SOLVER.EARLY_STOPPING_PATIENCE:
-            return
-        self.saving.save("model_final", finished=True)
-        logging.getLogger(__name__).info(
-            f"Stopped early after iteration {self.trainer.iter}: the last {waited} evaluations did not improve "
-            f"{cfg.TEST.BEST_METRIC}. To continue, raise SOLVER.EARLY_STOPPING_PATIENCE and use --resume."
-        )
-        raise StoppedEarly
-
-
 def loss_normalizers(model: nn.Module) -> list[float | None]:
     """Return each rank's running mean of positive anchors, which RetinaNet has no buffer for; all ranks call this."""
-    return comm.all_gather(getattr(getattr(model, "module", model), "loss_normalizer", None))
+    return comm.all_gather(getattr(model, "loss_normalizer", None))

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -244,10 +245,12 @@ def lazy_trainer(lazy: DictConfig) -> type[Trainer]:
         def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
             return CheckedEvaluator([instantiate(lazy.dataloader.evaluator)], data.class_order(cfg, dataset_name))
 
-        @classmethod
-        def write_config(cls, cfg: CfgNode, path: Path) -> None:
+        @staticmethod
+        def dump_config(cfg: CfgNode) -> str:
             saved = lazy.copy()
             saved.train.seed = cfg.SEED
-            LazyConfig.save(saved, str(path))
+            with tempfile.NamedTemporaryFile("r", suffix=".yaml") as file:
+                LazyConfig.save(saved, file.name)
+                return file.read()
 
     return LazyTrainer
