@@ -16,7 +16,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import ConfigError
-from backbones.build import VARIANTS
+from backbones.build import VARIANTS, get_variant
 from backbones.checkpoint_files import atomic_write, read_checkpoint
 from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
@@ -34,8 +34,8 @@ from projects_vil.data import SOURCE, Dataset, read_categories, read_dataset
 from projects_vil.engine import Processes, check_output_dir, launch_run
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
-from projects_vil.modeling import TIMM_PREFIX, stage_names
-from projects_vil.recipes import best_weights, default_model, size_values, starts_pretrained, tile_values, with_recipe
+from projects_vil.modeling import TIMM_PREFIX
+from projects_vil.recipes import best_weights, default_model, size_values, tile_values, with_recipe
 from projects_vil.utils import cleanup_on_failure, read_json, run_lock
 from vil.choices import IMAGE_SIZES, NAMES_OF_OTHERS, RECIPES, SCHEDULES
 
@@ -229,8 +229,6 @@ def train(
     elif resume and not (data or model or detector or config) and "DATASETS.TRAIN" not in given:
         # Without these arguments, the output is probably wrong. A new run would train the default model on COCO.
         raise ConfigError(f"'{output}' has no run to resume. Correct --output, or add DATA or --config for a new run.")
-    # Before any file is written.
-    check_output_dir(cfg, resume=resume)
     with cleanup_on_failure(output):
         contents: dict[str, dict[str, Any]] = {}
         if data is not None:
@@ -247,7 +245,9 @@ def train(
                 values["MODEL.WEIGHTS"] = best_weights(cfg)
             cfg = with_overrides(cfg, values, keep=given)
         if not (is_begun or isinstance(config, CfgNode)):
-            recipe = recipe or ("finetune" if starts_pretrained(cfg) else "scratch")
+            # Models of timm with a tag start from its weights.
+            is_pretrained = cfg.MODEL.WEIGHTS or "." in cfg.MODEL.TRANSFORMER.VARIANT
+            recipe = recipe or ("finetune" if is_pretrained else "scratch")
             fixed = given.keys() - (size_values(1).keys() if pixels else ())
             options = {"image_size": image_size, "given": fixed, "num_processes": processes.world_size}
             cfg = with_recipe(cfg, recipe, contents.get("train"), **options)
@@ -380,11 +380,11 @@ def _overrides_of(function: Callable, overrides: Mapping[str, object]) -> dict[s
     Raises:
         ConfigError: for a keyword that is not a config key.
     """
-    unknown = next((key for key in overrides if "." not in key and not key.isupper()), None)
-    if unknown is not None:
-        known, same = set(inspect.signature(function).parameters) - {"overrides"}, NAMES_OF_OTHERS.get(unknown)
-        hint = f". Use {same!r}." if same and (same in known or same.isupper()) else closest(unknown, known)
-        raise ConfigError(f"{function.__name__}() has no keyword {unknown!r}{hint or '.'} Config keys are in capitals.")
+    for key in overrides:
+        if "." not in key and not key.isupper():
+            known, same = set(inspect.signature(function).parameters) - {"overrides"}, NAMES_OF_OTHERS.get(key)
+            hint = f". Use {same!r}." if same and (same in known or same.isupper()) else closest(key, known)
+            raise ConfigError(f"{function.__name__}() has no keyword {key!r}{hint or '.'} Config keys are in capitals.")
     return dict(overrides)
 
 
@@ -460,21 +460,25 @@ def _choose_config(
     check_choice("schedule", schedule, SCHEDULES)
     if model not in VARIANTS and timm.is_model(model):
         raise ConfigError(f"'{model}' is a model of timm. Write {TIMM_PREFIX}{model}.")
-    stage_names(model)  # raises for an unknown variant
-    family = next((f"{family}_" for family in ("lit", "cvt") if model.startswith(family)), "")
+    if not model.startswith(TIMM_PREFIX):
+        get_variant(model)  # raises for an unknown variant
+    family = f"{model[:3]}_" if model.startswith(("lit", "cvt")) else ""
     cfg = load_config(config_path(f"{folder}/{own}_{schedule}", f"base/{family}{folder}_{schedule}"))
     return with_overrides(cfg, values | {"MODEL.TRANSFORMER.VARIANT": model}), f"{model}_{detector}".replace(":", "_")
 
 
 def _register(dataset: Dataset, name: str, *, train: str = "train", test: str = "val") -> dict[str, Any]:
     """Return the config keys of a dataset, and free the names of its splits, which an earlier run may have used."""
-    for split in dataset.splits:
-        if f"{name}_{split}" in _registered & set(DatasetCatalog.list()):
-            DatasetCatalog.remove(f"{name}_{split}")
-            MetadataCatalog.remove(f"{name}_{split}")
-        _registered.add(f"{name}_{split}")
+    entries = []
+    for split, files in dataset.splits.items():
+        own = f"{name}_{split}"
+        if own in _registered & set(DatasetCatalog.list()):
+            DatasetCatalog.remove(own)
+            MetadataCatalog.remove(own)
+        _registered.add(own)
+        entries.append([own, *map(os.path.abspath, files)])
     return {
-        "DATASETS.COCO": [[f"{name}_{split}", *map(os.path.abspath, files)] for split, files in dataset.splits.items()],
+        "DATASETS.COCO": entries,
         "DATASETS.TRAIN": (f"{name}_{train}",),
         "DATASETS.TEST": (f"{name}_{test}",) if test in dataset.splits else (),
     }

@@ -42,8 +42,6 @@ _FILE_ONLY = re.compile(
     r"Rank of current process: 0\. World size: 1$|Environment info:|Command line arguments: |"
     r"Contents of args\.config_file|Running with full config:|Full config saved to|Model:\n|"
     r"\[DatasetMapper\] Augmentations used|Using training sampler|Serializ(ing|ed) |Making batched data loader|"
-    # The next record reports that there is no checkpoint.
-    r"\[\w+\] Loading from  \.\.\.$|"
     r"Fast COCO eval is not built|Preparing results for COCO format|Total inference pure compute time|"
     # The table before these records has the same figures. A metric that cannot be computed is nan.
     r"copypaste: |Evaluation results for .* in csv format:|Some metrics cannot be computed"
@@ -156,12 +154,9 @@ def silence_known_warnings() -> None:
     """Hide the warnings and records listed in this module. Call it before detectron2 is imported."""
     for text in _WARNINGS:
         warnings.filterwarnings("ignore", message=text)
-    for name in _SILENCED_RECORDS:
-        logging.getLogger(name).addFilter(_is_unknown)
-
-
-def _is_unknown(record: logging.LogRecord) -> bool:
-    return re.match(_SILENCED_RECORDS[record.name], record.getMessage(), re.DOTALL) is None
+    for name, text in _SILENCED_RECORDS.items():
+        silenced = re.compile(text, re.DOTALL)
+        logging.getLogger(name).addFilter(lambda record, silenced=silenced: not silenced.match(record.getMessage()))
 
 
 def log_run(output_dir: str, *, rank: int = 0) -> None:

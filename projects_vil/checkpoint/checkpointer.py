@@ -136,10 +136,13 @@ class Checkpointer(DetectionCheckpointer):
             self.complete = True
             self._resuming = bool(self.checkpointables)
             return self.load(str(self.resumed_from))
-        if not path and not self.complete and isinstance(self._backbone, TimmBackbone):
+        if path or self.complete:
+            return self.load(path, checkpointables=[])
+        if isinstance(self._backbone, TimmBackbone):
             self._load_pretrained(self._backbone)
-            return {}
-        return self.load(path, checkpointables=[])
+        else:
+            self.logger.info("Training starts from random weights (MODEL.WEIGHTS is empty)")
+        return {}
 
     def load(self, path: str, *args, **kwargs) -> dict[str, Any]:
         """Load a checkpoint and return its contents without the weights.

@@ -14,11 +14,11 @@ from detectron2.engine import DefaultTrainer
 from torch import nn
 
 from backbones import ConfigError
+from backbones.attention.sliding_chunk import sample_shifts
 from backbones.errors import check_choice, check_replaceable
 from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
 from projects_vil.config import CONFIG_FILE, is_panoptic, with_overrides
-from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.writers import SERVICES
 from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_metric
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
@@ -202,7 +202,8 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int) -> None:
     if transformer.RANDOM_SHIFT_FRACTION:
         if transformer.COMPILE:
             raise ConfigError("MODEL.TRANSFORMER.COMPILE and RANDOM_SHIFT_FRACTION cannot be combined. Unset one.")
-        RandomShift(model, transformer.RANDOM_SHIFT_FRACTION)
+        if not sample_shifts(model, seed=None):
+            raise ConfigError("MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION needs sliding_chunk attention. Set it to 0.0.")
     if cfg.TEST.BEST_METRIC and cfg.DATASETS.TEST:
         check_metric(cfg)
     for key, (module, _) in SERVICES.items():

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from tqdm import tqdm
 
-from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention, redraw_features
 from backbones.attention.sliding_chunk import sample_shifts
 from projects_vil.checkpoint import Checkpointer, remove_old
@@ -78,10 +77,7 @@ class LRScheduler(hooks.LRScheduler):
 
 
 class RedrawFeatures(HookBase):
-    """Resample Performer's random features every ``period`` iterations (ViL, appendix D)."""
-
-    def __init__(self, period: int) -> None:
-        self.period = period
+    """Resample Performer's random features every ``FEATURE_REDRAW_PERIOD`` iterations (ViL, appendix D)."""
 
     def before_train(self) -> None:
         """Broadcast the features of rank 0. DistributedDataParallel does not share these buffers."""
@@ -91,30 +87,17 @@ class RedrawFeatures(HookBase):
                     torch.distributed.broadcast(module.features, src=0)
 
     def before_step(self) -> None:
-        if self.trainer.iter and self.trainer.iter % self.period == 0:
+        if self.trainer.iter and self.trainer.iter % self.trainer.cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD == 0:
             redraw_features(self.trainer.model, seed=self.trainer.iter)
 
 
-class RandomShift(HookBase):
-    """In the first part of a run, limit ViL's attention to one neighboring chunk, sampled for each layer.
+def sample_random_shifts(trainer: TrainerBase) -> None:
+    """Sample one neighboring chunk for each layer of ViL's attention, in the first ``RANDOM_SHIFT_FRACTION`` of a run.
 
-    Args:
-        model: a model with sliding-chunk attention.
-        end_fraction: the fraction of all iterations with random shifts, 0 to 1. The official configs have 0.875.
-
-    Raises:
-        ConfigError: if the model has no such attention.
+    Call it before each step. In the rest of the run, the layers attend to all neighboring chunks.
     """
-
-    def __init__(self, model: nn.Module, end_fraction: float) -> None:
-        if not sample_shifts(model, seed=None):
-            raise ConfigError("MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION needs sliding_chunk attention. Set it to 0.0.")
-        self.model = model
-        self.end_fraction = end_fraction
-
-    def before_step(self) -> None:
-        is_on = self.trainer.iter < self.end_fraction * self.trainer.max_iter
-        sample_shifts(self.model, seed=self.trainer.iter if is_on else None)
+    is_on = trainer.iter < trainer.cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION * trainer.max_iter
+    sample_shifts(trainer.model, seed=trainer.iter if is_on else None)
 
 
 # -- exponential moving average --------------------------------------------------------------------
@@ -161,26 +144,20 @@ class ExponentialAverage(AveragedModel):
 
 
 class PeriodicCheckpointer(HookBase):
-    """Save every ``period`` iterations, at the end, and when a signal stops the run; every rank has this hook.
+    """Save every ``CHECKPOINT_PERIOD`` iterations, at the end, and when a signal stops the run; every rank has it.
 
     A checkpoint is saved before the evaluation of the same iteration, and again after it by :meth:`save_evaluated`. A
     run that resumes from the first one repeats the evaluation.
 
-    Args:
-        checkpointer: writes in rank 0.
-        period: iterations between two checkpoints.
-        max_to_keep: number of numbered checkpoints to keep, the newest; 0 keeps all.
+    Attributes:
+        last_saved: last iteration with a checkpoint, or None.
     """
 
-    def __init__(self, checkpointer: Checkpointer, *, period: int, max_to_keep: int = 0) -> None:
-        self.checkpointer = checkpointer
-        self.period = period
-        self.max_to_keep = max_to_keep
-        self.last_saved: int | None = None
+    last_saved: int | None = None
 
     def after_step(self) -> None:
         done, max_iter, stop = self.trainer.iter + 1, self.trainer.max_iter, self.trainer.stop_signal()
-        if done % self.period == 0 or (stop and done < max_iter):
+        if done % self.trainer.cfg.SOLVER.CHECKPOINT_PERIOD == 0 or (stop and done < max_iter):
             self.save(f"model_{self.trainer.iter:07d}")
         if done >= max_iter:
             self.save("model_final")
@@ -194,8 +171,8 @@ class PeriodicCheckpointer(HookBase):
 
     def save_evaluated(self, trainer: TrainerBase) -> None:
         """Save the checkpoint of an iteration again with the result of its evaluation, as the last hook."""
-        done, eval_period = trainer.iter + 1, trainer.cfg.TEST.EVAL_PERIOD
-        if eval_period and done % math.lcm(eval_period, self.period) == 0 and done < trainer.max_iter:
+        done, period, eval_period = trainer.iter + 1, trainer.cfg.SOLVER.CHECKPOINT_PERIOD, trainer.cfg.TEST.EVAL_PERIOD
+        if eval_period and done % math.lcm(eval_period, period) == 0 and done < trainer.max_iter:
             self.save(f"model_{trainer.iter:07d}", finished=True)
 
     def save(self, name: str, *, finished: bool = False, normalizers: list[float | None] | None = None) -> None:
@@ -206,16 +183,13 @@ class PeriodicCheckpointer(HookBase):
             finished: whether the iteration has been evaluated and logged.
             normalizers: result of :func:`loss_normalizers`.
         """
-        self.checkpointer.save(
-            name,
-            iteration=self.trainer.iter,
-            seed=self.trainer.seed,
-            loss_normalizers=normalizers or loss_normalizers(self.checkpointer.model),
-            finished=finished,
-        )
-        self.last_saved = self.trainer.iter
-        if self.max_to_keep and comm.is_main_process():
-            remove_old(self.checkpointer.save_dir, keep=self.max_to_keep)
+        trainer, keep = self.trainer, self.trainer.cfg.SOLVER.CHECKPOINT_MAX_TO_KEEP
+        normalizers = normalizers or loss_normalizers(trainer.checkpointer.model)
+        contents = {"iteration": trainer.iter, "seed": trainer.seed, "loss_normalizers": normalizers}
+        trainer.checkpointer.save(name, finished=finished, **contents)
+        self.last_saved = trainer.iter
+        if keep and comm.is_main_process():
+            remove_old(trainer.cfg.OUTPUT_DIR, keep=keep)
 
 
 class PeriodicWriter(hooks.PeriodicWriter):
@@ -223,13 +197,7 @@ class PeriodicWriter(hooks.PeriodicWriter):
 
     The writers are built at the start of the training, when the first iteration of a resumed run is known. At the end
     each writer is closed, even if another writer fails.
-
-    Args:
-        period: iterations between two calls of the writers.
     """
-
-    def __init__(self, period: int) -> None:
-        super().__init__((), period)
 
     def before_train(self) -> None:
         self._writers = self.trainer.build_writers()

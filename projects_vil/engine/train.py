@@ -23,7 +23,7 @@ from projects_vil.engine.auto_micro_batch import choose_micro_batches
 from projects_vil.engine.checks import check_output_dir, check_setup
 from projects_vil.engine.launch import Processes, launch
 from projects_vil.engine.trainer import Trainer
-from projects_vil.solver import scale_learning_rate, schedule_by_epochs
+from projects_vil.solver import resolve_schedule
 from projects_vil.utils import LOCK_FILE, log_run, run_lock, stop_requests, terminating_between_calls
 
 
@@ -103,10 +103,9 @@ def run_training(
         log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
         # The datasets are read before any file of an older run is deleted.
         num_images = trainer_class.read_datasets(cfg)
-        cfg, lines = schedule_by_epochs(cfg, num_images, overridden)
+        cfg, lines = resolve_schedule(cfg, num_images, overridden)
         for line in lines:
             logger.info(line)
-        cfg = scale_learning_rate(cfg)
         if cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS == "auto":
             cfg = choose_micro_batches(cfg, resume=resume)
         comm.synchronize()

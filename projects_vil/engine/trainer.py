@@ -426,9 +426,9 @@ class Trainer(DefaultTrainer):
         model, is_main, eval_period = self._trainer.module, comm.is_main_process(), test.EVAL_PERIOD
         before: list[HookBase] = [hooks.MetricsHistory()]
         if transformer.RANDOM_SHIFT_FRACTION:
-            before.append(hooks.RandomShift(model, transformer.RANDOM_SHIFT_FRACTION))
+            before.append(CallbackHook(before_step=hooks.sample_random_shifts))
         if any(isinstance(module, PerformerAttention) for module in model.modules()):
-            before.append(hooks.RedrawFeatures(transformer.FEATURE_REDRAW_PERIOD))
+            before.append(hooks.RedrawFeatures())
         before += [IterationTimer(), hooks.LRScheduler(scheduler=self.scheduler)]
         if test.PRECISE_BN.ENABLED and get_bn_modules(model):
             loader = self.build_train_loader(self.cfg)
@@ -438,9 +438,7 @@ class Trainer(DefaultTrainer):
             before.append(CallbackHook(after_step=lambda _: average.update_parameters(model, step.has_stepped)))
         if is_main and sys.stdout.isatty():
             before.append(hooks.ProgressBar(len(getattr(self._trainer.data_loader, "dataset", ()))))
-        self._saving = hooks.PeriodicCheckpointer(
-            self.checkpointer, period=options.CHECKPOINT_PERIOD, max_to_keep=options.CHECKPOINT_MAX_TO_KEEP
-        )
+        self._saving = hooks.PeriodicCheckpointer()
         after: list[HookBase] = [EvalHook(eval_period, self._evaluate)]
         if test.BEST_METRIC and self.cfg.DATASETS.TEST and is_main:
             dataset, metric = split_metric_name(self.cfg)
@@ -449,7 +447,7 @@ class Trainer(DefaultTrainer):
             self._best = hooks.BestCheckpointer(eval_period, self.checkpointer, metric, mode)
             after.append(self._best)
         if is_main:
-            after.append(hooks.PeriodicWriter(period=self.log_period))
+            after.append(hooks.PeriodicWriter((), self.log_period))
         after.append(CallbackHook(after_step=self._saving.save_evaluated))
         if options.EARLY_STOPPING_PATIENCE:
             after.append(CallbackHook(after_step=Trainer._stop_early))

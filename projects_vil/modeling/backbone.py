@@ -55,8 +55,8 @@ class TransformerBackbone(Backbone):
         # Used to convert official weights.
         self.options = {"out_features": tuple(out_features), **options}
         self.net = create_backbone(name, **self.options)
-        check_freeze_at(freeze_at, name, len(self.net.variant.stages))
         if freeze_at:
+            check_freeze_at(freeze_at, name, len(self.net.variant.stages))
             self.net.freeze_stages(freeze_at)
 
     @property
@@ -154,11 +154,12 @@ class LastLevelConvs(nn.Module):
         self.pooled = pooled
         self.relu = relu
         self.num_levels = len(levels) + pooled
-        self.names = [f"p{level}" for level in levels]
-        for name in self.names:
+        self.names: list[str] = []
+        for level in levels:
             layer = nn.Conv2d(in_channels, out_channels, kernel_size=3, stride=2, padding=1)
             c2_xavier_fill(layer)
-            self.add_module(name, layer)
+            self.names.append(f"p{level}")
+            self.add_module(self.names[-1], layer)
             in_channels = out_channels
 
     def forward(self, features: Tensor) -> list[Tensor]:
