@@ -475,7 +475,7 @@ def detector_name(cfg: CfgNode) -> str:
     if cfg.MODEL.META_ARCHITECTURE != "GeneralizedRCNN":
         return cfg.MODEL.META_ARCHITECTURE
     is_cascade, has_masks = cfg.MODEL.ROI_HEADS.NAME == "CascadeROIHeads", cfg.MODEL.MASK_ON
-    if is_point_rend(cfg):
+    if has_masks and cfg.MODEL.ROI_MASK_HEAD.NAME in ("PointRendMaskHead", "AnyBatchPointRendMaskHead"):
         return "PointRend"
     if not (is_cascade or has_masks):
         return "Faster R-CNN"
@@ -490,8 +490,3 @@ def is_segmentor(cfg: CfgNode) -> bool:
 def is_panoptic(cfg: CfgNode) -> bool:
     """Return whether a config is for panoptic segmentation."""
     return cfg.MODEL.META_ARCHITECTURE == "PanopticFPN"
-
-
-def is_point_rend(cfg: CfgNode) -> bool:
-    """Return whether the mask head is PointRend's."""
-    return cfg.MODEL.MASK_ON and cfg.MODEL.ROI_MASK_HEAD.NAME in ("PointRendMaskHead", "AnyBatchPointRendMaskHead")

@@ -221,8 +221,11 @@ def train(
         begun = load_config(output / CONFIG_FILE)
         if schedule:
             raise ConfigError("A resumed run keeps its schedule. Remove schedule.")
-        if model or detector or config:
-            _check_same_model(cfg, begun, output)
+        trained, given_model = (f"{one.MODEL.TRANSFORMER.VARIANT} with {detector_name(one)}" for one in (begun, cfg))
+        if (model or detector or config) and trained != given_model:
+            raise ConfigError(
+                f"The run in '{output}' trains {trained}, not {given_model}. Omit --model, --detector and --config."
+            )
         if data is not None:
             _check_same_data(data, images, val_fraction, begun, output)
         data, cfg = None, with_overrides(merge_overrides(begun, given), {"OUTPUT_DIR": str(output)})
@@ -393,13 +396,6 @@ def _holds_data(output: Path, data: Path) -> bool:
     output, data = output.resolve(), data.resolve()
     is_used = output.is_dir() and any(output.iterdir()) and not (output / "log.txt").exists()
     return output == data or (is_used and data.is_dir() and output.is_relative_to(data))
-
-
-def _check_same_model(cfg: CfgNode, begun: CfgNode, output: Path) -> None:
-    """Raise a ConfigError if the config and the resumed run have different models."""
-    model, own = (f"{part.MODEL.TRANSFORMER.VARIANT} with {detector_name(part)}" for part in (cfg, begun))
-    if model != own:
-        raise ConfigError(f"The run in '{output}' trains {own}, not {model}. Omit --model, --detector and --config.")
 
 
 def _check_same_data(

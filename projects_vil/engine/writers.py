@@ -1,6 +1,7 @@
 """Metric writers for the log, metrics.json, Weights & Biases and MLflow."""
 
 import contextlib
+import json
 import logging
 import math
 import re
@@ -16,7 +17,7 @@ from detectron2.utils.logger import log_first_n
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.config import one_line
-from projects_vil.utils import memory_of, parse_json
+from projects_vil.utils import memory_of
 
 # Writers report the median of this many values, as in detectron2.
 SMOOTHING_WINDOW = 20
@@ -78,8 +79,8 @@ class MetricsFile(JSONWriter):
 
 def _iteration(line: str) -> float:
     try:
-        return int(parse_json(line, source="metrics.json")["iteration"])
-    except (ValueError, KeyError, TypeError, OverflowError):
+        return int(json.loads(line)["iteration"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return math.inf
 
 

@@ -96,6 +96,11 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
     """
     node = cfg.MODEL.TRANSFORMER
     is_timm = node.VARIANT.startswith(TIMM_PREFIX)
+    options: dict[str, object] = {}
+    for option in sorted(OPTIONS):
+        value = node[option.upper()]
+        # The variant sets empty values.
+        options[option] = None if value in ("", []) else value
     try:
         backbone = (TimmBackbone if is_timm else TransformerBackbone)(
             node.VARIANT,
@@ -105,15 +110,7 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
             max_img_size=None if is_timm else node.MAX_IMG_SIZE,
             activation_checkpointing=node.ACTIVATION_CHECKPOINTING,
             attention_backend=node.ATTENTION_BACKEND,
-            attention=list(node.ATTENTION) or None,
-            attention_mode=node.ATTENTION_MODE or None,
-            global_tokens=list(node.GLOBAL_TOKENS) or None,
-            chunk_size=list(node.CHUNK_SIZE) or None,
-            projection_rank=list(node.PROJECTION_RANK) or None,
-            shared_projections=node.SHARED_PROJECTIONS,
-            token_merging=node.TOKEN_MERGING or None,
-            norm=node.NORM or None,
-            position_interpolation=node.POSITION_INTERPOLATION or None,
+            **options,
         )
     except ConfigError as error:
         raise ConfigError(f"MODEL.TRANSFORMER: {error}") from error
