@@ -96,12 +96,11 @@ class Checkpointer(DetectionCheckpointer):
         backbone = getattr(getattr(self.model, "backbone", None), "bottom_up", None)
         self._backbone = backbone if isinstance(backbone, (TransformerBackbone, TimmBackbone)) else None
 
-    def save(self, name: str, *, tag: bool = True, **kwargs: Any) -> None:
-        """Save a checkpoint with metadata atomically, then update ``last_checkpoint``.
+    def save(self, name: str, **kwargs: Any) -> None:
+        """Save a checkpoint with metadata atomically, then write its name to ``last_checkpoint`` unless it is the best.
 
         Args:
             name: file name without suffix.
-            tag: whether ``last_checkpoint`` names the file.
             kwargs: more contents.
 
         Raises:
@@ -118,7 +117,7 @@ class Checkpointer(DetectionCheckpointer):
         self.logger.info("Saving checkpoint %sto %s", "and its evaluation " if kwargs.get("finished") else "", path)
         with atomic_write(path) as partial, partial.open("wb") as file:
             torch.save(contents | {METADATA_KEY: self.metadata.to_dict()} | kwargs, file)
-        if tag:
+        if path.name != BEST_CHECKPOINT:
             with atomic_write(Path(self.save_dir) / LAST_CHECKPOINT) as partial:
                 partial.write_text(path.name)
 

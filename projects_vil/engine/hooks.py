@@ -2,12 +2,10 @@
 
 import contextlib
 import datetime
-import functools
 import logging
 import math
 import signal
 import sys
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +19,7 @@ from tqdm import tqdm
 
 from backbones.attention.efficient import PerformerAttention, redraw_features
 from backbones.attention.sliding_chunk import sample_shifts
-from projects_vil.checkpoint import Checkpointer, remove_old
+from projects_vil.checkpoint import remove_old
 from projects_vil.engine.writers import SMOOTHING_WINDOW
 from projects_vil.solver import main_group
 
@@ -262,22 +260,13 @@ class ProgressBar(HookBase):
 
 
 class BestCheckpointer(hooks.BestCheckpointer):
-    """detectron2's hook, in rank 0, which resumes with the best value and does not change ``last_checkpoint``.
-
-    Args:
-        eval_period: iterations between two evaluations.
-        checkpointer: writes ``model_best.pth``.
-        metric: name in ``metrics.json``, for example ``"bbox/AP"``.
-        mode: ``"max"``, or ``"min"`` for a loss.
+    """detectron2's hook, in rank 0, which resumes with the best value.
 
     Attributes:
         evaluations_since_best: number of evaluations since the best one.
     """
 
-    def __init__(self, eval_period: int, checkpointer: Checkpointer, metric: str, mode: str = "max") -> None:
-        saver = types.SimpleNamespace(save=functools.partial(checkpointer.save, tag=False))
-        super().__init__(eval_period, saver, metric, mode)
-        self.evaluations_since_best = 0
+    evaluations_since_best = 0
 
     def _best_checking(self) -> None:
         before = self.best_iter

@@ -71,8 +71,8 @@ def test_the_best_checkpoint_is_saved(metric, values, expected):
     """Evaluations at every second iteration, the last after training; the run is resumed in the middle."""
     saved = []
 
-    def save(name, *, iteration, tag):
-        assert name == "model_best" and not tag
+    def save(name, *, iteration):
+        assert name == "model_best"
         saved.append(iteration)
 
     def new_hook():
