@@ -402,7 +402,7 @@ def _check_same_data(
     data: str | Path, images: str | Path | None, val: float | None, begun: CfgNode, output: Path
 ) -> None:
     """Raise a ConfigError if the dataset differs from the dataset with which the run in ``output`` started."""
-    entries = {name: (Path(file), root) for name, file, root in begun.DATASETS.COCO}
+    entries = {name: files for name, *files in begun.DATASETS.COCO}
     names = [*begun.DATASETS.TRAIN, *begun.DATASETS.TEST]
     contents: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -410,21 +410,20 @@ def _check_same_data(
         options = {"val": val, "images": images, "contents": contents, "extracted": extracted}
         splits = read_dataset(data, folder, **options).splits
     used = [split for split in ("train", "val") if split in splits]
-
-    def is_same(name: str, split: str) -> bool:
-        (old_file, old_root), (file, root) = entries[name], splits[split]
-        same_file = os.path.realpath(file) == os.path.realpath(old_file)
-        same_root = os.path.realpath(root) == os.path.realpath(old_root)
-        return same_root and (same_file or _records(contents[split]) == _records(read_json(old_file)))
-
-    has_same_splits = len(used) == len(names) and entries.keys() >= set(names)
-    if has_same_splits and all(is_same(name, split) for name, split in zip(names, used, strict=True)):
+    is_same = len(used) == len(names) and entries.keys() >= set(names)
+    for name, split in zip(names, used, strict=True) if is_same else ():
+        files = zip(entries[name], splits[split], strict=True)
+        same_file, same_root = (os.path.realpath(old) == os.path.realpath(new) for old, new in files)
+        same_content = same_file or _records(contents[split]) == _records(read_json(entries[name][0]))
+        is_same = is_same and same_root and same_content
+    if is_same:
         return
     source = names[0]
     if source in entries:
-        file, info = entries[source][0], read_json(entries[source][0]).get("info")
+        file, _ = entries[source]
+        info = read_json(file).get("info")
         # A converted file contains the path of its dataset.
-        source = info.get(SOURCE, str(file)) if isinstance(info, dict) else str(file)
+        source = info.get(SOURCE, file) if isinstance(info, dict) else file
     changed = "(or --val-fraction) has changed since the start of the run in"
     differs = changed if source == os.path.abspath(data) else f"is not '{source}', the dataset of the run in"
     raise ConfigError(f"'{data}' {differs} '{output}'. Omit DATA, or choose another output directory.")

@@ -111,10 +111,10 @@ def check_setup(
         data.check_files(name)
         data.class_order(cfg, name)
     if not eval_only:
-        _check_training(cfg, model, processes=max(processes, 1))
+        _check_training(cfg, model, processes=processes)
         if not is_lazy:
             # As in the trainer, but without the warning about ignored steps.
-            scaled = DefaultTrainer.auto_scale_workers(cfg, max(processes, 1))
+            scaled = DefaultTrainer.auto_scale_workers(cfg, processes)
             steps = [step for step in scaled.SOLVER.STEPS if step <= scaled.SOLVER.MAX_ITER]
             build_lr_scheduler(with_overrides(scaled, {"SOLVER.STEPS": steps}), build_optimizer(scaled, model))
     resumes = (resume and checkpoints_of(cfg.OUTPUT_DIR)) if eval_only else check_output_dir(cfg, resume=resume)
