@@ -41,7 +41,7 @@ class MicroBatches:
             return 1.0
         positives, _ = get_event_storage().latest()["num_pos_anchors"]
         self.total += round(positives * num_images)
-        weight = getattr(self._model, _NORMALIZER)
+        weight = getattr(self._model, _NORMALIZER, self._before)
         setattr(self._model, _NORMALIZER, self._before)
         return weight
 
