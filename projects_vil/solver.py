@@ -19,14 +19,9 @@ from projects_vil.config import one_line, with_overrides
 
 OPTIMIZERS = ("ADAMW", "SGD")
 LR_SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR", "WarmupPolyLR")
-# Modules with SOLVER.WEIGHT_DECAY_NORM. detectron2 has the same list, local to a function.
-_NORMS = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.GroupNorm,
-    nn.modules.instancenorm._InstanceNorm,
-    nn.LayerNorm,
-    nn.LocalResponseNorm,
-)
+# Modules with SOLVER.WEIGHT_DECAY_NORM. detectron2 has the same list, local to a function. Batch and instance norms are
+# subclasses of _NormBase.
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm)
 # SOLVER.EPOCHS: largest share of the warm-up in the run. Evaluations follow each epoch of 1000 or more iterations;
 # shorter epochs are evaluated every 100 iterations, at most 20 times.
 _WARMUP_SHARE = 0.05

@@ -11,12 +11,7 @@ from torch import nn
 from backbones import ConfigError
 from projects_vil import load_config
 from projects_vil.modeling import build_on_meta
-from projects_vil.solver import (
-    build_lr_scheduler,
-    build_optimizer,
-    parameter_groups,
-    resolve_schedule,
-)
+from projects_vil.solver import build_lr_scheduler, build_optimizer, parameter_groups, resolve_schedule
 from tests.projects_vil.helpers import CONFIGS, ROOT, small_config
 
 NET = "backbone.bottom_up.net"
