@@ -31,7 +31,7 @@ def main() -> None:
     from backbones import ConfigError
     from projects_vil import load_config, register_datasets
     from projects_vil.data import load_dataset
-    from projects_vil.solver import schedule_by_epochs
+    from projects_vil.solver import resolve_schedule
 
     batch = [] if args.batch is None else ["SOLVER.IMS_PER_BATCH", str(args.batch)]
     cfg = load_config(args.config_file, [*args.opts, *batch])
@@ -45,7 +45,7 @@ def main() -> None:
     rows, plans = [], []
     for epochs in map(int, args.epochs.split(",")):
         overrides = [*args.opts, *batch, "SOLVER.EPOCHS", str(epochs)]
-        plan, lines = schedule_by_epochs(load_config(args.config_file, overrides), num_images, overrides[::2])
+        plan, lines = resolve_schedule(load_config(args.config_file, overrides), num_images, overrides[::2])
         solver = plan.SOLVER
         steps = solver.STEPS if solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR" else ()
         lengths = (solver.MAX_ITER, ", ".join(map(str, steps)) or "-", solver.WARMUP_ITERS)

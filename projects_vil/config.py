@@ -1,11 +1,11 @@
 """Config keys of this project, reading of config files and overrides, and properties of a config."""
 
 import ast
-import functools
 import logging
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,6 @@ _EVAL = "tag:yaml.org,2002:python/object/apply:eval"
 _ARITHMETIC = (
     *(ast.Expression, ast.List, ast.Tuple, ast.ListComp, ast.comprehension, ast.Name, ast.Load, ast.Store),
     *(ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop),
-)
-# Prefix of a key, the key that it depends on, and the values of that key for which it has an effect.
-_EFFECTIVE_WITH = (
-    ("INPUT.MIN_SIZE_TRAIN", "INPUT.AUGMENTATION", ("default",)),
-    ("INPUT.MAX_SIZE_TRAIN", "INPUT.AUGMENTATION", ("default",)),
-    ("INPUT.MASK_FORMAT", "INPUT.AUGMENTATION", ("default",)),
-    ("INPUT.PHOTOMETRIC_DISTORTION", "INPUT.AUGMENTATION", ("default", "lsj")),
-    ("INPUT.LSJ.", "INPUT.AUGMENTATION", ("lsj", "lsj_copy_paste")),
-    ("INPUT.COPY_PASTE.", "INPUT.AUGMENTATION", ("lsj_copy_paste",)),
-    ("MODEL.EMA.DECAY", "MODEL.EMA.ENABLED", (True,)),
 )
 _logger = logging.getLogger(__name__)
 
@@ -317,7 +307,7 @@ def with_overrides(cfg: CfgNode, values: Mapping[str, object], *, keep: Collecti
     for key, value in values.items():
         if key not in keep:
             section, _, name = key.rpartition(".")
-            (value_of(cfg, section) if section else cfg)[name] = value
+            (attrgetter(section)(cfg) if section else cfg)[name] = value
     cfg.freeze()
     return cfg
 
@@ -422,27 +412,6 @@ def one_line(message: object) -> str:
     return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"
 
 
-def check_override_effects(cfg: CfgNode, overridden: Collection[str]) -> None:
-    """Check that the keys that a user set for a run have an effect on training.
-
-    Keys in files are not checked: a base file may set them for other values of the key that they depend on.
-
-    Raises:
-        ConfigError: for the first key that has no effect.
-    """
-    for key in overridden:
-        for beginning, other, values in _EFFECTIVE_WITH:
-            value = value_of(cfg, other)
-            if key.startswith(beginning) and value not in values:
-                instead = " or ".join(map(str, values))
-                raise ConfigError(f"{key} has no effect with {other} {value}. Remove it, or set {other} {instead}.")
-
-
-def value_of(cfg: CfgNode, key: str) -> Any:
-    """Return the value of a key such as ``SOLVER.BASE_LR``."""
-    return functools.reduce(getattr, key.split("."), cfg)
-
-
 # Devices -------------------------------------------------------------------------------------------------------------
 
 
@@ -506,7 +475,7 @@ def detector_name(cfg: CfgNode) -> str:
     if cfg.MODEL.META_ARCHITECTURE != "GeneralizedRCNN":
         return cfg.MODEL.META_ARCHITECTURE
     is_cascade, has_masks = cfg.MODEL.ROI_HEADS.NAME == "CascadeROIHeads", cfg.MODEL.MASK_ON
-    if is_point_rend(cfg):
+    if has_masks and cfg.MODEL.ROI_MASK_HEAD.NAME in ("PointRendMaskHead", "AnyBatchPointRendMaskHead"):
         return "PointRend"
     if not (is_cascade or has_masks):
         return "Faster R-CNN"
@@ -521,8 +490,3 @@ def is_segmentor(cfg: CfgNode) -> bool:
 def is_panoptic(cfg: CfgNode) -> bool:
     """Return whether a config is for panoptic segmentation."""
     return cfg.MODEL.META_ARCHITECTURE == "PanopticFPN"
-
-
-def is_point_rend(cfg: CfgNode) -> bool:
-    """Return whether the mask head is PointRend's."""
-    return cfg.MODEL.MASK_ON and cfg.MODEL.ROI_MASK_HEAD.NAME in ("PointRendMaskHead", "AnyBatchPointRendMaskHead")

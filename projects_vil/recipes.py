@@ -152,12 +152,6 @@ def default_model(weights: str, *, is_random: bool) -> str:
     return SMALL_MODEL if is_random else STARTER
 
 
-def starts_pretrained(cfg: CfgNode) -> bool:
-    """Return whether training starts from pretrained weights: a file, or the tag of a timm model."""
-    variant = cfg.MODEL.TRANSFORMER.VARIANT
-    return bool(cfg.MODEL.WEIGHTS) or (variant.startswith(TIMM_PREFIX) and "." in variant)
-
-
 def best_weights(cfg: CfgNode) -> str:
     """Return the name of the best available weights of a model, or an empty string, and print a line about them.
 
@@ -165,7 +159,7 @@ def best_weights(cfg: CfgNode) -> str:
     downloaded are skipped with a message. timm loads the weights of a model with a tag itself.
     """
     variant = cfg.MODEL.TRANSFORMER.VARIANT
-    if starts_pretrained(cfg):
+    if "." in variant:
         print(f"Weights: timm's {variant.removeprefix(TIMM_PREFIX)}, from the Hugging Face Hub", flush=True)
         return ""
     for name, entry in read_zoo().items():

@@ -16,7 +16,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import ConfigError
-from backbones.build import VARIANTS
+from backbones.build import VARIANTS, get_variant
 from backbones.checkpoint_files import atomic_write, read_checkpoint
 from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
@@ -34,8 +34,8 @@ from projects_vil.data import SOURCE, Dataset, read_categories, read_dataset
 from projects_vil.engine import Processes, check_output_dir, launch_run
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
-from projects_vil.modeling import TIMM_PREFIX, stage_names
-from projects_vil.recipes import best_weights, default_model, size_values, starts_pretrained, tile_values, with_recipe
+from projects_vil.modeling import TIMM_PREFIX
+from projects_vil.recipes import best_weights, default_model, size_values, tile_values, with_recipe
 from projects_vil.utils import cleanup_on_failure, read_json, run_lock
 from vil.choices import IMAGE_SIZES, NAMES_OF_OTHERS, RECIPES, SCHEDULES
 
@@ -221,16 +221,17 @@ def train(
         begun = load_config(output / CONFIG_FILE)
         if schedule:
             raise ConfigError("A resumed run keeps its schedule. Remove schedule.")
-        if model or detector or config:
-            _check_same_model(cfg, begun, output)
+        trained, given_model = (f"{one.MODEL.TRANSFORMER.VARIANT} with {detector_name(one)}" for one in (begun, cfg))
+        if (model or detector or config) and trained != given_model:
+            raise ConfigError(
+                f"The run in '{output}' trains {trained}, not {given_model}. Omit --model, --detector and --config."
+            )
         if data is not None:
             _check_same_data(data, images, val_fraction, begun, output)
         data, cfg = None, with_overrides(merge_overrides(begun, given), {"OUTPUT_DIR": str(output)})
     elif resume and not (data or model or detector or config) and "DATASETS.TRAIN" not in given:
         # Without these arguments, the output is probably wrong. A new run would train the default model on COCO.
         raise ConfigError(f"'{output}' has no run to resume. Correct --output, or add DATA or --config for a new run.")
-    # Before any file is written.
-    check_output_dir(cfg, resume=resume)
     with cleanup_on_failure(output):
         contents: dict[str, dict[str, Any]] = {}
         if data is not None:
@@ -247,7 +248,9 @@ def train(
                 values["MODEL.WEIGHTS"] = best_weights(cfg)
             cfg = with_overrides(cfg, values, keep=given)
         if not (is_begun or isinstance(config, CfgNode)):
-            recipe = recipe or ("finetune" if starts_pretrained(cfg) else "scratch")
+            # Models of timm with a tag start from its weights.
+            is_pretrained = cfg.MODEL.WEIGHTS or "." in cfg.MODEL.TRANSFORMER.VARIANT
+            recipe = recipe or ("finetune" if is_pretrained else "scratch")
             fixed = given.keys() - (size_values(1).keys() if pixels else ())
             options = {"image_size": image_size, "given": fixed, "num_processes": processes.world_size}
             cfg = with_recipe(cfg, recipe, contents.get("train"), **options)
@@ -380,11 +383,11 @@ def _overrides_of(function: Callable, overrides: Mapping[str, object]) -> dict[s
     Raises:
         ConfigError: for a keyword that is not a config key.
     """
-    unknown = next((key for key in overrides if "." not in key and not key.isupper()), None)
-    if unknown is not None:
-        known, same = set(inspect.signature(function).parameters) - {"overrides"}, NAMES_OF_OTHERS.get(unknown)
-        hint = f". Use {same!r}." if same and (same in known or same.isupper()) else closest(unknown, known)
-        raise ConfigError(f"{function.__name__}() has no keyword {unknown!r}{hint or '.'} Config keys are in capitals.")
+    for key in overrides:
+        if "." not in key and not key.isupper():
+            known, same = set(inspect.signature(function).parameters) - {"overrides"}, NAMES_OF_OTHERS.get(key)
+            hint = f". Use {same!r}." if same and (same in known or same.isupper()) else closest(key, known)
+            raise ConfigError(f"{function.__name__}() has no keyword {key!r}{hint or '.'} Config keys are in capitals.")
     return dict(overrides)
 
 
@@ -395,18 +398,11 @@ def _holds_data(output: Path, data: Path) -> bool:
     return output == data or (is_used and data.is_dir() and output.is_relative_to(data))
 
 
-def _check_same_model(cfg: CfgNode, begun: CfgNode, output: Path) -> None:
-    """Raise a ConfigError if the config and the resumed run have different models."""
-    model, own = (f"{part.MODEL.TRANSFORMER.VARIANT} with {detector_name(part)}" for part in (cfg, begun))
-    if model != own:
-        raise ConfigError(f"The run in '{output}' trains {own}, not {model}. Omit --model, --detector and --config.")
-
-
 def _check_same_data(
     data: str | Path, images: str | Path | None, val: float | None, begun: CfgNode, output: Path
 ) -> None:
     """Raise a ConfigError if the dataset differs from the dataset with which the run in ``output`` started."""
-    entries = {name: (Path(file), root) for name, file, root in begun.DATASETS.COCO}
+    entries = {name: files for name, *files in begun.DATASETS.COCO}
     names = [*begun.DATASETS.TRAIN, *begun.DATASETS.TEST]
     contents: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -414,21 +410,20 @@ def _check_same_data(
         options = {"val": val, "images": images, "contents": contents, "extracted": extracted}
         splits = read_dataset(data, folder, **options).splits
     used = [split for split in ("train", "val") if split in splits]
-
-    def is_same(name: str, split: str) -> bool:
-        (old_file, old_root), (file, root) = entries[name], splits[split]
-        same_file = os.path.realpath(file) == os.path.realpath(old_file)
-        same_root = os.path.realpath(root) == os.path.realpath(old_root)
-        return same_root and (same_file or _records(contents[split]) == _records(read_json(old_file)))
-
-    has_same_splits = len(used) == len(names) and entries.keys() >= set(names)
-    if has_same_splits and all(is_same(name, split) for name, split in zip(names, used, strict=True)):
+    is_same = len(used) == len(names) and entries.keys() >= set(names)
+    for name, split in zip(names, used, strict=True) if is_same else ():
+        files = zip(entries[name], splits[split], strict=True)
+        same_file, same_root = (os.path.realpath(old) == os.path.realpath(new) for old, new in files)
+        same_content = same_file or _records(contents[split]) == _records(read_json(entries[name][0]))
+        is_same = is_same and same_root and same_content
+    if is_same:
         return
     source = names[0]
     if source in entries:
-        file, info = entries[source][0], read_json(entries[source][0]).get("info")
+        file, _ = entries[source]
+        info = read_json(file).get("info")
         # A converted file contains the path of its dataset.
-        source = info.get(SOURCE, str(file)) if isinstance(info, dict) else str(file)
+        source = info.get(SOURCE, file) if isinstance(info, dict) else file
     changed = "(or --val-fraction) has changed since the start of the run in"
     differs = changed if source == os.path.abspath(data) else f"is not '{source}', the dataset of the run in"
     raise ConfigError(f"'{data}' {differs} '{output}'. Omit DATA, or choose another output directory.")
@@ -460,21 +455,25 @@ def _choose_config(
     check_choice("schedule", schedule, SCHEDULES)
     if model not in VARIANTS and timm.is_model(model):
         raise ConfigError(f"'{model}' is a model of timm. Write {TIMM_PREFIX}{model}.")
-    stage_names(model)  # raises for an unknown variant
-    family = next((f"{family}_" for family in ("lit", "cvt") if model.startswith(family)), "")
+    if not model.startswith(TIMM_PREFIX):
+        get_variant(model)  # raises for an unknown variant
+    family = f"{model[:3]}_" if model.startswith(("lit", "cvt")) else ""
     cfg = load_config(config_path(f"{folder}/{own}_{schedule}", f"base/{family}{folder}_{schedule}"))
     return with_overrides(cfg, values | {"MODEL.TRANSFORMER.VARIANT": model}), f"{model}_{detector}".replace(":", "_")
 
 
 def _register(dataset: Dataset, name: str, *, train: str = "train", test: str = "val") -> dict[str, Any]:
     """Return the config keys of a dataset, and free the names of its splits, which an earlier run may have used."""
-    for split in dataset.splits:
-        if f"{name}_{split}" in _registered & set(DatasetCatalog.list()):
-            DatasetCatalog.remove(f"{name}_{split}")
-            MetadataCatalog.remove(f"{name}_{split}")
-        _registered.add(f"{name}_{split}")
+    entries = []
+    for split, files in dataset.splits.items():
+        own = f"{name}_{split}"
+        if own in _registered & set(DatasetCatalog.list()):
+            DatasetCatalog.remove(own)
+            MetadataCatalog.remove(own)
+        _registered.add(own)
+        entries.append([own, *map(os.path.abspath, files)])
     return {
-        "DATASETS.COCO": [[f"{name}_{split}", *map(os.path.abspath, files)] for split, files in dataset.splits.items()],
+        "DATASETS.COCO": entries,
         "DATASETS.TRAIN": (f"{name}_{train}",),
         "DATASETS.TEST": (f"{name}_{test}",) if test in dataset.splits else (),
     }

@@ -1,7 +1,6 @@
 """Optimizers, parameter groups and learning-rate schedules."""
 
 import fnmatch
-import logging
 import math
 import shlex
 from collections.abc import Collection, Iterable, Sequence
@@ -20,14 +19,9 @@ from projects_vil.config import one_line, with_overrides
 
 OPTIMIZERS = ("ADAMW", "SGD")
 LR_SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR", "WarmupPolyLR")
-# Modules with SOLVER.WEIGHT_DECAY_NORM. detectron2 has the same list, local to a function.
-_NORMS = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.GroupNorm,
-    nn.modules.instancenorm._InstanceNorm,
-    nn.LayerNorm,
-    nn.LocalResponseNorm,
-)
+# Modules with SOLVER.WEIGHT_DECAY_NORM. detectron2 has the same list, local to a function. Batch and instance norms are
+# subclasses of _NormBase.
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm)
 # SOLVER.EPOCHS: largest share of the warm-up in the run. Evaluations follow each epoch of 1000 or more iterations;
 # shorter epochs are evaluated every 100 iterations, at most 20 times.
 _WARMUP_SHARE = 0.05
@@ -96,7 +90,7 @@ def parameter_groups(
             own = module.no_weight_decay()
             no_decay |= {parameter for name, parameter in module.named_parameters() if name in own}
     # In the order of the model, because checkpoints number the parameters of an optimizer.
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -114,8 +108,9 @@ def parameter_groups(
             decay = 0.0
         else:
             decay = weight_decay
-        groups.setdefault((base_lr * factor, decay), []).append(parameter)
-    return [{"lr": lr, "weight_decay": decay, "params": parameters} for (lr, decay), parameters in groups.items()]
+        group = {"lr": base_lr * factor, "weight_decay": decay, "params": []}
+        groups.setdefault((base_lr * factor, decay), group)["params"].append(parameter)
+    return list(groups.values())
 
 
 def layer_decay_factors(model: nn.Module, decay: float) -> dict[str, float]:
@@ -242,8 +237,8 @@ def main_group(optimizer: torch.optim.Optimizer) -> int:
 # -- schedules that depend on the data and the batch -----------------------------------------------
 
 
-def schedule_by_epochs(cfg: CfgNode, num_images: int, overridden: Collection[str] = ()) -> tuple[CfgNode, list[str]]:
-    """Replace ``SOLVER.EPOCHS`` by iterations.
+def resolve_schedule(cfg: CfgNode, num_images: int, overridden: Collection[str] = ()) -> tuple[CfgNode, list[str]]:
+    """Replace ``SOLVER.EPOCHS`` by iterations, and scale the learning rate from ``SOLVER.REFERENCE_BATCH_SIZE``.
 
     An epoch has ``num_images / SOLVER.IMS_PER_BATCH`` iterations. Fractions are rounded up.
 
@@ -254,6 +249,7 @@ def schedule_by_epochs(cfg: CfgNode, num_images: int, overridden: Collection[str
       they are the number of epochs that takes at least 100 iterations and a twentieth of the run.
 
     A key in ``overridden`` keeps its value. ``SOLVER.MAX_ITER`` in it takes precedence over epochs of the config file.
+    ``SOLVER.BASE_LR`` and ``BASE_LR_END`` are multiplied by ``IMS_PER_BATCH / REFERENCE_BATCH_SIZE``.
 
     Args:
         cfg: the config.
@@ -261,51 +257,41 @@ def schedule_by_epochs(cfg: CfgNode, num_images: int, overridden: Collection[str
         overridden: config keys that the user set for this run.
 
     Returns:
-        A config with ``SOLVER.EPOCHS`` 0, so that a resumed run has the same iterations, and lines for the log.
+        A config in which ``SOLVER.EPOCHS`` and ``REFERENCE_BATCH_SIZE`` are 0, so that a resumed run has the same
+        schedule, and lines for the log.
 
     Raises:
         ConfigError: for a negative number of epochs.
     """
-    solver = cfg.SOLVER
-    if solver.EPOCHS < 0:
-        raise ConfigError(f"SOLVER.EPOCHS is {solver.EPOCHS}. It must be at least 1, or 0 to use SOLVER.MAX_ITER.")
-    if not solver.EPOCHS or "SOLVER.MAX_ITER" in overridden:
-        unused = f"SOLVER.MAX_ITER {solver.MAX_ITER} overrides SOLVER.EPOCHS {solver.EPOCHS} of the config"
-        return with_overrides(cfg, {"SOLVER.EPOCHS": 0}), [unused] if solver.EPOCHS else []
-    epochs, epoch = solver.EPOCHS, num_images / solver.IMS_PER_BATCH
-    iterations = math.ceil(epochs * epoch)
-    short = max(math.ceil(_MIN_PERIOD / epoch), math.ceil(epochs / _MAX_EVALUATIONS))
-    period = min(math.ceil(epoch * (1 if epoch >= _LONG_EPOCH else short)), iterations)
-    values = {
-        "SOLVER.MAX_ITER": iterations,
-        "SOLVER.WARMUP_ITERS": min(solver.WARMUP_ITERS, math.ceil(_WARMUP_SHARE * iterations)),
-        "TEST.EVAL_PERIOD": period,
-        "SOLVER.CHECKPOINT_PERIOD": period,
-    }
-    if solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR":
-        scaled = (round(step / solver.MAX_ITER * iterations) for step in solver.STEPS if step < solver.MAX_ITER)
-        # In a run of a few iterations, steps may coincide or reach its end.
-        values["SOLVER.STEPS"] = tuple(sorted({step for step in scaled if 0 < step < iterations}))
-    values = {key: value for key, value in values.items() if key not in overridden}
-    lines = [
-        f"SOLVER.EPOCHS {epochs}: {num_images} training images, {solver.IMS_PER_BATCH} per iteration, "
-        f"{epoch:.4g} iterations per epoch",
-        f"SOLVER.EPOCHS {epochs} is " + " ".join(f"{key} {shlex.quote(str(value))}" for key, value in values.items()),
-    ]
-    return with_overrides(cfg, values | {"SOLVER.EPOCHS": 0}), lines
-
-
-def scale_learning_rate(cfg: CfgNode) -> CfgNode:
-    """Scale the learning rate from ``SOLVER.REFERENCE_BATCH_SIZE`` to ``IMS_PER_BATCH``, and log it.
-
-    ``SOLVER.BASE_LR`` and ``BASE_LR_END`` are multiplied by ``IMS_PER_BATCH / REFERENCE_BATCH_SIZE``. The returned
-    config has ``SOLVER.REFERENCE_BATCH_SIZE`` 0, so that a resumed run is not scaled again.
-    """
-    batch, reference = cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.REFERENCE_BATCH_SIZE
-    if not reference:
-        return cfg
-    values = {f"SOLVER.{key}": cfg.SOLVER[key] * batch / reference for key in ("BASE_LR", "BASE_LR_END")}
-    logging.getLogger(__name__).info(
-        f"SOLVER.BASE_LR {cfg.SOLVER.BASE_LR:g} for {reference} images becomes {values['SOLVER.BASE_LR']:g} for {batch}"
-    )
-    return with_overrides(cfg, values | {"SOLVER.REFERENCE_BATCH_SIZE": 0})
+    solver, values, lines = cfg.SOLVER, {}, []
+    epochs, batch, reference = solver.EPOCHS, solver.IMS_PER_BATCH, solver.REFERENCE_BATCH_SIZE
+    if epochs < 0:
+        raise ConfigError(f"SOLVER.EPOCHS is {epochs}. It must be at least 1, or 0 to use SOLVER.MAX_ITER.")
+    if epochs and "SOLVER.MAX_ITER" in overridden:
+        lines.append(f"SOLVER.MAX_ITER {solver.MAX_ITER} overrides SOLVER.EPOCHS {epochs} of the config")
+    elif epochs:
+        epoch = num_images / batch
+        iterations = math.ceil(epochs * epoch)
+        short = max(math.ceil(_MIN_PERIOD / epoch), math.ceil(epochs / _MAX_EVALUATIONS))
+        period = min(math.ceil(epoch * (1 if epoch >= _LONG_EPOCH else short)), iterations)
+        values = {
+            "SOLVER.MAX_ITER": iterations,
+            "SOLVER.WARMUP_ITERS": min(solver.WARMUP_ITERS, math.ceil(_WARMUP_SHARE * iterations)),
+            "TEST.EVAL_PERIOD": period,
+            "SOLVER.CHECKPOINT_PERIOD": period,
+        }
+        if solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR":
+            scaled = (round(step / solver.MAX_ITER * iterations) for step in solver.STEPS if step < solver.MAX_ITER)
+            # In a run of a few iterations, steps may coincide or reach its end.
+            values["SOLVER.STEPS"] = tuple(sorted({step for step in scaled if 0 < step < iterations}))
+        for key in overridden:
+            values.pop(key, None)
+        length = f"{num_images} training images, {batch} per iteration, {epoch:.4g} iterations per epoch"
+        words = " ".join(f"{key} {shlex.quote(str(value))}" for key, value in values.items())
+        lines += [f"SOLVER.EPOCHS {epochs}: {length}", f"SOLVER.EPOCHS {epochs} is {words}"]
+    if reference:
+        rates = {f"SOLVER.{key}": solver[key] * batch / reference for key in ("BASE_LR", "BASE_LR_END")}
+        values |= rates
+        rate = f"{rates['SOLVER.BASE_LR']:g} for {batch}"
+        lines.append(f"SOLVER.BASE_LR {solver.BASE_LR:g} for {reference} images becomes {rate}")
+    return with_overrides(cfg, values | {"SOLVER.EPOCHS": 0, "SOLVER.REFERENCE_BATCH_SIZE": 0}), lines

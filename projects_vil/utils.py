@@ -42,8 +42,6 @@ _FILE_ONLY = re.compile(
     r"Rank of current process: 0\. World size: 1$|Environment info:|Command line arguments: |"
     r"Contents of args\.config_file|Running with full config:|Full config saved to|Model:\n|"
     r"\[DatasetMapper\] Augmentations used|Using training sampler|Serializ(ing|ed) |Making batched data loader|"
-    # The next record reports that there is no checkpoint.
-    r"\[\w+\] Loading from  \.\.\.$|"
     r"Fast COCO eval is not built|Preparing results for COCO format|Total inference pure compute time|"
     # The table before these records has the same figures. A metric that cannot be computed is nan.
     r"copypaste: |Evaluation results for .* in csv format:|Some metrics cannot be computed"
@@ -96,48 +94,35 @@ def paused_garbage_collection() -> Iterator[None]:
 
 
 def read_json(path: str | Path, *, what: str = "file") -> Any:
-    """Return the content of a JSON file.
+    """Return the content of a JSON file. NaN and infinity are accepted as numbers.
 
     Args:
         path: Path of the file.
         what: Description of the file for error messages.
 
     Raises:
-        ConfigError: If the file is missing, is not a regular file, cannot be read, or is rejected by
-            :func:`parse_json`.
+        ConfigError: If the file is missing, is not a regular file, cannot be read, or is not JSON. Also if an object
+            has the same key twice (Python would drop one value), or if a string has an unpaired surrogate, which
+            cannot be encoded.
     """
     check_file(path, what)
     try:
         with paused_garbage_collection():
-            content = Path(path).read_bytes()
+            encoded = Path(path).read_bytes()
             # The encoding may have a byte order mark.
-            return parse_json(content.decode(json.detect_encoding(content)), source=path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"Cannot read '{path}': {reason}. Check the file and its permissions.") from error
-
-
-def parse_json(text: str, *, source: str | Path) -> Any:
-    """Return the content of a JSON text. NaN and infinity are accepted as numbers.
-
-    Args:
-        text: The JSON text.
-        source: Path of the text for error messages.
-
-    Raises:
-        ConfigError: If the text is not JSON, if an object has the same key twice (Python would drop one value), or if
-            a string has an unpaired surrogate, which cannot be encoded.
-    """
-    try:
-        content = json.loads(text, object_pairs_hook=_without_repetition)
+            text = encoded.decode(json.detect_encoding(encoded))
+            content = json.loads(text, object_pairs_hook=_without_repetition)
         if re.search(r"\\u[dD][89a-fA-F]", text):
             # File names that are not UTF-8 are accepted.
             json.dumps(content, ensure_ascii=False).encode(errors="surrogateescape")
     except UnicodeEncodeError as error:
         near = error.object[max(error.start - 20, 0) : error.end].encode("ascii", "backslashreplace").decode()
-        raise ConfigError(f"'{source}' has an unpaired surrogate: {near}. Replace it by a valid character.") from error
+        raise ConfigError(f"'{path}' has an unpaired surrogate: {near}. Replace it by a valid character.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"Cannot read '{path}': {reason}. Check the file and its permissions.") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"'{source}' is not valid JSON: {error}. Fix the file.") from error
+        raise ConfigError(f"'{path}' is not valid JSON: {error}. Fix the file.") from error
     return content
 
 
@@ -156,12 +141,9 @@ def silence_known_warnings() -> None:
     """Hide the warnings and records listed in this module. Call it before detectron2 is imported."""
     for text in _WARNINGS:
         warnings.filterwarnings("ignore", message=text)
-    for name in _SILENCED_RECORDS:
-        logging.getLogger(name).addFilter(_is_unknown)
-
-
-def _is_unknown(record: logging.LogRecord) -> bool:
-    return re.match(_SILENCED_RECORDS[record.name], record.getMessage(), re.DOTALL) is None
+    for name, text in _SILENCED_RECORDS.items():
+        silenced = re.compile(text, re.DOTALL)
+        logging.getLogger(name).addFilter(lambda record, silenced=silenced: not silenced.match(record.getMessage()))
 
 
 def log_run(output_dir: str, *, rank: int = 0) -> None:

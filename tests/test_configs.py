@@ -18,7 +18,7 @@ from torch import nn
 from backbones import list_variants
 from projects_vil import load_config
 from projects_vil.data import IGNORED_LABEL, Mapper
-from projects_vil.solver import build_optimizer, schedule_by_epochs
+from projects_vil.solver import build_optimizer, resolve_schedule
 from tests.selection import slow_except
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,7 +120,7 @@ def test_the_modern_configs(path):
     resize, crop, _ = theirs.dataloader.train.mapper.augmentations
     assert (cfg.INPUT.AUGMENTATION, cfg.INPUT.LSJ.SCALE) == ("lsj", (resize.min_scale, resize.max_scale))
     assert [cfg.INPUT.LSJ.SIZE] * 2 == [resize.target_height, resize.target_width] == list(crop.crop_size)
-    planned, _ = schedule_by_epochs(cfg, 117_266)
+    planned, _ = resolve_schedule(cfg, 117_266)
     epochs = theirs.train.max_iter * theirs.dataloader.train.total_batch_size / 118_000
     assert cfg.SOLVER.EPOCHS == round(epochs) == 50 and planned.SOLVER.MAX_ITER == 366_457
     steps = [step / planned.SOLVER.MAX_ITER for step in planned.SOLVER.STEPS]

@@ -641,14 +641,13 @@ def _draw_attention(args: argparse.Namespace) -> list[str]:
 
 def _draw_data(args: argparse.Namespace) -> list[str]:
     """Draw the first augmented training samples, exactly as the model receives them."""
-    from projects_vil.config import check_override_effects, load_config
+    from projects_vil.config import load_config
     from projects_vil.data import register_datasets
     from projects_vil.engine import check_values
     from projects_vil.visualization import draw_samples
 
     cfg = load_config(args.config_file, args.opts)
-    check_values(cfg)
-    check_override_effects(cfg, args.opts[::2])
+    check_values(cfg, args.opts[::2])
     register_datasets(cfg)
     return [f"wrote {path}" for path in draw_samples(cfg, args.output, number=args.number, seed=args.seed)]
 

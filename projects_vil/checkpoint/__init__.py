@@ -1,10 +1,6 @@
 """Checkpoints: reading, writing, converting, and their metadata."""
 
-from projects_vil.checkpoint.categories import (
-    Categories,
-    dataset_categories,
-    known_categories,
-)
+from projects_vil.checkpoint.categories import Categories, dataset_categories, known_categories
 from projects_vil.checkpoint.checkpointer import (
     BEST_CHECKPOINT,
     LAST_CHECKPOINT,
@@ -15,7 +11,6 @@ from projects_vil.checkpoint.checkpointer import (
     load_detector,
     read_last_checkpoint,
     remove_old,
-    remove_partial,
     remove_run,
     weights_of,
 )

@@ -96,12 +96,11 @@ class Checkpointer(DetectionCheckpointer):
         backbone = getattr(getattr(self.model, "backbone", None), "bottom_up", None)
         self._backbone = backbone if isinstance(backbone, (TransformerBackbone, TimmBackbone)) else None
 
-    def save(self, name: str, *, tag: bool = True, **kwargs: Any) -> None:
-        """Save a checkpoint with metadata atomically, then update ``last_checkpoint``.
+    def save(self, name: str, **kwargs: Any) -> None:
+        """Save a checkpoint with metadata atomically, then write its name to ``last_checkpoint`` unless it is the best.
 
         Args:
             name: file name without suffix.
-            tag: whether ``last_checkpoint`` names the file.
             kwargs: more contents.
 
         Raises:
@@ -118,7 +117,7 @@ class Checkpointer(DetectionCheckpointer):
         self.logger.info("Saving checkpoint %sto %s", "and its evaluation " if kwargs.get("finished") else "", path)
         with atomic_write(path) as partial, partial.open("wb") as file:
             torch.save(contents | {METADATA_KEY: self.metadata.to_dict()} | kwargs, file)
-        if tag:
+        if path.name != BEST_CHECKPOINT:
             with atomic_write(Path(self.save_dir) / LAST_CHECKPOINT) as partial:
                 partial.write_text(path.name)
 
@@ -136,10 +135,13 @@ class Checkpointer(DetectionCheckpointer):
             self.complete = True
             self._resuming = bool(self.checkpointables)
             return self.load(str(self.resumed_from))
-        if not path and not self.complete and isinstance(self._backbone, TimmBackbone):
+        if path or self.complete:
+            return self.load(path, checkpointables=[])
+        if isinstance(self._backbone, TimmBackbone):
             self._load_pretrained(self._backbone)
-            return {}
-        return self.load(path, checkpointables=[])
+        else:
+            self.logger.info("Training starts from random weights (MODEL.WEIGHTS is empty)")
+        return {}
 
     def load(self, path: str, *args, **kwargs) -> dict[str, Any]:
         """Load a checkpoint and return its contents without the weights.
@@ -484,10 +486,4 @@ def remove_old(folder: str | Path, *, keep: int) -> None:
 def remove_run(folder: str | Path) -> None:
     """Remove all checkpoints of an earlier run, so that the next run cannot resume from them."""
     for path in (Path(folder) / LAST_CHECKPOINT, *checkpoints_of(folder), Path(folder) / BEST_CHECKPOINT):
-        path.unlink(missing_ok=True)
-
-
-def remove_partial(folder: str | Path) -> None:
-    """Remove incomplete files of processes that were killed while writing."""
-    for path in Path(folder).glob(".*.partial"):
         path.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Collection
+from operator import attrgetter
 from pathlib import Path
 
 import yaml
@@ -13,12 +14,12 @@ from detectron2.engine import DefaultTrainer
 from torch import nn
 
 from backbones import ConfigError
+from backbones.attention.sliding_chunk import sample_shifts
 from backbones.errors import check_choice, check_replaceable
 from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
-from projects_vil.config import CONFIG_FILE, is_panoptic, value_of, with_overrides
-from projects_vil.engine.hooks import RandomShift
-from projects_vil.engine.writers import check_services
+from projects_vil.config import CONFIG_FILE, is_panoptic, with_overrides
+from projects_vil.engine.writers import SERVICES
 from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_metric
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
 from projects_vil.solver import LR_SCHEDULERS, build_lr_scheduler, build_optimizer
@@ -58,6 +59,16 @@ _RANGES: dict[str, tuple[float, float]] = {
     "TEST.DETECTIONS_PER_IMAGE": (1, math.inf),
     "TEST.NUM_VISUALIZED_IMAGES": (0, 32),
 }
+# Prefix of a key, the key that it depends on, and the values of that key for which it has an effect.
+_EFFECTIVE_WITH = (
+    ("INPUT.MIN_SIZE_TRAIN", "INPUT.AUGMENTATION", ("default",)),
+    ("INPUT.MAX_SIZE_TRAIN", "INPUT.AUGMENTATION", ("default",)),
+    ("INPUT.MASK_FORMAT", "INPUT.AUGMENTATION", ("default",)),
+    ("INPUT.PHOTOMETRIC_DISTORTION", "INPUT.AUGMENTATION", ("default", "lsj")),
+    ("INPUT.LSJ.", "INPUT.AUGMENTATION", ("lsj", "lsj_copy_paste")),
+    ("INPUT.COPY_PASTE.", "INPUT.AUGMENTATION", ("lsj_copy_paste",)),
+    ("MODEL.EMA.DECAY", "MODEL.EMA.ENABLED", (True,)),
+)
 _OTHER_FOLDER = "Choose another OUTPUT_DIR."
 
 
@@ -69,7 +80,13 @@ _PlainLoader.add_multi_constructor("", lambda loader, suffix, node: None)
 
 
 def check_setup(
-    cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, resume: bool = False, model: nn.Module | None = None
+    cfg: CfgNode,
+    *,
+    processes: int = 1,
+    eval_only: bool = False,
+    resume: bool = False,
+    overridden: Collection[str] = (),
+    model: nn.Module | None = None,
 ) -> None:
     """Check the values, model, device, datasets and weights of a run. This takes about a second.
 
@@ -80,12 +97,13 @@ def check_setup(
         processes: Number of processes of the run.
         eval_only: Whether the run only evaluates.
         resume: Whether the run continues from a checkpoint.
+        overridden: Config keys that the user set for this run. In training, they must have an effect.
         model: Model of a LazyConfig, on any device. By default the model is built from ``cfg``.
 
     Raises:
         ConfigError: For the first mistake.
     """
-    check_values(cfg)
+    check_values(cfg, () if eval_only else overridden)
     is_lazy, model = model is not None, build_on_meta(cfg) if model is None else model
     if not (cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN):
         raise ConfigError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty. Set it to the name of a dataset.")
@@ -93,10 +111,10 @@ def check_setup(
         data.check_files(name)
         data.class_order(cfg, name)
     if not eval_only:
-        _check_training(cfg, model, processes=max(processes, 1))
+        _check_training(cfg, model, processes=processes)
         if not is_lazy:
             # As in the trainer, but without the warning about ignored steps.
-            scaled = DefaultTrainer.auto_scale_workers(cfg, max(processes, 1))
+            scaled = DefaultTrainer.auto_scale_workers(cfg, processes)
             steps = [step for step in scaled.SOLVER.STEPS if step <= scaled.SOLVER.MAX_ITER]
             build_lr_scheduler(with_overrides(scaled, {"SOLVER.STEPS": steps}), build_optimizer(scaled, model))
     resumes = (resume and checkpoints_of(cfg.OUTPUT_DIR)) if eval_only else check_output_dir(cfg, resume=resume)
@@ -184,20 +202,36 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int) -> None:
     if transformer.RANDOM_SHIFT_FRACTION:
         if transformer.COMPILE:
             raise ConfigError("MODEL.TRANSFORMER.COMPILE and RANDOM_SHIFT_FRACTION cannot be combined. Unset one.")
-        RandomShift(model, transformer.RANDOM_SHIFT_FRACTION)
+        if not sample_shifts(model, seed=None):
+            raise ConfigError("MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION needs sliding_chunk attention. Set it to 0.0.")
     if cfg.TEST.BEST_METRIC and cfg.DATASETS.TEST:
         check_metric(cfg)
-    check_services(cfg)
+    for key, (module, _) in SERVICES.items():
+        spec = importlib.util.find_spec(module) if cfg.LOGGING[key] else None
+        # A folder that wandb has written is found too, without an origin.
+        if cfg.LOGGING[key] and (spec is None or spec.origin is None):
+            raise ConfigError(f"LOGGING.{key} needs {module}. Run 'pip install {module}'.")
 
 
-def check_values(cfg: CfgNode) -> None:
+def check_values(cfg: CfgNode, overridden: Collection[str] = ()) -> None:
     """Check the values of config keys, and combinations of keys.
+
+    Args:
+        cfg: A config.
+        overridden: Keys that must have an effect on training. Keys in files are not checked: a base file may set them
+            for other values of the key that they depend on.
 
     Raises:
         ConfigError: For the first mistake. The message names the key.
     """
+    for key in overridden:
+        for beginning, other, values in _EFFECTIVE_WITH:
+            value = attrgetter(other)(cfg)
+            if key.startswith(beginning) and value not in values:
+                instead = " or ".join(map(str, values))
+                raise ConfigError(f"{key} has no effect with {other} {value}. Remove it, or set {other} {instead}.")
     for key, (smallest, largest) in _RANGES.items():
-        value = value_of(cfg, key)
+        value = attrgetter(key)(cfg)
         numbers = value if isinstance(value, (list, tuple)) else [value]
         valid = [isinstance(one, (int, float)) and smallest <= one <= largest and one < math.inf for one in numbers]
         if not (valid and all(valid)):
@@ -207,7 +241,7 @@ def check_values(cfg: CfgNode) -> None:
     if not cfg.OUTPUT_DIR:
         raise ConfigError("OUTPUT_DIR is empty. Set it to a folder.")
     for key, choices in _CHOICES.items():
-        check_choice(key, value_of(cfg, key), choices)
+        check_choice(key, attrgetter(key)(cfg), choices)
     if len(cfg.MODEL.PIXEL_MEAN) != 3 or len(cfg.MODEL.PIXEL_STD) != 3:
         mean, std = cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD
         raise ConfigError(f"MODEL.PIXEL_MEAN is {mean!r} and MODEL.PIXEL_STD is {std!r}. Set each to three numbers.")

@@ -2,12 +2,10 @@
 
 import contextlib
 import datetime
-import functools
 import logging
 import math
 import signal
 import sys
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,10 +17,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from tqdm import tqdm
 
-from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention, redraw_features
 from backbones.attention.sliding_chunk import sample_shifts
-from projects_vil.checkpoint import Checkpointer, remove_old
+from projects_vil.checkpoint import remove_old
 from projects_vil.engine.writers import SMOOTHING_WINDOW
 from projects_vil.solver import main_group
 
@@ -78,10 +75,7 @@ class LRScheduler(hooks.LRScheduler):
 
 
 class RedrawFeatures(HookBase):
-    """Resample Performer's random features every ``period`` iterations (ViL, appendix D)."""
-
-    def __init__(self, period: int) -> None:
-        self.period = period
+    """Resample Performer's random features every ``FEATURE_REDRAW_PERIOD`` iterations (ViL, appendix D)."""
 
     def before_train(self) -> None:
         """Broadcast the features of rank 0. DistributedDataParallel does not share these buffers."""
@@ -91,30 +85,17 @@ class RedrawFeatures(HookBase):
                     torch.distributed.broadcast(module.features, src=0)
 
     def before_step(self) -> None:
-        if self.trainer.iter and self.trainer.iter % self.period == 0:
+        if self.trainer.iter and self.trainer.iter % self.trainer.cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD == 0:
             redraw_features(self.trainer.model, seed=self.trainer.iter)
 
 
-class RandomShift(HookBase):
-    """In the first part of a run, limit ViL's attention to one neighboring chunk, sampled for each layer.
+def sample_random_shifts(trainer: TrainerBase) -> None:
+    """Sample one neighboring chunk for each layer of ViL's attention, in the first ``RANDOM_SHIFT_FRACTION`` of a run.
 
-    Args:
-        model: a model with sliding-chunk attention.
-        end_fraction: the fraction of all iterations with random shifts, 0 to 1. The official configs have 0.875.
-
-    Raises:
-        ConfigError: if the model has no such attention.
+    Call it before each step. In the rest of the run, the layers attend to all neighboring chunks.
     """
-
-    def __init__(self, model: nn.Module, end_fraction: float) -> None:
-        if not sample_shifts(model, seed=None):
-            raise ConfigError("MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION needs sliding_chunk attention. Set it to 0.0.")
-        self.model = model
-        self.end_fraction = end_fraction
-
-    def before_step(self) -> None:
-        is_on = self.trainer.iter < self.end_fraction * self.trainer.max_iter
-        sample_shifts(self.model, seed=self.trainer.iter if is_on else None)
+    is_on = trainer.iter < trainer.cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION * trainer.max_iter
+    sample_shifts(trainer.model, seed=trainer.iter if is_on else None)
 
 
 # -- exponential moving average --------------------------------------------------------------------
@@ -161,26 +142,20 @@ class ExponentialAverage(AveragedModel):
 
 
 class PeriodicCheckpointer(HookBase):
-    """Save every ``period`` iterations, at the end, and when a signal stops the run; every rank has this hook.
+    """Save every ``CHECKPOINT_PERIOD`` iterations, at the end, and when a signal stops the run; every rank has it.
 
     A checkpoint is saved before the evaluation of the same iteration, and again after it by :meth:`save_evaluated`. A
     run that resumes from the first one repeats the evaluation.
 
-    Args:
-        checkpointer: writes in rank 0.
-        period: iterations between two checkpoints.
-        max_to_keep: number of numbered checkpoints to keep, the newest; 0 keeps all.
+    Attributes:
+        last_saved: last iteration with a checkpoint, or None.
     """
 
-    def __init__(self, checkpointer: Checkpointer, *, period: int, max_to_keep: int = 0) -> None:
-        self.checkpointer = checkpointer
-        self.period = period
-        self.max_to_keep = max_to_keep
-        self.last_saved: int | None = None
+    last_saved: int | None = None
 
     def after_step(self) -> None:
         done, max_iter, stop = self.trainer.iter + 1, self.trainer.max_iter, self.trainer.stop_signal()
-        if done % self.period == 0 or (stop and done < max_iter):
+        if done % self.trainer.cfg.SOLVER.CHECKPOINT_PERIOD == 0 or (stop and done < max_iter):
             self.save(f"model_{self.trainer.iter:07d}")
         if done >= max_iter:
             self.save("model_final")
@@ -194,8 +169,8 @@ class PeriodicCheckpointer(HookBase):
 
     def save_evaluated(self, trainer: TrainerBase) -> None:
         """Save the checkpoint of an iteration again with the result of its evaluation, as the last hook."""
-        done, eval_period = trainer.iter + 1, trainer.cfg.TEST.EVAL_PERIOD
-        if eval_period and done % math.lcm(eval_period, self.period) == 0 and done < trainer.max_iter:
+        done, period, eval_period = trainer.iter + 1, trainer.cfg.SOLVER.CHECKPOINT_PERIOD, trainer.cfg.TEST.EVAL_PERIOD
+        if eval_period and done % math.lcm(eval_period, period) == 0 and done < trainer.max_iter:
             self.save(f"model_{trainer.iter:07d}", finished=True)
 
     def save(self, name: str, *, finished: bool = False, normalizers: list[float | None] | None = None) -> None:
@@ -206,23 +181,24 @@ class PeriodicCheckpointer(HookBase):
             finished: whether the iteration has been evaluated and logged.
             normalizers: result of :func:`loss_normalizers`.
         """
-        self.checkpointer.save(
-            name,
-            iteration=self.trainer.iter,
-            seed=self.trainer.seed,
-            loss_normalizers=normalizers or loss_normalizers(self.trainer.model),
-            finished=finished,
-        )
-        self.last_saved = self.trainer.iter
-        if self.max_to_keep and comm.is_main_process():
-            remove_old(self.checkpointer.save_dir, keep=self.max_to_keep)
+        trainer, keep = self.trainer, self.trainer.cfg.SOLVER.CHECKPOINT_MAX_TO_KEEP
+        normalizers = normalizers or loss_normalizers(trainer.checkpointer.model)
+        contents = {"iteration": trainer.iter, "seed": trainer.seed, "loss_normalizers": normalizers}
+        trainer.checkpointer.save(name, finished=finished, **contents)
+        self.last_saved = trainer.iter
+        if keep and comm.is_main_process():
+            remove_old(trainer.cfg.OUTPUT_DIR, keep=keep)
 
 
 class PeriodicWriter(hooks.PeriodicWriter):
     """detectron2's hook, which also writes the first iteration to the log, and every evaluation.
 
-    At the end of a run each writer is closed, even if another writer fails.
+    The writers are built at the start of the training, when the first iteration of a resumed run is known. At the end
+    each writer is closed, even if another writer fails.
     """
+
+    def before_train(self) -> None:
+        self._writers = self.trainer.build_writers()
 
     def after_step(self) -> None:
         super().after_step()
@@ -284,22 +260,13 @@ class ProgressBar(HookBase):
 
 
 class BestCheckpointer(hooks.BestCheckpointer):
-    """detectron2's hook, in rank 0, which resumes with the best value and does not change ``last_checkpoint``.
-
-    Args:
-        eval_period: iterations between two evaluations.
-        checkpointer: writes ``model_best.pth``.
-        metric: name in ``metrics.json``, for example ``"bbox/AP"``.
-        mode: ``"max"``, or ``"min"`` for a loss.
+    """detectron2's hook, in rank 0, which resumes with the best value.
 
     Attributes:
         evaluations_since_best: number of evaluations since the best one.
     """
 
-    def __init__(self, eval_period: int, checkpointer: Checkpointer, metric: str, mode: str = "max") -> None:
-        saver = types.SimpleNamespace(save=functools.partial(checkpointer.save, tag=False))
-        super().__init__(eval_period, saver, metric, mode)
-        self.evaluations_since_best = 0
+    evaluations_since_best = 0
 
     def _best_checking(self) -> None:
         before = self.best_iter
@@ -316,39 +283,6 @@ class BestCheckpointer(hooks.BestCheckpointer):
             self.evaluations_since_best = state_dict["waited"]
 
 
-class StoppedEarly(BaseException):
-    """Ends the training loop from within a hook. It is not an error."""
-
-
-class EarlyStopping(HookBase):
-    """End the run after ``SOLVER.EARLY_STOPPING_PATIENCE`` evaluations without a better metric; every rank has it.
-
-    The model of the last iteration is saved as ``model_final.pth``.
-
-    Args:
-        best: counts the evaluations in rank 0; None in other ranks.
-        saving: writes the checkpoint.
-    """
-
-    def __init__(self, best: BestCheckpointer | None, saving: PeriodicCheckpointer) -> None:
-        self.best = best
-        self.saving = saving
-
-    def after_step(self) -> None:
-        done, cfg = self.trainer.iter + 1, self.trainer.cfg
-        if done % cfg.TEST.EVAL_PERIOD or done >= self.trainer.max_iter:
-            return
-        waited = comm.all_gather(None if self.best is None else self.best.evaluations_since_best)[0]
-        if waited < cfg.SOLVER.EARLY_STOPPING_PATIENCE:
-            return
-        self.saving.save("model_final", finished=True)
-        logging.getLogger(__name__).info(
-            f"Stopped early after iteration {self.trainer.iter}: the last {waited} evaluations did not improve "
-            f"{cfg.TEST.BEST_METRIC}. To continue, raise SOLVER.EARLY_STOPPING_PATIENCE and use --resume."
-        )
-        raise StoppedEarly
-
-
 def loss_normalizers(model: nn.Module) -> list[float | None]:
     """Return each rank's running mean of positive anchors, which RetinaNet has no buffer for; all ranks call this."""
-    return comm.all_gather(getattr(getattr(model, "module", model), "loss_normalizer", None))
+    return comm.all_gather(getattr(model, "loss_normalizer", None))

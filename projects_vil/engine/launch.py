@@ -73,7 +73,7 @@ def distributed_env() -> DistributedEnv | None:
     return env
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Processes:
     """The processes of a run, with the arguments of detectron2's ``launch``. Keep the defaults under torchrun.
 
@@ -85,6 +85,8 @@ class Processes:
         dist_timeout: Seconds to wait for the other machines at the start. During the run, processes wait this long for
             each other, but at least ``LEAST_TIMEOUT`` seconds.
         env: Position of this process if torchrun has started it.
+        world_size: Number of processes on all machines.
+        is_first: Whether this process is, or starts, the process with rank 0.
     """
 
     num_gpus: int = 1
@@ -94,15 +96,9 @@ class Processes:
     dist_timeout: float = 600
     env: DistributedEnv | None = dataclasses.field(default_factory=distributed_env)
 
-    @property
-    def world_size(self) -> int:
-        """Number of processes on all machines."""
-        return self.num_gpus * self.num_machines if self.env is None else self.env.world_size
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process is, or starts, the process with rank 0."""
-        return self.machine_rank == 0 if self.env is None else self.env.rank == 0
+    def __post_init__(self) -> None:
+        self.world_size = self.num_gpus * self.num_machines if self.env is None else self.env.world_size
+        self.is_first = self.machine_rank == 0 if self.env is None else self.env.rank == 0
 
     def check(self, device: str) -> None:
         """Check that the processes can run on this machine.

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,16 +92,14 @@ def run_lazy_config(
     if len(options.DATASETS.TEST) != 1:
         raise ConfigError(f"dataloader.test.dataset.names is {options.DATASETS.TEST}. It must have one dataset.")
     with cleanup_on_failure(Path(options.OUTPUT_DIR)):
-        launch(_run, (str(path), tuple(overrides), eval_only, resume), processes, device=options.MODEL.DEVICE)
+        arguments = (options, str(path), tuple(overrides), eval_only, resume)
+        launch(_run, arguments, processes, device=options.MODEL.DEVICE)
 
 
-def _run(path: str, overrides: Sequence[str], eval_only: bool, resume: bool) -> None:
+def _run(options: CfgNode, path: str, overrides: Sequence[str], eval_only: bool, resume: bool) -> None:
     """Train or evaluate in one process."""
-    cfg = load_lazy_config(path, overrides)
-    with torch.device("meta"):
-        options = lazy_options(cfg, instantiate(cfg.model))
     run = run_evaluation if eval_only else run_training
-    run(options, lazy_trainer(cfg), resume)
+    run(options, lazy_trainer(load_lazy_config(path, overrides)), resume)
 
 
 @contextlib.contextmanager
@@ -244,10 +243,12 @@ def lazy_trainer(lazy: DictConfig) -> type[Trainer]:
         def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
             return CheckedEvaluator([instantiate(lazy.dataloader.evaluator)], data.class_order(cfg, dataset_name))
 
-        @classmethod
-        def write_config(cls, cfg: CfgNode, path: Path) -> None:
+        @staticmethod
+        def dump_config(cfg: CfgNode) -> str:
             saved = lazy.copy()
             saved.train.seed = cfg.SEED
-            LazyConfig.save(saved, str(path))
+            with tempfile.NamedTemporaryFile("r", suffix=".yaml") as file:
+                LazyConfig.save(saved, file.name)
+                return file.read()
 
     return LazyTrainer

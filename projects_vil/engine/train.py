@@ -18,12 +18,12 @@ from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable, counted
 from projects_vil import data
 from projects_vil.checkpoint import Checkpointer, remove_run
-from projects_vil.config import CONFIG_FILE, check_override_effects, choose_device, set_precision, with_overrides
+from projects_vil.config import CONFIG_FILE, choose_device, set_precision, with_overrides
 from projects_vil.engine.auto_micro_batch import choose_micro_batches
 from projects_vil.engine.checks import check_output_dir, check_setup
 from projects_vil.engine.launch import Processes, launch
 from projects_vil.engine.trainer import Trainer
-from projects_vil.solver import scale_learning_rate, schedule_by_epochs
+from projects_vil.solver import resolve_schedule
 from projects_vil.utils import LOCK_FILE, log_run, run_lock, stop_requests, terminating_between_calls
 
 
@@ -50,9 +50,8 @@ def launch_run(
     cfg = choose_device(cfg, requested="MODEL.DEVICE" in overridden)
     data.register_datasets(cfg)
     processes.check(cfg.MODEL.DEVICE)
-    if not eval_only:
-        check_override_effects(cfg, overridden)
-    check_setup(cfg, processes=processes.world_size, eval_only=eval_only, resume=resume)
+    options = {"eval_only": eval_only, "resume": resume, "overridden": overridden}
+    check_setup(cfg, processes=processes.world_size, **options)
     if eval_only:
         launch(run_evaluation, (cfg, Trainer, resume), processes, device=cfg.MODEL.DEVICE)
     else:
@@ -76,8 +75,7 @@ def save_config(cfg: CfgNode, trainer: type[Trainer]) -> None:
     """Write ``config.yaml`` in rank 0."""
     if comm.is_main_process():
         with atomic_write(Path(cfg.OUTPUT_DIR) / CONFIG_FILE) as partial:
-            trainer.write_config(cfg, partial)
-            partial.write_text(f"# {GENERATOR}\n{partial.read_text()}")
+            partial.write_text(f"# {GENERATOR}\n{trainer.dump_config(cfg)}")
 
 
 def run_training(
@@ -105,10 +103,9 @@ def run_training(
         log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
         # The datasets are read before any file of an older run is deleted.
         num_images = trainer_class.read_datasets(cfg)
-        cfg, lines = schedule_by_epochs(cfg, num_images, overridden)
+        cfg, lines = resolve_schedule(cfg, num_images, overridden)
         for line in lines:
             logger.info(line)
-        cfg = scale_learning_rate(cfg)
         if cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS == "auto":
             cfg = choose_micro_batches(cfg, resume=resume)
         comm.synchronize()

@@ -29,7 +29,7 @@ from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention
 from backbones.checkpoint_files import atomic_write
 from projects_vil import data, evaluation, solver
-from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer, remove_partial
+from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer
 from projects_vil.config import one_line, with_overrides
 from projects_vil.engine import hooks
 from projects_vil.engine.writers import SERVICES, MetricPrinter, MetricsFile
@@ -50,7 +50,7 @@ class _Step:
     """The values of an iteration that the host needs when the device has finished it.
 
     Attributes:
-        images: image_id and file_name of the images of each micro-batch.
+        images: image_id and file_name of the images, by micro-batch.
         names: names of the losses.
         weights, divisor: the loss of the batch is the weighted sum over micro-batches, divided by ``divisor``.
         error: message of an exception in the forward pass of the last micro-batch.
@@ -59,7 +59,7 @@ class _Step:
     iteration: int
     learning_rate: float
     data_time: float
-    images: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
+    images: list[list[tuple[Any, Any]]] = dataclasses.field(default_factory=list)
     names: list[str] = dataclasses.field(default_factory=list)
     weights: list[float] = dataclasses.field(default_factory=list)
     divisor: float = 1.0
@@ -89,6 +89,7 @@ class TrainStep(SimpleTrainer):
         sync_period: iterations between two synchronizations. A value above 1 needs :func:`supports_deferred_sync`.
 
     Attributes:
+        module: the detector, without DistributedDataParallel.
         has_stepped: 1 if the last step changed the weights, else 0; a tensor on the device.
         skipped: number of skipped steps.
         overflows: number of consecutive overflows.
@@ -109,6 +110,7 @@ class TrainStep(SimpleTrainer):
         sync_period: int = 1,
     ) -> None:
         super().__init__(model, data_loader, optimizer)
+        self.module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self.nonfinite_file = Path(output_dir) / NONFINITE_FILE
         self.accumulation_steps = accumulation_steps
         self.precision = precision
@@ -136,8 +138,8 @@ class TrainStep(SimpleTrainer):
         data_time = time.perf_counter() - start
         learning_rate = self.optimizer.param_groups[solver.main_group(self.optimizer)]["lr"]
         step = _Step(self.iter, learning_rate, data_time)
-        weighting = MicroBatches(unwrapped(self.model))
-        statistics = [(buffer, buffer.clone()) for buffer in _running_statistics(self.model)]
+        weighting = MicroBatches(self.module)
+        statistics = [(buffer, buffer.clone()) for buffer in _running_statistics(self.module)]
         self.optimizer.zero_grad()
         losses, flags = self._backward(images, weighting, step)
         syncs_now = self.sync_period == 1 or bool(step.error)
@@ -167,12 +169,11 @@ class TrainStep(SimpleTrainer):
         losses: list[Tensor] = []
         for index in range(self.accumulation_steps):
             micro_batch, is_last = images[index * size : (index + 1) * size], index == self.accumulation_steps - 1
-            step.images.append([{key: image.get(key) for key in ("image_id", "file_name")} for image in micro_batch])
+            step.images.append([(image.get("image_id"), image.get("file_name")) for image in micro_batch])
             # detectron2 draws ground truth (VIS_PERIOD) from tensors on the host.
-            if self.device.type == "cuda" and not getattr(unwrapped(self.model), "vis_period", 0):
+            if self.device.type == "cuda" and not getattr(self.module, "vis_period", 0):
                 micro_batch = [{key: _to_gpu(x, self.device) for key, x in image.items()} for image in micro_batch]
             with contextlib.nullcontext() if is_last or not is_distributed else self.model.no_sync():
-                weighting.restore()
                 try:
                     with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
                         terms = self.model(micro_batch)
@@ -285,6 +286,7 @@ class TrainStep(SimpleTrainer):
             own = own or ", ".join(f"{name} is {value}" for name, value in terms if not math.isfinite(value))
         # JSON has no NaN.
         values = [value if math.isfinite(value) else str(value) for value in values]
+        images = [{"image_id": image_id, "file_name": file_name} for image_id, file_name in images]
         process = {"losses": dict(zip(step.names, values, strict=True)), "images": images}
         reasons, processes = zip(*comm.all_gather((own, process)), strict=True)
         reason = next(filter(None, reasons), reason)
@@ -350,6 +352,10 @@ def supports_deferred_sync(model: nn.Module, optimizer: torch.optim.Optimizer) -
     return is_cuda and not can_raise and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
+class StoppedEarly(BaseException):
+    """Ends the training loop from within a hook. It is not an error."""
+
+
 class Trainer(DefaultTrainer):
     """Train, evaluate and resume a detector, as detectron2's DefaultTrainer.
 
@@ -376,6 +382,7 @@ class Trainer(DefaultTrainer):
     build_train_loader = staticmethod(data.build_train_loader)
     build_test_loader = staticmethod(data.build_test_loader)
     build_evaluator = staticmethod(evaluation.build_evaluator)
+    dump_config = staticmethod(CfgNode.dump)
 
     def __init__(self, cfg: CfgNode) -> None:
         # DefaultTrainer's would build its own step, and DistributedDataParallel only on GPUs.
@@ -411,23 +418,17 @@ class Trainer(DefaultTrainer):
         self._best: hooks.BestCheckpointer | None = None
         # Whether the last iteration of the resumed checkpoint may lack its evaluation and metrics.
         self._is_unfinished = False
-        self._metrics_file: MetricsFile | None = None
         self.register_hooks(self.build_hooks())
-
-    @classmethod
-    def write_config(cls, cfg: CfgNode, path: Path) -> None:
-        """Write a config as a file that starts or evaluates the same run."""
-        path.write_text(cfg.dump())
 
     def build_hooks(self) -> list[HookBase]:
         """Build the hooks in the order of an iteration: schedules, checkpoint, evaluation, metrics."""
         options, test, transformer = self.cfg.SOLVER, self.cfg.TEST, self.cfg.MODEL.TRANSFORMER
-        model, is_main, eval_period = unwrapped(self.model), comm.is_main_process(), test.EVAL_PERIOD
+        model, is_main, eval_period = self._trainer.module, comm.is_main_process(), test.EVAL_PERIOD
         before: list[HookBase] = [hooks.MetricsHistory()]
         if transformer.RANDOM_SHIFT_FRACTION:
-            before.append(hooks.RandomShift(model, transformer.RANDOM_SHIFT_FRACTION))
+            before.append(CallbackHook(before_step=hooks.sample_random_shifts))
         if any(isinstance(module, PerformerAttention) for module in model.modules()):
-            before.append(hooks.RedrawFeatures(transformer.FEATURE_REDRAW_PERIOD))
+            before.append(hooks.RedrawFeatures())
         before += [IterationTimer(), hooks.LRScheduler(scheduler=self.scheduler)]
         if test.PRECISE_BN.ENABLED and get_bn_modules(model):
             loader = self.build_train_loader(self.cfg)
@@ -437,9 +438,7 @@ class Trainer(DefaultTrainer):
             before.append(CallbackHook(after_step=lambda _: average.update_parameters(model, step.has_stepped)))
         if is_main and sys.stdout.isatty():
             before.append(hooks.ProgressBar(len(getattr(self._trainer.data_loader, "dataset", ()))))
-        self._saving = hooks.PeriodicCheckpointer(
-            self.checkpointer, period=options.CHECKPOINT_PERIOD, max_to_keep=options.CHECKPOINT_MAX_TO_KEEP
-        )
+        self._saving = hooks.PeriodicCheckpointer()
         after: list[HookBase] = [EvalHook(eval_period, self._evaluate)]
         if test.BEST_METRIC and self.cfg.DATASETS.TEST and is_main:
             dataset, metric = split_metric_name(self.cfg)
@@ -448,10 +447,10 @@ class Trainer(DefaultTrainer):
             self._best = hooks.BestCheckpointer(eval_period, self.checkpointer, metric, mode)
             after.append(self._best)
         if is_main:
-            after.append(hooks.PeriodicWriter(self.build_writers(), self.log_period))
+            after.append(hooks.PeriodicWriter((), self.log_period))
         after.append(CallbackHook(after_step=self._saving.save_evaluated))
         if options.EARLY_STOPPING_PATIENCE:
-            after.append(hooks.EarlyStopping(self._best, self._saving))
+            after.append(CallbackHook(after_step=Trainer._stop_early))
         # A resumed run may have to repeat these for the iteration of its checkpoint.
         self._after_saving = after
         return [*before, self._saving, *after]
@@ -474,11 +473,14 @@ class Trainer(DefaultTrainer):
 
     def build_writers(self) -> list[EventWriter]:
         """Return the writers of detectron2 (log, TensorBoard, ``metrics.json``) and of the services in ``LOGGING``."""
-        printer = MetricPrinter(self.max_iter, batch_size=self.cfg.SOLVER.IMS_PER_BATCH)
-        self._metrics_file = MetricsFile(Path(self.cfg.OUTPUT_DIR) / "metrics.json")
-        tensorboard = TensorboardXWriter(self.cfg.OUTPUT_DIR)
-        services = [build(self.cfg) for key, (_, build) in SERVICES.items() if self.cfg.LOGGING[key]]
-        return [printer, tensorboard, self._metrics_file, *services]
+        # The resumed checkpoint may have been saved before the metrics of its iteration.
+        first = self.start_iter - self._is_unfinished
+        return [
+            MetricPrinter(self.max_iter, batch_size=self.cfg.SOLVER.IMS_PER_BATCH),
+            TensorboardXWriter(self.cfg.OUTPUT_DIR),
+            MetricsFile(Path(self.cfg.OUTPUT_DIR) / "metrics.json", first_iteration=first),
+            *(build(self.cfg) for key, (_, build) in SERVICES.items() if self.cfg.LOGGING[key]),
+        ]
 
     def resume_or_load(self, resume: bool = True) -> None:
         """Resume from the last checkpoint in ``OUTPUT_DIR``, or load ``MODEL.WEIGHTS``.
@@ -486,7 +488,7 @@ class Trainer(DefaultTrainer):
         A resumed run keeps the seed of its checkpoint.
         """
         contents = self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
-        path, model = self.checkpointer.resumed_from, unwrapped(self.model)
+        path, model = self.checkpointer.resumed_from, self._trainer.module
         if path is not None:
             self.start_iter = self.iter + 1
             self.seed = contents.get("seed", self.seed)
@@ -518,7 +520,7 @@ class Trainer(DefaultTrainer):
                 # An optimized TorchScript function computes other last digits, so that a resumed run would differ.
                 with torch.jit.optimized_execution(False):
                     return super().train()
-            except hooks.StoppedEarly:
+            except StoppedEarly:
                 return None
             except RuntimeError as error:
                 if self._trainer.received:
@@ -545,10 +547,27 @@ class Trainer(DefaultTrainer):
         if not waited or iteration is None:
             return results
         _logger.info("Evaluating the best checkpoint, of iteration %d", iteration)
-        model = unwrapped(self.model) if self.averaged is None else self.averaged.module
+        model = self._trainer.module if self.averaged is None else self.averaged.module
         best_checkpoint = Path(self.cfg.OUTPUT_DIR) / BEST_CHECKPOINT
         Checkpointer(model, cfg=self.cfg, complete=True).load(str(best_checkpoint), checkpointables=[])
         return self.test(self.cfg, model)
+
+    def _stop_early(self) -> None:
+        """Stop after ``SOLVER.EARLY_STOPPING_PATIENCE`` evaluations without a better metric, and save the model.
+
+        Raises:
+            StoppedEarly: in all processes.
+        """
+        if (self.iter + 1) % self.cfg.TEST.EVAL_PERIOD or self.iter + 1 >= self.max_iter:
+            return
+        waited = comm.all_gather(self._best and self._best.evaluations_since_best)[0]
+        if waited >= self.cfg.SOLVER.EARLY_STOPPING_PATIENCE:
+            self._saving.save("model_final", finished=True)
+            _logger.info(
+                f"Stopped early after iteration {self.iter}: the last {waited} evaluations did not improve "
+                f"{self.cfg.TEST.BEST_METRIC}. To continue, raise SOLVER.EARLY_STOPPING_PATIENCE and use --resume."
+            )
+            raise StoppedEarly
 
     def stop_signal(self) -> int:
         """Return the signal after which all processes stop with this iteration, or 0."""
@@ -560,22 +579,24 @@ class Trainer(DefaultTrainer):
         _logger.info("seed: %d", self.seed)
         if hasattr(self._trainer.data_loader, "start"):
             self._trainer.data_loader.start(seed=self.seed, iteration=self.start_iter)
-        if self._metrics_file is not None:
-            self._metrics_file.start(self.start_iter - self._is_unfinished)
         if comm.is_main_process():
-            remove_partial(self.cfg.OUTPUT_DIR)
-            # Without the entries of another run, and of iterations that a resumed run repeats.
-            self._trainer.write_nonfinite(self.start_iter)
+            # Incomplete files of processes that were killed while writing
+            for path in Path(self.cfg.OUTPUT_DIR).glob(".*.partial"):
+                path.unlink(missing_ok=True)
+            if self._trainer.nonfinite_file.exists():
+                # Without the entries of another run, and of iterations that a resumed run repeats.
+                self._trainer.write_nonfinite(self.start_iter)
         super().before_train()
         if 0 < self.start_iter < self.max_iter:
             self.iter = self.storage.iter = self.start_iter - 1
             period = self.cfg.TEST.EVAL_PERIOD
             if self._is_unfinished and period and self.start_iter % period == 0:
                 _logger.info(f"Evaluating iteration {self.iter} first: its checkpoint was saved before its evaluation.")
-            for hook in self._after_saving:
+            for hook in self._after_saving if self._is_unfinished else ():
+                hook.after_step()
+            if self.cfg.SOLVER.EARLY_STOPPING_PATIENCE:
                 # A run that was stopped early does not continue.
-                if self._is_unfinished or isinstance(hook, hooks.EarlyStopping):
-                    hook.after_step()
+                self._stop_early()
             self.iter = self.storage.iter = self.start_iter
 
     def after_train(self) -> None:
@@ -588,13 +609,13 @@ class Trainer(DefaultTrainer):
 
     def _evaluate(self) -> OrderedDict:
         """Evaluate the averaged model, or the model. A signal saves a checkpoint and ends the run at once."""
-        model = self.model
+        model = self._trainer.module
         if self.averaged is not None:
             model = self.averaged.module
             _logger.info("Evaluating the EMA of %d steps (MODEL.EMA)", self.averaged.n_averaged)
         received = self._trainer.received
         # Gathered before a signal reaches one process earlier than another.
-        normalizers = hooks.loss_normalizers(self.model)
+        normalizers = hooks.loss_normalizers(self._trainer.module)
         try:
             with terminating_between_calls(model, received):
                 self._last_eval_results = self.test(self.cfg, model)
@@ -616,17 +637,21 @@ class Trainer(DefaultTrainer):
         """Evaluate on ``DATASETS.TEST``, write ``OUTPUT_DIR/evaluation.json``, and draw a few images.
 
         The file maps dataset -> task -> metric. ``TEST.VALIDATION_LOSS`` adds a task with the validation losses.
+
+        Args:
+            cfg: the config of the model.
+            model: the model without DistributedDataParallel.
+            evaluators: see detectron2's method.
         """
         share_statistics(model)
-        module = unwrapped(model)
         dtype = torch.bfloat16 if cfg.TEST.AMP.ENABLED else eval_dtype(cfg)
         if dtype != torch.float32:
             _logger.info("Evaluating with %s networks (TEST.AMP or INFERENCE.DTYPE)", str(dtype)[6:])
-        with autocast_detector(dtype, module):
+        with autocast_detector(dtype, model):
             results = super().test(cfg, add_tiles(cfg, model), evaluators)
         for name in cfg.DATASETS.TEST if cfg.TEST.VALIDATION_LOSS else ():
             dataset_results = results if len(cfg.DATASETS.TEST) == 1 else results[name]
-            dataset_results[LOSS_TASK] = validation_loss(cfg, module, name)
+            dataset_results[LOSS_TASK] = validation_loss(cfg, model, name)
         if comm.is_main_process():
             # Imports Matplotlib, which takes a tenth of the start of a run.
             from projects_vil.visualization import draw_evaluation
@@ -658,11 +683,6 @@ def restore_loss_normalizer(model: nn.Module, saved: Sequence[float | None]) -> 
     if values:
         same = len(values) == len(saved) == comm.get_world_size()
         model.loss_normalizer = values[comm.get_rank()] if same else sum(values) / len(values)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model without DistributedDataParallel."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _to_gpu(value: Any, device: torch.device) -> Any:

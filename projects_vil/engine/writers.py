@@ -1,7 +1,7 @@
 """Metric writers for the log, metrics.json, Weights & Biases and MLflow."""
 
 import contextlib
-import importlib.util
+import json
 import logging
 import math
 import re
@@ -17,7 +17,7 @@ from detectron2.utils.logger import log_first_n
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.config import one_line
-from projects_vil.utils import memory_of, parse_json
+from projects_vil.utils import memory_of
 
 # Writers report the median of this many values, as in detectron2.
 SMOOTHING_WINDOW = 20
@@ -60,28 +60,27 @@ class MetricPrinter(CommonMetricPrinter):
 
 
 class MetricsFile(JSONWriter):
-    """detectron2's writer of ``metrics.json``, without repeated iterations in a resumed run."""
+    """detectron2's writer of ``metrics.json``, without repeated iterations in a resumed run.
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path), SMOOTHING_WINDOW)
-        self.path = path
+    Args:
+        path: the file. An incomplete last line, and the lines of ``first_iteration`` and later iterations, are removed.
+        first_iteration: first iteration of the run.
+    """
 
-    def start(self, first_iteration: int) -> None:
-        """Remove the lines of ``first_iteration`` and later iterations, and an incomplete last line."""
-        self.close()
-        lines = self.path.read_text(errors="replace").splitlines()
+    def __init__(self, path: Path, *, first_iteration: int = 0) -> None:
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         kept = [line for line in lines if _iteration(line) < first_iteration]
         if len(kept) < len(lines):
-            with atomic_write(self.path) as partial:
+            with atomic_write(path) as partial:
                 partial.write_text("".join(f"{line}\n" for line in kept))
-        super().__init__(str(self.path), SMOOTHING_WINDOW)
+        super().__init__(str(path), SMOOTHING_WINDOW)
         self._last_write = max(map(_iteration, kept), default=-1)
 
 
 def _iteration(line: str) -> float:
     try:
-        return int(parse_json(line, source="metrics.json")["iteration"])
-    except (ValueError, KeyError, TypeError, OverflowError):
+        return int(json.loads(line)["iteration"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return math.inf
 
 
@@ -166,13 +165,3 @@ def mlflow_writer(cfg: CfgNode) -> ServiceWriter:
 
 # Key of LOGGING -> the package and the writer of a service.
 SERVICES = {"WANDB_PROJECT": ("wandb", wandb_writer), "MLFLOW_EXPERIMENT": ("mlflow", mlflow_writer)}
-
-
-def check_services(cfg: CfgNode) -> None:
-    """Raise a ConfigError if the package of an enabled service is not installed."""
-    for key, (module, _) in SERVICES.items():
-        if cfg.LOGGING[key]:
-            spec = importlib.util.find_spec(module)
-            # A folder that wandb has written is found too, without an origin.
-            if spec is None or spec.origin is None:
-                raise ConfigError(f"LOGGING.{key} needs {module}. Run 'pip install {module}'.")

@@ -10,10 +10,4 @@ from projects_vil.evaluation.evaluators import (
 )
 from projects_vil.evaluation.losses import LOSS_TASK, validation_loss
 from projects_vil.evaluation.predictions import evaluate_predictions
-from projects_vil.evaluation.results import (
-    EVALUATION_FILE,
-    PER_CLASS,
-    check_finite,
-    explain_results,
-    write_results,
-)
+from projects_vil.evaluation.results import EVALUATION_FILE, PER_CLASS, check_finite, explain_results, write_results

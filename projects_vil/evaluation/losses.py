@@ -50,7 +50,6 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
     with EventStorage(start_iter=1), _with_losses(model):
         for images in loader:
             data.seed_all(data.derived_seed("image", images[0][_POSITION]))
-            batches.restore()
             try:
                 losses = model(images)
             except FloatingPointError:  # detectron2 found non-finite proposals

@@ -13,14 +13,7 @@ from detectron2.data import MetadataCatalog
 from detectron2.evaluation import print_csv_format
 
 from backbones import ConfigError
-from projects_vil.data import (
-    check_files,
-    describe_classes,
-    match_all_classes,
-    match_classes,
-    read_categories,
-    register_datasets,
-)
+from projects_vil import data
 from projects_vil.evaluation.evaluators import COCOEvaluator
 from projects_vil.evaluation.results import check_finite, write_results
 from projects_vil.utils import log_run
@@ -41,12 +34,12 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
         ConfigError: if a file cannot be read, a box or score is not finite, a row matches several images, an image has
             several rows, or no image or class has predictions.
     """
-    register_datasets(cfg)
+    data.register_datasets(cfg)
     log_run(cfg.OUTPUT_DIR)
     (name,) = cfg.DATASETS.TEST
-    check_files(name)
+    data.check_files(name)
     metadata, folder = MetadataCatalog.get(name), str(Path(cfg.OUTPUT_DIR) / "inference")
-    categories = dict(read_categories(metadata.json_file) or ())
+    categories = dict(data.read_categories(metadata.json_file) or ())
     metadata.thing_classes = list(categories.values())
     matches: dict[Labels, dict[int, int]] = {}
     limit, check = cfg.TEST.DETECTIONS_PER_IMAGE, cfg.DATASETS.CHECK
@@ -93,9 +86,9 @@ Labels = tuple[tuple[int, str], ...]  # category ids and names
 def _match(name: str, categories: dict[int, str], file: Path, labels: Labels) -> dict[int, int]:
     """Return a mapping from the category ids of a file to the category ids of the dataset."""
     ours, theirs = [label for _, label in labels], list(categories.values())
-    differ = f"{file} has {describe_classes(ours)}, and {name} has {describe_classes(theirs)}"
-    matched = match_classes(ours, theirs) if len(ours) != len(theirs) else {}
-    matched = matched or dict(enumerate(match_all_classes(ours, theirs, differ=differ)))
+    differ = f"{file} has {data.describe_classes(ours)}, and {name} has {data.describe_classes(theirs)}"
+    matched = data.match_classes(ours, theirs) if len(ours) != len(theirs) else {}
+    matched = matched or dict(enumerate(data.match_all_classes(ours, theirs, differ=differ)))
     return {labels[index][0]: list(categories)[other] for index, other in matched.items()}
 
 

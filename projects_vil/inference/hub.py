@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import tempfile
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
 from backbones import ConfigError
 from backbones.checkpoint_files import write_checkpoint
 from projects_vil.checkpoint import METADATA_KEY, PUBLISHED_WEIGHTS, Categories, Checkpointer, weights_of
-from projects_vil.config import CONFIG_FILE, default_config, load_config, value_of, with_overrides
+from projects_vil.config import CONFIG_FILE, default_config, load_config, with_overrides
 from projects_vil.evaluation import EVALUATION_FILE
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
 from projects_vil.utils import read_json
@@ -147,4 +148,4 @@ class HubMixin:
 def published_config(cfg: CfgNode) -> CfgNode:
     """Return a config without the weights, folders, device, services and datasets of one machine."""
     usual = default_config()
-    return with_overrides(cfg, {key: value_of(usual, key) for key in _PRIVATE})
+    return with_overrides(cfg, {key: attrgetter(key)(usual) for key in _PRIVATE})

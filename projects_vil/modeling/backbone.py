@@ -55,8 +55,8 @@ class TransformerBackbone(Backbone):
         # Used to convert official weights.
         self.options = {"out_features": tuple(out_features), **options}
         self.net = create_backbone(name, **self.options)
-        check_freeze_at(freeze_at, name, len(self.net.variant.stages))
         if freeze_at:
+            check_freeze_at(freeze_at, name, len(self.net.variant.stages))
             self.net.freeze_stages(freeze_at)
 
     @property
@@ -96,6 +96,11 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
     """
     node = cfg.MODEL.TRANSFORMER
     is_timm = node.VARIANT.startswith(TIMM_PREFIX)
+    options: dict[str, object] = {}
+    for option in sorted(OPTIONS):
+        value = node[option.upper()]
+        # The variant sets empty values.
+        options[option] = None if value in ("", []) else value
     try:
         backbone = (TimmBackbone if is_timm else TransformerBackbone)(
             node.VARIANT,
@@ -105,15 +110,7 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
             max_img_size=None if is_timm else node.MAX_IMG_SIZE,
             activation_checkpointing=node.ACTIVATION_CHECKPOINTING,
             attention_backend=node.ATTENTION_BACKEND,
-            attention=list(node.ATTENTION) or None,
-            attention_mode=node.ATTENTION_MODE or None,
-            global_tokens=list(node.GLOBAL_TOKENS) or None,
-            chunk_size=list(node.CHUNK_SIZE) or None,
-            projection_rank=list(node.PROJECTION_RANK) or None,
-            shared_projections=node.SHARED_PROJECTIONS,
-            token_merging=node.TOKEN_MERGING or None,
-            norm=node.NORM or None,
-            position_interpolation=node.POSITION_INTERPOLATION or None,
+            **options,
         )
     except ConfigError as error:
         raise ConfigError(f"MODEL.TRANSFORMER: {error}") from error
@@ -154,11 +151,12 @@ class LastLevelConvs(nn.Module):
         self.pooled = pooled
         self.relu = relu
         self.num_levels = len(levels) + pooled
-        self.names = [f"p{level}" for level in levels]
-        for name in self.names:
+        self.names: list[str] = []
+        for level in levels:
             layer = nn.Conv2d(in_channels, out_channels, kernel_size=3, stride=2, padding=1)
             c2_xavier_fill(layer)
-            self.add_module(name, layer)
+            self.names.append(f"p{level}")
+            self.add_module(self.names[-1], layer)
             in_channels = out_channels
 
     def forward(self, features: Tensor) -> list[Tensor]:

@@ -30,22 +30,23 @@ class MicroBatches:
         self._before = getattr(model, _NORMALIZER, _FIRST_NORMALIZER)
 
     def restore(self) -> None:
-        """Restore the running mean from before the batch, before each micro-batch and after a skipped step."""
+        """Restore the running mean from before the batch, after a micro-batch without a weight or a skipped step."""
         if self._is_retinanet:
             setattr(self._model, _NORMALIZER, self._before)
 
     def weight(self, num_images: int) -> float:
-        """Return the weight of the last micro-batch."""
+        """Return the weight of the last micro-batch, and restore the running mean from before the batch."""
         if not self._is_retinanet:
             self.total += 1
             return 1.0
         positives, _ = get_event_storage().latest()["num_pos_anchors"]
         self.total += round(positives * num_images)
-        return getattr(self._model, _NORMALIZER)
+        weight = getattr(self._model, _NORMALIZER, self._before)
+        setattr(self._model, _NORMALIZER, self._before)
+        return weight
 
     def divisor(self) -> float:
         """Return the divisor after the last micro-batch, and update the running mean for the whole batch."""
         if not self._is_retinanet:
             return self.total
-        self.restore()
         return self._model._ema_update(_NORMALIZER, max(self.total, 1), _FIRST_NORMALIZER)

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import itertools
+import json
 import logging
 import math
 import re
@@ -27,7 +28,7 @@ from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
 from projects_vil.report import figures
 from projects_vil.report.coco_metrics import DetectionMetrics, confusion_matrix, evaluate_detections
 from projects_vil.report.figures import TASK_NAMES
-from projects_vil.utils import parse_json, read_json
+from projects_vil.utils import read_json
 from projects_vil.visualization import predictions_file
 
 REPORT_FILE = "report.html"
@@ -115,8 +116,8 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
         run.cfg = load_config(folder / CONFIG, overrides)
     lines = read(METRICS, "curves").splitlines()
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
-            values = parse_json(line, source=folder / METRICS)
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            values = json.loads(line)
             values["iteration"] = int(values["iteration"])
             run.metrics.append({name: value for name, value in values.items() if isinstance(value, (int, float))})
     if len(run.metrics) < len(lines):

@@ -12,7 +12,6 @@ from detectron2.config import CfgNode, get_cfg
 from backbones import ConfigError
 from projects_vil import load_config
 from projects_vil.config import (
-    check_override_effects,
     choose_device,
     config_path,
     default_config,
@@ -20,6 +19,7 @@ from projects_vil.config import (
     number_of_classes,
     set_precision,
 )
+from projects_vil.engine import check_values
 from tests.projects_vil.helpers import CONFIGS, ROOT, message, small_config
 from tests.selection import slow_except
 
@@ -201,10 +201,10 @@ def test_a_config_runs_no_code(tmp_path, base, value):
     ],
 )
 def test_an_override_without_effect(other, value, key, instead):
-    cfg = small_config("retinanet", other, value)
+    cfg = small_config("mask_rcnn", other, value)
     with pytest.raises(ConfigError, match=f"{key} .*{other} {instead}"):
-        check_override_effects(cfg, [other, key])
-    check_override_effects(cfg, [other, "SOLVER.MAX_ITER"])
+        check_values(cfg, [other, key])
+    check_values(cfg, [other, "SOLVER.MAX_ITER"])
 
 
 # -- devices ---------------------------------------------------------------------------------------

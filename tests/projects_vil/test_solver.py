@@ -11,13 +11,7 @@ from torch import nn
 from backbones import ConfigError
 from projects_vil import load_config
 from projects_vil.modeling import build_on_meta
-from projects_vil.solver import (
-    build_lr_scheduler,
-    build_optimizer,
-    parameter_groups,
-    scale_learning_rate,
-    schedule_by_epochs,
-)
+from projects_vil.solver import build_lr_scheduler, build_optimizer, parameter_groups, resolve_schedule
 from tests.projects_vil.helpers import CONFIGS, ROOT, small_config
 
 NET = "backbone.bottom_up.net"
@@ -184,7 +178,7 @@ def test_polynomial_decay(power, end):
 
 def plan(num_images, *overrides, config=ONE_X):
     overrides = list(map(str, overrides))
-    return schedule_by_epochs(load_config(config, overrides), num_images, overrides[::2])
+    return resolve_schedule(load_config(config, overrides), num_images, overrides[::2])
 
 
 @pytest.mark.parametrize(
@@ -211,7 +205,7 @@ def test_iterations_of_epochs(num_images, batch, epochs, expected):
 
 
 def test_schedules_without_epochs_and_overrides_stay(tmp_path):
-    assert schedule_by_epochs(load_config(ONE_X), 0) == (load_config(ONE_X), [])
+    assert resolve_schedule(load_config(ONE_X), 0) == (load_config(ONE_X), [])
     solver = plan(400, "SOLVER.EPOCHS", "8", config=CONFIGS["retinanet"])[0].SOLVER
     assert (solver.STEPS, solver.MAX_ITER, solver.WARMUP_ITERS) == ((30000,), 400, 20)
     cfg, lines = plan(400, "SOLVER.EPOCHS", 12, "SOLVER.WARMUP_ITERS", 77, "TEST.EVAL_PERIOD", 0)
@@ -245,7 +239,7 @@ def test_the_tool_prints_a_table_and_overrides(datasets_root, tmp_path, run_here
 def test_the_learning_rate_is_scaled_to_the_batch_once():
     keys = ["SOLVER.IMS_PER_BATCH", "4", "SOLVER.BASE_LR", "1e-3", "SOLVER.BASE_LR_END", "1e-4"]
     cfg = load_config(ONE_X, keys)
-    assert scale_learning_rate(cfg) == cfg
-    scaled = scale_learning_rate(load_config(ONE_X, [*keys, "SOLVER.REFERENCE_BATCH_SIZE", "16"]))
+    assert resolve_schedule(cfg, 0) == (cfg, [])
+    scaled, _ = resolve_schedule(load_config(ONE_X, [*keys, "SOLVER.REFERENCE_BATCH_SIZE", "16"]), 0)
     assert (scaled.SOLVER.BASE_LR, scaled.SOLVER.BASE_LR_END) == (2.5e-4, 2.5e-5)
-    assert scale_learning_rate(scaled) == scaled
+    assert resolve_schedule(scaled, 0) == (scaled, [])

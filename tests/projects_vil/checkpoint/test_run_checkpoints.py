@@ -15,7 +15,6 @@ from projects_vil.checkpoint import (
     load_detector,
     read_last_checkpoint,
     remove_old,
-    remove_partial,
     remove_run,
     weights_of,
 )
@@ -81,8 +80,6 @@ def test_removing_checkpoints(run):
     remove_old(run, keep=2)
     kept = {"model_0000004.pth", "model_0000029.pth", "model_best.pth", "model_final.pth"}
     assert {path.name for path in run.glob("*.pth")} == kept
-    (run / ".model_0000039.pth.77.partial").write_bytes(b"half")
-    remove_partial(run)
     remove_run(run)
     assert not list(run.iterdir())
 

@@ -10,17 +10,18 @@ from detectron2.utils.events import EventStorage
 
 from backbones.attention.efficient import PerformerAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
-from projects_vil.engine.hooks import BestCheckpointer, LRScheduler, RandomShift, RedrawFeatures
+from projects_vil.engine.hooks import BestCheckpointer, LRScheduler, RedrawFeatures, sample_random_shifts
 from tests.projects_vil.engine.gloo import in_processes
+from tests.projects_vil.helpers import small_config
 
 
 def _features_after_start(folder) -> None:
     torch.manual_seed(comm.get_rank())
     model = PerformerAttention(8, num_heads=2, num_features=6)
-    hook = RedrawFeatures(2)
+    hook, cfg = RedrawFeatures(), small_config("retinanet", "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "2")
     found = []
     for iteration in range(3):
-        hook.trainer = types.SimpleNamespace(model=model, iter=iteration)
+        hook.trainer = types.SimpleNamespace(model=model, iter=iteration, cfg=cfg)
         if iteration == 0:
             hook.before_train()
         hook.before_step()
@@ -37,12 +38,10 @@ def test_processes_have_the_same_random_features(tmp_path):
 
 def test_random_shifts_depend_on_the_iteration_and_end_at_their_fraction():
     layers = torch.nn.ModuleList(SlidingChunkAttention(8, num_heads=2, chunk_size=3) for _ in range(5))
-    found = {}
+    found, cfg = {}, small_config("retinanet", "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION", "0.5")
     for iterations in (range(8), range(3, 8)):
-        hook = RandomShift(layers, 0.5)
         for iteration in iterations:
-            hook.trainer = types.SimpleNamespace(iter=iteration, max_iter=8)
-            hook.before_step()
+            sample_random_shifts(types.SimpleNamespace(iter=iteration, max_iter=8, model=layers, cfg=cfg))
             shifts = [layer.shift for layer in layers]
             assert shifts == found.setdefault(iteration, shifts)
     assert all((shift is None) == (iteration >= 4) for iteration, shifts in found.items() for shift in shifts)
@@ -72,8 +71,8 @@ def test_the_best_checkpoint_is_saved(metric, values, expected):
     """Evaluations at every second iteration, the last after training; the run is resumed in the middle."""
     saved = []
 
-    def save(name, *, iteration, tag):
-        assert name == "model_best" and not tag
+    def save(name, *, iteration):
+        assert name == "model_best"
         saved.append(iteration)
 
     def new_hook():

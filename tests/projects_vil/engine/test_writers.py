@@ -8,8 +8,9 @@ import pytest
 from detectron2.utils.events import EventStorage
 
 from backbones import ConfigError
+from projects_vil.engine.checks import check_setup
 from projects_vil.engine.hooks import ProgressBar
-from projects_vil.engine.writers import SERVICES, MetricPrinter, MetricsFile, check_services
+from projects_vil.engine.writers import SERVICES, MetricPrinter, MetricsFile
 from tests.projects_vil.helpers import small_config
 
 
@@ -27,7 +28,7 @@ def test_the_log_and_metrics_json(tmp_path):
                     writer.write()
     assert len(lines) == 4 and "iter: 0 " in lines[0] and "iter: 39 " in lines[2] and "eta: 0:0" in lines[2]
     assert all(part in lines[3] for part in ("iter: 39 ", "gradient_norm: 3 ", "images/s: 4 ", "data_wait: 25%")), lines
-    assert json.loads(file.path.read_text().splitlines()[-1])["gradient_norm"] == 3.0
+    assert json.loads((tmp_path / "metrics.json").read_text().splitlines()[-1])["gradient_norm"] == 3.0
 
 
 def test_a_line_per_epoch_in_a_terminal(capsys):
@@ -47,14 +48,12 @@ def test_a_line_per_epoch_in_a_terminal(capsys):
 def test_a_resumed_run_removes_later_iterations_and_an_incomplete_line(tmp_path):
     path = tmp_path / "metrics.json"
     path.write_text('{"iteration": 3, "a": 1}\n{"iteration": 7, "a": 2}\n{"iteration": 11, "a"')
-    file = MetricsFile(path)
-    file.start(7)
-    file.close()
+    MetricsFile(path, first_iteration=7).close()
     assert path.read_text() == '{"iteration": 3, "a": 1}\n'
 
 
 @pytest.mark.parametrize("module", ["wandb", "mlflow"])
-def test_a_service_that_is_not_installed(module, tmp_path, monkeypatch):
+def test_a_service_that_is_not_installed(module, shapes, tmp_path, monkeypatch):
     if importlib.util.find_spec(module) is not None:
         pytest.skip(f"{module} is installed")
     # wandb writes a folder of its name.
@@ -62,12 +61,10 @@ def test_a_service_that_is_not_installed(module, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     key = {"wandb": "LOGGING.WANDB_PROJECT", "mlflow": "LOGGING.MLFLOW_EXPERIMENT"}[module]
     with pytest.raises(ConfigError, match=key):
-        check_services(small_config("retinanet", key, "mine"))
-    check_services(small_config())
+        check_setup(small_config("retinanet", key, "mine"))
 
 
 def write_two(cfg) -> None:
-    check_services(cfg)
     (writer,) = (build(cfg) for key, (_, build) in SERVICES.items() if cfg.LOGGING[key])
     with EventStorage(0) as storage:
         for iteration, loss in enumerate((3.0, float("nan"), 1.0)):
