@@ -110,8 +110,9 @@ def read_json(path: str | Path, *, what: str = "file") -> Any:
     try:
         with paused_garbage_collection():
             content = Path(path).read_bytes()
-            # The encoding may have a byte order mark.
-            return parse_json(content.decode(json.detect_encoding(content)), source=path)
+            # The encoding may have a byte order mark. The bytes are not needed while the text is parsed.
+            content = content.decode(json.detect_encoding(content))
+            return parse_json(content, source=path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"Cannot read '{path}': {reason}. Check the file and its permissions.") from error
