@@ -108,9 +108,9 @@ def read_json(path: str | Path, *, what: str = "file") -> Any:
     check_file(path, what)
     try:
         with paused_garbage_collection():
-            encoded = Path(path).read_bytes()
-            # The encoding may have a byte order mark.
-            text = encoded.decode(json.detect_encoding(encoded))
+            text = Path(path).read_bytes()
+            # The encoding may have a byte order mark. The bytes are not needed while the text is parsed.
+            text = text.decode(json.detect_encoding(text))
             content = json.loads(text, object_pairs_hook=_without_repetition)
         if re.search(r"\\u[dD][89a-fA-F]", text):
             # File names that are not UTF-8 are accepted.

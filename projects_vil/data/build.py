@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from projects_vil.data.shared_records import SHARED, read_and_share
 from projects_vil.utils import paused_garbage_collection
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
+# The memory limit of a container, in versions 2 and 1 of Linux control groups
+_MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 # The metadata that detectron2 sets when it loads records.
 _CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
 
@@ -235,6 +238,9 @@ def _check_memory(cfg: CfgNode, records: list[dict[str, Any]]) -> None:
     """
     record = max(records, key=lambda record: len(record.get("annotations", ())))
     number, memory = len(record.get("annotations", ())), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in filter(os.path.isfile, _MEMORY_LIMITS):
+        limit = Path(path).read_text(encoding="utf-8").strip()
+        memory = min(memory, int(limit)) if limit.isdigit() else memory
     # Mask R-CNN has one anchor for 4 pixels, and RetinaNet has fewer. If they do not fit on the GPU, detectron2 matches
     # them on the CPU. Its pairwise_iou needs 24 bytes per object and anchor.
     needed = 24 * number * max(cfg.INPUT.MIN_SIZE_TRAIN) * cfg.INPUT.MAX_SIZE_TRAIN // 4

@@ -2,11 +2,12 @@
 
 import os
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from projects_vil.data.readers.index import FileIndex, Request, size_of, split_of
+from projects_vil.data.readers.index import FileIndex, Record, size_of, split_of
 from projects_vil.utils import read_json
 
 # COCO's other annotation files of the same images
@@ -27,66 +28,58 @@ def read_coco(path: str | Path) -> dict[str, Any]:
     # A missing list of annotations is not replaced by an empty list, because the evaluation would then give AP nan.
     lists = content.get("images"), content.get("categories"), content.get("annotations", [])
     if not all(isinstance(entries, list) for entries in lists) or not lists[0] or not lists[1]:
-        raise ConfigError(
-            f"'{path}' is not a COCO annotation file. Add the lists of images, annotations and categories, or convert "
-            "another format with 'vil check DATA --fix OUT'."
-        )
+        advice = "Add the lists of images, annotations and categories, or convert it with 'vil check DATA --fix OUT'."
+        raise ConfigError(f"'{path}' is not a COCO annotation file. {advice}")
     return dataset
+
+
+def entries_of(content: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the valid entries of a list of a COCO file: dicts, and for images those with a file name."""
+    entries = [entry for entry in content.get(key, ()) if isinstance(entry, dict)]
+    return entries if key != "images" else [entry for entry in entries if isinstance(entry.get("file_name"), str)]
 
 
 def find_coco(files: list[str], index: FileIndex) -> tuple[Parts, dict[str, list[str]]]:
     """Return the COCO files of a dataset by split with their image folders, and the files that are not used.
 
-    A file whose images are in one folder is used as it is. Otherwise, the entries of the images are corrected.
+    A file whose images have the written names in one folder is used as it is. Otherwise, the names are corrected.
     """
-    parts: Parts = {}
-    splits = {path: split_of(index.folders_of(path), Path(path).stem) or "train" for path in files}
-    splits = splits if len(files) > 1 else {files[0]: "train"}
-    main = [path for path in files if not _OTHER_FILES.match(os.path.basename(path))]
-    others = [path for path in files if path not in main and splits[path] in {splits[other] for other in main}]
-    used: dict[str, str] = {}
-    for path in (path for path in files if path not in others):
-        split = splits[path]
-        if (other := used.setdefault(split, path)) != path:
-            raise ConfigError(
-                f"'{index.root}' has several COCO files for {split}: '{other}' and '{path}'. Give one of them, or name "
-                "the files and folders after the splits train, val and test."
-            )
-        parts[split] = _with_images(path, read_coco(path), split if len(files) > 1 else None, index)
-    return parts, {"captions, keypoints, panoptic and other COCO files": others} if others else {}
+    by_split, parts, others = defaultdict(list), {}, []
+    for path in files:
+        by_split[split_of(index.folders_of(path), Path(path).stem) or "train"].append(path)
+    for split, own in by_split.items():
+        main = [path for path in own if not _OTHER_FILES.match(os.path.basename(path))] or own
+        others += [path for path in own if path not in main]
+        if len(main) > 1:
+            both = f"'{main[0]}' and '{main[1]}'. Give one of them, or name them after the splits train, val and test."
+            raise ConfigError(f"'{index.root}' has several COCO files for {split}: {both}")
+        # The folders of a single file do not decide its split.
+        named = split if len(files) > 1 else split_of((), Path(main[0]).stem)
+        parts[split] = _with_images(main[0], read_coco(main[0]), named, index)
+    return parts, {"captions, keypoints, panoptic and other COCO files": others}
 
 
 def _with_images(path: str, content: dict[str, Any], split: str | None, index: FileIndex) -> Part:
     """Return the content of a COCO file with valid file names, its path or None if they changed, and the folder."""
-    entries = [e for e in content["images"] if isinstance(e, dict) and isinstance(e.get("file_name"), str)]
-    entries = list({entry["file_name"]: entry for entry in entries}.values())
-    names, split = [entry["file_name"] for entry in entries], split or split_of((), Path(path).stem)
+    entries = {entry["file_name"]: entry for entry in entries_of(content, "images")}
     # Almost always, all images are in one folder.
-    ends = [os.sep + os.path.normpath(name) for name in names]
-    bases = [image.removesuffix(ends[0]) for image in index.images if image.endswith(ends[0])] if any(names[:1]) else []
-    bases = [base for base in bases if all(base + end in index.image_set for end in ends)]
-    splits = {index.split_of(os.path.join(base, "")) for base in bases}
-    if len(bases) == 1 and (not split or splits <= {split, None}):
+    ends = [os.sep + os.path.normpath(name) for name in entries]
+    bases = [image.removesuffix(ends[0]) for image in index.images if ends and image.endswith(ends[0])]
+    bases = [base for base in bases if not split or index.split_of(base + os.sep) in (split, None)]
+    bases = [base for base in bases if all(base + end in index.images for end in ends)]
+    if len(bases) == 1:
         return content, Path(path), Path(bases[0])
-    requests = [
-        Request(path, (entry["file_name"],), size_of(entry.get("height"), entry.get("width")), split=split)
-        for entry in entries
-    ]
-    images = zip(names, index.find_images(requests), strict=True)
-    found = {name: file for name, file in images if file is not None}
+    sizes = (size_of(entry.get("height"), entry.get("width")) for entry in entries.values())
+    records = [Record(path, (name,), size, split=split) for name, size in zip(entries, sizes, strict=True)]
+    index.find_images(records)
+    found = {record.names[0]: record.file for record in records if record.file}
     if not found:
-        raise ConfigError(
-            f"Cannot find the images of '{path}', such as '{', '.join(names[:1])}'. Put them below '{index.root}', or "
-            "give their folder with --images."
-        )
-    root = os.path.commonpath(map(os.path.dirname, found.values()))
-    base = next(file.removesuffix(os.sep + os.path.normpath(name)) for name, file in found.items())
+        first, advice = next(iter(entries), ""), f"Put them below '{index.root}', or give their folder with --images."
+        raise ConfigError(f"Cannot find the images of '{path}', such as '{first}'. {advice}")
     # The root of the written paths, if the images have one
-    root = base if root.startswith(base) else root
-    images = [
-        entry | {"file_name": os.path.relpath(found[entry["file_name"]], root)}
-        if isinstance(entry, dict) and entry.get("file_name") in found
-        else entry
-        for entry in content["images"]
-    ]
-    return content | {"images": images}, Path(path) if images == content["images"] else None, Path(root)
+    base = next(file.removesuffix(os.sep + os.path.normpath(name)) for name, file in found.items())
+    root = os.path.commonpath([base, *map(os.path.dirname, found.values())])
+    changed = {name: file.removeprefix(root + os.sep) for name, file in found.items()}
+    for entry in entries_of(content, "images"):
+        entry["file_name"] = changed.get(entry["file_name"], entry["file_name"])
+    return content, None if any(name != new for name, new in changed.items()) else Path(path), Path(root)

@@ -5,38 +5,30 @@ to bitmaps and does not read CVAT. globox and labelformat do not read polygons o
 Pascal VOC are off by one pixel. datumaro requires OpenCV below 5.
 """
 
-import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable, counted
 from projects_vil.data.detection_utils import read_sizes
-from projects_vil.data.readers.coco import Parts, find_coco
-from projects_vil.data.readers.cvat import read_cvat
-from projects_vil.data.readers.detect import FILE_PER_IMAGE, detect_format
-from projects_vil.data.readers.index import FileIndex
-from projects_vil.data.readers.labelme import read_labelme
-from projects_vil.data.readers.shapes import Annotations, area
-from projects_vil.data.readers.splits import compare_splits
-from projects_vil.data.readers.via import read_via
-from projects_vil.data.readers.voc import read_voc
-from projects_vil.data.readers.yolo import read_yolo
+from projects_vil.data.readers import cvat, labelme, via, voc, yolo
+from projects_vil.data.readers.coco import Parts, entries_of, find_coco
+from projects_vil.data.readers.detect import detect_format
+from projects_vil.data.readers.index import FileIndex, split_of
+from projects_vil.data.readers.shapes import Annotations, in_image
+from projects_vil.data.readers.splits import compare_splits, paths_of, split_by_hash
 from projects_vil.data.segmentation import count_masks
 from projects_vil.utils import paused_garbage_collection
 
 VAL_FRACTION = 0.2
 # The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
-_READERS: dict[str, Callable[[list[str], FileIndex, Path], Annotations]] = {
-    "YOLO": read_yolo, "Pascal VOC": read_voc, "LabelMe": read_labelme, "CVAT": read_cvat, "VIA": read_via,
-}  # fmt: skip
+_READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
 
 
 @dataclass(frozen=True)
@@ -112,17 +104,17 @@ def read_dataset(
     if name == "COCO":
         (parts, unused), notes = find_coco(files, index), []
     else:
-        found = _READERS[name](files, index, Path(extracted or Path(folder) / "images"))
-        parts, unused, notes = _to_coco(source, found), found.unused, found.notes
-    unused |= _unused_images(source, name, parts, index)
+        found = _READERS[name](files, index)
+        parts = _to_coco(source, found, index, os.path.abspath(extracted or Path(folder, "images")))
+        unused, notes = found.unused, found.notes
+    unused |= _unused_images(source, parts, index)
     unused["JSON or XML files that are not annotations"] = others
-    if len(parts) == 1:
-        parts = {"train": next(iter(parts.values()))}
+    parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
     if "train" not in parts:
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
+    content, _, root = parts["train"]
     if "val" not in parts and val != 0:
-        content, _, root = parts["train"]
-        halves = _split_by_hash(source, content, VAL_FRACTION if val is None else val)
+        halves = split_by_hash(source, content, VAL_FRACTION if val is None else val)
         parts |= {split: (half, None, root) for split, half in zip(("train", "val"), halves, strict=True)}
         notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
@@ -130,39 +122,32 @@ def read_dataset(
         raise ConfigError(f"'{source}' already has a validation split of {number} images. Leave out val_fraction.")
     splits = _write(source, Path(folder), parts, set(map(os.path.realpath, files)), contents)
     sizes = {split: len(parts[split][0]["images"]) for split in splits}
-    categories = [entry for entry in parts["train"][0]["categories"] if isinstance(entry, dict)]
-    # The dataset check reads the text of an id as an integer.
-    names = {int(entry["id"]): str(entry.get("name")) for entry in categories if str(entry.get("id")).isdigit()}
-    # detectron2 sorts the classes by category id.
-    classes = tuple(names[number] for number in sorted(names))
+    # detectron2 sorts the classes by category id. The dataset check reads the text of an id as an integer.
+    categories = [entry for entry in entries_of(content, "categories") if str(entry.get("id")).isdigit()]
+    classes = tuple(str(entry.get("name")) for entry in sorted(categories, key=lambda entry: int(entry["id"])))
     unused = {reason: paths for reason, paths in unused.items() if paths}
     number, total = count_masks(entry for content, _, _ in parts.values() for entry in content.get("annotations", ()))
     has_masks = 0 < 2 * number >= total
     if 0 < number < total:
         effect = "the others get the rectangle of their box as a mask" if has_masks else "all are read as boxes"
         notes.append(f"{number:,} of {total:,} objects have masks, so {effect}")
-    notes += compare_splits({split: (content, root) for split, (content, _, root) in parts.items()})
+    notes += compare_splits(parts)
     return Dataset(source, name, splits, sizes, classes, has_masks, tuple(notes), unused)
 
 
-def _write(
-    source: Path, folder: Path, parts: Parts, read: set[str], contents: dict[str, Any] | None
-) -> dict[str, tuple[Path, Path]]:
+def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: dict | None) -> dict[str, tuple]:
     """Write the contents of the splits that have no file yet, and return the file and image folder of each split."""
-    written = {split: folder / f"{split}.json" for split, (_, path, _) in parts.items() if path is None}
-    for path in written.values():
-        check_replaceable(path, advice="Choose another output directory.")
-        if os.path.realpath(path) in read:
-            raise ConfigError(f"'{path}' belongs to the dataset. Choose another output directory.")
     # "info" comes first because check_replaceable reads only the beginning of a file. Error messages name the source.
-    info = {"description": GENERATOR, SOURCE: os.path.abspath(source)}
+    info = {"info": {"description": GENERATOR, SOURCE: os.path.abspath(source)}}
     splits = {}
     for split in [split for split in ("train", "val", "test") if split in parts]:
         content, path, images = parts[split]
         if path is None:
-            path = written[split]
-            content = {"info": info, **{key: value for key, value in content.items() if key != "info"}}
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path, content = folder / f"{split}.json", info | content | info
+            check_replaceable(path, advice="Choose another output directory.")
+            if os.path.realpath(path) in read:
+                raise ConfigError(f"'{path}' belongs to the dataset. Choose another output directory.")
+            folder.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as partial:
                 partial.write_text(json.dumps(content), encoding="utf-8")
         if contents is not None:
@@ -171,73 +156,61 @@ def _write(
     return splits
 
 
-def _unused_images(source: Path, name: str, parts: Parts, index: FileIndex) -> dict[str, list[str]]:
+def _unused_images(source: Path, parts: Parts, index: FileIndex) -> dict[str, list[str]]:
     """Return the images of a dataset that no annotation names, and the files of unsupported types."""
-    used = {
-        os.path.normpath(os.path.join(os.path.abspath(root), image["file_name"]))
-        for content, _, root in parts.values()
-        for image in content["images"]
-        if isinstance(image, dict) and isinstance(image.get("file_name"), str)
-    }
-    below = tuple(os.path.abspath(root) for _, _, root in parts.values()) if source.is_file() else ""
-    what = "without an annotation file" if name in FILE_PER_IMAGE else "that the annotations do not name"
-    unused = {f"images {what}": [path for path in index.images if path not in used and path.startswith(below)]}
+    used = {path for content, _, root in parts.values() for path in paths_of(content, root)}
+    below = tuple(str(root) for _, _, root in parts.values()) if source.is_file() else ""
+    images = [path for path in index.images if path not in used and path.startswith(below)]
+    unused = {"images that the annotations do not name": images}
     if types := Counter(os.path.splitext(path)[1].lower() for path in index.unsupported):
         text = ", ".join(f"{suffix or 'none'} ({number:,})" for suffix, number in types.most_common())
         unused[f"files of an unsupported type, {text}"] = index.unsupported
     return unused
 
 
-def _split_by_hash(source: Path, content: dict[str, Any], fraction: float) -> list[dict[str, Any]]:
-    """Split the content of a COCO file in two. The second part has the given fraction of the images."""
+def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) -> Parts:
+    """Find the images of a dataset, and return the content of its COCO files.
 
-    def order(image: dict[str, Any]) -> tuple[str, str]:
-        name = str(image.get("file_name"))
-        return hashlib.sha256(PurePosixPath(name).name.encode()).hexdigest(), name
-
-    def of_part(key: str, id_key: str, is_val: bool) -> list[Any]:
-        entries = content.get(key, [])
-        return [e for e in entries if (isinstance(e, dict) and str(e.get(id_key)) in chosen) is is_val]
-
-    images = sorted((image for image in content["images"] if isinstance(image, dict)), key=order)
-    if len(images) < 2:
-        raise ConfigError(f"'{source}' has only one image. Add another, because training and validation need one each.")
-    number = min(max(round(fraction * len(images)), 1), len(images) - 1)
-    chosen = {str(image.get("id")) for image in images[:number]}
-    return [
-        content | {"images": of_part("images", "id", part), "annotations": of_part("annotations", "image_id", part)}
-        for part in (False, True)
-    ]
-
-
-def _to_coco(source: Path, found: Annotations) -> Parts:
-    """Return the content of the COCO files of a dataset, and add notes about skipped entries."""
-    records, skipped = found.records, sorted(found.skipped.items())
-    found.notes += [f"{reason}: {len(paths):,} skipped (first: {paths[0]})" for reason, paths in skipped if paths]
-    classes = found.classes or sorted({one["label"] for record in records for one in record.objects})
-    if not classes or not records:
-        notes = [*found.notes, *(f"{reason}: {len(files)}" for reason, files in found.unused.items() if files)]
-        details = f" ({'; '.join(notes)})" if notes else ""
-        missing = "no object" if records else "none of its annotations has an image"
-        raise ConfigError(f"'{source}' has {len(records)} images, but {missing}{details}. Add annotations or images.")
+    Images that exist only in an annotation file are written to ``folder``.
+    """
+    for record in found.records:
+        # A file with the annotations of many images may be named after its split.
+        if record.names and not record.stem:
+            record.split = record.split or split_of((), Path(record.annotation).stem)
+    index.find_images([record for record in found.records if record.file is None])
+    for record in found.records:
+        record.file = record.file or found.write_image(record.annotation, index, folder)
+        if record.file is None and record.stem:
+            found.unused["annotation files without an image of their own"].append(record.annotation)
+        elif record.file is None:
+            found.unused["missing images that an annotation file names"].append(record.names[0])
+    records = sorted((record for record in found.records if record.file), key=lambda record: Path(record.file))
     unsized = [record for record in records if record.size is None]
     for record, (size, _) in zip(unsized, read_sizes([record.file for record in unsized]), strict=True):
         record.size = size
+    for record in records:
+        objects = [in_image(one, record.size) if "mask" in one else one for one in record.objects if one["label"]]
+        found.skipped["objects without a class"] += [record.annotation] * (len(record.objects) - len(objects))
+        found.skipped["masks without pixels in the image"] += [record.annotation] * objects.count(None)
+        record.objects = [one for one in objects if one]
+    skipped = sorted(found.skipped.items())
+    found.notes += [f"{reason}: {len(paths):,} skipped (first: {paths[0]})" for reason, paths in skipped if paths]
+    classes = found.classes or sorted({one["label"] for record in records for one in record.objects})
+    if not any(record.objects for record in records):
+        unused = [f"{reason}: {len(files)}" for reason, files in found.unused.items() if files]
+        details = "; ".join([*found.notes, *unused]) or "the annotations are empty"
+        missing = "no object in its images" if records else "no image of its annotations"
+        raise ConfigError(f"'{source}' has {missing} ({details}). Add annotations or images.")
     ids = {label: index for index, label in enumerate(classes, start=1)}
     categories = [{"id": index, "name": label} for label, index in ids.items()]
-    files = {record.file: Path(os.path.abspath(record.file)) for record in records}
-    root, parts = Path(os.path.commonpath([file.parent for file in files.values()])), {}
-    for number, record in enumerate(sorted(records, key=lambda record: files[record.file]), start=1):
+    root, parts = Path(os.path.commonpath([os.path.dirname(record.file) for record in records])), {}
+    for number, record in enumerate(records, start=1):
+        split = found.listed.get(record.annotation) or record.split or index.split_of(record.annotation, record.file)
         empty: dict[str, Any] = {"images": [], "annotations": [], "categories": categories}
-        content, _, _ = parts.setdefault(record.split or "train", (empty, None, root))
-        image = {"id": number, "file_name": files[record.file].relative_to(root).as_posix()}
+        content, _, _ = parts.setdefault(split or "train", (empty, None, root))
+        image = {"id": number, "file_name": Path(record.file).relative_to(root).as_posix()}
         content["images"].append(image | dict(zip(("height", "width"), record.size or (), strict=False)))
         for one in record.objects:
-            if not one["label"]:
-                raise ConfigError(f"An object in '{record.file}' has no class. Add its class.")
-            entry = {"id": len(content["annotations"]) + 1, "image_id": number, "category_id": ids[one["label"]]}
-            entry |= {"bbox": one["bbox"], "area": one["bbox"][2] * one["bbox"][3], "iscrowd": one["iscrowd"]}
-            if one.get("segmentation"):
-                entry |= {"area": area(one["segmentation"]), "segmentation": one["segmentation"]}
-            content["annotations"].append(entry)
+            entry = {"id": len(content["annotations"]) + 1, "image_id": number, "category_id": ids[one.pop("label")]}
+            content["annotations"].append(entry | one)
     return parts

@@ -12,19 +12,11 @@ from projects_vil.data.readers.via import images_of
 from projects_vil.data.readers.yolo import CLASS_FILES, settings_of
 from projects_vil.utils import read_json
 
-# Patterns that decide the format of a file at its beginning or its end
-_SIGNATURES = {
-    ".json": (
-        ("LabelMe", rb'"shapes"\s*:\s*\['),
-        ("COCO", rb'"(images|annotations|categories)"\s*:\s*\['),
-        ("VIA", rb'"_via_\w+"\s*:'),
-    ),
-    ".xml": (("CVAT", rb"<annotations[\s>]"), ("Pascal VOC", rb"<annotation[\s>]")),
-}
-_NUM_SIGNATURE_BYTES = 4096
-_MOST_PARSED_BYTES = 32 * 2**20
-# Formats with one annotation file per image
-FILE_PER_IMAGE = ("LabelMe", "Pascal VOC")
+# The root elements of XML files
+_ROOTS = {"CVAT": rb"<annotations[\s>]", "Pascal VOC": rb"<annotation[\s>]"}
+# A list of COCO files, which decides the format of a large file
+_COCO_LIST = rb'"(images|annotations|categories)"\s*:\s*\['
+_MOST_PARSED_BYTES, _NUM_READ_BYTES = 32 * 2**20, 4096
 _KNOWN = "*.json files of COCO, LabelMe or VIA, data.yaml of YOLO, or *.xml files of Pascal VOC or CVAT"
 
 
@@ -45,8 +37,7 @@ def detect_format(source: Path, images: Path | None = None) -> tuple[str, list[s
         raise ConfigError(f"There is no file or folder '{source}'. Check the path.")
     source = Path(os.path.abspath(source))
     root = source.parent if source.is_file() else source
-    if root.name.lower() in ANNOTATION_FOLDERS:
-        root = root.parent
+    root = root.parent if root.name.lower() in ANNOTATION_FOLDERS else root
     index, found = FileIndex(root, images), defaultdict(list)
     below = os.path.join(source, "")
     own = [str(source)] if source.is_file() else [f for f in index.files if f.startswith(below) and os.path.isfile(f)]
@@ -55,7 +46,7 @@ def detect_format(source: Path, images: Path | None = None) -> tuple[str, list[s
     unknown = found.pop(None, [])
     if not found:
         classes = [path for path in own if os.path.basename(path) in CLASS_FILES]
-        darknet = [path for path in own if path.endswith(".data") and re.search(rb"(?m)^\s*names\s*=", _head(path))]
+        darknet = [path for path in own if path.endswith(".data") and b"names" in Path(path).read_bytes()]
         if darknet or classes:
             found["YOLO"] = darknet or classes
     if not found:
@@ -67,56 +58,41 @@ def detect_format(source: Path, images: Path | None = None) -> tuple[str, list[s
         each = " and ".join(f"{name} ({os.path.relpath(files[0], root)})" for name, files in found.items())
         raise ConfigError(f"'{source}' has several formats: {each}. Give the file or the folder of one format.")
     name, files = found.popitem()
-    if source.is_file() and name in FILE_PER_IMAGE:
-        raise ConfigError(f"'{source}' is a {name} file of one image. Give the folder of the dataset.")
     others = [path for path in unknown if path.lower().endswith((".json", ".xml"))]
-    if name != "YOLO":
-        stems = {Path(path).stem for path in index.images} if name in FILE_PER_IMAGE else ()
-        suffixes = {Path(path).suffix.lower() for path in files}
-        damaged = [path for path in others if Path(path).suffix.lower() in suffixes]
-        damaged = [path for path in damaged if Path(path).stem in stems or not os.path.getsize(path)]
-        if damaged:
-            first = first_of(damaged, 5)
-            raise ConfigError(f"Files that are empty or not in the format {name}: {first}. Repair or remove them.")
+    # These formats have one annotation file per image.
+    stems = {Path(path).stem for path in index.images if name in ("LabelMe", "Pascal VOC")}
+    damaged = [path for path in others if path.lower().endswith(Path(files[0]).suffix.lower())]
+    if damaged := [path for path in damaged if Path(path).stem in stems or not os.path.getsize(path)]:
+        paths = first_of(damaged, 5)
+        raise ConfigError(f"Files that are empty or not in the format {name}: {paths}. Repair or remove them.")
     return name, files, index, others
 
 
 def annotation_format(path: str) -> str | None:
-    """Return the format of an annotation file, or None if it is unknown.
-
-    The beginning and the end of a JSON file decide. If they do not, the whole file is read.
-    """
+    """Return the format of an annotation file from its content, or None if it is unknown."""
     suffix = os.path.splitext(path)[1].lower()
     # Opening a pipe would block.
-    if suffix not in (*_SIGNATURES, ".yaml", ".yml") or not os.path.isfile(path):
+    if suffix not in (".json", ".xml", ".yaml", ".yml") or not os.path.isfile(path):
         return None
-    if suffix not in _SIGNATURES:
+    if suffix == ".xml":
+        content = Path(path).read_bytes().replace(b"\0", b"")
+        return next((name for name, root in _ROOTS.items() if re.search(root, content)), None)
+    if suffix != ".json":
         return "YOLO" if settings_of(path) is not None else None
-    content = Path(path).read_bytes().replace(b"\0", b"") if suffix == ".xml" else _head(path)
-    if suffix == ".json" and not content.lstrip(b"\xef\xbb\xbf\xff\xfe").lstrip().startswith(b"{"):
-        # A list, such as the results of a detector
-        return None
-    found = next((name for name, pattern in _SIGNATURES[suffix] if re.search(pattern, content)), None)
-    # Other files have one of COCO's lists, too.
-    is_unsure = found is None or (found == "COCO" and os.path.getsize(path) < _MOST_PARSED_BYTES)
-    return _json_format(path, damaged=found) if suffix == ".json" and is_unsure else found
-
-
-def _head(path: str) -> bytes:
-    """Return the first and the last bytes of a file, without the zero bytes of UTF-16."""
     with open(path, "rb") as file:
-        head = file.read(_NUM_SIGNATURE_BYTES)
-        file.seek(max(os.path.getsize(path) - _NUM_SIGNATURE_BYTES, 0))
-        return (head + b"\n" + file.read()).replace(b"\0", b"")
-
-
-def _json_format(path: str, damaged: str | None) -> str | None:
+        # Without the zero bytes of UTF-16
+        head = file.read(_NUM_READ_BYTES).replace(b"\0", b"")
+    # Other files are lists, such as the results of a detector.
+    if not head.lstrip(b"\xef\xbb\xbf\xff\xfe").lstrip().startswith(b"{"):
+        return None
+    name = "COCO" if re.search(_COCO_LIST, head) else None
+    if name and os.path.getsize(path) > _MOST_PARSED_BYTES:
+        return name
     try:
         content = read_json(path)
     except ConfigError:
-        return damaged
-    if not isinstance(content, dict):
-        return None
+        # The reader of the format reports the error.
+        return name
     if isinstance(content.get("shapes"), list):
         return "LabelMe"
     if isinstance(content.get("images"), list) and isinstance(content.get("categories"), list):

@@ -1,14 +1,16 @@
 """List the files of a dataset, and find the image that an annotation names."""
 
+import contextlib
 import functools
 import hashlib
 import os
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 from backbones import ConfigError
@@ -22,7 +24,7 @@ _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "jso
 # Folders of annotations with the images in another folder next to them
 ANNOTATION_FOLDERS = {"annotations", "annotation", "labels", "label", "labeltxt", "json", "xml"}
 # Label Studio adds eight hexadecimal digits to the names of uploaded files.
-_UPLOAD_PREFIX = re.compile("^[0-9a-f]{8}-")
+_UPLOAD_PREFIX = re.compile(r"(?<![^/\\])[0-9a-f]{8}-(?=[^/\\]*$)")
 
 
 def walk(root: str | Path) -> Iterator[str]:
@@ -41,13 +43,15 @@ def walk(root: str | Path) -> Iterator[str]:
 
 
 def _is_run(folder: str, names: list[str]) -> bool:
-    if "log.txt" not in names:
-        return False
-    try:
-        with open(os.path.join(folder, "data", "train.json"), encoding="utf-8", errors="replace") as file:
-            return GENERATOR in file.read(200)
-    except OSError:
-        return "config.yaml" in names
+    train = Path(folder, "data", "train.json")
+    may_have_failed = "log.txt" in names and "config.yaml" not in names and train.is_file()
+    has_failed = may_have_failed and GENERATOR in train.read_text(encoding="utf-8", errors="replace")[:200]
+    return has_failed or {"log.txt", "config.yaml"} <= {*names}
+
+
+def read_lines(path: str) -> list[str]:
+    """Return the lines of a UTF-8 text file, with or without a byte order mark, without surrounding spaces."""
+    return [line.strip() for line in Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()]
 
 
 def normalized(name: str) -> str:
@@ -57,7 +61,7 @@ def normalized(name: str) -> str:
 
 def parts_of(path: str) -> tuple[str, ...]:
     """Return the folders and the file name of a path of any operating system, normalized."""
-    return tuple(part for part in normalized(path).split("/") if part not in ("", ".", ".."))
+    return tuple(part for part in normalized(path.strip()).split("/") if part not in ("", ".", ".."))
 
 
 def split_of(parts: Iterable[str], stem: str = "") -> str | None:
@@ -69,30 +73,31 @@ def split_of(parts: Iterable[str], stem: str = "") -> str | None:
     return SPLITS[words[0]] if words else None
 
 
-class Request(NamedTuple):
-    """The image that an annotation names.
+@dataclass
+class Record:
+    """An image of a dataset: how its annotation names it, and its objects.
 
     Attributes:
         annotation: The annotation file.
         names: Written paths of the image, on this or another computer. The first one that exists is used.
-        size: The written height and width, or None.
-        stems: File names without suffix that are accepted if no image has one of the names.
-        split: The split of the annotation. By default, the folders of the image and of the annotation file decide.
+        size: The height and width in pixels, or None if they are unknown.
+        stem: The name without suffix of an annotation file of one image. An image with this name is accepted if there
+            is none with one of the names.
+        split: The split of the annotation. By default, the folders of the annotation file and of the image decide.
         hint: A path of the image that is often outdated, or an empty text. It decides only what nothing else decides.
-        content: The content of the annotation, for the reader of the format.
+        objects: COCO annotations without ids, and with ``label``, the class name. Instead of a box, an object may have
+            ``mask``: RLE, and its left and top position in the image.
+        file: The image file, or None if it is missing.
     """
 
     annotation: str
     names: tuple[str, ...]
     size: tuple[int, int] | None = None
-    stems: tuple[str, ...] = ()
+    stem: str = ""
     split: str | None = None
     hint: str = ""
-    content: Any = None
-
-
-# How well the best images fit a request, and these images
-Matches = tuple[tuple, list[str]]
+    objects: list[dict[str, Any]] = field(default_factory=list)
+    file: str | None = None
 
 
 class FileIndex:
@@ -105,8 +110,7 @@ class FileIndex:
     Attributes:
         root: The folder of the dataset.
         files: All files below ``root``, sorted.
-        images: All image files below ``root`` or ``images``, sorted.
-        image_set: The same as a set.
+        images: The keys are all image files below ``root`` or ``images``, sorted.
         unsupported: The files below ``root`` of an image, video or table type that cannot be read, and images without a
             suffix.
     """
@@ -116,11 +120,10 @@ class FileIndex:
         self.files = list(walk(self.root))
         self._image_root = self.root if images is None else os.path.abspath(images)
         below = self.files if images is None else list(walk(self._image_root))
-        self.images = [path for path in below if path.lower().endswith(IMAGE_SUFFIXES)]
+        self.images = dict.fromkeys(path for path in below if path.lower().endswith(IMAGE_SUFFIXES))
         unsupported = (*UNSUPPORTED_SUFFIXES, ".csv", ".tsv")
         without_suffix = {path for path in below if "." not in os.path.basename(path) and size_or_none(path)}
         self.unsupported = [path for path in below if path.lower().endswith(unsupported) or path in without_suffix]
-        self.image_set = set(self.images)
         folders = [self.folders_of(os.path.join(path, "")) for path in set(map(os.path.dirname, self.images))]
         # The folders that have images in them or in their subfolders. The cache does not refer to the index, which
         # would then stay in memory.
@@ -134,11 +137,13 @@ class FileIndex:
 
     @functools.cached_property
     def _by_name(self) -> dict[str, list[str]]:
-        return _grouped(self.images, os.path.basename)
-
-    @functools.cached_property
-    def _by_stem(self) -> dict[str, list[str]]:
-        return _grouped(self.images, lambda path: Path(path).stem)
+        """The images by file name, such as ``a.jpg``, and by stem with a period, such as ``a.``."""
+        groups = defaultdict(list)
+        for path in self.images:
+            name = normalized(os.path.basename(path))
+            groups[name].append(path)
+            groups[f"{os.path.splitext(name)[0]}."].append(path)
+        return groups
 
     def find(self, path: str) -> str | None:
         """Return the file or folder with this path, which may differ in case and Unicode form, or None."""
@@ -148,17 +153,15 @@ class FileIndex:
 
     def folders_of(self, path: str) -> tuple[str, ...]:
         """Return the names of the folders between the root and a file."""
-        for root in (self.root, self._image_root):
-            if path.startswith(root + os.sep):
-                return parts_of(os.path.dirname(path)[len(root) :])
-        return parts_of(os.path.dirname(os.path.relpath(path, self.root)))
+        root = self.root if path.startswith(self.root + os.sep) else self._image_root
+        return parts_of(os.path.relpath(os.path.dirname(path), root))
 
     def split_of(self, *paths: str) -> str | None:
         """Return the split that the folders of the first of these files name, or None."""
         return next(filter(None, (self._split_of(self.folders_of(path)) for path in paths)), None)
 
-    def find_images(self, requests: Sequence[Request]) -> list[str | None]:
-        """Return the image of each request, or None if it is missing.
+    def find_images(self, records: Iterable[Record]) -> None:
+        """Set the image file of each record whose image exists.
 
         A path from the annotation file has priority. Otherwise, the file name is searched: as it is written, then with
         percent codes decoded, then without the prefix of Label Studio, then by its stem. Of several images with this
@@ -166,99 +169,83 @@ class FileIndex:
         the annotation file; the number of common folders, and the longest common beginning, with the folder of the
         annotation file; the path from the root; a folder named images. Then the size decides, and last the hint. An
         image is not used if it is in the folder of another split, or if the written folder or the folder of the
-        annotation file has other images. If an image fits several annotations, it belongs to the one that fits best,
-        and the others have none.
+        annotation file has other images. If an image fits several records, it belongs to the one that fits best, and
+        the others have none.
 
         Raises:
-            ConfigError: If several images fit an annotation equally well, or several annotations an image.
+            ConfigError: If several images fit a record equally well, or several records an image.
         """
-        matches = [self._matches(request) for request in requests]
-        found: list[str | None] = [None] * len(requests)
-        owners: dict[str, int] = {}
-        for number in sorted(range(len(requests)), key=lambda number: matches[number][0], reverse=True):
-            (rank, paths), request = matches[number], requests[number]
-            paths = self._without_copies(paths, request) if len(paths) > 1 else paths
-            if not paths or all(path in owners and matches[owners[path]][0] > rank for path in paths):
+        matches = [(*self._matches(record), record) for record in records]
+        owners: dict[str, tuple[tuple, Record]] = {}
+        for rank, paths, record in sorted(matches, key=lambda match: match[0], reverse=True):
+            paths = self._without_copies(paths, record) if len(paths) > 1 else paths
+            if not paths or all(path in owners and owners[path][0] > rank for path in paths):
                 continue
             if len(paths) > 1:
-                raise ConfigError(
-                    f"The image {request.names[0]!r} of '{request.annotation}' matches both '{paths[0]}' and "
-                    f"'{paths[1]}'. Rename or remove all but one."
-                )
-            if (other := owners.setdefault(paths[0], number)) != number:
-                each = [f"{one.names[0]!r} in '{one.annotation}'" for one in (requests[other], request)]
-                raise ConfigError(
-                    f"The image '{paths[0]}' has two annotations: {' and '.join(each)}. Add the missing image, or "
-                    "remove one annotation."
-                )
-            found[number] = paths[0]
-        return found
+                both = f"'{paths[0]}' and '{paths[1]}'"
+                raise ConfigError(f"{record.names[0]!r} of '{record.annotation}' matches both {both}. Rename one.")
+            _, owner = owners.setdefault(paths[0], (rank, record))
+            if owner is not record:
+                both = " and ".join(f"{one.names[0]!r} in '{one.annotation}'" for one in (owner, record))
+                raise ConfigError(f"The image '{paths[0]}' has two annotations: {both}. Remove one, or add an image.")
+            record.file = paths[0]
 
-    def _matches(self, request: Request) -> Matches:
-        folder = os.path.dirname(request.annotation)
-        for name in request.names:
-            direct = os.path.normpath(os.path.join(folder, name.strip().replace("\\", "/")))
-            if os.path.isfile(direct):
-                return (True,), [direct]
-        for name in request.names:
+    def _matches(self, record: Record) -> tuple[tuple, list[str]]:
+        """Return how well the best images fit a record, and these images."""
+        paths = (os.path.join(record.annotation, "..", name.strip().replace("\\", "/")) for name in record.names)
+        if direct := next(filter(os.path.isfile, map(os.path.normpath, paths)), None):
+            return (True,), [direct]
+        ranked = (self._ranked(record, parts) for parts in map(parts_of, self._written_names(record)) if parts)
+        return next(filter(None, ranked), ((), []))
+
+    def _written_names(self, record: Record) -> Iterator[str]:
+        """Yield the names of a record that an image may have, and last its stem with a period."""
+        for name in record.names:
             decoded = unquote(name.rpartition("?d=")[2])
-            for written in (name, decoded, _UPLOAD_PREFIX.sub("", "".join(parts_of(decoded)[-1:]))):
-                if (parts := parts_of(written.strip())) and (ranked := self._ranked(request, parts, self._by_name)):
-                    return ranked
-        for stem in request.stems:
-            if ranked := self._ranked(request, (*parts_of(request.names[0])[:-1], normalized(stem)), self._by_stem):
-                return ranked
-        return (), []
+            yield from (name, decoded, _UPLOAD_PREFIX.sub("", decoded))
+        *folders, name = parts_of(record.names[0]) or ("",)
+        yield "/".join([*folders, f"{record.stem or name}."])
 
-    def _ranked(self, request: Request, parts: tuple[str, ...], images: dict[str, list[str]]) -> Matches | None:
-        folders, ranked = self.folders_of(request.annotation), defaultdict(list)
-        split = split_of(parts[:-1]) or request.split or self._split_of(folders)
+    def _ranked(self, record: Record, parts: tuple[str, ...]) -> tuple[tuple, list[str]] | None:
+        folders, ranked = self.folders_of(record.annotation), defaultdict(list)
+        split = split_of(parts[:-1]) or record.split or self._split_of(folders)
         is_written = len(parts) > 1 and parts[-2] in self._image_folder_names
-        for path in images.get(parts[-1], ()):
+        for path in self._by_name.get(parts[-1], ()):
             own = self.folders_of(path)
-            at_end, at_start = _num_common(own[::-1], parts[-2::-1]), _num_common(own, folders)
-            next_folder = folders[at_start : at_start + 1]
-            has_own_images = next_folder and folders[: at_start + 1] in self._image_folders
-            is_elsewhere = has_own_images and next_folder[0] not in ANNOTATION_FOLDERS and not at_end
-            if split and self._split_of(own) not in (split, None) or is_elsewhere or (is_written and not at_end):
+            at_end, end = _num_common(own[::-1], parts[-2::-1]), _num_common(own[::-1], folders[::-1])
+            at_start, num_shared = _num_common(own, folders), len({*own} & {*folders})
+            branch = folders[: at_start + 1]
+            has_images = len(branch) > at_start and branch in self._image_folders
+            is_elsewhere = has_images and branch[-1] not in ANNOTATION_FOLDERS
+            if (split and self._split_of(own) not in (split, None)) or ((is_elsewhere or is_written) and not at_end):
                 continue
-            rank = (
-                *(False, at_end, _num_common(own[::-1], folders[::-1]), len({*own} & {*folders}), at_start),
-                *(own == parts[:-1], own[-1:] in (("images",), ("jpegimages",))),
-            )
+            is_image_folder = own[-1:] in (("images",), ("jpegimages",))
+            rank = (False, at_end, end, num_shared, at_start, own == parts[:-1], is_image_folder)
             ranked[rank].append(path)
-        return max(ranked.items()) if ranked else None
+        return max(ranked.items(), default=None)
 
-    def _without_copies(self, paths: list[str], request: Request) -> list[str]:
-        """Return the images that fit a request best by their size, their content and the hint."""
-        if request.size is not None:
-            paths = [path for path in paths if size_or_none(path) == request.size] or paths
+    def _without_copies(self, paths: list[str], record: Record) -> list[str]:
+        """Return the images that fit a record best by their size, their content and the hint."""
+        if record.size is not None:
+            paths = [path for path in paths if size_or_none(path) == record.size] or paths
         # One of several equal images, unless they are in several splits
         if len({self.split_of(path) for path in paths} - {None}) < 2 and len(set(map(content_hash, paths))) == 1:
             return sorted(paths, key=lambda path: self.split_of(path) is None)[:1]
-        hint = parts_of(request.hint)[-2::-1]
+        hint = parts_of(record.hint)[-2::-1]
         common = [_num_common(self.folders_of(path)[::-1], hint) for path in paths]
         return [path for path, number in zip(paths, common, strict=True) if number == max(common)]
 
 
 def _split_of_folder(image_folders: Set[tuple[str, ...]], folders: tuple[str, ...]) -> str | None:
     """Return the split of a folder. Of WIDER_train and WIDER_val, which are next to each other, it is a word."""
-    found = split_of(folders)
-    for length in range(len(folders), 0, -1) if found is None else ():
+    for length in range(len(folders), 0, -1) if split_of(folders) is None else ():
         *parents, name = folders[:length]
         for word, split in SPLITS.items():
             pattern = rf"(?<![a-z]){word}(?=set|[^a-z]|$)"
             siblings = {re.sub(pattern, other, name) for other in SPLITS if SPLITS[other] != split} - {name}
             if any((*parents, sibling) in image_folders for sibling in siblings):
                 return split
-    return found
-
-
-def _grouped(paths: list[str], key: Callable[[str], str]) -> dict[str, list[str]]:
-    groups = defaultdict(list)
-    for path in paths:
-        groups[normalized(key(path))].append(path)
-    return groups
+    return split_of(folders)
 
 
 def _num_common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
@@ -272,10 +259,8 @@ def size_of(height: Any, width: Any) -> tuple[int, int] | None:
 
 def size_or_none(path: str) -> tuple[int, int] | None:
     """Return the height and width of an image, or None if it cannot be read."""
-    try:
+    with contextlib.suppress(UnreadableImage):
         return read_size(path)
-    except UnreadableImage:
-        return None
 
 
 def content_hash(path: str) -> str:

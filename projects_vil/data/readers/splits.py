@@ -1,42 +1,58 @@
-"""Compare the splits of a dataset."""
+"""Compare the splits of a dataset, and make a validation split."""
 
-import functools
+import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from backbones import ConfigError
 from projects_vil.config import first_of
+from projects_vil.data.readers.coco import Parts, entries_of
 from projects_vil.data.readers.index import content_hash
 
 
-def compare_splits(splits: Mapping[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
-    """Yield a note about images that are in several splits, and a note about classes that only one split has.
+def split_by_hash(source: Path, content: dict[str, Any], fraction: float) -> list[dict[str, Any]]:
+    """Split the content of a COCO file in two. The second part has the given fraction of the images."""
 
-    Args:
-        splits: A dict from the split to the content of its COCO file and its image folder.
-    """
+    def order(image: dict[str, Any]) -> str:
+        return hashlib.sha256(os.path.basename(image["file_name"]).encode()).hexdigest() + image["file_name"]
+
+    images = sorted(entries_of(content, "images"), key=order)
+    if len(images) < 2:
+        raise ConfigError(f"'{source}' has only one image. Add another, because training and validation need one each.")
+    number = min(max(round(fraction * len(images)), 1), len(images) - 1)
+    chosen = {str(image.get("id")) for image in images[:number]}
+    halves = [content | {"images": [], "annotations": []} for _ in range(2)]
+    for key, id_key in (("images", "id"), ("annotations", "image_id")):
+        for entry in content.get(key, ()):
+            is_val = isinstance(entry, dict) and str(entry.get(id_key)) in chosen
+            halves[is_val][key].append(entry)
+    return halves
+
+
+def paths_of(content: dict[str, Any], root: Path) -> list[str]:
+    """Return the absolute paths of the images of a COCO file."""
+    return [os.path.normpath(os.path.join(root, image["file_name"])) for image in entries_of(content, "images")]
+
+
+def compare_splits(parts: Parts) -> Iterator[str]:
+    """Yield a note about images that are in several splits, and a note about classes that only one split has."""
     # The split and path of files with the same size, a file of each split with the same content, and used classes.
     by_size: dict[int, list[tuple[str, str]]] = defaultdict(list)
     by_content: dict[str, dict[str, str]] = defaultdict(dict)
     by_class: dict[str, set[str]] = defaultdict(set)
-    digest = functools.cache(content_hash)
-    for split, (content, folder) in splits.items() if len(splits) > 1 else ():
-        images, objects, categories = (
-            [entry for entry in content.get(key, ()) if isinstance(entry, dict)]
-            for key in ("images", "annotations", "categories")
-        )
-        for path in (os.path.join(folder, str(image.get("file_name"))) for image in images):
-            if os.path.isfile(path):
-                by_size[os.path.getsize(path)].append((split, path))
-        used = {str(entry.get("category_id")) for entry in objects}
-        for category in categories:
+    for split, (content, _, root) in parts.items() if len(parts) > 1 else ():
+        for path in filter(os.path.isfile, paths_of(content, root)):
+            by_size[os.path.getsize(path)].append((split, path))
+        used = {str(entry.get("category_id")) for entry in entries_of(content, "annotations")}
+        for category in entries_of(content, "categories"):
             if str(category.get("id")) in used:
                 by_class[str(category.get("name"))].add(split)
     for files in by_size.values():
         for split, path in files if len(dict(files)) > 1 else ():
-            by_content[digest(path)][split] = path
+            by_content[content_hash(path)][split] = path
     if shared := [files for files in by_content.values() if len(files) > 1]:
         first = [f"'{path}' in {split}" for split, path in shared[0].items()]
         yield f"images in several splits: {len(shared):,}, such as {' and '.join(first)}"

@@ -91,11 +91,14 @@ def test_box_dataset_for_a_mask_detector(copy):
     assert len(load(copy, detector="mask_rcnn", train=False)) == 8
 
 
-def test_too_many_objects_for_the_memory(copy, monkeypatch):
-    monkeypatch.setattr("projects_vil.data.build.os.sysconf", lambda name: 300)
-    text = message(load, copy)
-    assert f"'{copy}/images/" in text and " objects. " in text and "INPUT.MAX_SIZE_TRAIN" in text
-    assert len(load(copy, train=False)) == 8
+def test_too_many_objects_for_the_memory(copy, monkeypatch, tmp_path):
+    (tmp_path / "limit").write_text("90000\n")
+    for name, value in {"os.sysconf": lambda name: 300, "_MEMORY_LIMITS": [tmp_path / "limit"]}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(f"projects_vil.data.build.{name}", value)
+            text = message(load, copy)
+            assert f"'{copy}/images/" in text and " objects. " in text and "INPUT.MAX_SIZE_TRAIN" in text
+            assert len(load(copy, train=False)) == 8
 
 
 # -- loaders ---------------------------------------------------------------------------------------

@@ -341,19 +341,19 @@ def test_labels_beside_images_and_files_that_do_not_match(source, tmp_path, read
     assert "label files without an image: 1 (first: " in read(root).line()
     root = write(tmp_path / "labelme", *source, "LabelMe")
     next(root.rglob("*.json")).unlink()
-    assert "images without an annotation file: 1 (first: " in read(root).line()
+    assert "images that the annotations do not name: 1 (first: " in read(root).line()
 
 
 def test_skipped_shapes_are_reported(written, read):
     path = sorted(written("LabelMe", masks=True).glob("train/*.json"))[-1]
     entry = json.loads(path.read_text())
     others = [{"label": "hole", "points": [[1, 2], [3, 4]], "shape_type": kind} for kind in ("circle", "polygon")]
-    others.append({"label": "__ignore__", "points": [[1, 2], [3, 4], [5, 6]]})
+    others += [{"label": label, "points": [[1, 2], [3, 4], [5, 6]]} for label in ("__ignore__", None)]
     box = {"label": "box", "points": [[9, 8], [3, 4]], "shape_type": "rectangle", "group_id": None}
     path.write_text(json.dumps(entry | {"shapes": [*entry["shapes"], *others, box]}))
     dataset = read(path.parents[1])
     skipped = re.findall(r"(\w[\w ]*): 1 skipped \(first: \S+\.json\)", dataset.line())
-    assert skipped == ["__ignore__", "polygon of 2 points"]
+    assert skipped == ["__ignore__", "objects without a class", "polygon of 2 points"]
     # The masks stay, and the circle is a polygon. The check gives the rectangle a mask.
     assert dataset.classes == ("box", *CLASSES[:1], "hole", *CLASSES[1:]) and dataset.has_masks
     (found,) = [a for a in content_of(dataset, "train")["annotations"] if a["category_id"] == 1]
@@ -390,7 +390,6 @@ WRONG = {
     "an entity": ("Pascal VOC", replace("Annotations/*.xml", "<annotation>", f"{BOMB}<annotation>&a9;"), "not XML"),
     "an encoding": ("CVAT", replace("*.xml", "^", '<?xml version="1.0" encoding="utf-99"?>'), ".xml' is not XML"),
     "a number in VOC": ("Pascal VOC", replace("Annotations/*.xml", "<xmin>", "<xmin>x"), "xmin: "),
-    "no class": ("Pascal VOC", replace("Annotations/*.xml", r"<name>\w+", "<name>"), "has no class"),
     "a listed file": ("Pascal VOC", replace("ImageSets/Main/val.txt", "^", "absent\n"), "no absent.xml"),
     "JSON": ("LabelMe", replace("val/*.json", '"label"', '"name"'), ".json' is not a valid LabelMe file"),
     "a label": ("CVAT", replace("*.xml", 'label="circle"', 'label="disc"'), "'disc'"),

@@ -1,7 +1,6 @@
 """Datasets as people really have them: moved, renamed, copied and encoded in many ways."""
 
 import base64
-import io
 import json
 import os
 import random
@@ -202,12 +201,6 @@ def coco_text(name: str = "a.jpg", **content) -> str:
     return json.dumps(content | {"images": [image], "annotations": [annotation], "categories": categories})
 
 
-def base64_of(image: Image.Image, image_format: str) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, image_format)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
 YAML = "train: images\nnames: [cat]\n"
 KINDS = yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text(encoding="utf-8"))
 
@@ -229,15 +222,14 @@ def test_kinds_of_files(kind, tmp_path):
     assert kind.startswith(dataset.format.removeprefix("Pascal ")) and dataset.classes == ("cat",)
     annotation = contents["train"]["annotations"][0]
     np.testing.assert_allclose(annotation["bbox"], BOX, atol=0.01)
-    folder = dataset.splits["train"][1]
-    assert all((folder / image["file_name"]).is_file() for image in contents["train"]["images"])
+    assert all((dataset.splits["train"][1] / image["file_name"]).is_file() for image in contents["train"]["images"])
     assert ("skeleton" in dataset.line()) == ("skeleton" in kind)
+    assert ("val" in dataset.splits) == ("splits" in kind)
     # Another format has the same objects.
     output_format = LABEL_FORMATS[sorted(KINDS).index(kind) % len(LABEL_FORMATS)]
     convert_dataset(root, tmp_path / "converted", output_format)
-    converted = {}
-    assert read_dataset(tmp_path / "converted", tmp_path / "out", val=0, contents=converted).sizes == dataset.sizes
-    np.testing.assert_allclose(converted["train"]["annotations"][0]["bbox"], BOX, atol=0.01)
+    assert read_dataset(tmp_path / "converted", tmp_path / "out", val=0, contents=contents).sizes == dataset.sizes
+    np.testing.assert_allclose(contents["train"]["annotations"][0]["bbox"], BOX, atol=0.01)
 
 
 @pytest.mark.parametrize("output_format", LABEL_FORMATS)
@@ -277,12 +269,16 @@ def write_files(root: Path, files: dict[str, object]) -> None:
 
 
 def test_a_missing_image_is_not_taken_from_another_folder(tmp_path):
-    cat = bndbox(11, 21, 50, 50)
-    files = {"cam1/b.png": 1, "cam1/b.xml": voc_text(cat, "b.png"), "cam1/a.xml": voc_text(cat, "a.png")}
-    write_files(tmp_path / "data", files | {"cam2/a.png": 2})
-    dataset = read_dataset(tmp_path / "data", tmp_path / "out", val=0)
-    assert dataset.sizes == {"train": 1} and dataset.splits["train"][1] == tmp_path / "data/cam1"
-    assert [Path(path).name for files in dataset.unused.values() for path in files] == ["a.xml", "a.png"]
+    """The other image is not in the folder of the annotation file, or not in the written folder."""
+    beside = {f"cam1/{stem}.xml": voc_text(bndbox(11, 21, 50, 50), f"{stem}.png") for stem in "ab"}
+    elsewhere = {f"json/{stem}.json": labelme_text({}, imagePath=f"C:\\cam1\\{stem}.png") for stem in "ab"}
+    for number, files in enumerate((beside, elsewhere)):
+        root = tmp_path / str(number)
+        write_files(root, files | {"cam1/b.png": 1, "cam2/a.png": 2})
+        dataset = read_dataset(root, tmp_path / "out", val=0)
+        assert dataset.sizes == {"train": 1} and dataset.splits["train"][1] == root / "cam1"
+        unused = [Path(path).name for paths in dataset.unused.values() for path in paths]
+        assert unused == [Path(next(iter(files))).name, "a.png"]
 
 
 def test_the_written_folder_decides_a_tie(tmp_path):
@@ -299,7 +295,8 @@ def test_the_written_folder_decides_a_tie(tmp_path):
 
 
 def test_a_failed_fix_leaves_no_files(tmp_path):
-    inside = labelme_text({}, imageData=base64_of(Image.new("RGB", IMAGE), "JPEG"))
+    save_image(tmp_path / "inside.png", 1)
+    inside = labelme_text({}, imageData=base64.b64encode((tmp_path / "inside.png").read_bytes()).decode())
     write_files(tmp_path / "data", {"a.json": inside, "b.png": 1, "b.json": labelme_text({"points": [["x", 1]]})})
     assert "is not a number" in message(run, ["check", str(tmp_path / "data"), "--fix", str(tmp_path / "fixed")])
     assert not (tmp_path / "fixed").exists()
