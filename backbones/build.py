@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from backbones import cvt, lit, litv2, vil
 from backbones.backbone import Backbone, BackboneSettings, Classifier, Variant
-from backbones.errors import ConfigError, check_whole, closest
+from backbones.errors import ConfigError, check_choice, check_whole, closest
 
 VARIANTS: dict[str, Variant] = {**vil.VARIANTS, **cvt.VARIANTS, **lit.VARIANTS, **litv2.VARIANTS}
 _FAMILIES: dict[type[Variant], type[Backbone]] = {
@@ -123,6 +123,7 @@ def create_classifier(
     *,
     num_classes: int = 1000,
     img_size: int | tuple[int, int] = 224,
+    pool: str | None = None,
     drop_path_rate: float = 0.0,
     activation_checkpointing: bool = False,
     attention_backend: str = "auto",
@@ -134,6 +135,8 @@ def create_classifier(
         name: One of :func:`list_variants`.
         num_classes: Number of classes.
         img_size: Image side, or height and width, of training in pixels. It sizes all position tables.
+        pool: ``"mean"`` of all tokens, or ``"global_token"``, the first global token of the last stage (ViL Tables 11
+            and 12: "CLS"). ViL needs ``global_tokens=1`` for it. None for the pooling of the variant.
         drop_path_rate: See :func:`create_backbone`.
         activation_checkpointing: See :func:`create_backbone`.
         attention_backend: See :func:`create_backbone`.
@@ -152,6 +155,7 @@ def create_classifier(
     """
     variant = get_variant(name, options, keywords=inspect.signature(create_classifier).parameters)
     check_whole("num_classes", num_classes)
+    check_choice("pool", pool, ("mean", "global_token", None))
     size = height_and_width("img_size", img_size)
     settings = BackboneSettings(
         out_features=variant.stage_names[-1:],
@@ -163,7 +167,9 @@ def create_classifier(
         attention_backend=attention_backend,
     )
     backbone = _FAMILIES[type(variant)](variant, settings)
-    return Classifier(backbone, num_classes=num_classes, pool=variant.pool, norm_eps=variant.norm_eps)
+    if pool == "global_token" and backbone.stages[-1].global_tokens is None:
+        raise ConfigError(f"pool='global_token': the last stage of '{name}' has no global token. Set global_tokens=1.")
+    return Classifier(backbone, num_classes=num_classes, pool=pool or variant.pool, norm_eps=variant.norm_eps)
 
 
 def height_and_width(name: str, size: int | Sequence[int]) -> tuple[int, int]:

@@ -252,7 +252,7 @@ _VIL = {
 } | {
     f"vil_{size}_{'_'.join(map(str, depths))}": _with_depths(size, *depths)
     for size in ("tiny", "small")
-    for depths in ((1, 10, 1), (2, 9, 1), (1, 9, 2), (2, 8, 2), (1, 1, 9, 1), (1, 2, 8, 1))
+    for depths in ((1, 10, 1), (2, 9, 1), (1, 9, 2), (2, 8, 2), (1, 1, 9, 1), (1, 2, 8, 1), (1, 1, 8, 2))
 }
 # Table 14 compares the mechanisms in these sizes.
 _COMPARED = [

@@ -33,6 +33,9 @@ TABLE_9 = {
     "vil_small_2_8_2": "2,8,3,192 8,2,6,384 2,2,12,768",
     "vil_small_1_1_9_1": "1,4,3,96 1,2,3,192 9,2,6,384 1,2,12,768",
     "vil_small_1_2_8_1": "1,4,3,96 2,2,3,192 8,2,6,384 1,2,12,768",
+    # Table 12
+    "vil_tiny_1_1_8_2": "1,4,1,48 1,2,3,96 8,2,3,192 2,2,6,384",
+    "vil_small_1_1_8_2": "1,4,3,96 1,2,3,192 8,2,6,384 2,2,12,768",
 }
 # LIT Table 1 and the official configurations of LITv2: blocks, channels, heads and expansion of each stage
 LIT_TABLE_1 = {
@@ -239,3 +242,12 @@ def test_both_position_interpolations_agree(name):
     with torch.no_grad():
         for stage, expected in each(images).items():
             torch.testing.assert_close(once(images)[stage], expected)
+
+
+def test_pooling_by_the_global_token():
+    model = create_classifier("vil_tiny_1_1_8_2", num_classes=3, pool="global_token", global_tokens=1).eval()
+    images = torch.rand(1, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), model.head(model.forward_features(images)[:, 0]))
+    with pytest.raises(ConfigError, match="vil_tiny.*global_tokens=1"):
+        create_classifier("vil_tiny", pool="global_token")
