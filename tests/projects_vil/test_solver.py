@@ -18,7 +18,7 @@ from projects_vil.solver import (
     scale_learning_rate,
     schedule_by_epochs,
 )
-from tests.projects_vil.helpers import CONFIGS, ROOT, small_config
+from tests.projects_vil.helpers import CONFIGS, ROOT, error_of, run_tool, small_config
 
 NET = "backbone.bottom_up.net"
 ONE_X = ROOT / "configs/retinanet/vil_tiny_rpb_1x.yaml"
@@ -228,15 +228,15 @@ def test_a_negative_number_of_epochs():
         plan(40, "SOLVER.EPOCHS", -1)
 
 
-def test_the_tool_prints_a_table_and_overrides(datasets_root, tmp_path, run_here, error_of, monkeypatch):
+def test_the_tool_prints_a_table_and_overrides(datasets_root, tmp_path, monkeypatch):
     tool = "../examples/plan_schedule.py"
-    lines = run_here(tool, "--images", 50, "--epochs", "20,40", "--batch", 8)[1].splitlines()
+    lines = run_tool(tool, "--images", 50, "--epochs", "20,40", "--batch", 8)[1].splitlines()
     assert ["40", "250", "167,", "222", "13", "100", "100"] in [line.split() for line in lines]
     assert "SOLVER.IMS_PER_BATCH 8 SOLVER.EPOCHS 40" in lines
     assert lines[-1].startswith("SOLVER.MAX_ITER 250 ") and lines[-1].endswith(" SOLVER.STEPS '(167, 222)'")
     monkeypatch.setenv("DETECTRON2_DATASETS", str(datasets_root))
     # Images without annotations are not counted.
-    assert run_here(tool, "--config-file", CONFIGS["retinanet"], "--epochs", 9)[1].startswith("16 ")
+    assert run_tool(tool, "--config-file", CONFIGS["retinanet"], "--epochs", 9)[1].startswith("16 ")
     assert "--epochs" in error_of(tool, "--images", 5, "--epochs=3,")
     monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
     assert "--images" in error_of(tool, "--epochs", 3)

@@ -31,7 +31,6 @@ from tests.backbones.official import official_state_dict
 from tests.projects_vil.helpers import message
 from tests.tolerances import FLOAT32
 
-TOOL = "../research/robustness/__main__.py"
 VARIANT = "vil_tiny_1_1_3_1_rpb"
 # Images of the classes 0, 1, 6, 11 and 13. ImageNet-A has the last three, ImageNet-R the last four.
 TENCH, GOLDFISH, STINGRAY, GOLDFINCH, JUNCO = "n01440764", "n01443537", "n01498041", "n01531178", "n01534433"

@@ -100,15 +100,6 @@ def test_logits_equal_create_classifier(name):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [RELATIVE, "performer_tiny", "ls_tiny", "cvt_ls_13", "lit_ti"])
-@torch.no_grad()
-def test_model_compiles(name):
-    model = classifier(name)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert_close(compiled(images()), model(images()))
-
-
 @families
 def test_the_config_describes_the_model(name):
     """Run at the input size of the pretrained config, on the meta device."""
