@@ -178,10 +178,6 @@ def random_images(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def random_ids(batch: int, length: int, *, below: int = 11, seed: int = 0) -> Tensor:
-    return torch.randint(below, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
 def map_gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
     """Return the gradient of each parameter, or None, for a weighted sum of all feature maps."""
     model.zero_grad(set_to_none=True)

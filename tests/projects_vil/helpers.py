@@ -23,6 +23,7 @@ from detectron2.structures import Instances
 
 from backbones import ConfigError
 from projects_vil import load_config
+from projects_vil.config import merge_overrides
 from research.export_table import untrained_detector as untrained_detector
 from tests.projects_vil import forked
 
@@ -61,8 +62,13 @@ EXACT_TRAINING = [
 ]
 
 
+@functools.cache
+def _loaded(detector: str) -> CfgNode:
+    return load_config(CONFIGS[detector], SMALL[detector])
+
+
 def small_config(detector: str = "retinanet", *overrides: str) -> CfgNode:
-    return load_config(CONFIGS[detector], [*SMALL[detector], *overrides])
+    return merge_overrides(_loaded(detector), dict(zip(overrides[::2], overrides[1::2], strict=True)))
 
 
 class Result(NamedTuple):

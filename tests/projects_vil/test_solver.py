@@ -9,15 +9,9 @@ import torch
 from torch import nn
 
 from backbones import ConfigError
-from projects_vil import load_config
+from projects_vil import build_optimizer, load_config
 from projects_vil.modeling import build_on_meta
-from projects_vil.solver import (
-    build_lr_scheduler,
-    build_optimizer,
-    parameter_groups,
-    scale_learning_rate,
-    schedule_by_epochs,
-)
+from projects_vil.solver import build_lr_scheduler, parameter_groups, scale_learning_rate, schedule_by_epochs
 from tests.projects_vil.helpers import CONFIGS, ROOT, error_of, run_tool, small_config
 
 NET = "backbone.bottom_up.net"

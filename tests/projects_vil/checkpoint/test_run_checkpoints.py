@@ -9,16 +9,8 @@ from backbones import ConfigError
 from backbones.checkpoint_files import read_checkpoint
 from examples.slim_checkpoint import slim_checkpoint
 from projects_vil import load_config
-from projects_vil.checkpoint import (
-    METADATA_KEY,
-    check_weights,
-    load_detector,
-    read_last_checkpoint,
-    remove_old,
-    remove_partial,
-    remove_run,
-    weights_of,
-)
+from projects_vil.checkpoint import METADATA_KEY, check_weights, load_detector, weights_of
+from projects_vil.checkpoint.checkpointer import read_last_checkpoint, remove_old, remove_partial, remove_run
 from tests.selection import slow_except
 
 

@@ -13,14 +13,8 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.evaluation import PascalVOCDetectionEvaluator, SemSegEvaluator
 from detectron2.structures import Boxes, BoxMode, Instances
 
-from projects_vil.data import (
-    IGNORED_LABEL,
-    build_test_loader,
-    label_reader,
-    load_dataset,
-    read_datasets,
-    register_datasets,
-)
+from projects_vil import register_datasets
+from projects_vil.data import IGNORED_LABEL, build_test_loader, label_reader, load_dataset, read_datasets
 from projects_vil.engine.checks import check_setup
 from projects_vil.evaluation import build_evaluator
 from projects_vil.evaluation.evaluators import COCOEvaluator, metric_names

@@ -9,24 +9,10 @@ from detectron2.data import transforms as T
 
 from backbones import ConfigError
 from projects_vil import Detector, load_config
-from projects_vil.export import (
-    ExportedModel,
-    describe_report,
-    example_image,
-    export_detector,
-    exporter,
-    pad_image,
-    to_instances,
-)
+from projects_vil.export import ExportedModel, describe_report, example_image, export_detector, pad_image, to_instances
 from projects_vil.export.exporter import EXAMPLE_SIZE, report_path
 from tests.projects_vil.export.exporting import shallow_variants, skip_without
-from tests.projects_vil.helpers import (
-    ROOT,
-    SMALL,
-    assert_same_detections,
-    small_config,
-    untrained_detector,
-)
+from tests.projects_vil.helpers import ROOT, SMALL, assert_same_detections, small_config, untrained_detector
 
 
 def test_an_export_and_its_report(exported):
@@ -102,7 +88,7 @@ def test_a_failed_export_leaves_the_older_one(exported, weights, tmp_path, monke
     def fail(*args, **options):
         raise ConfigError("the comparison fails")
 
-    monkeypatch.setattr(exporter, "check_export", fail)
+    monkeypatch.setattr("projects_vil.export.exporter.check_export", fail)
     with pytest.raises(ConfigError, match="the comparison fails"):
         export_detector(small_config(), weights(), tmp_path)
     files = [{file.name: file.read_bytes() for file in folder.iterdir()} for folder in (tmp_path, older)]

@@ -10,17 +10,9 @@ import pytest
 import torch
 
 from backbones import ConfigError
-from projects_vil.export import (
-    FORMATS,
-    ExportedModel,
-    example_image,
-    letterbox_size,
-    metadata_path,
-    pad_image,
-    paste_masks,
-)
+from projects_vil.export import FORMATS, ExportedModel, example_image, letterbox_size, pad_image, paste_masks
 from projects_vil.export.formats import load_model
-from projects_vil.export.metadata import digest_of
+from projects_vil.export.metadata import digest_of, metadata_path
 from tests.projects_vil.export.exporting import demo_detector
 from tests.projects_vil.helpers import ROOT, assert_same_detections
 from tests.selection import slow_except

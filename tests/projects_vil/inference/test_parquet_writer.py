@@ -15,15 +15,7 @@ from backbones import ConfigError
 from projects_vil import Detector
 from projects_vil.inference import predict
 from tests.projects_vil.helpers import message, start_tool
-from tests.projects_vil.inference.helpers import (
-    BrightHalfRunner,
-    assert_same,
-    picture,
-    read,
-    results_of,
-    save,
-    save_run,
-)
+from tests.projects_vil.inference.helpers import HalfRunner, assert_same, picture, read, results_of, save, save_run
 
 pytest.importorskip("pyarrow")
 
@@ -51,7 +43,7 @@ def photos(tmp_path):
 def run(photos, output, runner=None, **options) -> str:
     """Predict and return the line of the summary."""
     options = {"part_size": 3, "batch_size": 2, "file_format": "parquet"} | options
-    summary = predict(Detector(runner or BrightHalfRunner()), photos, output, **options)
+    summary = predict(Detector(runner or HalfRunner()), photos, output, **options)
     return summary.lines[0].removeprefix(f"{output}: ")
 
 
@@ -88,7 +80,7 @@ def test_only_incomplete_parts_are_written_again(photos, tmp_path):
     changed[scores.dictionary_page_offset + scores.total_compressed_size - 1] ^= 1
     (tmp_path / "out/part-000002.parquet").write_bytes(changed)
     for num_images in (8, 0):
-        runner = BrightHalfRunner()
+        runner = HalfRunner()
         assert run(photos, tmp_path / "out", runner) == "14 images, 1 error, 13 detections, 5 parts"
         assert sum(map(len, runner.batches)) == num_images
         assert files(tmp_path / "out") == expected
@@ -132,7 +124,7 @@ def test_parts_of_another_model_or_input_are_not_changed(photos, tmp_path, optio
     (tmp_path / changed).unlink(missing_ok=True)
     if content is not None:
         (tmp_path / changed).write_text(content)
-    before, runner = files(tmp_path / "out"), BrightHalfRunner()
+    before, runner = files(tmp_path / "out"), HalfRunner()
     vars(runner).update(options)
     assert named in message(run, photos, tmp_path / "out", runner, part_size=options.get("part_size", 3))
     assert files(tmp_path / "out") == before

@@ -20,17 +20,17 @@ from projects_vil.inference import image_loading, predict
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Video
 from tests.projects_vil.export.exporting import write
 from tests.projects_vil.helpers import assert_same_detections, message, run_tool
-from tests.projects_vil.inference.helpers import (
-    BrightHalfRunner,
-    assert_same,
-    picture,
-    read,
-    run_on,
-    save,
-    save_run,
-    write_video,
-)
+from tests.projects_vil.inference.helpers import HalfRunner, assert_same, picture, read, run_on, save, save_run
 from tests.selection import slow_except
+
+
+def write_video(path: Path, frames: int, *, size: tuple[int, int] = (40, 60)) -> None:
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 8, size[::-1])
+    assert writer.isOpened()
+    for number in range(frames):
+        writer.write(np.ascontiguousarray(picture(*size, bright="left" if number % 3 else "right")[..., ::-1]))
+    writer.release()
+
 
 # Results
 
@@ -133,7 +133,7 @@ def test_batches_of_one_padded_size(tmp_path):
     sizes = [(40, 60), (64, 50), (80, 120), (20, 30), (64, 50), (40, 61), (160, 240)]
     for number, size in enumerate(sizes):
         save(tmp_path / f"in/{number}.png", picture(*size, bright="left" if number % 2 else "right"))
-    runner = BrightHalfRunner()
+    runner = HalfRunner()
     run_on(tmp_path / "in", tmp_path / "out", runner=runner, batch_size=4)
     assert sorted(map(len, runner.batches)) == [1, 2, 4]
     results, images = read(tmp_path / "out")
@@ -154,7 +154,7 @@ def test_batches_stay_within_a_window(monkeypatch):
             yield ImageSource(np.zeros((*sizes[index], 3), np.uint8), str(index), index)
 
     def batches(first):
-        for batch in ImageBatches(images(first)).batches(BrightHalfRunner(), 2):
+        for batch in ImageBatches(images(first)).batches(HalfRunner(), 2):
             yield [item.entry["id"] for item in batch]
 
     assert ImageBatches(images(0)).total == 0 and ImageBatches(list(images(0))).total == 12
@@ -204,7 +204,7 @@ def test_frames_of_a_stream_that_changes_its_size(tmp_path, monkeypatch):
     frames = iter([*((True, np.zeros((*size, 3), np.uint8)) for size in sizes), (False, None)])
     opened = SimpleNamespace(isOpened=lambda: True, get=lambda _: 0, read=lambda: next(frames), release=lambda: None)
     monkeypatch.setattr(cv2, "VideoCapture", lambda _: opened)
-    batches = Video("0").batches(BrightHalfRunner(), 2)
+    batches = Video("0").batches(HalfRunner(), 2)
     assert [[item.index for item in batch] for batch in batches] == [[0, 1], [2], [3, 4], [5]]
 
 
@@ -268,7 +268,7 @@ def test_drawings(tmp_path):
 def test_video(tmp_path, request, is_url):
     """A file, or a URL whose password is not in the output."""
     write_video(tmp_path / "clip.avi", 7)
-    runner, output = BrightHalfRunner(), tmp_path / "out"
+    runner, output = HalfRunner(), tmp_path / "out"
     source = f"{request.getfixturevalue('served')}/clip.avi" if is_url else tmp_path / "clip.avi"
     summary = run_on(source, output, runner=runner, batch_size=3, drawings=True)
     results, images = read(output)
@@ -300,7 +300,7 @@ def test_damaged_videos(tmp_path):
 def test_a_camera_is_read_until_it_is_interrupted(served, tmp_path):
     """The results of earlier frames are not in memory."""
 
-    class InterruptedRunner(BrightHalfRunner):
+    class InterruptedRunner(HalfRunner):
         num_in_memory = ()
 
         def __call__(self, images, sizes):
