@@ -7,11 +7,10 @@ import pytest
 
 from tests.projects_vil.helpers import CONFIGS, EXACT_TRAINING, ROOT, SMALL, run_tool
 
-pytest.importorskip("ray.train", reason="needs Ray Train: pip install 'ray[train]'")
-
 
 @pytest.mark.slow
 def test_two_workers_train_as_two_processes(datasets_root, short_ray_folder, tmp_path, monkeypatch):
+    pytest.importorskip("ray.train", reason="needs Ray Train: pip install 'ray[train]'")
     import ray
 
     words = ["--config-file", CONFIGS["retinanet"], *SMALL["retinanet"], *EXACT_TRAINING]

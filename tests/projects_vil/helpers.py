@@ -132,10 +132,10 @@ def loggers_and_signals_as_before() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run_python(*command, datasets_root: Path) -> subprocess.CompletedProcess:
+def run_python(*command, datasets_root: Path | None = None, root: Path = ROOT) -> subprocess.CompletedProcess:
     """Run ``python COMMAND`` in a new interpreter, as outside of the tests."""
     words, env = [sys.executable, *map(str, command)], _environment(datasets_root)
-    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    return subprocess.run(words, cwd=root, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def forkserver() -> multiprocessing.context.ForkServerContext:

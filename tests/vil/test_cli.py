@@ -30,8 +30,10 @@ def test_from_photos_to_predictions(shapes, tmp_path, monkeypatch):
     assert vil("eval", f"../{run}", "--output", "2024")[0] == 0
     assert json.loads((tmp_path / "elsewhere/2024/evaluation.json").read_text()) == evaluation
     monkeypatch.chdir(tmp_path)
-    assert vil("predict", run, "mine/val", "--output", "found", "--no-drawings")[0] == 0
-    assert json.loads((tmp_path / "found/results.json").read_text())
+    (tmp_path / "mine/val/text.jpg").write_text("not an image")
+    status, out, err = vil("predict", run, "mine/val", "--output", "found", "--batch", 2)
+    assert status == 2 and "text.jpg" in err and json.loads((tmp_path / "found/results.json").read_text())
+    assert "8 images, " in out and "found/drawings" in out and len(list((tmp_path / "found/drawings").iterdir())) == 8
     for words in (("eval", "absent"), ("predict", "absent", "mine/val"), ("export", "absent")):
         status, _, err = vil(*words)
         assert status == 2 and "absent" in err.splitlines()[-1], err
@@ -86,9 +88,8 @@ def test_export(trained_run, tmp_path):
 def test_a_wheel_has_all_that_the_command_needs(tmp_path):
     """The wheel is installed in a separate folder. It uses the libraries of the environment."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    shutil.copytree(
-        ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(".*", "build", "output", "datasets", "*.egg-info")
-    )
+    ignored = shutil.ignore_patterns(".*", "build", "output", "datasets", "*.egg-info")
+    shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
     wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, tmp_path / "source"]
     subprocess.run(wheel, check=True, timeout=300)
     (built,) = tmp_path.glob("*.whl")

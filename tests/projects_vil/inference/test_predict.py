@@ -2,7 +2,6 @@
 
 import gc
 import json
-import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from projects_vil.export import metadata_path
 from projects_vil.inference import image_loading, predict
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Video
 from tests.projects_vil.export.exporting import write
-from tests.projects_vil.helpers import assert_same_detections, message, run_tool
+from tests.projects_vil.helpers import assert_same_detections, message
 from tests.projects_vil.inference.helpers import HalfRunner, assert_same, picture, read, run_on, save, save_run
 from tests.selection import slow_except
 
@@ -35,9 +34,7 @@ def write_video(path: Path, frames: int, *, size: tuple[int, int] = (40, 60)) ->
 # Results
 
 
-@pytest.mark.parametrize(
-    "name, channels", [("retinanet", "RGB"), pytest.param("mask_rcnn", "BGR", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name, channels", slow_except([("retinanet", "RGB"), ("mask_rcnn", "BGR")], ["retinanet"]))
 def test_results_equal_an_evaluation(shapes, tmp_path, name, channels):
     annotations = shapes / "annotations/instances_val.json"
     Trainer.test(*save_run(tmp_path, name, "INPUT.FORMAT", channels, "TEST.DETECTIONS_PER_IMAGE", "10"))
@@ -388,20 +385,3 @@ def test_invalid_arguments(tmp_path, source, output, options, named):
 def test_a_url_is_no_output():
     with pytest.raises(ConfigError, match="Cannot write to the URL 's3://bucket/out'"):
         run_on("in", "s3://bucket/out")
-
-
-# The tool
-
-
-def test_tool(trained_run, shapes, tmp_path):
-    shutil.copytree(shapes / "val", tmp_path / "in")
-    (tmp_path / "in/text.jpg").write_text("not an image")
-    arguments = ["--input", tmp_path / "in", "--output", tmp_path / "out", "--batch", 2]
-    model = ["--config-file", trained_run / "config.yaml", "--weights", trained_run / "model_final.pth"]
-    result = run_tool("predict.py", *model, *arguments)
-    assert result.returncode == 2 and "text.jpg" in result.stderr
-    results, images = read(tmp_path / "out")
-    assert f"8 images, {len(results)} detections" in result.stdout and f"{tmp_path / 'out/drawings'}" in result.stdout
-    assert len(images["images"]) == len(list((tmp_path / "out/drawings").iterdir())) == 8
-    result = run_tool("predict.py", *arguments)
-    assert result.returncode == 2 and "--weights" in result.stderr
