@@ -102,10 +102,8 @@ def test_file_base_and_overrides_are_merged_and_frozen(tmp_path):
 
 
 def test_numbers_as_names_and_merge_keys(tmp_path):
-    text = (
-        "OUTPUT_DIR: '2024'\nMODEL:\n  WEIGHTS: '12'\n  TRANSFORMER: &a\n    <<: {DROP_PATH: 0.2}\n    DROP_PATH: 0.3\n"
-    )
-    cfg = load_config(write(tmp_path, text))
+    transformer = "  TRANSFORMER: &a\n    <<: {DROP_PATH: 0.2}\n    DROP_PATH: 0.3\n"
+    cfg = load_config(write(tmp_path, f"OUTPUT_DIR: '2024'\nMODEL:\n  WEIGHTS: '12'\n{transformer}"))
     assert (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS, cfg.MODEL.TRANSFORMER.DROP_PATH) == ("2024", "12", 0.3)
     assert load_config(write(tmp_path, cfg.dump())).OUTPUT_DIR == "2024"
 
@@ -209,8 +207,6 @@ def test_an_override_without_effect(other, value, key, instead):
 
 # -- devices ---------------------------------------------------------------------------------------
 
-POINT_REND = ["MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"]
-
 
 @pytest.fixture(params=[0, 2], ids=["no GPU", "two GPUs"])
 def gpus(request, monkeypatch):
@@ -266,6 +262,8 @@ def test_precision_of_float32_products(device, precision, tf32):
 
 
 # -- the task of a config --------------------------------------------------------------------------
+
+POINT_REND = ["MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"]
 
 
 @pytest.mark.parametrize(

@@ -50,10 +50,8 @@ def test_only_weights_of_layers_decay(name, variant):
 
 
 def test_learning_rate_factors_are_multiplied():
-    multipliers = ["SOLVER.LR_MULTIPLIERS", "[['*.bottom_up.*', 0.5], ['*.stages.0.*', 0.1]]"]
-    cfg = small_config(
-        "retinanet", "SOLVER.BASE_LR", "1.0", "SOLVER.LAYER_DECAY", "0.5", "SOLVER.BIAS_LR_FACTOR", "3.0", *multipliers
-    )
+    keys = ["SOLVER.LR_MULTIPLIERS", "[['*.bottom_up.*', 0.5], ['*.stages.0.*', 0.1]]", "SOLVER.BASE_LR", "1.0"]
+    cfg = small_config("retinanet", *keys, "SOLVER.LAYER_DECAY", "0.5", "SOLVER.BIAS_LR_FACTOR", "3.0")
     model = build_on_meta(cfg)
     rates = {name: lr for name, (_, lr) in by_name(build_optimizer(cfg, model).param_groups, model).items()}
     expected = {
@@ -215,9 +213,6 @@ def test_schedules_without_epochs_and_overrides_stay(tmp_path):
     cfg, _ = plan(400, "SOLVER.MAX_ITER", 20, config=config)
     assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.EPOCHS) == (20, (60000, 80000), 0)
     assert plan(400, config=config)[0].SOLVER.MAX_ITER == 300
-
-
-def test_a_negative_number_of_epochs():
     with pytest.raises(ConfigError, match="SOLVER.EPOCHS"):
         plan(40, "SOLVER.EPOCHS", -1)
 
