@@ -26,9 +26,7 @@ def test_two_workers_train_as_two_processes(datasets_root, short_ray_folder, tmp
         assert run_tool("../examples/ray_train.py", "--num-workers", "2", *words, tmp_path / "a")[0] == 0
     finally:
         ray.shutdown()
-    ours, theirs = (
-        json.loads((tmp_path / name / "evaluation.json").read_text())["shapes_val"]["bbox"] for name in "ab"
-    )
-    ours, theirs = ({key: x for key, x in found.items() if isinstance(x, float)} for found in (ours, theirs))
+    both = (json.loads((tmp_path / name / "evaluation.json").read_text())["shapes_val"]["bbox"] for name in "ab")
+    ours, theirs = ({key: x for key, x in found.items() if isinstance(x, float)} for found in both)
     # Points of average precision, which rounding changes.
     assert ours == pytest.approx(theirs, abs=1, nan_ok=True)

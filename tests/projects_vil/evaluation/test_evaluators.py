@@ -80,9 +80,8 @@ def test_classes_of_a_validation_file_are_matched_by_name(shapes, tmp_path, requ
         return boxes, torch.full([len(boxes)], 0.5), torch.tensor([one["category_id"] for one in objects])
 
     metrics = evaluate(cfg, tmp_path / "out", predict, name="own")["bbox"]
-    assert [metrics[name] for name in ("AP", *(f"AP-{label}" for label in ids))] == pytest.approx(
-        [100] * (len(ids) + 1)
-    )
+    names = ["AP", *(f"AP-{label}" for label in ids)]
+    assert [metrics[name] for name in names] == pytest.approx([100] * len(names))
     results = json.loads((tmp_path / "out/coco_instances_results.json").read_text())
     found = Counter((one["image_id"], one["category_id"]) for one in results)
     assert found == Counter((one["image_id"], one["category_id"]) for one in dataset["annotations"])
@@ -157,9 +156,8 @@ def test_non_finite_detections(shapes, tmp_path, request, kind):
         instances.scores, instances.pred_classes = torch.tensor([0.9, score]), torch.tensor([0, 1])
         evaluator = build_evaluator(cfg, name, str(tmp_path))
         evaluator.reset()
-        assert "a.jpg" in message(
-            evaluator.process, [{"file_name": "a.jpg", "image_id": 1}], [{"instances": instances}]
-        )
+        inputs = [{"file_name": "a.jpg", "image_id": 1}]
+        assert "a.jpg" in message(evaluator.process, inputs, [{"instances": instances}])
 
 
 @pytest.mark.parametrize("limit", slow_except(["100", "200"], ["200"]))

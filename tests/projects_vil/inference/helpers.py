@@ -91,9 +91,8 @@ def instances_by_image(results: Iterable[dict]) -> dict[int | str, Instances]:
     instances = {}
     for image_id, items in grouped.items():
         boxes = torch.tensor([item["bbox"] for item in items])
-        found = instances[image_id] = Instances(
-            (0, 0), pred_boxes=Boxes(torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1))
-        )
+        boxes[:, 2:] += boxes[:, :2]
+        found = instances[image_id] = Instances((0, 0), pred_boxes=Boxes(boxes))
         found.scores = torch.tensor([item["score"] for item in items])
         found.pred_classes = torch.tensor([item["category_id"] for item in items])
         if "segmentation" in items[0]:

@@ -66,9 +66,7 @@ def test_networks_in_sixteen_bits(tmp_path, name, dtype):
 def test_encoded_masks_equal_pycocotools(monkeypatch):
     """For images of different sizes with full, empty and noisy masks, and for any chunk size."""
     random = np.random.default_rng(0)
-    images = [
-        random.random((number, height, width)) < 0.5 for number, height, width in ((5, 9, 13), (0, 8, 3), (4, 30, 7))
-    ]
+    images = [random.random(shape) < 0.5 for shape in ((5, 9, 13), (0, 8, 3), (4, 30, 7))]
     images[0][0], images[0][1], images[2][1, :, 2:5], images[2][2, 0, 0] = False, True, True, True
     expected = [[mask_util.encode(np.asfortranarray(mask.astype(np.uint8))) for mask in image] for image in images]
     for pixels in (1, 250, runners.MAX_MASK_PIXELS):
