@@ -133,12 +133,12 @@ def test_processes_that_cannot_run(monkeypatch, changes, environment, named):
 class Run:
     """A process of ``tools/train_net.py``. It is forked, and so are the processes that it or torchrun starts."""
 
-    def __init__(self, output, datasets_root, *overrides, **options):
+    def __init__(self, output, datasets_root, *overrides, detector="retinanet", **options):
         self.output, self.folder = output, output.with_suffix(".log")
         self.folder.mkdir()
         for name in ("stdout", "stderr"):
             (self.folder / name).touch()
-        words = ["--config-file", CONFIGS["retinanet"], *SMALL["retinanet"], *RUN, "OUTPUT_DIR", output, *overrides]
+        words = ["--config-file", CONFIGS[detector], *SMALL[detector], *RUN, "OUTPUT_DIR", output, *overrides]
         options |= {"folder": self.folder, "datasets_root": datasets_root}
         self.process = helpers.start_tool("train_net.py", *words, **options)
 
