@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 from pycocotools.coco import COCO
 
-from examples.make_shapes_dataset import (
-    BACKGROUND_MAX,
-    SHAPES_CLASSES,
-    SHAPES_SEM_SEG_CLASSES,
-    render_image,
-    write_shapes_dataset,
-)
+from examples.make_shapes_dataset import BACKGROUND_MAX, SHAPES_CLASSES, render_image, write_shapes_dataset
 from tests.projects_vil.helpers import contents_of, error_of, message, run_tool
 
 SMALL = {"num_train": 12, "num_val": 5, "short_side": 96, "seed": 3}
@@ -102,7 +96,7 @@ def test_command(tmp_path):
 def test_label_images_agree_with_images_and_annotations(dataset, tmp_path):
     labeled = tmp_path / "labeled"
     write_shapes_dataset(labeled, task="sem_seg", **SMALL)
-    assert (labeled / "classes.txt").read_text().split() == list(SHAPES_SEM_SEG_CLASSES)
+    assert (labeled / "classes.txt").read_text().split() == ["background", *SHAPES_CLASSES]
     for split, (number, folder) in SPLITS.items():
         images, labels = (sorted((labeled / parent / folder).iterdir()) for parent in ("images", "annotations"))
         assert [path.stem for path in images] == [path.stem for path in labels] and len(images) == number

@@ -9,16 +9,7 @@ import torch
 from torch import nn
 
 from backbones import ConfigError
-from research.char_lm.model import (
-    CONFIGS,
-    MODELS,
-    ModelSize,
-    Phase,
-    count_parameters,
-    create_model,
-    phases_for,
-    size_for,
-)
+from research.char_lm.model import MODELS, ModelSize, Phase, count_parameters, create_model, phases_for, size_for
 from research.char_lm.text import Streams, Vocabulary, read_text
 from research.char_lm.training import Settings, Training, best_path, bits_per_character, generate, load_trained
 from tests.projects_vil.helpers import error_of, message, run_tool
@@ -36,7 +27,7 @@ SETTINGS = Settings(models=MODELS, size=SIZE, phases=PHASES, dropout=0.1, weight
 @pytest.mark.parametrize("name, millions", [("small", 44), ("large", 110)])
 def test_models_have_the_parameters_of_table_2(name, millions):
     """LS table 2. The paper truncates the digits."""
-    assert count_parameters("long_short", CONFIGS[name].size) // 1_000_000 == millions
+    assert count_parameters("long_short", size_for(name)) // 1_000_000 == millions
 
 
 def test_the_learning_rate_stays_after_the_warm_up():

@@ -94,10 +94,7 @@ def test_a_slim_checkpoint_is_the_same_detector(trained_run, tmp_path, suffix):
 
 @pytest.mark.parametrize(
     "contents, output",
-    [
-        ({"model": {"a": torch.zeros(3), "b": 3}}, "slim.pth"),
-        ({"model": {"a": torch.zeros(3)}}, "link.pth"),
-    ],
+    [({"model": {"a": torch.zeros(3), "b": 3}}, "slim.pth"), ({"model": {"a": torch.zeros(3)}}, "link.pth")],
 )
 def test_files_that_cannot_be_slimmed(tmp_path, contents, output):
     source = tmp_path / "model.pth"

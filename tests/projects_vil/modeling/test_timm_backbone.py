@@ -243,8 +243,7 @@ def export(name: str, file_format: str, folder, *options: str):
 
 
 @pytest.mark.parametrize(
-    "name, file_format",
-    [(PVT, "onnx"), (CONVNEXT, "onnx"), (RESNET, "torchscript"), (VIT, "torchscript")],
+    "name, file_format", [(PVT, "onnx"), (CONVNEXT, "onnx"), (RESNET, "torchscript"), (VIT, "torchscript")]
 )
 @pytest.mark.slow
 def test_exports(name, file_format, tmp_path):
