@@ -29,7 +29,8 @@ STAGES = ("stage1", "stage2", "stage3", "stage4")
 
 @timm.models.register_model
 def small_swin(pretrained: bool = False, **options) -> nn.Module:
-    sizes = {"embed_dim": 24, "depths": (1, 1, 2, 1), "num_heads": (1, 2, 4, 8)}
+    """The second block of the last stage shifts its windows."""
+    sizes = {"embed_dim": 24, "depths": (1, 1, 1, 2), "num_heads": (1, 2, 4, 8)}
     return swin_transformer._create_swin_transformer("small_swin", pretrained, **sizes, **options)
 
 
@@ -102,7 +103,7 @@ def test_a_plain_vit_equals_vitdet():
 
 def test_swin_equals_detectron2():
     """Windows are shifted in the last stage too, where the feature map of a classifier is a single window."""
-    theirs = SwinTransformer(embed_dim=24, depths=(1, 1, 2, 1), num_heads=(1, 2, 4, 8), drop_path_rate=0.0)
+    theirs = SwinTransformer(embed_dim=24, depths=(1, 1, 1, 2), num_heads=(1, 2, 4, 8), drop_path_rate=0.0)
     ours, theirs = (x.double().eval() for x in (TimmBackbone(f"timm:{SWIN}", out_features=STAGES), theirs))
     for parameter in ours.parameters():
         nn.init.normal_(parameter, std=0.2)
@@ -166,7 +167,7 @@ def test_weight_and_layer_decay_follow_timm():
     model = build_on_meta(cfg)
     names = {p: name.removeprefix("backbone.bottom_up.net.model.") for name, p in model.named_parameters()}
     groups = {names[p]: group for group in build_optimizer(cfg, model).param_groups for p in group["params"]}
-    table, last = "layers.0.blocks.0.attn.relative_position_bias_table", "layers.3.blocks.0.mlp.fc2.weight"
+    table, last = "layers.0.blocks.0.attn.relative_position_bias_table", "layers.3.blocks.1.mlp.fc2.weight"
     assert groups[table]["weight_decay"] == 0 and groups[last]["weight_decay"] == 0.05
     rates = [groups[name]["lr"] for name in ("patch_embed.proj.weight", table, last, "backbone.fpn_lateral2.weight")]
     assert rates == [0.5 ** (5 + 1), 0.5**5, 0.5, 1.0]
