@@ -21,6 +21,8 @@ def pytest_configure(config):
     os.environ["TMPDIR"] = str(folder)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torchinductor")
     tempfile.tempdir = None
+    # Files of tests need not survive a power cut. Most are deleted before they are on the disk.
+    os.fsync = lambda descriptor: None
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # A background job of a shell ignores SIGINT. The tests of Ctrl-C would never end.
         signal.signal(signal.SIGINT, signal.default_int_handler)

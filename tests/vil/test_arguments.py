@@ -15,20 +15,12 @@ import pytest
 import torch
 from detectron2.engine import default_argument_parser
 
+import vil.arguments
 from backbones import ConfigError, create_backbone
 from projects_vil.config import default_config, load_config
 from tests.projects_vil.helpers import CONFIGS, ROOT
 from vil import choices
-from vil.arguments import (
-    SECTIONS,
-    ConfigToolParser,
-    ToolParser,
-    add_training_arguments,
-    image_size,
-    output_file,
-    run_tool,
-    write_json,
-)
+from vil.arguments import ConfigToolParser, ToolParser, add_training_arguments, output_file, run_tool, write_json
 from vil.commands import COMMANDS
 
 FILE = ["--config-file", str(CONFIGS["retinanet"])]
@@ -102,7 +94,7 @@ def test_parsers_and_library_have_the_same_choices():
     from projects_vil import export, run
 
     # Some versions of detectron2 have more keys than others.
-    assert default_config().keys() <= SECTIONS
+    assert default_config().keys() <= vil.arguments.SECTIONS
     assert choices.EXPORT_FORMATS == tuple(export.FORMATS)
     assert all(entry.suffix.endswith(choices.EXPORT_SUFFIXES) for entry in export.FORMATS.values())
     assert tuple(run.DETECTORS) == choices.DETECTORS
@@ -208,7 +200,7 @@ def test_an_error_has_advice(capsys, words, advice):
     tool = ConfigToolParser("Train.", config_file=False)
     add_training_arguments(tool)
     tool.add("--kind", "detector", choices=choices.DETECTORS)
-    tool.add("--size", "image size", type=image_size)
+    tool.add("--size", "image size", type=vil.arguments.image_size)
     tool.add("data", "dataset", nargs="?")
     tool.add("--output", "report", type=output_file)
     with pytest.raises(SystemExit):
