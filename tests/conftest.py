@@ -1,13 +1,10 @@
 """Shared fixtures: small datasets, a short training run and exported files."""
 
 import gc
-import logging
 import multiprocessing.util
 import os
-import runpy
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +21,8 @@ def pytest_configure(config):
     os.environ["TMPDIR"] = str(folder)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torchinductor")
     tempfile.tempdir = None
+    # Files of tests need not survive a power cut. Most are deleted before they are on the disk.
+    os.fsync = lambda descriptor: None
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # A background job of a shell ignores SIGINT. The tests of Ctrl-C would never end.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,50 +49,15 @@ def pytest_sessionfinish():
 
 
 @pytest.fixture(autouse=True)
-def loggers_and_signals_as_before():
-    """Restore loggers and signal handlers after each test, because a run in this process changes them."""
-    loggers = [logging.getLogger(name) for name in ("projects_vil", "backbones", "detectron2", "fvcore")]
-    states = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
-    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for logger, (handlers, level, propagate) in zip(loggers, states, strict=True):
-        logger.handlers[:] = handlers
-        logger.setLevel(level)
-        logger.propagate = propagate
-    for number, handler in signals.items():
-        signal.signal(number, handler)
+def unchanged_process():
+    """Keep the loggers and signal handlers. With several threads, small models take four times as long."""
+    import torch
 
+    from tests.projects_vil.helpers import loggers_and_signals_as_before
 
-@pytest.fixture
-def run_here(monkeypatch, capsys):
-    """Return a function that runs a tool in this process and returns exit status, stdout and stderr."""
-
-    from tests.projects_vil.helpers import ROOT
-
-    def run(name: str, *args) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
-        status = 0
-        try:
-            runpy.run_path(str(ROOT / "tools" / name), run_name="__main__")
-        except SystemExit as end:
-            status = end.code
-        return status or 0, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def error_of(run_here):
-    """Return a function that runs a tool, checks that it fails, and returns the error line."""
-
-    def run(name: str, *args) -> str:
-        status, _, err = run_here(name, *args)
-        assert status in (1, 2)
-        lines = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert lines == err.splitlines()[-1:], err
-        return lines[0]
-
-    return run
+    torch.set_num_threads(1)
+    with loggers_and_signals_as_before():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -169,9 +133,8 @@ def trained_run(datasets_root, made_once):
     from tests.projects_vil.helpers import CONFIGS, EXACT_TRAINING, SMALL, run_tool
 
     def train(output: Path) -> None:
-        overrides = [*SMALL["retinanet"], *EXACT_TRAINING, "OUTPUT_DIR", str(output)]
-        arguments = ["--config-file", CONFIGS["retinanet"], *overrides]
-        result = run_tool("train_net.py", *arguments, datasets_root=datasets_root)
+        words = ["--config-file", CONFIGS["retinanet"], *SMALL["retinanet"], *EXACT_TRAINING, "OUTPUT_DIR", output]
+        result = run_tool("train_net.py", *words, datasets_root=datasets_root)
         assert result.returncode == 0, result.stderr
         (output / "stdout.txt").write_text(result.stdout)
 

@@ -92,9 +92,8 @@ def test_every_variant_has_a_recipe(name, detector, schedule):
     family = next((f"{family}_" for family in ("lit", "cvt") if name.startswith(family)), "")
     path = f"configs/base/{family}{detector}_{schedule}.yaml"
     cfg, model = build_on_meta(path, "MODEL.TRANSFORMER.VARIANT", name)
-    assert list(model.backbone.output_shape()) == [
-        f"p{n}" for n in (range(3, 8) if detector == "retinanet" else range(2, 7))
-    ]
+    levels = range(3, 8) if detector == "retinanet" else range(2, 7)
+    assert list(model.backbone.output_shape()) == [f"p{n}" for n in levels]
     assert cfg.SOLVER.MAX_ITER == (90_000 if schedule == "1x" else 270_000)
     assert cfg.MODEL.TRANSFORMER.CHUNK_SIZE == ([16, 8, 4] if family == "cvt_" else [])
     assert cfg.MODEL.TRANSFORMER.NORM == ("SyncBN" if family else "")

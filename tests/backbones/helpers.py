@@ -77,10 +77,9 @@ def outputs_and_gradients(function: Callable, inputs: dict[str, Tensor], **optio
 def assert_all_close(actual: dict, expected: dict, *, tolerance: float) -> None:
     """Check for equal names, shapes and dtypes, and values within ``tolerance``."""
     assert actual.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(
-            actual[name], expected[name], atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    for name, value in expected.items():
+        message = f"{name}: {{}}".format
+        torch.testing.assert_close(actual[name], value, atol=tolerance, rtol=tolerance, msg=message)
 
 
 def assert_padding_is_hidden_in_half_precision(
@@ -159,11 +158,10 @@ def small_variant(
     """Return a variant of four stages with few channels and chunk size 3; see ``ViLVariant.with_options``."""
     sizes = ((1, 4, 1, 4), (2, 2, 2, 8), (1, 2, 2, 8), (1, 2, 4, 16))
     mechanisms = (attention,) * 4 if isinstance(attention, str) else attention
+    common = {"chunk_size": 3, "projection_rank": 2, "num_features": num_features}
     stages = (
-        ViLStage(
-            n, p, h, d, attention=mechanism, chunk_size=3, projection_rank=2, num_features=num_features, reduction=ratio
-        )
-        for (n, p, h, d), mechanism, ratio in zip(sizes, mechanisms, reduction, strict=True)
+        ViLStage(*size, attention=mechanism, reduction=ratio, **common)
+        for size, mechanism, ratio in zip(sizes, mechanisms, reduction, strict=True)
     )
     return ViLVariant(tuple(stages), relative_bias=relative_bias).with_options(**options)
 
@@ -178,17 +176,11 @@ def random_images(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def random_ids(batch: int, length: int, *, below: int = 11, seed: int = 0) -> Tensor:
-    return torch.randint(below, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
 def map_gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
     """Return the gradient of each parameter, or None, for a weighted sum of all feature maps."""
     model.zero_grad(set_to_none=True)
-    weighted = [
-        (m * torch.sin(torch.arange(m.numel(), dtype=m.dtype)).view(m.shape)).sum() for m in model(images).values()
-    ]
-    torch.stack(weighted).sum().backward()
+    maps = model(images).values()
+    sum((m * torch.sin(torch.arange(m.numel(), dtype=m.dtype)).view(m.shape)).sum() for m in maps).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -197,8 +189,6 @@ def without(prefix: str) -> Callable[[dict], dict]:
     return lambda weights: {key: tensor for key, tensor in weights.items() if not key.startswith(prefix)}
 
 
-def with_tensor(
-    name: str, *shape: int, value: float = 0.0, dtype: torch.dtype = torch.float64
-) -> Callable[[dict], dict]:
+def with_tensor(name: str, *shape: int, value: float = 0.0, dtype=torch.float64) -> Callable[[dict], dict]:
     """Return a function that adds a constant tensor to a state dict."""
     return lambda weights: weights | {name: torch.full(shape, value, dtype=dtype)}

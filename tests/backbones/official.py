@@ -48,9 +48,8 @@ def official_state_dict(
     Args:
         windows: chunk sizes of the first stages; ``WINDOW`` in the others.
     """
-    shapes = official_shapes(
-        stages, relative_bias=relative_bias, img_size=img_size, windows=windows, num_classes=num_classes
-    )
+    options = {"relative_bias": relative_bias, "img_size": img_size, "windows": windows, "num_classes": num_classes}
+    shapes = official_shapes(stages, **options)
     sources = {name: name.replace("_global.", ".") if shared else name for name in shapes}
     return {name: _values(sources[name], shape).clone() for name, shape in shapes.items()}
 

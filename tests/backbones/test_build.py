@@ -113,9 +113,8 @@ def test_windows_of_litv2(name, window, heads):
 )
 def test_epsilon_of_layer_norms(name, expected):
     """The official code does the same. The patch embedding of LIT-Ti has PyTorch's initialization."""
-    norms = {
-        key: norm.eps for key, norm in meta(create_classifier, name).named_modules() if isinstance(norm, nn.LayerNorm)
-    }
+    modules = dict(meta(create_classifier, name).named_modules())
+    norms = {key: norm.eps for key, norm in modules.items() if isinstance(norm, nn.LayerNorm)}
     assert set(norms.values()) == expected
     assert name != "lit_ti" or [key for key in norms if norms[key] == 1e-5] == ["backbone.stages.0.patch_embed.norm"]
 
@@ -131,10 +130,8 @@ def test_parameter_counts_with_uniform_merging():
 def test_feature_maps_and_logits(name):
     model, stages = meta(create_backbone, name), get_variant(name).stages
     strides = {"cvt": [4, 8, 16], "evi": [16]}.get(name[:3], [4, 8, 16, 32][-len(stages) :])
-    infos = list(model.feature_info.values())
-    assert [(info.channels, info.stride) for info in infos] == [
-        (s.dim, r) for s, r in zip(stages, strides, strict=True)
-    ]
+    infos, dims = list(model.feature_info.values()), [stage.dim for stage in stages]
+    assert [(info.channels, info.stride) for info in infos] == list(zip(dims, strides, strict=True))
     for height, width in ((37, 50), (800, 1333)):
         features = model(torch.empty(2, 3, height, width, device="meta"))
         shapes = [(2, info.channels, -(-height // info.stride), -(-width // info.stride)) for info in infos]
@@ -149,7 +146,7 @@ def test_feature_maps_and_logits(name):
 def test_initial_values():
     torch.manual_seed(0)
     for name in (DEMO, "lit_ti", "litv2_s"):
-        model = create_backbone(name)
+        model = create_backbone(name, out_features=("stage3",))
         for key, parameter in model.named_parameters():
             if key.endswith("norm.weight"):
                 assert parameter.eq(1).all(), key

@@ -15,15 +15,14 @@ from backbones.attention import dense
 from backbones.backbone import Backbone, BackboneSettings
 from backbones.layers.token_merging import DeformableTokenMerging
 from backbones.vil import ViL
+from tests.backbones import helpers
 from tests.backbones.families import LITS, VARIANTS, small_classifier, small_lit, small_model
 from tests.backbones.helpers import (
     FAMILIES,
     LargestTensor,
     assert_all_close,
-    map_gradients,
     random_images,
     randomize,
-    small_variant,
     small_vil,
     trace,
 )
@@ -148,7 +147,7 @@ def test_every_parameter_gets_a_gradient(name):
     assert_only_weights_decay(model)
     norms = [key for key, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
     for training in (True, False) if norms else (True,):
-        gradients = map_gradients(model.train(training), images)
+        gradients = helpers.map_gradients(model.train(training), images)
         # BatchNorm cancels the bias of the layer before it.
         idle = {f"{key.removesuffix('.norm')}.bias" for key in norms} if training else set()
         assert without_gradient(gradients) == idle & gradients.keys()
@@ -182,7 +181,7 @@ def test_activation_checkpointing_changes_no_gradient_and_no_statistics(name):
         model, sizes = small_model(name, drop_path_rate=0.5, activation_checkpointing=checkpointing).train(), []
         torch.manual_seed(0)
         with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
-            gradients = map_gradients(model, images)
+            gradients = helpers.map_gradients(model, images)
         # A block has no gradient if its path is dropped for all images.
         results.append({k: g for k, g in gradients.items() if g is not None} | dict(model.named_buffers()))
         kept.append(sum(sizes))
@@ -250,7 +249,7 @@ MIXED = {"attention": ("sliding_chunk", "long_short") * 2, "global_tokens": 2, "
 
 def vil(sizes: tuple[tuple[int, int], ...] = ((32, 2),), **options) -> Backbone:
     """Return a variant with stages of these patch sizes and depths. Fewer stages are exported faster."""
-    variant = small_variant(**options)
+    variant = helpers.small_variant(**options)
     stages = zip(variant.stages, sizes, strict=False)
     stages = tuple(dataclasses.replace(stage, patch_size=patch, depth=depth) for stage, (patch, depth) in stages)
     return randomize(ViL(dataclasses.replace(variant, stages=stages), BackboneSettings(**LARGEST))).double().eval()
@@ -337,9 +336,9 @@ def test_models_compile_whole_for_any_size(name):
         images = random_images(2, 3, *((size, 74) if axis == 2 else (74, size)))
         # A graph for one size only is an error.
         torch._dynamo.mark_dynamic(images, axis)
-        gradients, maps = map_gradients(compiled, images), compiled(images)
+        gradients, maps = helpers.map_gradients(compiled, images), compiled(images)
         assert_all_close(maps, model(images), tolerance=1e-10)
-        assert_all_close(gradients, map_gradients(model, images), tolerance=1e-9)
+        assert_all_close(gradients, helpers.map_gradients(model, images), tolerance=1e-9)
 
 
 def onnx_session(program: torch.export.ExportedProgram):

@@ -1,7 +1,6 @@
 """The examples import only the packages that they document, and give the detections of the detector."""
 
 import json
-import runpy
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from torch import Tensor
 from projects_vil.data import read_for_testing
 from projects_vil.export import eager_detections, example_image, metadata_path, paste_masks
 from tests.projects_vil.export.exporting import config, detector
-from tests.projects_vil.helpers import ROOT
+from tests.projects_vil.helpers import ROOT, run_tool
 
 SCRIPTS = {"onnx": ROOT / "examples/run_onnx.py", "torch_export": ROOT / "examples/run_pt2.py"}
 # A model with masks and float32 batches in RGB, and a model with one uint8 image in BGR.
@@ -126,7 +125,7 @@ def test_an_example_gives_the_detections_of_the_detector(file_format, model, pho
         ("torch_export", {"output": "found.abc"}, {}, "found.abc"),
     ],
 )
-def test_a_mistake_is_one_line(file_format, arguments, changes, named, model, photo, tmp_path, monkeypatch):
+def test_a_mistake_is_one_line(file_format, arguments, changes, named, model, photo, tmp_path):
     path = model(file_format)
     metadata = json.loads(metadata_path(path).read_text())
     metadata_path(path).write_text(json.dumps(metadata | changes))
@@ -137,7 +136,5 @@ def test_a_mistake_is_one_line(file_format, arguments, changes, named, model, ph
     names = {"photo": "photo.jpg", "output": "found.png"} | arguments
     files = {"model": path} | {name: tmp_path / file for name, file in names.items()}
     # In this process, which has imported the slow packages.
-    monkeypatch.setattr(sys, "argv", ["example", *(str(files[name]) for name in ("model", "photo", "output"))])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(SCRIPTS[file_format]), run_name="__main__")
-    assert end.value.code.startswith("error: ") and named in end.value.code and "\n" not in end.value.code
+    error, _, _ = run_tool(SCRIPTS[file_format], *(files[name] for name in ("model", "photo", "output")))
+    assert error.startswith("error: ") and named in error and "\n" not in error

@@ -3,9 +3,7 @@
 import contextlib
 import io
 import json
-import runpy
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,11 +16,9 @@ from pycocotools.coco import COCO
 from backbones import ConfigError
 from projects_vil import Detector
 from projects_vil.inference import predict
-from tests.projects_vil.helpers import ROOT
+from tests.projects_vil.helpers import Result, contents_of, run_tool
 from tests.projects_vil.inference.helpers import save_run
 from tests.selection import slow_except
-
-NEEDED = {"export_coco": (), "sliced_sahi": ("sahi",)}
 
 
 @pytest.fixture
@@ -31,20 +27,11 @@ def detectors(made_once) -> Callable[[str], Path]:
     return lambda name: made_once(f"untrained_{name}", lambda folder: save_run(folder, name))
 
 
-@pytest.fixture
-def run(monkeypatch):
-    """Run an example in this process, which has imported the slow packages, and return the printed lines."""
-
-    def start(name: str, *args: object) -> list[str]:
-        for library in NEEDED[name]:
-            pytest.importorskip(library, reason=f"{library} is not installed: pip install -e '.[examples]'")
-        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            runpy.run_path(str(ROOT / f"examples/{name}.py"), run_name="__main__")
-        return printed.getvalue().splitlines()
-
-    return start
+def run(name: str, *args: object) -> Result:
+    """Run an example."""
+    if name == "sliced_sahi":
+        pytest.importorskip("sahi", reason="sahi is not installed: pip install -e '.[examples]'")
+    return run_tool(f"../examples/{name}.py", *args)
 
 
 def photo(path: Path, height: int = 90, width: int = 150) -> Path:
@@ -64,18 +51,17 @@ def threshold_of(found) -> float:
 
 
 @pytest.mark.parametrize("name", slow_except(["retinanet", "mask_rcnn"], ["mask_rcnn"]))
-def test_a_coco_file_has_the_detections_of_the_detector(name, run, detectors, tmp_path):
+def test_a_coco_file_has_the_detections_of_the_detector(name, detectors, tmp_path):
     files = [photo(tmp_path / f"photos/{letter}.png", 90 + 10 * index) for index, letter in enumerate("ba")]
     (tmp_path / "photos/notes.txt").write_text("no photo")
     detector = Detector.load(detectors(name))
     threshold = threshold_of(detector(files[0]))
     output = tmp_path / "found.json"
-    [line] = run("export_coco", detectors(name), tmp_path / "photos", output, "--threshold", threshold)
-
+    _, out, _ = run("export_coco", detectors(name), tmp_path / "photos", output, "--threshold", threshold)
     with contextlib.redirect_stdout(io.StringIO()):
         coco = COCO(str(output))
     assert [image["file_name"] for image in coco.loadImgs(coco.getImgIds())] == ["a.png", "b.png"]
-    assert line.startswith(f"{len(coco.anns)} objects in 2 photos")
+    assert out.startswith(f"{len(coco.anns)} objects in 2 photos")
     assert [category["name"] for category in coco.loadCats(coco.getCatIds())] == list(detector.names)
     found = detector(files[0])
     expected = [item for item in found.to_coco(2) if item["score"] >= threshold]
@@ -91,10 +77,9 @@ def test_a_coco_file_has_the_detections_of_the_detector(name, run, detectors, tm
 
 
 @pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
-def test_slices_come_together(name, run, detectors, tmp_path):
+def test_slices_come_together(name, detectors, tmp_path):
     path, output = photo(tmp_path / "photo.png"), tmp_path / "found.png"
-    lines = run("sliced_sahi", detectors(name), path, output, "--slice", 64, "--threshold", 0.01)
-    assert lines
+    lines = run("sliced_sahi", detectors(name), path, output, "--slice", 64, "--threshold", 0.01)[1].splitlines()
     for line in lines:
         *_, score, left, top, right, bottom = line.split()
         assert float(score) >= 0.01
@@ -142,48 +127,41 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "options", "named"), MISTAKES)
-def test_a_mistake_is_one_line_and_changes_no_photo(name, arguments, options, named, run, detectors, tmp_path):
+def test_a_mistake_is_one_line_and_changes_no_photo(name, arguments, options, named, detectors, tmp_path):
     path = photo(tmp_path / "photos/a.png")
     (tmp_path / "link").symlink_to(path.parent)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/a.png").write_bytes(path.read_bytes()[:60])
-    before = {file: file.read_bytes() for file in tmp_path.rglob("*.*")}
+    before = contents_of(tmp_path)
     detector, *files = arguments
     detector = detectors("retinanet") if detector == "DETECTOR" else tmp_path / detector
-    with pytest.raises(SystemExit) as end:
-        run(name, detector, *(tmp_path / file for file in files), *options)
-    assert end.value.code.startswith("error: ") and named in end.value.code and "\n" not in end.value.code
-    assert {file: file.read_bytes() for file in tmp_path.rglob("*.*")} == before
+    error, _, _ = run(name, detector, *(tmp_path / file for file in files), *options)
+    assert error.startswith("error: ") and named in error and "\n" not in error and contents_of(tmp_path) == before
 
 
-def test_a_lower_threshold_than_the_detector_has(run, detectors, tmp_path):
+def test_a_lower_threshold_than_the_detector_has(detectors, tmp_path):
     """The threshold of the detector keeps only the best detections. The argument replaces it."""
     path, few = photo(tmp_path / "photo.png"), tmp_path / "few"
     best = Detector.load(detectors("retinanet"))(path).scores[0]
     Detector.load(detectors("retinanet"), score_threshold=best - 1e-5).save_pretrained(few)
-    lines = run("sliced_sahi", few, path, tmp_path / "found.png", "--threshold", best / 2)
-    assert lines == run("sliced_sahi", detectors("retinanet"), path, tmp_path / "same.png", "--threshold", best / 2)
-    assert len(lines) > 1
+    words = path, tmp_path / "found.png", "--threshold", best / 2
+    _, printed, _ = run("sliced_sahi", few, *words)
+    assert printed.count("\n") > 1 and run("sliced_sahi", detectors("retinanet"), *words)[1] == printed
 
 
-def test_a_photo_that_cannot_be_read_is_skipped(run, detectors, tmp_path, capsys):
+def test_a_photo_that_cannot_be_read_is_skipped(detectors, tmp_path):
     """Files that are not photos are ignored."""
     whole, broken = photo(tmp_path / "photos/b.png"), tmp_path / "photos/a.png"
     broken.write_bytes(whole.read_bytes()[:60])
     for name in ("notes.pdf", "film.mpg", "table.h5"):
         (tmp_path / "photos" / name).write_text("no photo")
-    with pytest.raises(SystemExit) as end:
-        run("export_coco", detectors("retinanet"), tmp_path / "photos", tmp_path / "found.json")
-    assert end.value.code == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert str(broken) in line
+    status, _, err = run("export_coco", detectors("retinanet"), tmp_path / "photos", tmp_path / "found.json")
+    assert status == 2 and str(broken) in err and err.count("\n") == 1
     content = json.loads((tmp_path / "found.json").read_text())
     assert [image["file_name"] for image in content["images"]] == ["b.png"] and content["annotations"]
 
 
-@pytest.mark.parametrize("name, library", [(name, library) for name in NEEDED for library in NEEDED[name]])
-def test_a_library_that_is_missing(name, library, monkeypatch):
-    for needed in NEEDED[name]:
-        monkeypatch.setitem(sys.modules, needed, None if needed == library else types.ModuleType(needed))
-    with pytest.raises(SystemExit, match=f"^error: .*{library}.*: docs/hub.md"):
-        runpy.run_path(str(ROOT / f"examples/{name}.py"), run_name="__main__")
+def test_a_library_that_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sahi", None)
+    error, _, _ = run_tool("../examples/sliced_sahi.py")
+    assert error.startswith("error: ") and "sahi" in error and "docs/hub.md" in error

@@ -1,6 +1,5 @@
 """The pretraining example gives LightlyTrain a model of its interface, and the written weights start a training."""
 
-import runpy
 import sys
 import types
 from pathlib import Path
@@ -9,7 +8,7 @@ import torch
 from detectron2.modeling import build_model
 
 from projects_vil.checkpoint import Checkpointer
-from tests.projects_vil.helpers import ROOT, small_config
+from tests.projects_vil.helpers import run_tool, small_config
 
 
 def test_the_output_has_the_weights_of_the_backbone(tmp_path, monkeypatch):
@@ -28,8 +27,7 @@ def test_the_output_has_the_weights_of_the_backbone(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "lightly_train", types.SimpleNamespace(pretrain=pretrain))
     output = tmp_path / "pretrained.pth"
-    monkeypatch.setattr(sys, "argv", ["pretrain_lightly", str(tmp_path), "vil_tiny", str(output), "--epochs", "1"])
-    runpy.run_path(str(ROOT / "examples/pretrain_lightly.py"), run_name="__main__")
+    assert run_tool("../examples/pretrain_lightly.py", tmp_path, "vil_tiny", output, "--epochs", 1)[0] == 0
     model = build_model(small_config("retinanet", "MODEL.TRANSFORMER.VARIANT", "vil_tiny"))
     Checkpointer(model).load(str(output))
     loaded = model.backbone.bottom_up.net.state_dict()

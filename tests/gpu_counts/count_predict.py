@@ -20,10 +20,8 @@ from tests.projects_vil.inference.helpers import save_run
 name, number = sys.argv[1], int(sys.argv[2])
 with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
     save_run(Path(folder), name, "MODEL.TRANSFORMER.ATTENTION_BACKEND", "sdpa")
-    images = [ImageSource(np.zeros((40, 60, 3), np.uint8), "a", 1)] * number * 2
-    batches = Detector.load(folder, device="cuda").detect(
-        ImageBatches(images), lambda *result: result, batch_size=number
-    )
+    images = ImageBatches([ImageSource(np.zeros((40, 60, 3), np.uint8), "a", 1)] * number * 2)
+    batches = Detector.load(folder, device="cuda").detect(images, lambda *result: result, batch_size=number)
     # The first batch allocates permanent buffers.
     list(islice(batches, number))
     with mockcuda.Count() as count:

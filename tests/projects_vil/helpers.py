@@ -1,30 +1,36 @@
 """Configs of small detectors, and functions that run the tools in separate processes."""
 
+import contextlib
+import functools
+import io
+import logging
 import multiprocessing
 import os
+import runpy
+import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import pytest
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.structures import Instances
 
 from backbones import ConfigError
 from projects_vil import load_config
+from projects_vil.config import merge_overrides
+from projects_vil.data.shared_records import SHARED
 from research.export_table import untrained_detector as untrained_detector
 from tests.projects_vil import forked
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
-_DEMOS = ("retinanet", "mask_rcnn", "cascade_mask_rcnn", "semantic_fpn")
-CONFIGS = {name: ROOT / f"configs/demo/{name}_vil_shapes.yaml" for name in _DEMOS}
 
 # Seconds until a test treats a process as hanging. Machines may be busy.
 PATIENCE = 600
@@ -48,6 +54,7 @@ SMALL = {
         *("TEST.NUM_VISUALIZED_IMAGES", "0"),
     ],
 }
+CONFIGS = {name: ROOT / f"configs/demo/{name}_vil_shapes.yaml" for name in SMALL}
 # A batch is the whole dataset, so an iteration does not depend on the order of the images.
 EXACT_TRAINING = [
     *("SOLVER.IMS_PER_BATCH", "16", "INPUT.RANDOM_FLIP", "none", "DATALOADER.ASPECT_RATIO_GROUPING", "False"),
@@ -55,39 +62,81 @@ EXACT_TRAINING = [
 ]
 
 
+@functools.cache
+def _loaded(detector: str) -> CfgNode:
+    return load_config(CONFIGS[detector], SMALL[detector])
+
+
 def small_config(detector: str = "retinanet", *overrides: str) -> CfgNode:
-    return load_config(CONFIGS[detector], [*SMALL[detector], *overrides])
+    return merge_overrides(_loaded(detector), dict(zip(overrides[::2], overrides[1::2], strict=True)))
 
 
-def run_tool(
-    name: str, *args, datasets_root: Path | None = None, root: Path = ROOT, launcher: list[str] | None = None
-) -> subprocess.CompletedProcess:
-    """Run ``python tools/NAME ARGS`` in ``root`` in a separate process.
+class Result(NamedTuple):
+    """Exit status and output of a program. The status is a text if the program ended by ``sys.exit(text)``."""
 
-    The process is forked from a process that has imported detectron2, which saves most of the time.
+    returncode: int | str
+    stdout: str
+    stderr: str
+
+
+def run_tool(name: str | Path, *args, datasets_root: Path | None = None, root: Path | None = None) -> Result:
+    """Run ``python tools/NAME ARGS`` in this process, which has imported the libraries.
 
     Args:
-        name: File name of the tool.
+        name: Path of the tool from ``tools/``.
         args: Arguments of the tool.
         datasets_root: Value of ``DETECTRON2_DATASETS``.
         root: Working directory.
-        launcher: Start a new interpreter instead, with these arguments before the tool.
     """
-    command = [ROOT / "tools" / name, *args]
-    if launcher is not None:
-        command, env = [sys.executable, *launcher, *command], _environment(datasets_root)
-        return subprocess.run(
-            list(map(str, command)), cwd=root, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        process = start_tool(name, *args, folder=folder, datasets_root=datasets_root, root=root)
-        process.join(PATIENCE)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(command, PATIENCE)
-        written = [(Path(folder) / stream).read_text() for stream in ("stdout", "stderr")]
-        return subprocess.CompletedProcess(command, process.exitcode, *written)
+    status, out, err = 0, io.StringIO(), io.StringIO()
+    known = [(catalog, set(catalog.list())) for catalog in (DatasetCatalog, MetadataCatalog)]
+    with pytest.MonkeyPatch.context() as patch, loggers_and_signals_as_before():
+        patch.setattr(sys, "argv", [str(name), *map(str, args)])
+        if datasets_root is not None:
+            patch.setenv("DETECTRON2_DATASETS", str(datasets_root))
+        if root is not None:
+            patch.chdir(root)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                runpy.run_path(str(ROOT / "tools" / name), run_name="__main__")
+            except SystemExit as end:
+                status = end.code
+    for catalog, names in known:
+        for registered in set(catalog.list()) - names:
+            catalog.remove(registered)
+    SHARED.clear()  # its records would hide that the datasets are no longer registered
+    return Result(status or 0, out.getvalue(), err.getvalue())
+
+
+vil = functools.partial(run_tool, "../vil/cli.py")
+
+
+def error_of(name: str | Path, *args) -> str:
+    """Return the error line of a tool that runs in this process."""
+    return error_line(run_tool(name, *args))
+
+
+@contextlib.contextmanager
+def loggers_and_signals_as_before() -> Iterator[None]:
+    """Restore loggers and signal handlers, because a run in this process changes them."""
+    loggers = [logging.getLogger(name) for name in ("projects_vil", "backbones", "detectron2", "fvcore")]
+    states = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for logger, (handlers, level, propagate) in zip(loggers, states, strict=True):
+            logger.handlers[:] = handlers
+            logger.setLevel(level)
+            logger.propagate = propagate
+        for number, handler in signals.items():
+            signal.signal(number, handler)
+
+
+def run_python(*command, datasets_root: Path | None = None, root: Path = ROOT) -> subprocess.CompletedProcess:
+    """Run ``python COMMAND`` in a new interpreter, as outside of the tests."""
+    words, env = [sys.executable, *map(str, command)], _environment(datasets_root)
+    return subprocess.run(words, cwd=root, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def forkserver() -> multiprocessing.context.ForkServerContext:
@@ -142,7 +191,13 @@ def message(call: Callable, *args, **kwargs) -> str:
     return str(caught.value)
 
 
-def error_line(result: subprocess.CompletedProcess) -> str:
+def contents_of(folder: Path) -> dict[str, bytes | str]:
+    """Return the content of each file below a folder by its relative path, and ``"not a file"`` for other paths."""
+    plain = {path: path.is_file() and not path.is_symlink() for path in folder.rglob("*")}
+    return {str(path.relative_to(folder)): path.read_bytes() if plain[path] else "not a file" for path in sorted(plain)}
+
+
+def error_line(result: Result) -> str:
     """Return the error line of a tool. Warnings of libraries may precede it."""
     assert result.returncode != 0
     assert "Traceback" not in result.stderr
@@ -151,7 +206,7 @@ def error_line(result: subprocess.CompletedProcess) -> str:
     return lines[-1]
 
 
-def wait_for(condition: Callable[[], Result]) -> Result:
+def wait_for(condition: Callable[[], T]) -> T:
     """Return the result of a condition as soon as it is true."""
     deadline = time.monotonic() + PATIENCE
     while not (result := condition()):

@@ -10,15 +10,7 @@ import torch
 from detectron2.config import CfgNode, get_cfg
 
 from backbones import ConfigError
-from projects_vil import load_config
-from projects_vil.config import (
-    choose_device,
-    config_path,
-    default_config,
-    detector_name,
-    number_of_classes,
-    set_precision,
-)
+from projects_vil import config, load_config
 from projects_vil.engine import check_values
 from tests.projects_vil.helpers import CONFIGS, ROOT, message, small_config
 from tests.selection import slow_except
@@ -43,13 +35,13 @@ def test_configs_are_found_by_name():
     root = ROOT / "configs"
     for path in root.rglob("*.yaml"):
         name = path.relative_to(root).as_posix()
-        assert config_path(name).samefile(path) and config_path(name.removesuffix(".yaml")).samefile(path)
+        assert config.config_path(name).samefile(path) and config.config_path(name.removesuffix(".yaml")).samefile(path)
 
 
 @pytest.mark.parametrize("name", ["retinanet/lit_ti1x", "retinanet/lit_ti_1", "../README", "retinanet"])
 def test_an_unknown_config_names_the_closest(name):
     with pytest.raises(ConfigError, match="no config") as caught:
-        config_path(name)
+        config.config_path(name)
     assert ("'retinanet/lit_ti_1x'" in str(caught.value)) == ("lit_ti" in name)
 
 
@@ -81,7 +73,7 @@ def test_a_config_of_the_model_zoo_keeps_its_meaning(step):
 def test_pointrends_color_augmentation(tmp_path):
     path = write(tmp_path, "INPUT:\n  COLOR_AUG_SSD: True\n")
     cfg = load_config(path)
-    assert cfg.INPUT.PHOTOMETRIC_DISTORTION and not default_config().INPUT.PHOTOMETRIC_DISTORTION
+    assert cfg.INPUT.PHOTOMETRIC_DISTORTION and not config.default_config().INPUT.PHOTOMETRIC_DISTORTION
     assert not load_config(path, ["INPUT.PHOTOMETRIC_DISTORTION", "False"]).INPUT.PHOTOMETRIC_DISTORTION
     assert load_config(write(tmp_path, cfg.dump())).INPUT == cfg.INPUT
     assert load_config(CONFIGS["retinanet"], ["INPUT.COLOR_AUG_SSD", "True"]).INPUT.PHOTOMETRIC_DISTORTION
@@ -102,10 +94,8 @@ def test_file_base_and_overrides_are_merged_and_frozen(tmp_path):
 
 
 def test_numbers_as_names_and_merge_keys(tmp_path):
-    text = (
-        "OUTPUT_DIR: '2024'\nMODEL:\n  WEIGHTS: '12'\n  TRANSFORMER: &a\n    <<: {DROP_PATH: 0.2}\n    DROP_PATH: 0.3\n"
-    )
-    cfg = load_config(write(tmp_path, text))
+    transformer = "  TRANSFORMER: &a\n    <<: {DROP_PATH: 0.2}\n    DROP_PATH: 0.3\n"
+    cfg = load_config(write(tmp_path, f"OUTPUT_DIR: '2024'\nMODEL:\n  WEIGHTS: '12'\n{transformer}"))
     assert (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS, cfg.MODEL.TRANSFORMER.DROP_PATH) == ("2024", "12", 0.3)
     assert load_config(write(tmp_path, cfg.dump())).OUTPUT_DIR == "2024"
 
@@ -209,8 +199,6 @@ def test_an_override_without_effect(other, value, key, instead):
 
 # -- devices ---------------------------------------------------------------------------------------
 
-POINT_REND = ["MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"]
-
 
 @pytest.fixture(params=[0, 2], ids=["no GPU", "two GPUs"])
 def gpus(request, monkeypatch):
@@ -223,10 +211,10 @@ def gpus(request, monkeypatch):
 def test_a_config_of_a_gpu_runs_on_what_is_available(gpus, caplog):
     cfg = small_config("retinanet", "MODEL.DEVICE", "cuda")
     with caplog.at_level("INFO"):
-        assert choose_device(cfg).MODEL.DEVICE == ("cuda" if gpus else "cpu")
-        assert choose_device(small_config("retinanet", "MODEL.DEVICE", "cpu")).MODEL.DEVICE == "cpu"
+        assert config.choose_device(cfg).MODEL.DEVICE == ("cuda" if gpus else "cpu")
+        assert config.choose_device(small_config("retinanet", "MODEL.DEVICE", "cpu")).MODEL.DEVICE == "cpu"
         assert len(caplog.messages) == 2
-        assert choose_device(cfg, devices=("cpu",)).MODEL.DEVICE == "cpu"
+        assert config.choose_device(cfg, devices=("cpu",)).MODEL.DEVICE == "cpu"
     assert len(caplog.messages) == 2 and cfg.MODEL.DEVICE == "cuda"
 
 
@@ -234,20 +222,20 @@ def test_a_requested_device_is_used_or_refused(gpus):
     for device, number in (("cpu", 0), ("cuda", 1), ("cuda:1", 2), ("cuda:2", 3), ("tpu", 9)):
         cfg = small_config("retinanet", "MODEL.DEVICE", device)
         if gpus >= number:
-            assert choose_device(cfg, requested=True).MODEL.DEVICE == device
+            assert config.choose_device(cfg, requested=True).MODEL.DEVICE == device
         else:
             with pytest.raises(ConfigError, match=f"MODEL.DEVICE is {device}"):
-                choose_device(cfg, requested=True)
+                config.choose_device(cfg, requested=True)
     with pytest.raises(ConfigError, match="MODEL.DEVICE is cuda"):
-        choose_device(small_config("retinanet", "MODEL.DEVICE", "cuda"), devices=("cpu",), requested=True)
+        config.choose_device(small_config("retinanet", "MODEL.DEVICE", "cuda"), devices=("cpu",), requested=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is available")
 def test_attention_for_a_gpu():
     keys = ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"]
-    found = choose_device(small_config("retinanet", *keys, "MODEL.DEVICE", "cuda"))
+    found = config.choose_device(small_config("retinanet", *keys, "MODEL.DEVICE", "cuda"))
     assert (found.MODEL.DEVICE, found.MODEL.TRANSFORMER.ATTENTION_BACKEND) == ("cpu", "auto")
-    assert "ATTENTION_BACKEND" in message(choose_device, small_config("retinanet", *keys, "MODEL.DEVICE", "cpu"))
+    assert "ATTENTION_BACKEND" in message(config.choose_device, small_config("retinanet", *keys, "MODEL.DEVICE", "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +246,7 @@ def test_precision_of_float32_products(device, precision, tf32):
     backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [backend.allow_tf32 for backend in backends]
     try:
-        set_precision(small_config("retinanet", "MODEL.DEVICE", device, "FLOAT32_PRECISION", precision))
+        config.set_precision(small_config("retinanet", "MODEL.DEVICE", device, "FLOAT32_PRECISION", precision))
         assert [backend.allow_tf32 for backend in backends] == (before if tf32 is None else [tf32] * 2)
     finally:
         for backend, value in zip(backends, before, strict=True):
@@ -266,6 +254,8 @@ def test_precision_of_float32_products(device, precision, tf32):
 
 
 # -- the task of a config --------------------------------------------------------------------------
+
+POINT_REND = ["MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"]
 
 
 @pytest.mark.parametrize(
@@ -281,4 +271,4 @@ def test_precision_of_float32_products(device, precision, tf32):
 )
 def test_name_and_classes_of_a_detector(detector, overrides, name, classes):
     cfg = small_config(detector, *overrides)
-    assert (detector_name(cfg), number_of_classes(cfg)) == (name, classes)
+    assert (config.detector_name(cfg), config.number_of_classes(cfg)) == (name, classes)

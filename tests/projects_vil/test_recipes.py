@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from projects_vil import load_config, recipes, train
+from projects_vil.checkpoint import read_zoo
 from projects_vil.config import config_path
 from projects_vil.recipes import STARTER, STARTER_WEIGHTS
 
@@ -12,9 +13,12 @@ from projects_vil.recipes import STARTER, STARTER_WEIGHTS
 @pytest.fixture
 def start(shapes, tmp_path, monkeypatch):
     """Return a function that starts ``train`` and returns the config of the run, without training."""
-    configs = []
+    configs, zoo = [], read_zoo()
     shutil.copytree(shapes, tmp_path / "mine")
     monkeypatch.chdir(tmp_path)
+    for module in ("recipes", "checkpoint.zoo"):
+        # To parse the table takes longer than the rest of most starts.
+        monkeypatch.setattr(f"projects_vil.{module}.read_zoo", lambda: zoo)
     monkeypatch.setattr("projects_vil.run.launch_run", lambda cfg, *_, **__: configs.append(cfg))
 
     def run(**options):

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from backbones import ConfigError
-from projects_vil import load_config
+from projects_vil import build_optimizer, load_config
 from projects_vil.modeling import build_on_meta
-from projects_vil.solver import build_lr_scheduler, build_optimizer, parameter_groups, resolve_schedule
-from tests.projects_vil.helpers import CONFIGS, ROOT, small_config
+from projects_vil.solver import build_lr_scheduler, parameter_groups, resolve_schedule
+from tests.projects_vil.helpers import CONFIGS, ROOT, error_of, run_tool, small_config
 
 NET = "backbone.bottom_up.net"
 ONE_X = ROOT / "configs/retinanet/vil_tiny_rpb_1x.yaml"
@@ -50,10 +50,8 @@ def test_only_weights_of_layers_decay(name, variant):
 
 
 def test_learning_rate_factors_are_multiplied():
-    multipliers = ["SOLVER.LR_MULTIPLIERS", "[['*.bottom_up.*', 0.5], ['*.stages.0.*', 0.1]]"]
-    cfg = small_config(
-        "retinanet", "SOLVER.BASE_LR", "1.0", "SOLVER.LAYER_DECAY", "0.5", "SOLVER.BIAS_LR_FACTOR", "3.0", *multipliers
-    )
+    keys = ["SOLVER.LR_MULTIPLIERS", "[['*.bottom_up.*', 0.5], ['*.stages.0.*', 0.1]]", "SOLVER.BASE_LR", "1.0"]
+    cfg = small_config("retinanet", *keys, "SOLVER.LAYER_DECAY", "0.5", "SOLVER.BIAS_LR_FACTOR", "3.0")
     model = build_on_meta(cfg)
     rates = {name: lr for name, (_, lr) in by_name(build_optimizer(cfg, model).param_groups, model).items()}
     expected = {
@@ -215,22 +213,19 @@ def test_schedules_without_epochs_and_overrides_stay(tmp_path):
     cfg, _ = plan(400, "SOLVER.MAX_ITER", 20, config=config)
     assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.EPOCHS) == (20, (60000, 80000), 0)
     assert plan(400, config=config)[0].SOLVER.MAX_ITER == 300
-
-
-def test_a_negative_number_of_epochs():
     with pytest.raises(ConfigError, match="SOLVER.EPOCHS"):
         plan(40, "SOLVER.EPOCHS", -1)
 
 
-def test_the_tool_prints_a_table_and_overrides(datasets_root, tmp_path, run_here, error_of, monkeypatch):
+def test_the_tool_prints_a_table_and_overrides(datasets_root, tmp_path, monkeypatch):
     tool = "../examples/plan_schedule.py"
-    lines = run_here(tool, "--images", 50, "--epochs", "20,40", "--batch", 8)[1].splitlines()
+    lines = run_tool(tool, "--images", 50, "--epochs", "20,40", "--batch", 8)[1].splitlines()
     assert ["40", "250", "167,", "222", "13", "100", "100"] in [line.split() for line in lines]
     assert "SOLVER.IMS_PER_BATCH 8 SOLVER.EPOCHS 40" in lines
     assert lines[-1].startswith("SOLVER.MAX_ITER 250 ") and lines[-1].endswith(" SOLVER.STEPS '(167, 222)'")
     monkeypatch.setenv("DETECTRON2_DATASETS", str(datasets_root))
     # Images without annotations are not counted.
-    assert run_here(tool, "--config-file", CONFIGS["retinanet"], "--epochs", 9)[1].startswith("16 ")
+    assert run_tool(tool, "--config-file", CONFIGS["retinanet"], "--epochs", 9)[1].startswith("16 ")
     assert "--epochs" in error_of(tool, "--images", 5, "--epochs=3,")
     monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
     assert "--images" in error_of(tool, "--epochs", 3)

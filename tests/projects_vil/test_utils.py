@@ -14,17 +14,6 @@ from detectron2.utils import logger as detectron2_logger
 
 from backbones import ConfigError
 from projects_vil import utils
-from projects_vil.utils import (
-    STOP_SIGNALS,
-    atomic_folder,
-    check_output_folder,
-    deferred_signals,
-    log_run,
-    run_lock,
-    stop_requests,
-    terminate,
-    terminating_between_calls,
-)
 
 # -- logs ------------------------------------------------------------------------------------------
 
@@ -45,10 +34,10 @@ def loggers():
 
 def test_where_a_run_logs(loggers, tmp_path, capsys):
     """``test_the_console_has_what_concerns_a_user`` tests which records are not shown on the console."""
-    log_run(str(tmp_path), rank=1)
+    utils.log_run(str(tmp_path), rank=1)
     log("projects_vil.engine", logging.INFO, "of the second process")
     assert capsys.readouterr() == ("", "") and "second process" in (tmp_path / "log.txt.rank1").read_text()
-    log_run(str(tmp_path))
+    utils.log_run(str(tmp_path))
     # default_setup makes the same call later.
     detectron2_logger.setup_logger(str(tmp_path), distributed_rank=0, name="fvcore")
     texts = [f"of {name}" for name in ("projects_vil.evaluation", "fvcore.common", "detectron2.data")]
@@ -68,7 +57,7 @@ def test_where_a_run_logs(loggers, tmp_path, capsys):
 
 
 def hold(folder, locked):
-    with run_lock(folder):
+    with utils.run_lock(folder):
         # This process survives when its parent is killed, like a data loader worker.
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)).start()
         locked.set()
@@ -83,11 +72,11 @@ def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path, monkeypatch
     assert locked.wait(60)
     with monkeypatch.context() as patch:
         patch.setattr(utils, "LOCK_TIMEOUT", 0.0)
-        with pytest.raises(ConfigError, match=f"{tmp_path}' .* {holder.pid} "), run_lock(tmp_path):
+        with pytest.raises(ConfigError, match=f"{tmp_path}' .* {holder.pid} "), utils.run_lock(tmp_path):
             pass
     holder.kill()
     holder.join()
-    with run_lock(tmp_path):
+    with utils.run_lock(tmp_path):
         assert str(os.getpid()) in (tmp_path / ".run.lock").read_text()
     assert list(tmp_path.iterdir()) == []
 
@@ -98,17 +87,17 @@ def test_an_error_leaves_a_folder_as_it_was(tmp_path, is_new):
     if not is_new:
         folder.mkdir()
         (folder / "model.ts").write_text("old")
-    with pytest.raises(KeyboardInterrupt), atomic_folder(folder) as unfinished:
+    with pytest.raises(KeyboardInterrupt), utils.atomic_folder(folder) as unfinished:
         (unfinished / "model.ts").write_text("new")
         raise KeyboardInterrupt
     assert folder.exists() != is_new
     assert is_new or [path.read_text() for path in folder.iterdir()] == ["old"]
-    with atomic_folder(folder) as unfinished:
+    with utils.atomic_folder(folder) as unfinished:
         (unfinished / "model.ts").write_text("new")
         (unfinished / "model.ts").replace(folder / "model.ts")
     assert [path.read_text() for path in folder.iterdir()] == ["new"]
     with pytest.raises(ConfigError, match=str(folder / "model.ts")):
-        check_output_folder(folder / "model.ts")
+        utils.check_output_folder(folder / "model.ts")
 
 
 # -- signals ---------------------------------------------------------------------------------------
@@ -117,25 +106,25 @@ def test_an_error_leaves_a_folder_as_it_was(tmp_path, is_new):
 @pytest.fixture
 def handlers():
     """Set handlers for all stop signals, even if they are ignored, as under nohup or in a background job."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, terminate)
+    for number in utils.STOP_SIGNALS:
+        signal.signal(number, utils.terminate)
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", utils.STOP_SIGNALS)
 def test_a_deferred_signal_takes_effect_at_the_end(handlers, number):
     done = []
     with pytest.raises(SystemExit) as caught:
-        with deferred_signals():
+        with utils.deferred_signals():
             os.kill(os.getpid(), number)
             done.append("the rest")
         done.append("more")
-    assert done == ["the rest"] and caught.value.code == 128 + number and signal.getsignal(number) is terminate
+    assert done == ["the rest"] and caught.value.code == 128 + number and signal.getsignal(number) is utils.terminate
 
 
 def test_a_model_is_left_between_two_calls(handlers):
     module, calls = torch.nn.Identity(), []
     with pytest.raises(SystemExit) as caught:
-        with stop_requests(single_process=True) as received, terminating_between_calls(module, received):
+        with utils.stop_requests(single_process=True) as received, utils.terminating_between_calls(module, received):
             for number in range(3):
                 calls.append(module(number))
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -145,8 +134,8 @@ def test_a_model_is_left_between_two_calls(handlers):
 
 @pytest.mark.parametrize("single_process, error", [(True, KeyboardInterrupt), (False, SystemExit)])
 def test_a_second_ctrl_c_interrupts_a_single_process_at_once(handlers, single_process, error):
-    with pytest.raises(error), stop_requests(single_process=single_process) as received:
-        with terminating_between_calls(torch.nn.Identity(), received):
+    with pytest.raises(error), utils.stop_requests(single_process=single_process) as received:
+        with utils.terminating_between_calls(torch.nn.Identity(), received):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 

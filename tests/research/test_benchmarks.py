@@ -12,26 +12,11 @@ import torch
 
 from backbones import ConfigError
 from projects_vil.data import CocoFile
-from research.benchmarks import __main__ as program
 from research.benchmarks import prediction
 from research.benchmarks.annotations import NUM_OBJECTS, compare_coco_apis, write_annotations, write_images
 from research.benchmarks.prediction import format_predictions, measure_predictions
 from research.benchmarks.roofline import DeviceRates, lower_bound
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run ``python -m research.benchmarks`` in this process, and return its JSON and its output."""
-
-    def run(*words) -> tuple[dict, str]:
-        path = tmp_path / "figures.json"
-        monkeypatch.setattr(sys, "argv", ["benchmarks", *map(str, words), "--json", str(path)])
-        program.main()
-        return json.loads(path.read_text()), capsys.readouterr().out
-
-    return run
+from tests.projects_vil.helpers import ROOT, run_tool
 
 
 def test_synthetic_annotations_pass_the_check(tmp_path):
@@ -43,13 +28,15 @@ def test_synthetic_annotations_pass_the_check(tmp_path):
 
 
 @pytest.mark.slow
-def test_program(run):
-    content, out = run("dataset-check", "--images", 20)
-    assert content["file_size"] > 20 * 7 * 100 and out.startswith("20 images")
-    size = ("--image-size", 64, 96, "--runs", 1, "--backward")
-    content, out = run("roofline", "vil_tiny_1_1_3_1_rpb", "--against", "r50", *size, "MODEL.DEVICE", "cpu")
-    assert [row["model"] for row in content["measurements"]] == ["vil_tiny_1_1_3_1_rpb", "r50"]
-    assert all(sum(row["limit"].values()) > 0 for row in content["measurements"]) and "GFLOP/s" in out
+def test_program(tmp_path):
+    program, path = "../research/benchmarks/__main__.py", tmp_path / "figures.json"
+    _, out, _ = run_tool(program, "dataset-check", "--images", 20, "--json", path)
+    assert json.loads(path.read_text())["file_size"] > 20 * 7 * 100 and out.startswith("20 images")
+    words = ["vil_tiny_1_1_3_1_rpb", "--against", "r50", "--image-size", 64, 96, "--runs", 1, "--backward"]
+    _, out, _ = run_tool(program, "roofline", *words, "--json", path, "MODEL.DEVICE", "cpu")
+    rows = json.loads(path.read_text())["measurements"]
+    assert [row["model"] for row in rows] == ["vil_tiny_1_1_3_1_rpb", "r50"] and "GFLOP/s" in out
+    assert all(sum(row["limit"].values()) > 0 for row in rows)
 
 
 @pytest.mark.slow

@@ -9,19 +9,10 @@ import torch
 from torch import nn
 
 from backbones import ConfigError
-from research.char_lm.model import (
-    CONFIGS,
-    MODELS,
-    ModelSize,
-    Phase,
-    count_parameters,
-    create_model,
-    phases_for,
-    size_for,
-)
+from research.char_lm.model import MODELS, ModelSize, Phase, count_parameters, create_model, phases_for, size_for
 from research.char_lm.text import Streams, Vocabulary, read_text
 from research.char_lm.training import Settings, Training, best_path, bits_per_character, generate, load_trained
-from tests.projects_vil.helpers import error_line, message, run_tool
+from tests.projects_vil.helpers import error_of, message, run_tool
 
 TOOL = "../research/char_lm/__main__.py"
 SIZE = ModelSize(dim=16, num_heads=2, hidden_dim=24, depth=2, window_size=8, segment_length=4, rank=1)
@@ -36,7 +27,7 @@ SETTINGS = Settings(models=MODELS, size=SIZE, phases=PHASES, dropout=0.1, weight
 @pytest.mark.parametrize("name, millions", [("small", 44), ("large", 110)])
 def test_models_have_the_parameters_of_table_2(name, millions):
     """LS table 2. The paper truncates the digits."""
-    assert count_parameters("long_short", CONFIGS[name].size) // 1_000_000 == millions
+    assert count_parameters("long_short", size_for(name)) // 1_000_000 == millions
 
 
 def test_the_learning_rate_stays_after_the_warm_up():
@@ -201,17 +192,16 @@ def test_the_commands(tmp_path):
     sizes = "--depth 1 --dim 16 --num-heads 2 --window-size 16 --device cpu".split()
     train = ["train", "--data", tmp_path / "text", "--output", run, "--json", found, "--compare", *sizes]
     train += "--length 32 --batch-size 2 --steps 6 --eval-every 3".split()
-    result = run_tool(TOOL, *train, "--sample", 20, "--prompt", "All")
-    assert result.returncode == 0, result.stderr
+    status, out, err = run_tool(TOOL, *train, "--sample", 20, "--prompt", "All")
+    assert status == 0, err
     assert sorted(path.name for path in run.iterdir()) == ["best_full.pth", "best_long_short.pth", "last.pth"]
     figures = json.loads(found.read_text())["results"]
-    assert all(f"{row['test']:.4f}" in result.stdout and row["sample"] in result.stdout for row in figures)
-    assert "last.pth" in error_line(run_tool(TOOL, *train))
-    assert run_tool(TOOL, *train, "--resume").returncode == 0
+    assert all(f"{row['test']:.4f}" in out and row["sample"] in out for row in figures)
+    assert "last.pth" in error_of(TOOL, *train)
+    assert run_tool(TOOL, *train, "--resume")[0] == 0
     weights = ["--weights", run / "best_full.pth", "--device", "cpu"]
-    tested = run_tool(TOOL, "evaluate", *weights, "--data", tmp_path / "text", "--json", found)
-    assert json.loads(found.read_text())["test"] == pytest.approx(figures[1]["test"], rel=1e-3), tested.stderr
-    assert run_tool(TOOL, "generate", *weights, "--prompt", "All").stdout.startswith("All")
-    assert "last.pth" in error_line(run_tool(TOOL, "generate", "--weights", run / "last.pth"))
-    measured = run_tool(TOOL, "measure", *sizes, "--lengths", 32, "--runs", 1)
-    assert measured.returncode == 0 and len(measured.stdout.splitlines()) == 4
+    run_tool(TOOL, "evaluate", *weights, "--data", tmp_path / "text", "--json", found)
+    assert json.loads(found.read_text())["test"] == pytest.approx(figures[1]["test"], rel=1e-3)
+    assert run_tool(TOOL, "generate", *weights, "--prompt", "All")[1].startswith("All")
+    assert "last.pth" in error_of(TOOL, "generate", "--weights", run / "last.pth")
+    assert len(run_tool(TOOL, "measure", *sizes, "--lengths", 32, "--runs", 1)[1].splitlines()) == 4

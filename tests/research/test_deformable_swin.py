@@ -11,16 +11,11 @@ from research.deformable_swin import with_deformable_merging
 from tests.backbones.helpers import random_images, randomize
 
 
-def small_swin() -> SwinTransformer:
-    return SwinTransformer(
-        img_size=64, embed_dim=8, depths=(1, 1, 2, 1), num_heads=(1, 2, 2, 4), window_size=4, num_classes=5
-    )
-
-
 def test_swin_with_deformable_merging():
     """Table 4."""
     torch.manual_seed(0)
-    swin = small_swin()
+    sizes = {"embed_dim": 8, "depths": (1, 1, 2, 1), "num_heads": (1, 2, 2, 4)}
+    swin = SwinTransformer(img_size=64, window_size=4, num_classes=5, **sizes)
     before = {name: tensor.clone() for name, tensor in swin.state_dict().items()}
     model = randomize(with_deformable_merging(swin)).double().train()
     assert not any(isinstance(module, PatchMerging) for module in model.modules())

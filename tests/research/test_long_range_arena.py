@@ -16,7 +16,7 @@ from research.long_range_arena.listops import WORDS, ListOpsRules, drop_brackets
 from research.long_range_arena.model import create_classifier
 from research.long_range_arena.tasks import settings_for
 from research.long_range_arena.training import evaluate, load_lra_classifier, measure_models, train_classifier
-from tests.projects_vil.helpers import error_line, message, run_tool
+from tests.projects_vil.helpers import error_of, message, run_tool
 from tests.selection import slow_except
 
 TOOL = "../research/long_range_arena/__main__.py"
@@ -211,11 +211,10 @@ def test_the_command(tmp_path):
     data = ["--min-length", 4, "--max-length", 30, "--num-train", 200, "--num-val", 30, "--num-test", 40]
     arguments = ["--task", "listops", *data, "--data", tmp_path / "data", "--drop-brackets", "--rank", 0]
     arguments += ["--batch-size", 8, "--steps", 6, "--eval-every", 3, "--output", tmp_path / "run"]
-    result = run_tool(TOOL, *arguments, "--json", tmp_path / "run.json")
-    assert result.returncode == 0, result.stderr
+    status, out, err = run_tool(TOOL, *arguments, "--json", tmp_path / "run.json")
+    assert status == 0, err
     figures = json.loads((tmp_path / "run.json").read_text())
-    assert f"test accuracy {figures['test']['accuracy']:.4f}" in result.stdout
+    assert f"test accuracy {figures['test']['accuracy']:.4f}" in out
     assert figures["settings"]["rank"] == 0 and [row["step"] for row in figures["evaluations"]] == [3, 6]
-    assert "model_best.pth" in error_line(run_tool(TOOL, *arguments))
-    measured = run_tool(TOOL, "--task", "listops", "--measure", "--lengths", 64, "--runs", 1)
-    assert measured.returncode == 0 and len(measured.stdout.splitlines()) == 4
+    assert "model_best.pth" in error_of(TOOL, *arguments)
+    assert len(run_tool(TOOL, "--task", "listops", "--measure", "--lengths", 64, "--runs", 1)[1].splitlines()) == 4

@@ -1,9 +1,8 @@
 """The table of published results and the commands that reproduce them."""
 
-import sys
-
 from projects_vil.checkpoint.zoo import read_zoo
-from research.reproduce.__main__ import detectors, main
+from research.reproduce.__main__ import detectors
+from tests.projects_vil.helpers import run_tool
 
 
 def test_rows_agree_with_the_model_zoo(tmp_path):
@@ -18,12 +17,10 @@ def test_rows_agree_with_the_model_zoo(tmp_path):
     assert "MODEL.WEIGHTS vil_base_deep_rpb.pth" in rows["mask_rcnn/vil_base_deep_rpb_3x_ms"]["command"]
 
 
-def test_results_of_runs(tmp_path, monkeypatch, capsys):
+def test_results_of_runs(tmp_path):
     folder = tmp_path / "mask_rcnn/lit_s_1x"
     folder.mkdir(parents=True)
     (folder / "evaluation.json").write_text('{"coco_2017_val": {"bbox": {"AP": 42.87}, "segm": {"AP": 39.51}}}')
-    monkeypatch.setattr(sys, "argv", ["reproduce", "--runs", str(tmp_path), "--select", "lit_s"])
-    main()
-    out = capsys.readouterr().out
+    _, out, _ = run_tool("../research/reproduce/__main__.py", "--runs", tmp_path, "--select", "lit_s")
     assert "| mask_rcnn/lit_s_1x | 42.9 / 39.6 | LIT Table 7 | 42.9 / 39.5 |" in " ".join(out.split())
     assert f"configs/mask_rcnn/lit_s_1x.yaml --num-gpus 8 MODEL.WEIGHTS lit_s_in1k OUTPUT_DIR {folder}" in out

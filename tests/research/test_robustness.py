@@ -14,24 +14,17 @@ from timm.data import RealLabelsImagenet, create_transform, resolve_model_data_c
 
 from backbones import create_classifier
 from backbones.convert import convert_state_dict
+from research.robustness import sets
 from research.robustness.classifier import load_classifier
 from research.robustness.evaluate import evaluate_robustness, format_results
 from research.robustness.published import paper_figures
-from research.robustness.sets import (
-    ALEXNET_ERRORS,
-    LabeledImages,
-    accuracy,
-    correct_classes,
-    corruption_error,
-    top_classes,
-)
+from research.robustness.sets import ALEXNET_ERRORS, LabeledImages, accuracy, correct_classes, top_classes
 from tests import layouts
 from tests.backbones.helpers import randomize
 from tests.backbones.official import official_state_dict
 from tests.projects_vil.helpers import message
 from tests.tolerances import FLOAT32
 
-TOOL = "../research/robustness/__main__.py"
 VARIANT = "vil_tiny_1_1_3_1_rpb"
 # Images of the classes 0, 1, 6, 11 and 13. ImageNet-A has the last three, ImageNet-R the last four.
 TENCH, GOLDFISH, STINGRAY, GOLDFINCH, JUNCO = "n01440764", "n01443537", "n01498041", "n01531178", "n01534433"
@@ -114,7 +107,7 @@ def evaluate(path, data, *sets):
 
 def test_alexnets_own_corruption_error_is_100():
     # Its errors by severity (hendrycks/robustness).
-    assert corruption_error("fog", (0.67474, 0.7605, 0.84378, 0.8726, 0.945)) == pytest.approx(100, abs=1e-3)
+    assert sets.corruption_error("fog", (0.67474, 0.7605, 0.84378, 0.8726, 0.945)) == pytest.approx(100, abs=1e-3)
 
 
 def test_figures_of_the_paper():

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from research.small_data.__main__ import main
 from research.small_data.datasets import prepare_dataset
+from tests.projects_vil.helpers import run_tool
 
 # Stands for the program `yolo`: trains nothing, and predicts the ground truth.
 YOLO = """#!{python}
@@ -43,7 +43,7 @@ def test_coco_and_yolo_files_are_equal(datasets_root, tmp_path):
             np.testing.assert_allclose(boxes, [one["bbox"] for one in objects], atol=1e-6)
 
 
-def test_rows_are_trained_once_and_for_the_time_of_the_default(datasets_root, tmp_path, monkeypatch, capsys):
+def test_rows_are_trained_once_and_for_the_time_of_the_default(datasets_root, tmp_path):
     program, default = tmp_path / "bin/yolo", tmp_path / "out/shapes/default_0/result.json"
     for path in (program, default):
         path.parent.mkdir(parents=True)
@@ -53,12 +53,10 @@ def test_rows_are_trained_once_and_for_the_time_of_the_default(datasets_root, tm
     values |= {"cpu_seconds": 2.0, "peak_gb": 1.5, "inference_cpu_ms": 70.0}
     default.write_text(json.dumps(values | {"dataset": "shapes", "row": "default", "seed": 0}))
     words = [datasets_root / "shapes", "--output", tmp_path / "out", "--rows", "default", "yolov8n_320"]
-    words += ["--ultralytics-python", program.with_name("python")]
-    monkeypatch.setattr(sys, "argv", ["small_data", *map(str, words)])
-    main()
-    (best, second), table = json.loads((tmp_path / "out/table.json").read_text()), capsys.readouterr().out
+    words = ["../research/small_data/__main__.py", *words, "--ultralytics-python", program.with_name("python")]
+    _, table, _ = run_tool(*words)
+    best, second = json.loads((tmp_path / "out/table.json").read_text())
     assert best["row"] == "yolov8n_320" and best["AP"] == pytest.approx(100) and second["row"] == "default"
     assert best["epochs"] > 4 and "| yolov8n_320 |" in table
     program.write_text("#!/bin/false")
-    main()
-    assert "| yolov8n_320 |" in capsys.readouterr().out
+    assert "| yolov8n_320 |" in run_tool(*words)[1]

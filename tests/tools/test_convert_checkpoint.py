@@ -12,17 +12,18 @@ from projects_vil.checkpoint import METADATA_KEY
 from tests import layouts
 from tests.backbones import official, official_lit
 from tests.backbones.helpers import assert_all_close
+from tests.projects_vil.helpers import error_of, run_tool
 
 TOOL, VARIANT = "convert_checkpoint.py", "vil_tiny_1_1_3_1_rpb"
 
 
-def test_the_file_the_report_and_the_metadata(tmp_path, run_here, error_of, monkeypatch):
+def test_the_file_the_report_and_the_metadata(tmp_path, monkeypatch):
     monkeypatch.setitem(VARIANTS, "lit_small", official_lit.S)
     source, output, report_file = (tmp_path / name for name in ("official.pth", "ours.safetensors", "report.json"))
     weights = official_lit.official_state_dict(official_lit.S, classifier=True)
     torch.save(layouts.lit_classifier(weights), source)
     arguments = ["--model", "lit_small", "--classifier", "--image-size", 64, 64, "--json", report_file]
-    status, out, err = run_here(TOOL, source, output, *arguments)
+    status, out, err = run_tool(TOOL, source, output, *arguments)
     assert status == 0, err
     options = {"num_classes": 10, "img_size": 64}
     expected, _ = convert_state_dict(weights, "lit_small", classifier=True, model_options=options)
@@ -49,7 +50,7 @@ def test_the_file_the_report_and_the_metadata(tmp_path, run_here, error_of, monk
         ("official.pth", ["--model", VARIANT], "official.pth"),
     ],
 )
-def test_arguments_that_cannot_work(tmp_path, error_of, output, arguments, named):
+def test_arguments_that_cannot_work(tmp_path, output, arguments, named):
     source = tmp_path / "official.pth"
     torch.save(layouts.vision_longformer(official.official_state_dict(relative_bias=True)), source)
     before = source.read_bytes()

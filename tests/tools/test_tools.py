@@ -9,7 +9,7 @@ import torch
 
 from projects_vil.export import ExportedModel, example_image
 from projects_vil.export.parity import TOLERANCES
-from tests.projects_vil.helpers import CONFIGS, SMALL, forkserver, small_config, untrained_detector
+from tests.projects_vil.helpers import CONFIGS, SMALL, error_of, forkserver, run_tool, small_config, untrained_detector
 
 CONFIG = CONFIGS["retinanet"]
 
@@ -24,23 +24,23 @@ def photo(tmp_path):
 # -- successful commands ---------------------------------------------------------------------------
 
 
-def test_make_coco_subset(run_here, shapes, tmp_path):
+def test_make_coco_subset(shapes, tmp_path):
     source = shapes / "annotations/instances_train.json"
-    assert run_here("../examples/make_coco_subset.py", source, tmp_path / "four.json", "--num-images", 4)[0] == 0
+    assert run_tool("../examples/make_coco_subset.py", source, tmp_path / "four.json", "--num-images", 4)[0] == 0
     assert len(json.loads((tmp_path / "four.json").read_text())["images"]) == 4
-    _, out, _ = run_here("../examples/make_coco_subset.py", source, tmp_path / "all.json", "--num-images", 20)
+    _, out, _ = run_tool("../examples/make_coco_subset.py", source, tmp_path / "all.json", "--num-images", 20)
     assert "16 images" in out and "20" in out
 
 
 @pytest.mark.slow
-def test_export_model_takes_every_option(run_here, photo, tmp_path, monkeypatch):
+def test_export_model_takes_every_option(photo, tmp_path, monkeypatch):
     """The exit status is 1, because the tolerance for scores is negative."""
     monkeypatch.setitem(TOLERANCES, "bf16", TOLERANCES["bf16"] | {"scores": -1.0})
     torch.save({"model": untrained_detector(small_config("mask_rcnn")).state_dict()}, tmp_path / "weights.pth")
     arguments = ["--config-file", CONFIGS["mask_rcnn"], "--weights", tmp_path / "weights.pth", "--parity-images", photo]
     arguments += ["--format", "torchscript", "--precision", "bf16", "--input-dtype", "float32", "--batched"]
     arguments += ["--fixed-detections", "--output", tmp_path / "export", "--opts", *SMALL["mask_rcnn"]]
-    status, _, _ = run_here("export_model.py", *arguments)
+    status, _, _ = run_tool("export_model.py", *arguments)
     model = ExportedModel(tmp_path / "export/model_batched_bf16_fixed_float32.ts")
     report = json.loads((tmp_path / f"export/{model.path.name}.report.json").read_text())
     assert status == 1 and report["ok"] is False and not any(row["ok"] for row in report["images"])
@@ -62,30 +62,30 @@ def test_export_model_takes_every_option(run_here, photo, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_analyze_model(run_here, tmp_path):
+def test_analyze_model(tmp_path):
     path = tmp_path / "counts.json"
     arguments = ["--config-file", CONFIG, "--image-size", 64, 96, "--json", path]
-    status, out, err = run_here("analyze_model.py", *arguments, "--opts", *SMALL["retinanet"])
+    status, out, err = run_tool("analyze_model.py", *arguments, "--opts", *SMALL["retinanet"])
     assert status == 0, err
     (content,) = json.loads(path.read_text())["rows"]
     assert content["name"] == str(CONFIG) and content["size"] == [64, 96]
     assert content["total"] == sum(content["parameters"].values()) > 1e6
     assert content["flops"] == sum(content["flops_by_operator"].values()) > 1e6
     assert f"{content['parameters']['backbone'] / 1e6:.3f}" in out and "convolution" in out
-    status, out, _ = run_here("analyze_model.py", "--variants", "vil_tiny_2_9", "--json", path)
+    status, out, _ = run_tool("analyze_model.py", "--variants", "vil_tiny_2_9", "--json", path)
     row = ["vil_tiny_2_9_1", "6.79", "6.78", "+0.01", "1.37", "1.29", "+0.08", "34.5"]
     assert status == 0 and row in [line.split() for line in out.splitlines()]
 
 
 @pytest.mark.slow
-def test_benchmark(run_here, tmp_path, monkeypatch):
+def test_benchmark(tmp_path, monkeypatch):
     """The memory is measured in forked processes, because each spawned one would import all libraries."""
     context = forkserver()
     monkeypatch.setattr("projects_vil.utils.multiprocessing.get_context", lambda method: context)
     name, path = "vil_tiny_1_1_3_1_rpb", tmp_path / "rows.json"
     arguments = ["--models", name, f"{name}+shift", "--against", "r50", "--backward", "--runs", 2]
     arguments += ["--image-size", 64, 96, "--image-size", 160, 192, "--json", path, "--plot", tmp_path / "growth.png"]
-    status, out, err = run_here("benchmark.py", *arguments)
+    status, out, err = run_tool("benchmark.py", *arguments)
     assert status == 0, err
     content = json.loads(path.read_text())
     assert [row["model"] for row in content["measurements"]] == [name, f"{name}+shift", "r50"] * 2
@@ -97,7 +97,7 @@ def test_benchmark(run_here, tmp_path, monkeypatch):
     assert cv2.imread(str(tmp_path / "growth.png")).std() > 10
 
 
-def test_visualize(run_here, shapes, trained_run, photo, tmp_path):
+def test_visualize(shapes, trained_run, photo, tmp_path):
     """Each command writes PNG files and prints their paths. Random weights cause a warning."""
     run, image = ["--config-file", trained_run / "config.yaml"], ["--input", photo, "--output", tmp_path]
     weights, lit = ["--weights", trained_run / "model_final.pth"], ["MODEL.TRANSFORMER.VARIANT", "lit_ti"]
@@ -112,7 +112,7 @@ def test_visualize(run_here, shapes, trained_run, photo, tmp_path):
             "data/*",
         ),
     ):
-        status, out, err = run_here("visualize.py", *words)
+        status, out, err = run_tool("visualize.py", *words)
         paths = list(tmp_path.glob(pattern))
         assert status == 0 and len(paths) == (2 if words[0] == "data" else 1), err
         assert all(str(path) in out and cv2.imread(str(path)).std() > 10 for path in paths)
@@ -138,14 +138,14 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("name, first", [(name, bool(number % 2)) for number, name in enumerate(NEEDED)])
-def test_overrides_are_taken_on_every_tool(error_of, name, first):
+def test_overrides_are_taken_on_every_tool(name, first):
     """The error about an unknown key shows that the pairs and all other arguments were parsed."""
     own, pairs = NEEDED[name], [*(["--opts"] if first else []), "SEED", 1, "SOLVER.MAXITER", "-3e-4"]
     text = error_of(*name.split(), *(pairs + own if first else own + pairs))
     assert "SOLVER.MAXITER" in text and "'SOLVER.MAX_ITER'" in text
 
 
-def test_training_without_the_dataset(error_of, shapes, tmp_path, monkeypatch):
+def test_training_without_the_dataset(shapes, tmp_path, monkeypatch):
     monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
     for _ in range(2):  # without annotations, then without images
         text = error_of("train_net.py", "--config-file", CONFIG, "OUTPUT_DIR", tmp_path / "run")
@@ -154,7 +154,7 @@ def test_training_without_the_dataset(error_of, shapes, tmp_path, monkeypatch):
         shutil.copytree(shapes / "annotations", tmp_path / "shapes/annotations", dirs_exist_ok=True)
 
 
-def test_other_tools_name_what_is_wrong(error_of, trained_run, photo, shapes, tmp_path, monkeypatch):
+def test_other_tools_name_what_is_wrong(trained_run, photo, shapes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = ["--config-file", CONFIG, "--output", "made", *SMALL["retinanet"]]
     lit = ["MODEL.TRANSFORMER.VARIANT", "lit_ti"]

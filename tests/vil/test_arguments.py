@@ -9,25 +9,18 @@ import signal
 import socket
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 from detectron2.engine import default_argument_parser
 
+import vil.arguments
 from backbones import ConfigError, create_backbone
 from projects_vil.config import default_config, load_config
 from tests.projects_vil.helpers import CONFIGS, ROOT
 from vil import choices
-from vil.arguments import (
-    SECTIONS,
-    ConfigToolParser,
-    ToolParser,
-    add_training_arguments,
-    image_size,
-    output_file,
-    run_tool,
-    write_json,
-)
+from vil.arguments import ConfigToolParser, ToolParser, add_training_arguments, output_file, run_tool, write_json
 from vil.commands import COMMANDS
 
 FILE = ["--config-file", str(CONFIGS["retinanet"])]
@@ -101,7 +94,7 @@ def test_parsers_and_library_have_the_same_choices():
     from projects_vil import export, run
 
     # Some versions of detectron2 have more keys than others.
-    assert default_config().keys() <= SECTIONS
+    assert default_config().keys() <= vil.arguments.SECTIONS
     assert choices.EXPORT_FORMATS == tuple(export.FORMATS)
     assert all(entry.suffix.endswith(choices.EXPORT_SUFFIXES) for entry in export.FORMATS.values())
     assert tuple(run.DETECTORS) == choices.DETECTORS
@@ -141,9 +134,8 @@ def test_pairs_next_to_lists_and_files(tmp_path, monkeypatch):
     (tmp_path / "TEST.JPG").write_text("")
     (tmp_path / "DATASET.V2").mkdir()
     files = ["a.jpg", "DSC_01.JPG", "TEST.JPG", "DATASET.V2"]
-    args = parser().parse_args(
-        ["SEED", "1", "--config-file", FILE[1], "--images", *files, *PAIRS, "--opts", "SEED", "2"]
-    )
+    words = ["SEED", "1", "--config-file", FILE[1], "--images", *files, *PAIRS, "--opts", "SEED", "2"]
+    args = parser().parse_args(words)
     assert args.images == files and args.opts == ["SEED", "1", *PAIRS, "SEED", "2"]
     assert parser().parse_args(FILE).opts == []
 
@@ -151,9 +143,7 @@ def test_pairs_next_to_lists_and_files(tmp_path, monkeypatch):
 def test_a_misspelled_key_is_passed_on_to_the_library():
     args = parser().parse_args([*FILE, "SOLVR.BASE_LR", "1", "--flag"])
     assert args.opts == ["SOLVR.BASE_LR", "1"] and args.flag
-    with pytest.raises(
-        ConfigError, match=r"^Config key 'SOLVR.BASE_LR' does not exist. Did you mean 'SOLVER.BASE_LR'\?$"
-    ):
+    with pytest.raises(ConfigError, match="'SOLVR.BASE_LR' does not exist. Did you mean 'SOLVER.BASE_LR'"):
         load_config(FILE[1], args.opts)
 
 
@@ -210,7 +200,7 @@ def test_an_error_has_advice(capsys, words, advice):
     tool = ConfigToolParser("Train.", config_file=False)
     add_training_arguments(tool)
     tool.add("--kind", "detector", choices=choices.DETECTORS)
-    tool.add("--size", "image size", type=image_size)
+    tool.add("--size", "image size", type=vil.arguments.image_size)
     tool.add("data", "dataset", nargs="?")
     tool.add("--output", "report", type=output_file)
     with pytest.raises(SystemExit):
@@ -255,23 +245,17 @@ def train(function, *args) -> None:
 )
 def test_what_a_user_can_change_ends_in_one_line(capsys, main, status, name):
     # The defaults, even if the tests were started by a program that ignores signals, such as nohup.
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        code, line = exit_status_and_line(main, capsys)
-        assert code == status and name in line
-        assert {number: signal.getsignal(number) for number in before} == dict.fromkeys(before, signal.SIG_DFL)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    code, line = exit_status_and_line(main, capsys)
+    assert code == status and name in line
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 
 def test_an_ignored_signal_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        run_tool(lambda: signal.raise_signal(signal.SIGHUP))
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run_tool(lambda: signal.raise_signal(signal.SIGHUP))
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_bugs_keep_their_traceback():
@@ -339,11 +323,9 @@ run_tool(main)
     ],
 )
 def test_streams_that_are_closed_full_or_narrow_and_what_controls_terminals(redirected, status, errors):
-    command = [sys.executable, "-c", _STREAMS.format(root=str(ROOT))]
+    command = ["bash", "-c", f'"$0" "$@" {redirected}', sys.executable, "-c", _STREAMS.format(root=str(ROOT))]
     env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PATH": os.environ["PATH"]}
-    result = subprocess.run(
-        ["bash", "-c", f'"$0" "$@" {redirected}', *command], env=env, capture_output=True, text=True
-    )
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == status
     expected = [] if errors is None else [r"warning: a\x1b[31m\nb", *errors]
     assert result.stderr.splitlines() == expected
@@ -367,15 +349,8 @@ def test_log_records_go_to_stderr_while_a_tool_runs(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    "name, value, expected", [("", "", "1000"), ("OMP_WAIT_POLICY", "PASSIVE", None), ("GOMP_SPINCOUNT", "7", "7")]
-)
-def test_waiting_threads_spin_briefly_unless_the_environment_says_otherwise(monkeypatch, name, value, expected):
-    for other in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        # setenv before delenv: monkeypatch then also restores a variable that the tool sets.
-        monkeypatch.setenv(other, "")
-        monkeypatch.delenv(other)
-    if name:
-        monkeypatch.setenv(name, value)
-    run_tool(lambda: None)
-    assert os.environ.get("GOMP_SPINCOUNT") == expected
+def test_waiting_threads_spin_briefly_unless_the_environment_says_otherwise():
+    for given, expected in (({}, "1000"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")):
+        with mock.patch.dict(os.environ, given, clear=True):
+            run_tool(lambda: None)
+            assert os.environ.get("GOMP_SPINCOUNT") == expected

@@ -176,16 +176,16 @@ def asked(monkeypatch):
     return found
 
 
+SEGMENTS = {"chunk_size": 3, "rank": 5, "relative_bias": True}
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
     "attention, num_global, described",
     [
         (functools.partial(SlidingChunkAttention, chunk_size=3, relative_bias=True), 1, (1, BIASES, 3, "zero_pad")),
         # Projected keys count as global tokens.
-        (
-            functools.partial(LongShortAttention, chunk_size=3, rank=5, relative_bias=True),
-            *(1, (6, ("local_bias",), 3, SEGMENT_MODE)),
-        ),
+        (functools.partial(LongShortAttention, **SEGMENTS), 1, (6, ("local_bias",), 3, SEGMENT_MODE)),
         (functools.partial(DenseAttention, bias_size=(5, 9)), 0, (0, ("local_bias",), 0, DENSE_MODE)),
         (functools.partial(DenseAttention, bias_size=(5, 9)), 1, (1, BIASES, 0, DENSE_MODE)),
     ],

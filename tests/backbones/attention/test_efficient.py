@@ -1,5 +1,7 @@
 """Performer's random features, and the initial values of the other efficient mechanisms."""
 
+import functools
+
 import pytest
 import torch
 
@@ -36,9 +38,8 @@ def test_features_are_orthogonal_in_groups_and_as_long_as_gaussian_vectors(numbe
 
 
 def test_redrawn_features_depend_on_the_seed_and_are_saved():
-    first, second = (
-        torch.nn.Sequential(*(PerformerAttention(8, num_heads=2, num_features=12) for _ in range(2))) for _ in range(2)
-    )
+    create = functools.partial(PerformerAttention, 8, num_heads=2, num_features=12)
+    first, second = (torch.nn.Sequential(create(), create()) for _ in range(2))
     assert not torch.equal(first[0].features, second[0].features)
     assert redraw_features(first, seed=3) == redraw_features(second, seed=3) == 2
     assert torch.equal(first[1].features, second[1].features)

@@ -11,11 +11,11 @@ from backbones.attention.chunks import copied_windows
 from backbones.attention.dense import dense_attention, global_query_attention
 from backbones.attention.sliding_chunk import SHIFTS
 from backbones.layers.position import GridRelativeBias
+from tests.backbones import helpers
 from tests.backbones.attention.cases import KERNELS, WINDOWS, FakeGPU, case, kernels, relative_error, windows
 from tests.backbones.helpers import (
     LargestTensor,
     assert_all_close,
-    assert_padding_is_hidden_in_half_precision,
     outputs_and_gradients,
     random_images,
     randomize,
@@ -148,7 +148,7 @@ def test_values_outside_the_map_are_not_read(kernel, height, width):
 def test_padding_is_hidden_from_very_low_scores(kernel, dtype, autocast):
     """Padding has no effect even if all scores are far below 0, the score of padding."""
     function, by_reference, inputs = case(kernel, channels=64, num_global=2)
-    assert_padding_is_hidden_in_half_precision(function, by_reference, inputs, dtype=dtype, autocast=autocast)
+    helpers.assert_padding_is_hidden_in_half_precision(function, by_reference, inputs, dtype=dtype, autocast=autocast)
 
 
 @kernels

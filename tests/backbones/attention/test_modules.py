@@ -7,14 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.attention import cpu_blocks, reference
+from backbones.attention import cpu_blocks, efficient, reference
 from backbones.attention.dense import DenseAttention, join_tokens, merge_heads, split_heads
-from backbones.attention.efficient import (
-    GlobalMemoryAttention,
-    LinformerAttention,
-    PerformerAttention,
-    SpatialReductionAttention,
-)
 from backbones.attention.hilo import HiLoAttention
 from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
@@ -36,10 +30,10 @@ WINDOWS = {
 OTHERS = {
     "dense": DenseAttention,
     "dense_bias": functools.partial(DenseAttention, bias_size=(3, 5)),
-    "global": GlobalMemoryAttention,
-    "linformer": functools.partial(LinformerAttention, map_size=(5, 7), num_features=4),
-    "performer": functools.partial(PerformerAttention, num_features=12),
-    **{f"sra{r}": functools.partial(SpatialReductionAttention, reduction=r) for r in (1, 2, 3, 8)},
+    "global": efficient.GlobalMemoryAttention,
+    "linformer": functools.partial(efficient.LinformerAttention, map_size=(5, 7), num_features=4),
+    "performer": functools.partial(efficient.PerformerAttention, num_features=12),
+    **{f"sra{r}": functools.partial(efficient.SpatialReductionAttention, reduction=r) for r in (1, 2, 3, 8)},
 }
 ALL = WINDOWS | OTHERS
 num_globals = pytest.mark.parametrize("num_global", [0, 1, 2])
@@ -54,7 +48,7 @@ def inputs_for(num_global: int, height: int = 5, width: int = 7) -> tuple[Tensor
     return tokens, random_images(2, num_global, 8, seed=2) if num_global else None
 
 
-def reduced_map(module: SpatialReductionAttention, tokens: Tensor) -> Tensor:
+def reduced_map(module: efficient.SpatialReductionAttention, tokens: Tensor) -> Tensor:
     """Return the reduced map by loops over positions. Incomplete patches are left out, unless there are no others."""
     side, (height, width) = module.reduction, tokens.shape[1:3]
     if side == 1:

@@ -43,11 +43,7 @@ def segment_inputs(height: int, width: int, **sizes) -> dict[str, torch.Tensor]:
 # The operator, its reference, and a function (height, width, **sizes) -> arguments of both
 OPERATORS = {
     "chunks": (triton_chunk_attention, reference.sliding_chunk_attention, attention_inputs),
-    "segments": (
-        triton_long_short_attention,
-        reference.long_short_attention,
-        lambda *s, **o: case("long_short", *s, **o)[2],
-    ),
+    "segments": (triton_long_short_attention, reference.long_short_attention, segment_inputs),
     "dense": (triton_map_attention, reference.map_attention, map_inputs),
 }
 

@@ -12,7 +12,7 @@ from backbones import ConfigError
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from projects_vil.analysis import BenchmarkCase, benchmark, measure, tune_attention
 from projects_vil.analysis.benchmark import build_baseline
-from tests.projects_vil.helpers import ROOT
+from tests.projects_vil.helpers import ROOT, message
 from tests.selection import slow_except
 
 SMALL = "vil_tiny_1_1_3_1_rpb"
@@ -30,9 +30,8 @@ def calls():
 
     def note(module, inputs, output):
         if isinstance(module, SlidingChunkAttention) or type(module).__name__ in ("RetinaNet", "GeneralizedRCNN"):
-            found.append(
-                (module, inputs[1:] and (*inputs[0].shape, *inputs[1]), getattr(module, "shift", None), output)
-            )
+            shape = inputs[1:] and (*inputs[0].shape, *inputs[1])
+            found.append((module, shape, getattr(module, "shift", None), output))
 
     handle = nn.modules.module.register_module_forward_hook(note)
     yield found
@@ -65,11 +64,10 @@ def test_suffixes(calls):
 
 
 @pytest.mark.parametrize("detector", slow_except(["retinanet", "mask_rcnn"], {"retinanet"}))
-@pytest.mark.parametrize(
-    "name, is_baseline", slow_except([(SMALL, False), ("r50", True), ("timm:pvt_v2_b0+checkpointing", False)], [SMALL])
-)
-def test_a_training_step_changes_the_weights(calls, detector, name, is_baseline):
-    step = case(name, "train-step", is_baseline=is_baseline, detector=detector).build()
+@pytest.mark.parametrize("name", slow_except([SMALL, "r50", "timm:pvt_v2_b0+checkpointing"], [SMALL]))
+def test_a_training_step_changes_the_weights(calls, detector, name):
+    options = {"is_baseline": name == "r50", "detector": detector}
+    step = case(name, "train-step", **options).build()
     step()
     model = calls[-1][0]
     before = {key: x.detach().clone() for key, x in model.named_parameters()}
@@ -80,7 +78,7 @@ def test_a_training_step_changes_the_weights(calls, detector, name, is_baseline)
     assert optimized == [False]
     changed = [key for key, x in model.named_parameters() if not torch.equal(x, before[key])]
     assert any(key.startswith("backbone.bottom_up") for key in changed) and model.training
-    case(name, "detector", is_baseline=is_baseline, detector=detector).build()()
+    case(name, "detector", **options).build()()
     assert not calls[-1][0].training
 
 
@@ -96,13 +94,10 @@ def test_baselines_have_feature_maps_of_four_strides(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, options",
-    [(f"{SMALL}+shift", {}), ("timm:pvt_v2_b0", {"part": "attention"}), ("swin", {"is_baseline": True})],
-)
-def test_models_that_cannot_be_measured(name, options):
-    with pytest.raises(ConfigError, match=name.replace("+", r"\+")):
-        case(name, **options).build()
+def test_models_that_cannot_be_measured():
+    parts = {f"{SMALL}+shift": {}, "timm:pvt_v2_b0": {"part": "attention"}, "swin": {"is_baseline": True}}
+    for name, options in parts.items():
+        assert name in message(case(name, **options).build)
 
 
 @pytest.mark.parametrize("times, chosen", [([2.0, 2.0, 1.0, 1.0], "triton"), ([1.0, 1.0, 0.5, 1.45], "sdpa")])

@@ -9,15 +9,8 @@ from backbones import ConfigError
 from backbones.checkpoint_files import read_checkpoint
 from examples.slim_checkpoint import slim_checkpoint
 from projects_vil import load_config
-from projects_vil.checkpoint import (
-    METADATA_KEY,
-    check_weights,
-    load_detector,
-    read_last_checkpoint,
-    remove_old,
-    remove_run,
-    weights_of,
-)
+from projects_vil.checkpoint import METADATA_KEY, check_weights, load_detector, weights_of
+from projects_vil.checkpoint.checkpointer import read_last_checkpoint, remove_old, remove_run
 from tests.selection import slow_except
 
 
@@ -99,10 +92,7 @@ def test_a_slim_checkpoint_is_the_same_detector(trained_run, tmp_path, suffix):
 
 @pytest.mark.parametrize(
     "contents, output",
-    [
-        ({"model": {"a": torch.zeros(3), "b": 3}}, "slim.pth"),
-        ({"model": {"a": torch.zeros(3)}}, "link.pth"),
-    ],
+    [({"model": {"a": torch.zeros(3), "b": 3}}, "slim.pth"), ({"model": {"a": torch.zeros(3)}}, "link.pth")],
 )
 def test_files_that_cannot_be_slimmed(tmp_path, contents, output):
     source = tmp_path / "model.pth"

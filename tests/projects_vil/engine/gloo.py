@@ -13,11 +13,8 @@ def in_processes(number: int, function: Callable, *args, store: Path) -> None:
     Args:
         store: path of a new file for the rendezvous.
     """
-    processes = torch.multiprocessing.start_processes(
-        _joined, (number, store, function, args), nprocs=number, join=False, start_method="fork"
-    )
-    while not processes.join():
-        pass
+    given = (number, store, function, args)
+    torch.multiprocessing.start_processes(_joined, given, nprocs=number, start_method="fork")
 
 
 def _joined(rank: int, number: int, store: Path, function: Callable, args: tuple) -> None:

@@ -26,40 +26,42 @@ def test_valid_setups(shapes, trained_run):
     check_setup(small_config("retinanet", "SOLVER.AMP.ENABLED", "True"))
 
 
+SHIFT = ["MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION", "0.5"]
+# The error names the key.
+VALUES = (
+    *("SOLVER.MAX_ITER 0", "SOLVER.CHECKPOINT_PERIOD 0", "SOLVER.BASE_LR -0.1"),
+    *("SOLVER.OPTIMIZER ADAM", "SOLVER.LR_SCHEDULER_NAME Cosine", "SOLVER.GRADIENT_ACCUMULATION_STEPS 3"),
+    *("SOLVER.LAYER_DECAY 1.5", "SOLVER.WARMUP_ITERS -1", "MODEL.META_ARCHITECTURE DETR", "INPUT.FORMAT HSV"),
+    *("TEST.BEST_METRIC bbox/ap", "TEST.BEST_METRIC segm/AP", "DATASETS.CHECK eror", "DATASETS.TRAIN ()"),
+    *("MODEL.PIXEL_MEAN [1.0]", "MODEL.PIXEL_STD [1.0, 0.0, 1.0]", "MODEL.FPN.NORM foo", "INPUT.CROP.PAD True"),
+    *("SOLVER.EARLY_STOPPING_PATIENCE 3", "SOLVER.LR_MULTIPLIERS ['*weight*', 0.1]", "INPUT.MIN_SIZE_TRAIN ()"),
+)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_wrong_value_is_named(shapes, value):
+    key, text = value.split(maxsplit=1)
+    assert key in message_of(key, text)
+
+
 @pytest.mark.parametrize(
     "overrides, named",
     [
         (["SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.DTYPE", "float16"], "SOLVER.AMP.DTYPE"),
         (["SOLVER.REFERENCE_BATCH_SIZE", "16", "SOLVER.REFERENCE_WORLD_SIZE", "8"], "REFERENCE_BATCH_SIZE"),
         (["INPUT.CROP.ENABLED", "True", "INPUT.CROP.TYPE", "relativ"], "'relative'"),
-        (["INPUT.CROP.PAD", "True"], "INPUT.CROP.PAD"),
         (["SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR", "SOLVER.STEPS", "(0, 10)"], "SOLVER.STEPS"),
         (["SOLVER.WARMUP_FACTOR", "1.5"], "SOLVER.WARMUP_FACTOR is 1.5. It must be 0 to 1"),
-        (["SOLVER.LR_MULTIPLIERS", "['*weight*', 0.1]"], "SOLVER.LR_MULTIPLIERS"),
-        (["MODEL.PIXEL_STD", "[1.0, 0.0, 1.0]"], "MODEL.PIXEL_STD"),
         (["OUTPUT_DIR", ""], "OUTPUT_DIR"),
-        (["SOLVER.EARLY_STOPPING_PATIENCE", "3"], "SOLVER.EARLY_STOPPING_PATIENCE"),
-        (["MODEL.PIXEL_MEAN", "[1.0]"], "MODEL.PIXEL_MEAN"),
-        (["TEST.BEST_METRIC", "segm/AP"], "TEST.BEST_METRIC"),
         (["TEST.BEST_METRIC", "validation_loss/total_loss"], "TEST.VALIDATION_LOSS"),
         (["DATALOADER.NUM_WORKERS", "-1"], "DATALOADER.NUM_WORKERS is -1. It must be at least 0"),
-        (["INPUT.MIN_SIZE_TRAIN", "()"], "INPUT.MIN_SIZE_TRAIN is ()"),
         (["MODEL.PIXEL_STD", "[1.0, 1e999, 1.0]"], "MODEL.PIXEL_STD is [1.0, inf, 1.0]"),
         (["SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "nrom"], "Did you mean 'norm'"),
-        (["SOLVER.WARMUP_ITERS", "-1"], "SOLVER.WARMUP_ITERS is -1"),
         (["SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR", "SOLVER.STEPS", "(9, 5)"], "Check SOLVER.STEPS"),
         (["MODEL.TRANSFORMER.VARIANT", "vil_tinny"], "MODEL.TRANSFORMER: Unknown variant 'vil_tinny'. Did you mean"),
         (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "spda"], "MODEL.TRANSFORMER: Unknown attention_backend 'spda'"),
-        (
-            ["MODEL.TRANSFORMER.VARIANT", "sra64_tiny", "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION", "0.5"],
-            "RANDOM_SHIFT_FRACTION",
-        ),
-        pytest.param(
-            ["MODEL.TRANSFORMER.COMPILE", "True", "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION", "0.5"],
-            "COMPILE",
-            marks=pytest.mark.slow,
-        ),
-        (["MODEL.FPN.NORM", "foo"], "MODEL.FPN.NORM"),
+        (["MODEL.TRANSFORMER.VARIANT", "sra64_tiny", *SHIFT], "RANDOM_SHIFT_FRACTION"),
+        pytest.param(["MODEL.TRANSFORMER.COMPILE", "True", *SHIFT], "COMPILE", marks=pytest.mark.slow),
         (["DATASETS.TEST", "('shapes_vall',)"], "'shapes_val'"),
         (["MODEL.WEIGHTS", "absent.pth"], "absent.pth"),
     ],

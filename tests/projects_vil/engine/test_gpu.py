@@ -10,7 +10,7 @@ from projects_vil.checkpoint import load_detector
 from projects_vil.export import export_detector
 from tests.gpu import DEVICE, on_gpu, on_gpus
 from tests.projects_vil.engine.test_trainer import train_family
-from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool
+from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, run_python
 
 FAMILIES = ("vil", "ls", "lit", "cvt")
 PRECISIONS = {
@@ -20,13 +20,11 @@ PRECISIONS = {
 }
 
 
+SHIFT = ["MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION", "0.5"]
 OPTIONS = (
     *(["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton", *PRECISIONS[name]] for name in ("bfloat16", "float16")),
     ["MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "True", "MODEL.TRANSFORMER.ATTENTION_BACKEND", "sdpa"],
-    [
-        *("MODEL.EMA.ENABLED", "True", "SOLVER.GRADIENT_ACCUMULATION_STEPS", "2"),
-        *("MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION", "0.5"),
-    ],
+    ["MODEL.EMA.ENABLED", "True", "SOLVER.GRADIENT_ACCUMULATION_STEPS", "2", *SHIFT],
 )
 
 
@@ -85,6 +83,6 @@ def test_two_processes_with_synchronized_norms(datasets_root, tmp_path):
     config = CONFIGS["retinanet"].with_name("retinanet_lit_shapes.yaml")
     command = ["--config-file", config, *SMALL["retinanet"], "OUTPUT_DIR", tmp_path, "MODEL.DEVICE", DEVICE]
     command += ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "4", "MODEL.TRANSFORMER.NORM", "SyncBN"]
-    result = run_tool("train_net.py", "--num-gpus", 2, *command, datasets_root=datasets_root, launcher=[])
+    result = run_python(ROOT / "tools/train_net.py", "--num-gpus", 2, *command, datasets_root=datasets_root)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "model_final.pth").is_file()

@@ -1,41 +1,45 @@
 """A run that is killed ten times, at any moment and while it saves, equals an uninterrupted run, bit by bit."""
 
+import os
 import random
 import signal
+import time
 
 import pytest
 
-from tests.projects_vil.engine import interruption
+from tests.projects_vil.engine.test_launch import LAUNCH, Run
 from tests.projects_vil.engine.test_resuming import assert_same_run
-from tests.projects_vil.helpers import PATIENCE, forkserver
+from tests.projects_vil.helpers import PATIENCE, wait_for
 
-KILLS, ITERATIONS = 10, 24
-RUN = [
-    *("SEED", "5", "SOLVER.MAX_ITER", str(ITERATIONS), "SOLVER.CHECKPOINT_PERIOD", "3", "TEST.EVAL_PERIOD", "8"),
-    *("SOLVER.IMS_PER_BATCH", "2", "INPUT.MIN_SIZE_TRAIN", "(48, 64)", "TEST.BEST_METRIC", "bbox/AP"),
-    *("SOLVER.BASE_LR", "1e-3", "SOLVER.WARMUP_ITERS", "4", "MODEL.EMA.ENABLED", "True"),
+KEYS = [
+    *("SOLVER.MAX_ITER", "60", "SOLVER.CHECKPOINT_PERIOD", "3", "SOLVER.CHECKPOINT_MAX_TO_KEEP", "2"),
+    *("TEST.EVAL_PERIOD", "20", "SOLVER.WARMUP_ITERS", "4", "MODEL.EMA.ENABLED", "True"),
     *("MODEL.TRANSFORMER.DROP_PATH", "0.2"),
 ]
 
 
-def exit_code(kill, *args) -> int:
-    process = forkserver().Process(target=interruption.run_until, args=(kill, *args))
-    process.start()
-    process.join(PATIENCE)
-    return process.exitcode
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("detector, workers, processes", [("retinanet", 0, 2), ("mask_rcnn", 2, 1)])
-def test_ten_kills(detector, workers, processes, shapes, tmp_path):
-    whole, cut, generator = tmp_path / "whole", tmp_path / "cut", random.Random(detector + str(workers))
-    rest = [processes, shapes.parent, detector]
-    overrides = [*RUN, "DATALOADER.NUM_WORKERS", str(workers)]
-    assert exit_code(None, *rest, whole, overrides) == 0
-    # Early enough that the run has not finished.
-    for number, iteration in enumerate(sorted(generator.choices(range(ITERATIONS - 8), k=KILLS))):
-        kill = iteration, interruption.IN_SAVE if number % 7 == 3 else generator.uniform(0, 0.2)
-        assert exit_code(kill, *rest, cut, overrides) == -signal.SIGKILL, kill
-    assert exit_code(None, *rest, cut, overrides) == 0
-    assert_same_run(whole, cut)
-    assert not list(cut.glob(".*.partial"))
+@pytest.mark.parametrize("detector, options", [("retinanet", LAUNCH), ("mask_rcnn", ["DATALOADER.NUM_WORKERS", "2"])])
+def test_ten_kills(detector, options, datasets_root, tmp_path):
+    def start(name: str, output: str) -> Run:
+        words = ["--resume", *KEYS, *options, "OUTPUT_DIR", tmp_path / output]
+        return Run(tmp_path / name, datasets_root, *words, detector=detector)
+
+    def last_checkpoint() -> str:
+        return path.read_text() if (path := tmp_path / "cut/last_checkpoint").exists() else ""
+
+    generator = random.Random(detector)
+    for number in range(10):
+        run, before = start(str(number), "cut"), last_checkpoint()
+        if number % 3 == 2:
+            wait_for(lambda: any(tmp_path.glob("cut/.model_*.partial")))
+        else:
+            wait_for(lambda before=before: last_checkpoint() != before)
+            time.sleep(generator.uniform(0, 0.2))
+        os.killpg(run.process.pid, signal.SIGKILL)
+        assert run.end()[0] == -signal.SIGKILL
+    for output in ("cut", "whole"):
+        status, log = start(f"{output} to the end", output).end(PATIENCE)
+        assert status == 0, log
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert not list(tmp_path.glob("cut/.*.partial"))

@@ -13,19 +13,11 @@ from backbones import ConfigError
 from projects_vil.engine import Trainer
 from projects_vil.engine.launch import Processes, launch
 from projects_vil.engine.trainer import share_statistics
+from tests.projects_vil import helpers
 from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.engine.test_resuming import RUN, assert_same_run
 from tests.projects_vil.forked import fork_processes
-from tests.projects_vil.helpers import (
-    CONFIGS,
-    PATIENCE,
-    SMALL,
-    last_child,
-    run_tool,
-    small_config,
-    start_tool,
-    wait_for,
-)
+from tests.projects_vil.helpers import CONFIGS, PATIENCE, ROOT, SMALL, error_line, last_child, run_python, run_tool
 
 LAUNCH = ["--num-gpus", "2"]
 TORCHRUN = ["--standalone", "--nproc-per-node", "2"]
@@ -44,7 +36,7 @@ def losses_of(output, normalizer):
     options += ["MODEL.TRANSFORMER.DROP_PATH", "0.0", "DATALOADER.ASPECT_RATIO_GROUPING", "False"]
     options += ["INPUT.CROP.ENABLED", "True", "INPUT.CROP.TYPE", "absolute", "INPUT.CROP.SIZE", "[48, 48]"]
     options += ["INPUT.MIN_SIZE_TRAIN", "(48,)", "SOLVER.CHECKPOINT_PERIOD", "9"]
-    cfg = small_config("retinanet", *RUN, *options, "OUTPUT_DIR", str(output))
+    cfg = helpers.small_config("retinanet", *RUN, *options, "OUTPUT_DIR", str(output))
     torch.manual_seed(cfg.SEED)
     trainer = Trainer(cfg)
     model = getattr(trainer.model, "module", trainer.model)
@@ -141,14 +133,14 @@ def test_processes_that_cannot_run(monkeypatch, changes, environment, named):
 class Run:
     """A process of ``tools/train_net.py``. It is forked, and so are the processes that it or torchrun starts."""
 
-    def __init__(self, output, datasets_root, *overrides, **options):
+    def __init__(self, output, datasets_root, *overrides, detector="retinanet", **options):
         self.output, self.folder = output, output.with_suffix(".log")
         self.folder.mkdir()
         for name in ("stdout", "stderr"):
             (self.folder / name).touch()
-        words = ["--config-file", CONFIGS["retinanet"], *SMALL["retinanet"], *RUN, "OUTPUT_DIR", output, *overrides]
+        words = ["--config-file", CONFIGS[detector], *SMALL[detector], *RUN, "OUTPUT_DIR", output, *overrides]
         options |= {"folder": self.folder, "datasets_root": datasets_root}
-        self.process = start_tool("train_net.py", *words, **options)
+        self.process = helpers.start_tool("train_net.py", *words, **options)
 
     @property
     def log(self):
@@ -157,7 +149,7 @@ class Run:
     def wait_for(self, expected):
         """Wait for a text in the log, or for a path."""
         found = (lambda: expected in self.log) if isinstance(expected, str) else expected.exists
-        wait_for(lambda: found() or not self.process.is_alive())
+        helpers.wait_for(lambda: found() or not self.process.is_alive())
         assert self.process.is_alive(), self.log
 
     def end(self, seconds=60):
@@ -173,10 +165,8 @@ def whole_run(made_once, datasets_root):
     """Return OUTPUT_DIR of an uninterrupted run with two processes, which are spawned as outside of the tests."""
 
     def fill(folder):
-        words = [*LAUNCH, "--config-file", CONFIGS["retinanet"], *SMALL["retinanet"], *RUN]
-        result = run_tool(
-            "train_net.py", *words, "OUTPUT_DIR", folder / "run", datasets_root=datasets_root, launcher=[]
-        )
+        words = ["--config-file", CONFIGS["retinanet"], *SMALL["retinanet"], *RUN, "OUTPUT_DIR", folder / "run"]
+        result = run_python(ROOT / "tools/train_net.py", *LAUNCH, *words, datasets_root=datasets_root)
         assert result.returncode == 0, result.stderr
 
     return made_once("run_of_two_processes", fill) / "run"
@@ -229,7 +219,7 @@ def test_all_save_when_the_first_process_is_killed(datasets_root, tmp_path):
     run = Run(tmp_path / "run", datasets_root, *LONG, *LAUNCH)
     run.wait_for(run.output / "last_checkpoint")
     run.process.kill()
-    wait_for(lambda: not (run.output / ".run.lock").exists())
+    helpers.wait_for(lambda: not (run.output / ".run.lock").exists())
     assert "saved after iteration" in run.log
 
 
@@ -279,14 +269,11 @@ def test_a_mistake_is_reported_once(datasets_root, tmp_path):
     file = f"{datasets_root}/shapes/annotations/instances_val.json"
     missing = ["DATASETS.COCO", f"[['mine', '{file}', '{tmp_path}']]", "DATASETS.TRAIN", "('mine',)"]
     odd = ["SOLVER.IMS_PER_BATCH", "3"]
-    for flags, options, named in (
-        ([*missing, *LAUNCH], {}, str(tmp_path)),
-        ([*odd, *LAUNCH], {}, "SOLVER.IMS_PER_BATCH"),
-        # Not forked.
-        (missing, {"launcher": ["-m", "torch.distributed.run", *TORCHRUN]}, str(tmp_path)),
-    ):
-        words = ["--config-file", CONFIGS["retinanet"], *SMALL["retinanet"], *flags, "OUTPUT_DIR", tmp_path / "run"]
-        result = run_tool("train_net.py", *words, datasets_root=datasets_root, **options)
-        (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-        assert result.returncode == 1 and named in line and (options or result.stderr.endswith(f"{line}\n")), line
-        assert not (tmp_path / "run").exists()
+    words = ["--config-file", CONFIGS["retinanet"], *SMALL["retinanet"], "OUTPUT_DIR", tmp_path / "run"]
+    for flags, named in ((missing, str(tmp_path)), (odd, "SOLVER.IMS_PER_BATCH")):
+        result = run_tool("train_net.py", *words, *flags, *LAUNCH, datasets_root=datasets_root)
+        assert named in error_line(result) and not (tmp_path / "run").exists()
+    torchrun = ["-m", "torch.distributed.run", *TORCHRUN, ROOT / "tools/train_net.py"]
+    result = run_python(*torchrun, *words, *missing, datasets_root=datasets_root)
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode == 1 and str(tmp_path) in line and not (tmp_path / "run").exists()

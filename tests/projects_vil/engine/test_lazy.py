@@ -57,13 +57,9 @@ def both(request):
 
 
 def groups_by_name(model, optimizer):
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        frozenset(names[id(parameter)] for parameter in group["params"]): {
-            key: value for key, value in group.items() if key != "params"
-        }
-        for group in optimizer.param_groups
-    }
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [dict(group) for group in optimizer.param_groups]
+    return {frozenset(names[parameter] for parameter in group.pop("params")): group for group in groups}
 
 
 def test_the_same_detector_optimizer_and_data(both):

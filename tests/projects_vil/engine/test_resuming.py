@@ -1,5 +1,6 @@
 """Interrupted and resumed runs equal uninterrupted runs, bit by bit."""
 
+import functools
 import json
 import os
 import signal
@@ -138,8 +139,9 @@ PERFORMER = ["MODEL.TRANSFORMER.VARIANT", "performer_tiny", "MODEL.TRANSFORMER.F
 PASTED = [*WORKERS, "INPUT.AUGMENTATION", "lsj_copy_paste", "INPUT.LSJ.SIZE", "64"]
 
 
+SHORT = ["SOLVER.MAX_ITER", "4", "SOLVER.CHECKPOINT_PERIOD", "2", "TEST.EVAL_PERIOD", "2", "TEST.BEST_METRIC", ""]
 CASES = {
-    "retinanet": ("retinanet", ["SOLVER.MAX_ITER", "4", "SOLVER.CHECKPOINT_PERIOD", "2", "TEST.EVAL_PERIOD", "2"]),
+    "retinanet": ("retinanet", SHORT),
     "steps": ("retinanet", [*STEPS, *WORKERS]),
     "pasted": ("mask_rcnn", PASTED),
     "performer": ("retinanet", PERFORMER),
@@ -194,22 +196,23 @@ def test_an_interrupted_evaluation_is_repeated_and_logged(shapes, tmp_path, monk
 
 
 def test_a_resumed_run_keeps_its_seed_and_has_the_rates_of_the_config(shapes, tmp_path, caplog):
-    first = new_trainer("retinanet", tmp_path / "run", "SEED", "-1")
+    start = functools.partial(new_trainer, "retinanet", tmp_path / "run", "TEST.EVAL_PERIOD", "0")
+    first = start("SEED", "-1")
     entries, path = [{"iteration": iteration} for iteration in (2, 3)], tmp_path / "run/nonfinite.json"
     path.write_text(json.dumps(entries))
     resume(first, cut_at=4)
     assert not path.exists()
-    resumed = new_trainer("retinanet", tmp_path / "run", "SEED", "-1")
+    resumed = start("SEED", "-1")
     resumed.resume_or_load(resume=True)
     assert "of the resumed run" not in caplog.text
     path.write_text(json.dumps(entries))
-    other = new_trainer("retinanet", tmp_path / "run", "SOLVER.BASE_LR", "1e-5", "SOLVER.WEIGHT_DECAY", "0.5")
+    other = start("SOLVER.BASE_LR", "1e-5", "SOLVER.WEIGHT_DECAY", "0.5")
     resume(other, cut_at=4)
     assert json.loads(path.read_text()) == entries[:1]
     assert "The config changes the learning rate, weight decay of the resumed run." in caplog.text
     assert all(0 < group["lr"] <= 1e-5 for group in other.optimizer.param_groups)
     assert {group["weight_decay"] for group in other.optimizer.param_groups} == {0.0, 0.5}
-    other = new_trainer("retinanet", tmp_path / "run", "SOLVER.LR_MULTIPLIERS", "[['backbone.*', 0.1]]")
+    other = start("SOLVER.LR_MULTIPLIERS", "[['backbone.*', 0.1]]")
     with pytest.raises(ConfigError, match="optimizer"):
         other.resume_or_load(resume=True)
     assert resumed.seed == resumed.cfg.SEED == first.seed >= 0

@@ -41,9 +41,8 @@ def drawn(seed: int = 0) -> tuple[dict, list[dict]]:
             if crowd:
                 outline["counts"] = outline["counts"].decode()
             annotations.append(entry | {"id": 1000 - len(annotations), "iscrowd": crowd, "segmentation": outline})
-        for one in (box(generator, 4) + [nudged(generator, each) for each in boxes for _ in range(5)]) * (
-            index % 4 > 0
-        ):
+        found = box(generator, 4) + [nudged(generator, each) for each in boxes for _ in range(5)]
+        for one in found if index % 4 else ():
             rle = mask_util.frPyObjects([corners(one)], HEIGHT, WIDTH)[0]
             rle["counts"] = rle["counts"].decode()
             category, score = int(generator.choice([2, 3, 5])), float(generator.random().__round__(1))

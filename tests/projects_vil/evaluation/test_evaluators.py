@@ -13,14 +13,8 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.evaluation import PascalVOCDetectionEvaluator, SemSegEvaluator
 from detectron2.structures import Boxes, BoxMode, Instances
 
-from projects_vil.data import (
-    IGNORED_LABEL,
-    build_test_loader,
-    label_reader,
-    load_dataset,
-    read_datasets,
-    register_datasets,
-)
+from projects_vil import register_datasets
+from projects_vil.data import IGNORED_LABEL, build_test_loader, label_reader, load_dataset, read_datasets
 from projects_vil.engine.checks import check_setup
 from projects_vil.evaluation import build_evaluator
 from projects_vil.evaluation.evaluators import COCOEvaluator, metric_names
@@ -86,9 +80,8 @@ def test_classes_of_a_validation_file_are_matched_by_name(shapes, tmp_path, requ
         return boxes, torch.full([len(boxes)], 0.5), torch.tensor([one["category_id"] for one in objects])
 
     metrics = evaluate(cfg, tmp_path / "out", predict, name="own")["bbox"]
-    assert [metrics[name] for name in ("AP", *(f"AP-{label}" for label in ids))] == pytest.approx(
-        [100] * (len(ids) + 1)
-    )
+    names = ["AP", *(f"AP-{label}" for label in ids)]
+    assert [metrics[name] for name in names] == pytest.approx([100] * len(names))
     results = json.loads((tmp_path / "out/coco_instances_results.json").read_text())
     found = Counter((one["image_id"], one["category_id"]) for one in results)
     assert found == Counter((one["image_id"], one["category_id"]) for one in dataset["annotations"])
@@ -163,9 +156,8 @@ def test_non_finite_detections(shapes, tmp_path, request, kind):
         instances.scores, instances.pred_classes = torch.tensor([0.9, score]), torch.tensor([0, 1])
         evaluator = build_evaluator(cfg, name, str(tmp_path))
         evaluator.reset()
-        assert "a.jpg" in message(
-            evaluator.process, [{"file_name": "a.jpg", "image_id": 1}], [{"instances": instances}]
-        )
+        inputs = [{"file_name": "a.jpg", "image_id": 1}]
+        assert "a.jpg" in message(evaluator.process, inputs, [{"instances": instances}])
 
 
 @pytest.mark.parametrize("limit", slow_except(["100", "200"], ["200"]))

@@ -12,8 +12,7 @@ from detectron2.evaluation.coco_evaluation import COCOEvaluator
 
 from projects_vil.run import evaluate
 from tests.projects_vil.evaluation.test_coco_matches import HEIGHT, WIDTH, drawn, feed
-from tests.projects_vil.helpers import message
-from tests.vil.test_cli import vil as vil
+from tests.projects_vil.helpers import message, vil
 
 parquet = pytest.importorskip("pyarrow.parquet")
 pa = pytest.importorskip("pyarrow")
@@ -61,7 +60,7 @@ def case(tmp_path, monkeypatch):
     return list(rows.values()), reference.evaluate()
 
 
-def test_files_and_folders(case, vil):
+def test_files_and_folders(case):
     """Files in any order, other class names in one file, rows of other images, and an error row."""
     rows, expected = case
     empty = next(one for one in rows if not one["scores"])
@@ -83,7 +82,7 @@ def test_files_and_folders(case, vil):
         assert {one["category_id"] for one in entries} == {2, 3, 5}
 
 
-def test_mistakes(case, vil):
+def test_mistakes(case):
     rows, _ = case
     write(Path("twice/a.parquet"), rows)
     write(Path("twice/b.parquet"), rows[:1])

@@ -18,15 +18,7 @@ from torch import Tensor, nn
 from backbones import ConfigError
 from backbones.build import VARIANTS
 from projects_vil.checkpoint import Categories
-from projects_vil.export import (
-    FORMATS,
-    check_format,
-    describe_model,
-    example_image,
-    formats,
-    make_exportable,
-    metadata_path,
-)
+from projects_vil.export import FORMATS, check_format, describe_model, example_image, make_exportable, metadata_path
 from tests.projects_vil.helpers import small_config, untrained_detector
 
 TRACED_SIZE = (96, 128)
@@ -98,7 +90,8 @@ def write(
     path = folder / f"{name}{'_batched' if batched else ''}_{dtype}{FORMATS[file_format].suffix}"
     with pytest.MonkeyPatch.context() as patch:
         if not batched:  # int8 files are quantized from batched ones, which use direct convolutions
-            patch.setattr(formats, "_WINOGRAD_CHANNELS", 16)  # The small detectors have 32 channels.
+            # The small detectors have 32 channels.
+            patch.setattr("projects_vil.export.formats._WINOGRAD_CHANNELS", 16)
         FORMATS[file_format].write(exportable, torch.stack([example] * 2) if batched else example, path)
     facts = {"precision": "fp32", "input_dtype": dtype, "weights": "random.pth"}
     metadata = describe_model(config(name), exportable, SHAPES, file_format, **facts)

@@ -9,21 +9,14 @@ from detectron2.data import transforms as T
 
 from backbones import ConfigError
 from projects_vil import Detector, load_config
-from projects_vil.export import (
-    ExportedModel,
-    describe_report,
-    example_image,
-    export_detector,
-    exporter,
-    pad_image,
-    to_instances,
-)
+from projects_vil.export import ExportedModel, describe_report, example_image, export_detector, pad_image, to_instances
 from projects_vil.export.exporter import EXAMPLE_SIZE, report_path
-from tests.projects_vil.export.exporting import shallow_variants, skip_without
+from tests.projects_vil.export.exporting import FEW_LEVELS, shallow_variants, skip_without
 from tests.projects_vil.helpers import (
     ROOT,
     SMALL,
     assert_same_detections,
+    contents_of,
     small_config,
     untrained_detector,
 )
@@ -44,13 +37,16 @@ def test_an_export_and_its_report(exported):
         assert row["ok"] and row["unmatched"] == 0 and row["detections"] == row["detections_exported"] > 0
 
 
-def test_without_detections_the_candidates_are_compared(weights, tmp_path):
-    cfg = small_config("retinanet", "MODEL.RETINANET.SCORE_THRESH_TEST", "0.99")
-    path, report = export_detector(cfg, weights("retinanet"), tmp_path / "out")
+def test_without_detections_the_candidates_are_compared(tmp_path):
+    few = ["MODEL.TRANSFORMER.VARIANT", "timm:test_resnet", "MODEL.FPN.IN_FEATURES", "['stage2', 'stage3']"]
+    few += [*FEW_LEVELS["retinanet"].split(), "MODEL.RETINANET.SCORE_THRESH_TEST", "0.99"]
+    cfg, weights = small_config("retinanet", *few), tmp_path / "random.pth"
+    torch.save({"model": untrained_detector(cfg).state_dict()}, weights)
+    path, report = export_detector(cfg, weights, tmp_path / "out")
     assert report["ok"] is True and all(row["pairs"] for row in report["images"])
     assert "compared without a score threshold" in describe_report(report)
     assert ExportedModel(path).metadata["thresholds"]["score"] == 0.99
-    assert sorted(tmp_path.iterdir()) == [tmp_path / "out"]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "out", weights]
 
 
 @pytest.mark.slow
@@ -102,11 +98,10 @@ def test_a_failed_export_leaves_the_older_one(exported, weights, tmp_path, monke
     def fail(*args, **options):
         raise ConfigError("the comparison fails")
 
-    monkeypatch.setattr(exporter, "check_export", fail)
+    monkeypatch.setattr("projects_vil.export.exporter.check_export", fail)
     with pytest.raises(ConfigError, match="the comparison fails"):
         export_detector(small_config(), weights(), tmp_path)
-    files = [{file.name: file.read_bytes() for file in folder.iterdir()} for folder in (tmp_path, older)]
-    assert files[0] == files[1]
+    assert contents_of(tmp_path) == contents_of(older)
 
 
 # -- whole models ----------------------------------------------------------------------------------

@@ -10,17 +10,10 @@ import pytest
 import torch
 
 from backbones import ConfigError
-from projects_vil.export import (
-    FORMATS,
-    ExportedModel,
-    example_image,
-    letterbox_size,
-    metadata_path,
-    pad_image,
-    paste_masks,
-)
+from projects_vil.export import FORMATS, ExportedModel, example_image, letterbox_size, pad_image, paste_masks
 from projects_vil.export.formats import load_model
-from projects_vil.export.metadata import digest_of
+from projects_vil.export.metadata import digest_of, metadata_path
+from tests.backbones.test_checkpoint_files import Malicious
 from tests.projects_vil.export.exporting import demo_detector
 from tests.projects_vil.helpers import ROOT, assert_same_detections
 from tests.selection import slow_except
@@ -140,27 +133,15 @@ def test_no_file_contains_a_path_of_this_machine(written, file_format, options):
         assert not [path for path in paths for content in contents if path in content], file
 
 
-class CreateFile:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
-@pytest.mark.parametrize(
-    "record", ["data/sample_inputs/model.pt", "data/weights/model.pt", "data/constants/opaque_obj_0"]
-)
+@pytest.mark.parametrize("record", ["sample_inputs/model.pt", "weights/model.pt", "constants/opaque_obj_0"])
 def test_a_pickle_in_a_torch_export_archive_is_not_run(tmp_path, record):
     path, created = tmp_path / "model.pt2", tmp_path / "created"
     torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(1, 2),)), path)
     reader, buffer, pickled = torch._C.PyTorchFileReader(str(path)), io.BytesIO(), io.BytesIO()
-    torch.save(CreateFile(created), pickled)
+    torch.save(Malicious(created), pickled)
     writer = torch._C.PyTorchFileWriter(buffer)
-    records = {name: reader.get_record(name) for name in reader.get_all_records()} | {record: pickled.getvalue()}
-    for name, content in records.items():
+    records = {name: reader.get_record(name) for name in reader.get_all_records()}
+    for name, content in (records | {f"data/{record}": pickled.getvalue()}).items():
         if name not in ("version", ".data/serialization_id"):
             writer.write_record(name, content, len(content))
     writer.write_end_of_file()

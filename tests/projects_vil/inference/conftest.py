@@ -72,7 +72,7 @@ def served(tmp_path):
     """The URL of a folder."""
     handler = functools.partial(Server, directory=tmp_path, failed=set())
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://me:secret@127.0.0.1:{server.server_port}"
         server.shutdown()

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pycocotools.mask as mask_util
 import torch
@@ -23,7 +22,7 @@ ANY = Categories((3, 7), ("left", "right"))
 config = functools.cache(small_config)
 
 
-class BrightHalfRunner:
+class HalfRunner:
     """A runner that detects the brighter half of each image. The score is its brightness."""
 
     channels, sides, score_threshold, weights = "RGB", (1, None), 0.0, __file__
@@ -81,15 +80,7 @@ def save_run(folder: Path, name: str, *overrides: str):
 
 
 def run_on(source: Path, output: Path, *, runner=None, drawings: bool = False, **options):
-    return predict(Detector(runner or BrightHalfRunner()), source, output, drawings=drawings, **options)
-
-
-def write_video(path: Path, frames: int, *, size: tuple[int, int] = (40, 60)) -> None:
-    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 8, size[::-1])
-    assert writer.isOpened()
-    for number in range(frames):
-        writer.write(np.ascontiguousarray(picture(*size, bright="left" if number % 3 else "right")[..., ::-1]))
-    writer.release()
+    return predict(Detector(runner or HalfRunner()), source, output, drawings=drawings, **options)
 
 
 def instances_by_image(results: Iterable[dict]) -> dict[int | str, Instances]:
@@ -100,9 +91,8 @@ def instances_by_image(results: Iterable[dict]) -> dict[int | str, Instances]:
     instances = {}
     for image_id, items in grouped.items():
         boxes = torch.tensor([item["bbox"] for item in items])
-        found = instances[image_id] = Instances(
-            (0, 0), pred_boxes=Boxes(torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1))
-        )
+        boxes[:, 2:] += boxes[:, :2]
+        found = instances[image_id] = Instances((0, 0), pred_boxes=Boxes(boxes))
         found.scores = torch.tensor([item["score"] for item in items])
         found.pred_classes = torch.tensor([item["category_id"] for item in items])
         if "segmentation" in items[0]:

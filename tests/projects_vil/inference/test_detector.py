@@ -16,7 +16,7 @@ from projects_vil.inference import Detections, runners
 from projects_vil.inference.image_loading import ImageBatches, ImageSource
 from projects_vil.visualization import DRAW_THRESHOLD
 from tests.projects_vil.helpers import CONFIGS, assert_same_detections
-from tests.projects_vil.inference.helpers import ANY, BrightHalfRunner, picture, save, save_run
+from tests.projects_vil.inference.helpers import ANY, HalfRunner, picture, save, save_run
 from tests.selection import slow_except
 
 
@@ -66,9 +66,7 @@ def test_networks_in_sixteen_bits(tmp_path, name, dtype):
 def test_encoded_masks_equal_pycocotools(monkeypatch):
     """For images of different sizes with full, empty and noisy masks, and for any chunk size."""
     random = np.random.default_rng(0)
-    images = [
-        random.random((number, height, width)) < 0.5 for number, height, width in ((5, 9, 13), (0, 8, 3), (4, 30, 7))
-    ]
+    images = [random.random(shape) < 0.5 for shape in ((5, 9, 13), (0, 8, 3), (4, 30, 7))]
     images[0][0], images[0][1], images[2][1, :, 2:5], images[2][2, 0, 0] = False, True, True, True
     expected = [[mask_util.encode(np.asfortranarray(mask.astype(np.uint8))) for mask in image] for image in images]
     for pixels in (1, 250, runners.MAX_MASK_PIXELS):
@@ -113,7 +111,7 @@ def test_images_of_every_type_give_the_same(detector, photos):
 
 
 def test_arrays_are_rgb_for_models_of_both_channel_orders():
-    class FirstChannelRunner(BrightHalfRunner):
+    class FirstChannelRunner(HalfRunner):
         """Scores are the mean of the first input channel."""
 
         def _find(self, image, size):
@@ -131,7 +129,7 @@ def test_pil_images_are_taken_upright(tmp_path):
     exif = PIL.Image.Exif()
     exif[0x0112] = 6
     PIL.Image.fromarray(picture(40, 60)).save(tmp_path / "rotated.jpg", exif=exif)
-    detector = Detector(BrightHalfRunner())
+    detector = Detector(HalfRunner())
     for image in (tmp_path / "rotated.jpg", PIL.Image.open(tmp_path / "rotated.jpg")):
         assert detector(image).image_size == (60, 40)
     gray = PIL.Image.fromarray(picture(40, 60, bright="right")[..., 0].astype(np.uint16) * 257)
@@ -152,9 +150,9 @@ def test_pil_images_are_taken_upright(tmp_path):
 )
 def test_images_of_other_types(image, named):
     with pytest.raises(ConfigError, match=named):
-        Detector(BrightHalfRunner())(image)
+        Detector(HalfRunner())(image)
     with pytest.raises(ConfigError, match="batch_size"):
-        Detector(BrightHalfRunner())(image, batch_size=0)
+        Detector(HalfRunner())(image, batch_size=0)
 
 
 # Results
@@ -209,7 +207,7 @@ def test_drawings(tmp_path):
         assert max(found.draw(longer_side=600).shape) in (599, 600)
     # The file is read again.
     save(tmp_path / "a.png", picture(80, 120))
-    found = Detector(BrightHalfRunner())(tmp_path / "a.png")
+    found = Detector(HalfRunner())(tmp_path / "a.png")
     assert found.draw().shape == (80, 120, 3)
     (tmp_path / "a.png").unlink()
     with pytest.raises(ConfigError, match=r"a\.png"):

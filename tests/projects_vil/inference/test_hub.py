@@ -17,8 +17,8 @@ from projects_vil.checkpoint import METADATA_KEY, Categories
 from projects_vil.evaluation import write_results
 from projects_vil.inference import hub
 from projects_vil.visualization import DRAW_THRESHOLD
-from tests.projects_vil.helpers import assert_same_detections
-from tests.projects_vil.inference.helpers import BrightHalfRunner, picture, save_run
+from tests.projects_vil.helpers import assert_same_detections, contents_of
+from tests.projects_vil.inference.helpers import HalfRunner, picture, save_run
 from tests.selection import slow_except
 
 CLASSES = Categories((3, 7, 9), ("round | flat", "square", "triangle"))
@@ -104,11 +104,11 @@ def test_a_second_save_with_other_options(detector, tmp_path):
 
 
 def test_folders_that_are_not_written(detector, run):
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = contents_of(run)
     with pytest.raises(ConfigError, match=str(run)):
         detector.save_pretrained(run)
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    for call in (Detector(BrightHalfRunner()).save_pretrained, Detector(BrightHalfRunner()).push_to_hub):
+    assert contents_of(run) == before
+    for call in (Detector(HalfRunner()).save_pretrained, Detector(HalfRunner()).push_to_hub):
         with pytest.raises(ConfigError, match="exported"):
             call("folder")
     assert not os.path.exists("folder")

@@ -16,7 +16,6 @@ from projects_vil.inference import predict
 from tests.projects_vil.helpers import PATIENCE, start_tool, wait_for
 from tests.projects_vil.inference.helpers import assert_same, results_of, save
 
-ray = pytest.importorskip("ray", reason="needs ray: pip install -e '.[ray]'")
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 pytestmark = pytest.mark.slow
@@ -26,6 +25,7 @@ OPTIONS = {"num_workers": (1, 2), "part_size": 8, "batch_size": 2}
 @pytest.fixture(scope="module")
 def cluster(short_ray_folder, request):
     """Two CPUs for workers, and one for reading and writing, unless a test sets other resources."""
+    ray = pytest.importorskip("ray", reason="needs ray: pip install -e '.[ray]'")
     options = {"object_store_memory": 100 * 2**20, "include_dashboard": False, "log_to_driver": False}
     yield ray.init(**getattr(request, "param", {"num_cpus": 3}), **options)
     ray.shutdown()

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,16 +13,8 @@ import pytest
 from backbones import ConfigError
 from projects_vil import Detector
 from projects_vil.inference import predict
-from tests.projects_vil.helpers import message, start_tool
-from tests.projects_vil.inference.helpers import (
-    BrightHalfRunner,
-    assert_same,
-    picture,
-    read,
-    results_of,
-    save,
-    save_run,
-)
+from tests.projects_vil.helpers import contents_of, message, start_tool
+from tests.projects_vil.inference.helpers import HalfRunner, assert_same, picture, read, results_of, save, save_run
 
 pytest.importorskip("pyarrow")
 
@@ -33,10 +24,6 @@ from projects_vil.inference.parquet_writer import SCHEMA
 from tests.selection import slow_except
 
 NUM_IMAGES = int(os.environ.get("NUM_IMAGES", "300"))  # of the slow test
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
@@ -51,7 +38,7 @@ def photos(tmp_path):
 def run(photos, output, runner=None, **options) -> str:
     """Predict and return the line of the summary."""
     options = {"part_size": 3, "batch_size": 2, "file_format": "parquet"} | options
-    summary = predict(Detector(runner or BrightHalfRunner()), photos, output, **options)
+    summary = predict(Detector(runner or HalfRunner()), photos, output, **options)
     return summary.lines[0].removeprefix(f"{output}: ")
 
 
@@ -79,7 +66,7 @@ def test_rows_equal_coco_results(photos, tmp_path, name):
 
 def test_only_incomplete_parts_are_written_again(photos, tmp_path):
     run(photos, tmp_path / "out")
-    expected = files(tmp_path / "out")
+    expected = contents_of(tmp_path / "out")
     (tmp_path / "out/part-000001.parquet").unlink()
     (tmp_path / "out/part-000003.parquet").write_bytes(expected["part-000003.parquet"][:-1])
     # One bit of the scores
@@ -88,22 +75,22 @@ def test_only_incomplete_parts_are_written_again(photos, tmp_path):
     changed[scores.dictionary_page_offset + scores.total_compressed_size - 1] ^= 1
     (tmp_path / "out/part-000002.parquet").write_bytes(changed)
     for num_images in (8, 0):
-        runner = BrightHalfRunner()
+        runner = HalfRunner()
         assert run(photos, tmp_path / "out", runner) == "14 images, 1 error, 13 detections, 5 parts"
         assert sum(map(len, runner.batches)) == num_images
-        assert files(tmp_path / "out") == expected
+        assert contents_of(tmp_path / "out") == expected
 
 
 def test_parts_that_cannot_be_read_are_kept(photos, tmp_path, monkeypatch):
     run(photos, tmp_path / "out")
     path = tmp_path / "out/part-000001.parquet"
     parquet.write_table(parquet.read_table(path).drop_columns("masks"), path)
-    before = files(tmp_path / "out")
+    before = contents_of(tmp_path / "out")
     assert "part-000001.parquet': it has other columns" in message(run, photos, tmp_path / "out")
     with monkeypatch.context() as patch, pytest.raises(PermissionError):
         patch.setattr(parquet, "read_table", Mock(side_effect=PermissionError(errno.EACCES, "denied")))
         run(photos, tmp_path / "out")
-    assert files(tmp_path / "out") == before
+    assert contents_of(tmp_path / "out") == before
 
 
 def test_shards_share_an_output(photos, tmp_path):
@@ -132,10 +119,10 @@ def test_parts_of_another_model_or_input_are_not_changed(photos, tmp_path, optio
     (tmp_path / changed).unlink(missing_ok=True)
     if content is not None:
         (tmp_path / changed).write_text(content)
-    before, runner = files(tmp_path / "out"), BrightHalfRunner()
+    before, runner = contents_of(tmp_path / "out"), HalfRunner()
     vars(runner).update(options)
     assert named in message(run, photos, tmp_path / "out", runner, part_size=options.get("part_size", 3))
-    assert files(tmp_path / "out") == before
+    assert contents_of(tmp_path / "out") == before
 
 
 def test_files_of_the_same_names_in_another_folder(photos, tmp_path):
@@ -180,6 +167,6 @@ def test_a_run_that_is_killed_three_times(tmp_path):
         process = start(tmp_path / output)
         process.join()
         assert process.exitcode == 2, (tmp_path / "stderr").read_text()
-    killed, uninterrupted = files(tmp_path / "killed"), files(tmp_path / "uninterrupted")
+    killed, uninterrupted = contents_of(tmp_path / "killed"), contents_of(tmp_path / "uninterrupted")
     # A killed process leaves its temporary file.
     assert {name: killed[name] for name in killed if not name.endswith(".partial")} == uninterrupted

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,25 +18,23 @@ from projects_vil.export import metadata_path
 from projects_vil.inference import image_loading, predict
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Video
 from tests.projects_vil.export.exporting import write
-from tests.projects_vil.helpers import assert_same_detections, message, run_tool
-from tests.projects_vil.inference.helpers import (
-    BrightHalfRunner,
-    assert_same,
-    picture,
-    read,
-    run_on,
-    save,
-    save_run,
-    write_video,
-)
+from tests.projects_vil.helpers import assert_same_detections, message
+from tests.projects_vil.inference.helpers import HalfRunner, assert_same, picture, read, run_on, save, save_run
 from tests.selection import slow_except
+
+
+def write_video(path: Path, frames: int, *, size: tuple[int, int] = (40, 60)) -> None:
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 8, size[::-1])
+    assert writer.isOpened()
+    for number in range(frames):
+        writer.write(np.ascontiguousarray(picture(*size, bright="left" if number % 3 else "right")[..., ::-1]))
+    writer.release()
+
 
 # Results
 
 
-@pytest.mark.parametrize(
-    "name, channels", [("retinanet", "RGB"), pytest.param("mask_rcnn", "BGR", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name, channels", slow_except([("retinanet", "RGB"), ("mask_rcnn", "BGR")], ["retinanet"]))
 def test_results_equal_an_evaluation(shapes, tmp_path, name, channels):
     annotations = shapes / "annotations/instances_val.json"
     Trainer.test(*save_run(tmp_path, name, "INPUT.FORMAT", channels, "TEST.DETECTIONS_PER_IMAGE", "10"))
@@ -133,7 +130,7 @@ def test_batches_of_one_padded_size(tmp_path):
     sizes = [(40, 60), (64, 50), (80, 120), (20, 30), (64, 50), (40, 61), (160, 240)]
     for number, size in enumerate(sizes):
         save(tmp_path / f"in/{number}.png", picture(*size, bright="left" if number % 2 else "right"))
-    runner = BrightHalfRunner()
+    runner = HalfRunner()
     run_on(tmp_path / "in", tmp_path / "out", runner=runner, batch_size=4)
     assert sorted(map(len, runner.batches)) == [1, 2, 4]
     results, images = read(tmp_path / "out")
@@ -154,7 +151,7 @@ def test_batches_stay_within_a_window(monkeypatch):
             yield ImageSource(np.zeros((*sizes[index], 3), np.uint8), str(index), index)
 
     def batches(first):
-        for batch in ImageBatches(images(first)).batches(BrightHalfRunner(), 2):
+        for batch in ImageBatches(images(first)).batches(HalfRunner(), 2):
             yield [item.entry["id"] for item in batch]
 
     assert ImageBatches(images(0)).total == 0 and ImageBatches(list(images(0))).total == 12
@@ -204,7 +201,7 @@ def test_frames_of_a_stream_that_changes_its_size(tmp_path, monkeypatch):
     frames = iter([*((True, np.zeros((*size, 3), np.uint8)) for size in sizes), (False, None)])
     opened = SimpleNamespace(isOpened=lambda: True, get=lambda _: 0, read=lambda: next(frames), release=lambda: None)
     monkeypatch.setattr(cv2, "VideoCapture", lambda _: opened)
-    batches = Video("0").batches(BrightHalfRunner(), 2)
+    batches = Video("0").batches(HalfRunner(), 2)
     assert [[item.index for item in batch] for batch in batches] == [[0, 1], [2], [3, 4], [5]]
 
 
@@ -268,7 +265,7 @@ def test_drawings(tmp_path):
 def test_video(tmp_path, request, is_url):
     """A file, or a URL whose password is not in the output."""
     write_video(tmp_path / "clip.avi", 7)
-    runner, output = BrightHalfRunner(), tmp_path / "out"
+    runner, output = HalfRunner(), tmp_path / "out"
     source = f"{request.getfixturevalue('served')}/clip.avi" if is_url else tmp_path / "clip.avi"
     summary = run_on(source, output, runner=runner, batch_size=3, drawings=True)
     results, images = read(output)
@@ -300,7 +297,7 @@ def test_damaged_videos(tmp_path):
 def test_a_camera_is_read_until_it_is_interrupted(served, tmp_path):
     """The results of earlier frames are not in memory."""
 
-    class InterruptedRunner(BrightHalfRunner):
+    class InterruptedRunner(HalfRunner):
         num_in_memory = ()
 
         def __call__(self, images, sizes):
@@ -388,20 +385,3 @@ def test_invalid_arguments(tmp_path, source, output, options, named):
 def test_a_url_is_no_output():
     with pytest.raises(ConfigError, match="Cannot write to the URL 's3://bucket/out'"):
         run_on("in", "s3://bucket/out")
-
-
-# The tool
-
-
-def test_tool(trained_run, shapes, tmp_path):
-    shutil.copytree(shapes / "val", tmp_path / "in")
-    (tmp_path / "in/text.jpg").write_text("not an image")
-    arguments = ["--input", tmp_path / "in", "--output", tmp_path / "out", "--batch", 2]
-    model = ["--config-file", trained_run / "config.yaml", "--weights", trained_run / "model_final.pth"]
-    result = run_tool("predict.py", *model, *arguments)
-    assert result.returncode == 2 and "text.jpg" in result.stderr
-    results, images = read(tmp_path / "out")
-    assert f"8 images, {len(results)} detections" in result.stdout and f"{tmp_path / 'out/drawings'}" in result.stdout
-    assert len(images["images"]) == len(list((tmp_path / "out/drawings").iterdir())) == 8
-    result = run_tool("predict.py", *arguments)
-    assert result.returncode == 2 and "--weights" in result.stderr

@@ -7,7 +7,7 @@ from projects_vil import Detector
 from projects_vil.inference import image_loading, predict
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Skipped
 from tests.projects_vil.inference.conftest import Server
-from tests.projects_vil.inference.helpers import BrightHalfRunner, picture, save
+from tests.projects_vil.inference.helpers import HalfRunner, picture, save
 
 pytest.importorskip("aiohttp", reason="fsspec reads HTTP by aiohttp")
 
@@ -20,7 +20,7 @@ def short_waits(monkeypatch):
 
 def load(served: str, *names: str) -> list:
     sources = [ImageSource(f"{served}/{name}", name, number) for number, name in enumerate(names, start=1)]
-    return [item for batch in ImageBatches(sources).batches(BrightHalfRunner(), 4) for item in batch]
+    return [item for batch in ImageBatches(sources).batches(HalfRunner(), 4) for item in batch]
 
 
 def test_requests_run_at_the_same_time(served, tmp_path):
@@ -53,7 +53,7 @@ def test_a_resume_predicts_urls_with_a_temporary_error_again(served, tmp_path, m
     (tmp_path / "list.txt").write_text("\n".join(f"{served}/{name}" for name in names))
     runs = []
     for _ in range(3):
-        runner = BrightHalfRunner()
+        runner = HalfRunner()
         predict(Detector(runner), tmp_path / "list.txt", tmp_path / "out", file_format="parquet", part_size=4)
         (path,) = tmp_path.glob("out/*.parquet")
         rows = parquet.read_table(path).to_pylist()

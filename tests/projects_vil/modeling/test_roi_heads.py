@@ -10,17 +10,14 @@ from detectron2.utils.events import EventStorage
 
 from projects_vil import load_config
 from tests.projects_vil.engine.test_train_step import images_of
-from tests.projects_vil.helpers import ROOT, SMALL, run_tool
+from tests.projects_vil.helpers import ROOT, run_tool
+from tests.projects_vil.panoptic import SMALL_PROJECT
 
 CONFIG = ROOT / "configs/projects/point_rend_vil_tiny_rpb_1x.yaml"
 # A small PointRend detector for the synthetic shapes.
 SMALL_POINTS = [
-    *("MODEL.DEVICE", "cpu", "MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_1_3_1_rpb", *SMALL["mask_rcnn"]),
-    *("MODEL.ROI_HEADS.NUM_CLASSES", "3", "MODEL.POINT_HEAD.NUM_CLASSES", "3", "MODEL.ROI_MASK_HEAD.FC_DIM", "32"),
+    *(*SMALL_PROJECT, "MODEL.POINT_HEAD.NUM_CLASSES", "3", "MODEL.ROI_MASK_HEAD.FC_DIM", "32"),
     *("MODEL.POINT_HEAD.FC_DIM", "32", "DATASETS.TRAIN", "('shapes_train',)", "DATASETS.TEST", "('shapes_val',)"),
-    *("MODEL.RPN.PRE_NMS_TOPK_TRAIN", "100", "MODEL.RPN.POST_NMS_TOPK_TRAIN", "50"),
-    *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", "32", "SOLVER.IMS_PER_BATCH", "4"),
-    *("SOLVER.STEPS", "()", "SOLVER.WARMUP_ITERS", "0"),
 ]
 
 

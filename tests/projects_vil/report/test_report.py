@@ -35,9 +35,8 @@ def report(trained_run, datasets_root, made_once):
     """The report of a run."""
 
     def write(folder):
-        result = run_tool(
-            "report.py", trained_run, "--output", folder / "r.html", "--num-images", 3, datasets_root=datasets_root
-        )
+        words = [trained_run, "--output", folder / "r.html", "--num-images", 3]
+        result = run_tool("report.py", *words, datasets_root=datasets_root)
         assert result.returncode == 0, result.stderr
         assert result.stdout.startswith(f"wrote {folder / 'r.html'}")
 

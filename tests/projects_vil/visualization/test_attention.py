@@ -102,9 +102,8 @@ def check(module: nn.Module, tokens: Tensor, global_tokens: Tensor | None, row: 
     torch.testing.assert_close(output.flatten(), expected[row * WIDTH + col], rtol=1e-9, atol=1e-9)
     ones = torch.ones(HEADS, dtype=torch.float64)
     torch.testing.assert_close(sum(weights.sum(dim=1) for weights in parts.values()), ones)
-    torch.testing.assert_close(
-        (attention.direct + attention.spread).sum(dim=(1, 2)) + attention.to_globals.sum(dim=1), ones
-    )
+    shown = (attention.direct + attention.spread).sum(dim=(1, 2)) + attention.to_globals.sum(dim=1)
+    torch.testing.assert_close(shown, ones)
     return attention
 
 

@@ -20,13 +20,7 @@ from backbones.errors import GENERATOR
 from projects_vil.config import load_config
 from projects_vil.data import IGNORED_LABEL, label_reader, load_dataset, register_datasets
 from projects_vil.engine import Trainer
-from projects_vil.visualization import (
-    draw_evaluation,
-    draw_instances,
-    draw_results,
-    draw_samples,
-    write_image,
-)
+from projects_vil.visualization import draw_evaluation, draw_instances, draw_results, draw_samples, write_image
 from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH
 from projects_vil.visualization.predictions import MIN_SAMPLE_SIDE, draw_sample
 from tests.projects_vil.helpers import message, small_config

@@ -9,14 +9,7 @@ from torch import Tensor, nn
 
 from backbones.errors import ConfigError
 from research.sequence import char_lm, create_char_lm, create_sequence_encoder, encoder, reference
-from tests.backbones.helpers import (
-    LargestTensor,
-    assert_all_close,
-    outputs_and_gradients,
-    random_ids,
-    random_images,
-    randomize,
-)
+from tests.backbones.helpers import LargestTensor, assert_all_close, outputs_and_gradients, random_images, randomize
 
 SMALL_ENCODER = {"vocab_size": 11, "dim": 8, "num_heads": 2, "hidden_dim": 12, "depth": 2, "max_length": 24}
 SMALL_ENCODER |= {"window_size": 4, "rank": 3, "class_token": True}
@@ -27,6 +20,10 @@ SMALL_CHAR_LM |= {"segment_length": 4, "rank": 2, "window_size": 5}
 def small(create: Callable = create_sequence_encoder, *, dtype: torch.dtype = torch.float64, **changes) -> nn.Module:
     sizes = SMALL_CHAR_LM if create is create_char_lm else SMALL_ENCODER
     return randomize(create(**sizes | changes).to(dtype)).eval()
+
+
+def random_ids(batch: int, length: int) -> Tensor:
+    return torch.randint(11, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
 def mask_of(length: int, *real: int) -> Tensor:
