@@ -48,7 +48,9 @@ class Mlp(nn.Module):
         if self.depthwise is not None:
             features = contiguous_for_export(hidden.unflatten(1, size).permute(0, 3, 1, 2))
             hidden = contiguous_for_export(self.depthwise(features).permute(0, 2, 3, 1)).flatten(1, 2)
-        if tokens.device.type == "cpu" or is_tracing() or torch.compiler.is_compiling():
+        # Adapters replace the layer.
+        is_plain = type(self.fc2) is nn.Linear and not self.fc2._forward_hooks
+        if tokens.device.type == "cpu" or is_tracing() or torch.compiler.is_compiling() or not is_plain:
             return self.fc2(F.gelu(hidden))
         # Autocast does not cast the arguments of a function.
         return GeluLinear.apply(hidden, self.fc2.weight.to(hidden.dtype), self.fc2.bias.to(hidden.dtype))

@@ -84,7 +84,11 @@ Pixels resize(const Pixels& input, int outer, int length, int inner, int resized
 int run(const std::string& model_path, const std::string& photo_path, float threshold) {
     ov::Core core;
     auto model = core.read_model(model_path);
-    auto info = [&](const std::string& key) { return model->get_rt_info<std::string>("model_info", key); };
+    auto info = [&](const std::string& key) {
+        if (!model->has_rt_info("model_info", key))
+            throw std::runtime_error("'" + model_path + "' has no " + key + ". Export it again with vil export.");
+        return model->get_rt_info<std::string>("model_info", key);
+    };
     const auto shape = model->input().get_partial_shape();
     if (shape.size() != 3 || shape[1].is_static() || model->input().get_element_type() != ov::element::u8)
         throw std::runtime_error("Export '" + model_path + "' for single uint8 images of any size.");

@@ -53,7 +53,7 @@ CHECKED = {
     "performer_small": {},
     "global_small": {},
 }
-TIMED = ("vil_tiny_rpb", "vil_small_rpb", "ls_small", "cvt_ls_13", "lit_s")
+TIMED = ("vil_tiny_rpb", "vil_small_rpb", "ls_small", "cvt_ls_13", "lit_s", "litv2_s")
 DTYPES = ("float32", "float16", "bfloat16")
 
 

@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+from unittest import mock
 
 import pytest
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.structures import Instances
+from detectron2.utils.logger import _LOG_COUNTER
 
 from backbones import ConfigError
 from projects_vil import load_config
@@ -90,7 +92,9 @@ def run_tool(name: str | Path, *args, datasets_root: Path | None = None, root: P
     """
     status, out, err = 0, io.StringIO(), io.StringIO()
     known = [(catalog, set(catalog.list())) for catalog in (DatasetCatalog, MetadataCatalog)]
-    with pytest.MonkeyPatch.context() as patch, loggers_and_signals_as_before():
+    # A new process has read no datasets, and logged no message once.
+    new = [mock.patch.dict(state, clear=True) for state in (SHARED, _LOG_COUNTER)]
+    with pytest.MonkeyPatch.context() as patch, loggers_and_signals_as_before(), new[0], new[1]:
         patch.setattr(sys, "argv", [str(name), *map(str, args)])
         if datasets_root is not None:
             patch.setenv("DETECTRON2_DATASETS", str(datasets_root))
@@ -104,7 +108,6 @@ def run_tool(name: str | Path, *args, datasets_root: Path | None = None, root: P
     for catalog, names in known:
         for registered in set(catalog.list()) - names:
             catalog.remove(registered)
-    SHARED.clear()  # its records would hide that the datasets are no longer registered
     return Result(status or 0, out.getvalue(), err.getvalue())
 
 
