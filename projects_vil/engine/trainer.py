@@ -640,9 +640,10 @@ class Trainer(DefaultTrainer):
 
         Args:
             cfg: the config of the model.
-            model: the model without DistributedDataParallel.
+            model: the model, also in a DistributedDataParallel.
             evaluators: see detectron2's method.
         """
+        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         share_statistics(model)
         dtype = torch.bfloat16 if cfg.TEST.AMP.ENABLED else eval_dtype(cfg)
         if dtype != torch.float32:

@@ -162,9 +162,10 @@ def _unused_images(source: Path, parts: Parts, index: FileIndex) -> dict[str, li
     below = tuple(str(root) for _, _, root in parts.values()) if source.is_file() else ""
     images = [path for path in index.images if path not in used and path.startswith(below)]
     unused = {"images that the annotations do not name": images}
-    if types := Counter(os.path.splitext(path)[1].lower() for path in index.unsupported):
+    unsupported = [path for path in index.unsupported if path not in used]
+    if types := Counter(os.path.splitext(path)[1].lower() for path in unsupported):
         text = ", ".join(f"{suffix or 'none'} ({number:,})" for suffix, number in types.most_common())
-        unused[f"files of an unsupported type, {text}"] = index.unsupported
+        unused[f"files of an unsupported type, {text}"] = unsupported
     return unused
 
 

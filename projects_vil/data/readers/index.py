@@ -217,7 +217,11 @@ class FileIndex:
             branch = folders[: at_start + 1]
             has_images = len(branch) > at_start and branch in self._image_folders
             is_elsewhere = has_images and branch[-1] not in ANNOTATION_FOLDERS
-            if (split and self._split_of(own) not in (split, None)) or ((is_elsewhere or is_written) and not at_end):
+            # Equal folders named "images" in two places are no reason to take an image of the other place.
+            is_named = own[at_start] in parts[:-1] if len(own) > at_start else at_end
+            if (is_elsewhere and not is_named) or (is_written and not at_end):
+                continue
+            if split and self._split_of(own) not in (split, None):
                 continue
             is_image_folder = own[-1:] in (("images",), ("jpegimages",))
             rank = (False, at_end, end, num_shared, at_start, own == parts[:-1], is_image_folder)

@@ -39,7 +39,7 @@ def _shape(shape: dict[str, Any], path: str) -> Shape:
     label, shape_type = str(shape["label"] or "").strip(), shape.get("shape_type") or "polygon"
     values = [number(value, f"{path}: {label}") for point in shape["points"] for value in point[:2]]
     if shape_type == "mask" and shape.get("mask") and len(values) == 4:
-        with Image.open(io.BytesIO(base64.b64decode(shape["mask"]))) as image:
+        with Image.open(io.BytesIO(base64.b64decode(shape["mask"].encode()))) as image:
             values = [np.asarray(image.convert("L")) > 0, *(round(min(values[axis::2])) for axis in (0, 1))]
     # LabelMe's converters skip this label.
     return label if label == "__ignore__" else shape_type, label, shape.get("group_id"), values

@@ -281,6 +281,14 @@ def test_a_missing_image_is_not_taken_from_another_folder(tmp_path):
         assert unused == [Path(next(iter(files))).name, "a.png"]
 
 
+def test_a_folder_of_the_same_name_is_not_the_folder_of_a_missing_image(tmp_path):
+    files = {f"cam1/labels/{stem}.json": labelme_text({}, imagePath=f"..\\images\\{stem}.png") for stem in "ab"}
+    write_files(tmp_path, files | {"cam1/images/b.png": 1, "cam2/images/a.png": 2})
+    dataset = read_dataset(tmp_path, tmp_path / "out", val=0)
+    unused = [Path(path).name for paths in dataset.unused.values() for path in paths]
+    assert dataset.sizes == {"train": 1} and unused == ["a.json", "a.png"]
+
+
 def test_the_written_folder_decides_a_tie(tmp_path):
     text = voc_text(bndbox(11, 21, 50, 50), "a.png")
     for number, written in enumerate(("<folder>y</folder>", "<path>C:\\me\\y\\a.png</path>")):
