@@ -155,7 +155,8 @@ def create_classifier(
     """
     variant = get_variant(name, options, keywords=inspect.signature(create_classifier).parameters)
     check_whole("num_classes", num_classes)
-    check_choice("pool", pool, ("mean", "global_token", None))
+    pool = variant.pool if pool is None else pool
+    check_choice("pool", pool, ("mean", "global_token"))
     size = height_and_width("img_size", img_size)
     settings = BackboneSettings(
         out_features=variant.stage_names[-1:],
@@ -169,7 +170,7 @@ def create_classifier(
     backbone = _FAMILIES[type(variant)](variant, settings)
     if pool == "global_token" and backbone.stages[-1].global_tokens is None:
         raise ConfigError(f"pool='global_token': the last stage of '{name}' has no global token. Set global_tokens=1.")
-    return Classifier(backbone, num_classes=num_classes, pool=pool or variant.pool, norm_eps=variant.norm_eps)
+    return Classifier(backbone, num_classes=num_classes, pool=pool, norm_eps=variant.norm_eps)
 
 
 def height_and_width(name: str, size: int | Sequence[int]) -> tuple[int, int]:
