@@ -168,14 +168,17 @@ class FileIndex:
         name, the folders decide, in this order: the longest common end with the written path, and with the folder of
         the annotation file; the number of common folders, and the longest common beginning, with the folder of the
         annotation file; the path from the root; a folder named images. Then the size decides, and last the hint. An
-        image is not used if it is in the folder of another split, or if the written folder or the folder of the
-        annotation file has other images. If an image fits several records, it belongs to the one that fits best, and
+        image is not used if it is in the folder of another split, or in a folder that the file names for other images,
+        or if the written folder or the folder of the annotation file has other images. If an image fits several records, it belongs to the one that fits best, and
         the others have none.
 
         Raises:
             ConfigError: If several images fit a record equally well, or several records an image.
         """
-        matches = [(*self._matches(record), record) for record in records]
+        records, written = list(records), defaultdict(set)
+        for record in records:
+            written[record.annotation].update(parts[-2] for parts in map(parts_of, record.names) if len(parts) > 1)
+        matches = [(*self._matches(record, written[record.annotation]), record) for record in records]
         owners: dict[str, tuple[tuple, Record]] = {}
         for rank, paths, record in sorted(matches, key=lambda match: match[0], reverse=True):
             paths = self._without_copies(paths, record) if len(paths) > 1 else paths
@@ -190,12 +193,12 @@ class FileIndex:
                 raise ConfigError(f"The image '{paths[0]}' has two annotations: {both}. Remove one, or add an image.")
             record.file = paths[0]
 
-    def _matches(self, record: Record) -> tuple[tuple, list[str]]:
-        """Return how well the best images fit a record, and these images."""
+    def _matches(self, record: Record, written: Set[str]) -> tuple[tuple, list[str]]:
+        """Return how well the best images fit a record, and these images. ``written``: folders in the file."""
         paths = (os.path.join(record.annotation, "..", name.strip().replace("\\", "/")) for name in record.names)
         if direct := next(filter(os.path.isfile, map(os.path.normpath, paths)), None):
             return (True,), [direct]
-        ranked = (self._ranked(record, parts) for parts in map(parts_of, self._written_names(record)) if parts)
+        ranked = (self._ranked(record, parts, written) for parts in map(parts_of, self._written_names(record)) if parts)
         return next(filter(None, ranked), ((), []))
 
     def _written_names(self, record: Record) -> Iterator[str]:
@@ -206,7 +209,7 @@ class FileIndex:
         *folders, name = parts_of(record.names[0]) or ("",)
         yield "/".join([*folders, f"{record.stem or name}."])
 
-    def _ranked(self, record: Record, parts: tuple[str, ...]) -> tuple[tuple, list[str]] | None:
+    def _ranked(self, record: Record, parts: tuple[str, ...], written: Set[str]) -> tuple[tuple, list[str]] | None:
         folders, ranked = self.folders_of(record.annotation), defaultdict(list)
         split = split_of(parts[:-1]) or record.split or self._split_of(folders)
         is_written = len(parts) > 1 and parts[-2] in self._image_folder_names
@@ -219,7 +222,9 @@ class FileIndex:
             is_elsewhere = has_images and branch[-1] not in ANNOTATION_FOLDERS
             # Equal folders named "images" in two places are no reason to take an image of the other place.
             is_named = own[at_start] in parts[:-1] if len(own) > at_start else at_end
-            if (is_elsewhere and not is_named) or (is_written and not at_end):
+            # Other records name the folder of this image.
+            is_other = len(parts) > 1 and not at_end and own[-1:] and own[-1] in written
+            if (is_elsewhere and not is_named) or (is_written and not at_end) or is_other:
                 continue
             if split and self._split_of(own) not in (split, None):
                 continue

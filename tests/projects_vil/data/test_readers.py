@@ -289,6 +289,18 @@ def test_a_folder_of_the_same_name_is_not_the_folder_of_a_missing_image(tmp_path
     assert dataset.sizes == {"train": 1} and unused == ["a.json", "a.png"]
 
 
+def test_a_folder_of_other_images_is_not_the_folder_of_a_missing_image(tmp_path):
+    images = [{"id": i, "file_name": name} for i, name in enumerate(("day1/a.png", "day1/b.png", "day2/b.png"), 1)]
+    objects = [{"id": i, "image_id": i, "category_id": 1, "bbox": [0, 0, 5, 5], "area": 25} for i in (1, 2, 3)]
+    content = {"images": images, "annotations": objects, "categories": [{"id": 1, "name": "cat"}]}
+    write_files(tmp_path, {"annotations.json": json.dumps(content), "day2/a.png": 1, "day2/b.png": 2})
+    dataset = read_dataset(tmp_path, tmp_path / "out", val=0)
+    names = [image["file_name"] for image in json.loads(dataset.splits["train"][0].read_text())["images"]]
+    unused = [Path(path).name for paths in dataset.unused.values() for path in paths]
+    # The dataset check reports images that are missing.
+    assert names == ["day1/a.png", "day1/b.png", "day2/b.png"] and unused == ["a.png"]
+
+
 def test_the_written_folder_decides_a_tie(tmp_path):
     text = voc_text(bndbox(11, 21, 50, 50), "a.png")
     for number, written in enumerate(("<folder>y</folder>", "<path>C:\\me\\y\\a.png</path>")):
