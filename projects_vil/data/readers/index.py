@@ -169,8 +169,8 @@ class FileIndex:
         the annotation file; the number of common folders, and the longest common beginning, with the folder of the
         annotation file; the path from the root; a folder named images. Then the size decides, and last the hint. An
         image is not used if it is in the folder of another split, or in a folder that the file names for other images,
-        or if the written folder or the folder of the annotation file has other images. If an image fits several records, it belongs to the one that fits best, and
-        the others have none.
+        or if the written folder or the folder of the annotation file has other images. If an image fits several
+        records, it belongs to the one that fits best, and the others have none.
 
         Raises:
             ConfigError: If several images fit a record equally well, or several records an image.
