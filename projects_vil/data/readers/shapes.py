@@ -47,8 +47,8 @@ class Annotations:
         """Return the shapes of an image as objects, and count the shapes that are skipped.
 
         Args:
-            shapes: The shapes. The values are points ``x0, y0, x1, y1, ...`` in pixels. Those of an ellipse are the
-                arguments of :func:`ellipse`, and those of a mask are its pixels (H, W), its left side and its top.
+            shapes: The shapes. The values are points ``x0, y0, x1, y1, ...`` in pixels. An ellipse has the
+                arguments of :func:`ellipse` instead. A mask has its pixels (H, W), its left side and its top.
                 Polygons with the same label and group are parts of one object.
             path: The annotation file.
         """
