@@ -48,8 +48,9 @@ class Mlp(nn.Module):
         if self.depthwise is not None:
             features = contiguous_for_export(hidden.unflatten(1, size).permute(0, 3, 1, 2))
             hidden = contiguous_for_export(self.depthwise(features).permute(0, 2, 3, 1)).flatten(1, 2)
-        # Adapters replace the layer.
-        is_plain = type(self.fc2) is nn.Linear and not self.fc2._forward_hooks
+        # Adapters replace the layer, and hooks need its call.
+        hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+        is_plain = type(self.fc2) is nn.Linear and not any(getattr(self.fc2, name) for name in hooks)
         if tokens.device.type == "cpu" or is_tracing() or torch.compiler.is_compiling() or not is_plain:
             return self.fc2(F.gelu(hidden))
         # Autocast does not cast the arguments of a function.

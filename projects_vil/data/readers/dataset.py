@@ -174,10 +174,12 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
 
     Images that exist only in an annotation file are written to ``folder``.
     """
-    for record in found.records:
-        # A file with the annotations of many images may be named after its split.
-        if record.names and not record.stem:
-            record.split = record.split or split_of((), Path(record.annotation).stem)
+    # Of several files with the annotations of many images, each may be named after its split.
+    annotations = {record.annotation for record in found.records if record.names and not record.stem}
+    named = {path: split_of((), Path(path).stem) for path in annotations}
+    if len({*named.values()}) > 1:
+        for record in found.records:
+            record.split = record.split or named.get(record.annotation)
     index.find_images([record for record in found.records if record.file is None])
     for record in found.records:
         record.file = record.file or found.write_image(record.annotation, index, folder)
