@@ -66,6 +66,10 @@ def save_mmdetection_3(weights: dict, heads: dict, path: Path) -> None:
         torch.save({**contents, "message_hub": log, "param_schedulers": [{"last_step": 12}]}, path)
 
 
+def mmsegmentation(weights: dict) -> Contents:
+    return mmdetection(weights, mmdetection_heads(segmentor=True))
+
+
 def mmdetection_heads(segmentor: bool = False) -> dict[str, torch.Tensor]:
     names = ["neck.lateral_convs.0.conv.weight", "neck.fpn_convs.1.conv.bias"]
     names += ["decode_head.conv_seg.weight"] if segmentor else ["bbox_head.retina_cls.weight", "rpn_head.rpn_cls.bias"]

@@ -234,11 +234,11 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     shard_help = "predict only shard I of N shards, numbered from 0; needs --format parquet"
     parser.add("--shard", shard_help, type=shard, metavar="I/N")
     parser.add("--column", "column of INPUT with paths or URLs (default: path, file_name or url)", metavar="NAME")
-    ray_help = "predict with Ray on the cluster at RAY_ADDRESS, or on all GPUs or CPU cores of this machine"
+    ray_help = "predict with Ray on the cluster at RAY_ADDRESS, or on this machine, and write Parquet files"
     parser.add("--ray", ray_help, action="store_true")
     workers_help = "minimum and maximum number of Ray workers (default: 1 and one per GPU, or CPU cores minus 1)"
     parser.add("--ray-workers", workers_help, nargs=2, type=positive, metavar=("MIN", "MAX"))
-    parser.add("--workers-per-gpu", "Ray workers that share a GPU (default 1)", type=positive, metavar="N")
+    parser.add("--workers-per-gpu", "with --ray: workers that share a GPU (default 1)", type=positive, metavar="N")
     parser.add("--no-drawings", "do not write drawings", dest="drawings", action="store_false")
     threshold_help = f"minimum score of detections in drawings and labels (default {choices.SCORE_THRESHOLD})"
     parser.add("--score-threshold", threshold_help, type=float, metavar="T")
@@ -259,6 +259,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     if not model or not sources:
         parser.error("MODEL or INPUT is missing. Give both, or --weights and --input")
     parser.require("--format parquet", *("pyarrow",) * (args.file_format == "parquet"))
+    parser.require("--ray", *("ray", "pyarrow") * args.ray)
     parser.require("--track", *("supervision", "trackers") * args.track)
     for source in sources:
         parser.check("INPUT", image_source, source)

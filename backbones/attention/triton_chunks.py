@@ -170,7 +170,7 @@ def define_operator(
 ) -> Callable[..., Tensor]:
     """Return a function for attention with gradients. ``torch.compile`` sees the operator ``backbones::NAME``.
 
-    Without ``torch.compile``, the function does not call the operator, which would take the host 0.3 ms longer.
+    Without ``torch.compile``, the function does not call the operator, which would take the host longer.
 
     Args:
         name: Name of the operator.

@@ -73,10 +73,11 @@ class GeluLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         (hidden, weight), grads = ctx.saved_tensors, [None] * 3
-        if ctx.needs_input_grad[0]:
-            grads[0] = torch.ops.aten.gelu_backward(grad @ weight, hidden)
         if ctx.needs_input_grad[1]:
             grads[1] = grad.flatten(0, -2).T @ F.gelu(hidden).flatten(0, -2)
+        if ctx.needs_input_grad[0]:
+            grads[0] = grad @ weight
+            torch.ops.aten.gelu_backward.grad_input(grads[0], hidden, grad_input=grads[0])
         if ctx.needs_input_grad[2]:
             grads[2] = grad.flatten(0, -2).sum(0)
         return tuple(grads)

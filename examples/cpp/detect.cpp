@@ -1,17 +1,20 @@
 // Detect objects in a JPEG photo with an exported model.xml. Needs OpenVINO and libjpeg.
 //
+//   pip install openvino
 //   vil export output/mine --format openvino
 //   ov=$(python -c "import openvino, pathlib; print(pathlib.Path(openvino.__file__).parent)")
 //   g++ -std=c++17 -O2 -I$ov/include examples/cpp/detect.cpp -o detect -ljpeg -Wl,-rpath,$ov/libs $ov/libs/libopenvino.so.*
 //   ./detect output/mine/export/model.xml photo.jpg 0.5
 //
-// Each line of the output is a detection: class, score, left, top, right, bottom in pixels of the photo. The photo must
-// be upright, because libjpeg does not apply an EXIF orientation.
+// Each line of the output is a detection: class, score, left, top, right and bottom in pixels of the photo, separated
+// by tabs. The photo must be upright, because libjpeg does not apply an EXIF orientation.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
+#include <fstream>
 #include <iostream>
 #include <jpeglib.h>
 #include <map>
@@ -56,8 +59,8 @@ Image read_jpeg(const std::string& path) {
 
 using Pixels = std::vector<std::uint8_t>;
 
-// Resize one axis of (outer, length, inner) to (outer, resized, inner), as Pillow's BILINEAR does: a triangle filter
-// that becomes wider if the image becomes smaller.
+// Resize one axis of (outer, length, inner) to (outer, resized, inner), exactly as Pillow's BILINEAR: a triangle filter
+// that becomes wider if the image becomes smaller, with weights in units of 2^-22.
 Pixels resize(const Pixels& input, int outer, int length, int inner, int resized) {
     Pixels output(std::size_t(outer) * resized * inner);
     const double scale = double(length) / resized, reach = std::max(scale, 1.0);
@@ -70,18 +73,25 @@ Pixels resize(const Pixels& input, int outer, int length, int inner, int resized
             weights.push_back(std::max(0.0, 1 - std::abs((from + 0.5 - center) / reach)));
             sum += weights.back();
         }
+        std::vector<std::int64_t> units;
+        for (const double weight : weights) units.push_back(std::int64_t(0.5 + weight / sum * (1 << 22)));
         for (int i = 0; i < outer; ++i)
             for (int k = 0; k < inner; ++k) {
-                double value = 0;
+                std::int64_t value = 1 << 21;
                 for (int from = first; from < last; ++from)
-                    value += weights[from - first] * input[(std::size_t(i) * length + from) * inner + k];
-                output[(std::size_t(i) * resized + to) * inner + k] = std::uint8_t(value / sum + 0.5);
+                    value += units[from - first] * input[(std::size_t(i) * length + from) * inner + k];
+                value = std::min<std::int64_t>(value >> 22, 255);
+                output[(std::size_t(i) * resized + to) * inner + k] = std::uint8_t(value);
             }
     }
     return output;
 }
 
-int run(const std::string& model_path, const std::string& photo_path, float threshold) {
+int run(const std::string& model_path, const std::string& photo_path, const std::string& lowest) {
+    char* end = nullptr;
+    const float threshold = std::strtof(lowest.c_str(), &end);
+    if (lowest.empty() || *end) throw std::runtime_error("The threshold '" + lowest + "' is not a number.");
+    if (!std::ifstream(model_path)) throw std::runtime_error("Cannot open '" + model_path + "'.");
     ov::Core core;
     auto model = core.read_model(model_path);
     auto info = [&](const std::string& key) {
@@ -96,8 +106,9 @@ int run(const std::string& model_path, const std::string& photo_path, float thre
     Image photo = read_jpeg(photo_path);
     int height = photo.height, width = photo.width;
     if (const double side = std::stod(info("short_side"))) {  // 0: images are not resized
+        double scale = side / std::min(height, width);
         const double longest = std::stod(info("longest_side"));
-        const double scale = std::min(side / std::min(height, width), longest / std::max(height, width));
+        if (longest > 0) scale = std::min(scale, longest / std::max(height, width));
         height = int(height * scale + 0.5);
         width = int(width * scale + 0.5);
     }
@@ -117,7 +128,7 @@ int run(const std::string& model_path, const std::string& photo_path, float thre
     request.set_input_tensor(input);
     request.infer();
 
-    std::map<int, std::string> names;
+    std::map<std::int64_t, std::string> names;
     const std::string listed = info("names");  // {0: 'cat', 1: 'dog'}
     const std::regex entry(R"re((\d+): (?:'([^']*)'|"([^"]*)"))re");
     for (std::sregex_iterator match(listed.begin(), listed.end(), entry), end; match != end; ++match)
@@ -125,13 +136,16 @@ int run(const std::string& model_path, const std::string& photo_path, float thre
     const auto boxes = request.get_tensor("boxes"), scores = request.get_tensor("scores");
     const auto classes = request.get_tensor("classes");
     const double factors[] = {double(photo.width) / width, double(photo.height) / height};
+    bool is_empty = true;
     for (std::size_t i = 0; i < scores.get_size(); ++i) {
         if (scores.data<float>()[i] < threshold) continue;
-        std::cout << names[int(classes.data<std::int64_t>()[i])] << ' ' << scores.data<float>()[i];
+        is_empty = false;
+        std::cout << names[classes.data<std::int64_t>()[i]] << '\t' << scores.data<float>()[i];
         for (std::size_t edge = 0; edge < 4; ++edge)
-            std::cout << ' ' << boxes.data<float>()[4 * i + edge] * factors[edge % 2];
+            std::cout << '\t' << boxes.data<float>()[4 * i + edge] * factors[edge % 2];
         std::cout << '\n';
     }
+    if (is_empty) std::cerr << "no object with a score of " << threshold << " or more\n";
     return 0;
 }
 
@@ -141,7 +155,7 @@ int main(int argc, char** argv) {
         return 2;
     }
     try {
-        return run(argv[1], argv[2], argc > 3 ? std::stof(argv[3]) : 0.3f);
+        return run(argv[1], argv[2], argc > 3 ? argv[3] : "0.3");
     } catch (const std::exception& error) {
         std::cerr << "error: " << error.what() << '\n';
         return 1;

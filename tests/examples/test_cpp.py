@@ -21,7 +21,7 @@ def test_the_program_finds_the_detections_of_the_detector(file_of, tmp_path):
     pytest.importorskip("openvino")
     model, photo = file_of("retinanet", "openvino"), tmp_path / "photo.jpg"
     # The commands of the file's first comment
-    lines = re.findall(r"^//   (.*)", SOURCE.read_text(), re.MULTILINE)[1:3]
+    lines = re.findall(r"^//   (.*)", SOURCE.read_text(), re.MULTILINE)[2:4]
     script = "\n".join(lines).replace("examples/cpp/detect.cpp", shlex.quote(str(SOURCE)))
     script = script.replace("$(python ", f"$({shlex.quote(sys.executable)} ")
     built = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
@@ -35,12 +35,20 @@ def test_the_program_finds_the_detections_of_the_detector(file_of, tmp_path):
     def run(*arguments: object) -> subprocess.CompletedProcess:
         return subprocess.run(list(map(str, [tmp_path / "detect", *arguments])), capture_output=True, text=True)
 
-    rows = [line.split() for line in run(model, photo, threshold).stdout.splitlines()]
+    rows = [line.split("\t") for line in run(model, photo, threshold).stdout.splitlines()]
     count = (found.scores >= threshold).sum()
     assert [row[0] for row in rows] == list(found.names[:count]) and 2 <= count < len(found)
     numbers = np.array([row[1:] for row in rows], float)
-    assert numbers[:, 0] == pytest.approx(found.scores[:count], abs=0.01)
-    assert numbers[:, 1:] == pytest.approx(found.boxes[:count], abs=0.25)
-    photo.write_bytes(b"no photo")
-    result = run(model, photo)
-    assert result.returncode == 1 and result.stderr.startswith("error: Cannot read the photo: Not a JPEG file")
+    assert numbers[:, 0] == pytest.approx(found.scores[:count], abs=1e-4)
+    assert numbers[:, 1:] == pytest.approx(found.boxes[:count], abs=0.01)
+    assert "no object" in run(model, photo, 1.0).stderr
+    damaged = tmp_path / "damaged.jpg"
+    damaged.write_bytes(b"no photo")
+    for arguments, named in (
+        ((model, damaged), "Cannot read the photo: Not a JPEG file"),
+        ((model, "absent.jpg"), "'absent.jpg'"),
+        (("absent.xml", photo), "'absent.xml'"),
+        ((model, photo, "high"), "'high' is not a number"),
+    ):
+        result = run(*arguments)
+        assert result.returncode == 1 and result.stderr.startswith("error: ") and named in result.stderr

@@ -139,14 +139,16 @@ def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: d
     """Write the contents of the splits that have no file yet, and return the file and image folder of each split."""
     # "info" comes first because check_replaceable reads only the beginning of a file. Error messages name the source.
     info = {"info": {"description": GENERATOR, SOURCE: os.path.abspath(source)}}
+    written = {split: folder / f"{split}.json" for split, (_, path, _) in parts.items() if path is None}
+    for path in written.values():
+        check_replaceable(path, advice="Choose another output directory.")
+        if os.path.realpath(path) in read:
+            raise ConfigError(f"'{path}' belongs to the dataset. Choose another output directory.")
     splits = {}
     for split in [split for split in ("train", "val", "test") if split in parts]:
         content, path, images = parts[split]
         if path is None:
-            path, content = folder / f"{split}.json", info | content | info
-            check_replaceable(path, advice="Choose another output directory.")
-            if os.path.realpath(path) in read:
-                raise ConfigError(f"'{path}' belongs to the dataset. Choose another output directory.")
+            path, content = written[split], info | content | info
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as partial:
                 partial.write_text(json.dumps(content), encoding="utf-8")
@@ -184,7 +186,7 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
     for record in found.records:
         record.file = record.file or found.write_image(record.annotation, index, folder)
         if record.file is None and record.stem:
-            found.unused["annotation files without an image of their own"].append(record.annotation)
+            found.unused["annotation files whose image is missing"].append(record.annotation)
         elif record.file is None:
             found.unused["missing images that an annotation file names"].append(record.names[0])
     records = sorted((record for record in found.records if record.file), key=lambda record: Path(record.file))
@@ -198,7 +200,8 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
         record.objects = [one for one in objects if one]
     skipped = sorted(found.skipped.items())
     found.notes += [f"{reason}: {len(paths):,} skipped (first: {paths[0]})" for reason, paths in skipped if paths]
-    classes = found.classes or sorted({one["label"] for record in records for one in record.objects})
+    classes = [name for name in found.classes or () if name]
+    classes = classes or sorted({one["label"] for record in records for one in record.objects})
     if not any(record.objects for record in records):
         unused = [f"{reason}: {len(files)}" for reason, files in found.unused.items() if files]
         details = "; ".join([*found.notes, *unused]) or "the annotations are empty"

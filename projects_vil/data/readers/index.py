@@ -212,7 +212,6 @@ class FileIndex:
     def _ranked(self, record: Record, parts: tuple[str, ...], written: Set[str]) -> tuple[tuple, list[str]] | None:
         folders, ranked = self.folders_of(record.annotation), defaultdict(list)
         split = split_of(parts[:-1]) or record.split or self._split_of(folders)
-        is_written = len(parts) > 1 and parts[-2] in self._image_folder_names
         for path in self._by_name.get(parts[-1], ()):
             own = self.folders_of(path)
             at_end, end = _num_common(own[::-1], parts[-2::-1]), _num_common(own[::-1], folders[::-1])
@@ -222,11 +221,10 @@ class FileIndex:
             is_elsewhere = has_images and branch[-1] not in ANNOTATION_FOLDERS
             # Equal folders named "images" in two places are no reason to take an image of the other place.
             is_named = own[at_start] in parts[:-1] if len(own) > at_start else at_end
-            # Other records name the folder of this image.
-            is_other = len(parts) > 1 and not at_end and own[-1:] and own[-1] in written
-            if (is_elsewhere and not is_named) or (is_written and not at_end) or is_other:
-                continue
-            if split and self._split_of(own) not in (split, None):
+            # The written folder exists elsewhere, or other records name the folder of this image.
+            is_other = len(parts) > 1 and (parts[-2] in self._image_folder_names or not written.isdisjoint(own[-1:]))
+            is_other_split = split and self._split_of(own) not in (split, None)
+            if is_other_split or (is_elsewhere and not is_named) or (is_other and not at_end):
                 continue
             is_image_folder = own[-1:] in (("images",), ("jpegimages",))
             rank = (False, at_end, end, num_shared, at_start, own == parts[:-1], is_image_folder)

@@ -55,7 +55,7 @@ class Annotations:
         objects, groups = [], defaultdict(list)
         for index, (shape_type, label, group, values) in enumerate(shapes):
             num_points = len(values) // 2
-            if shape_type == "mask" and len(values) == 3 and np.any(values[0]):
+            if shape_type == "mask" and values and isinstance(values[0], np.ndarray) and values[0].any():
                 rle = mask_util.encode(np.asfortranarray(values[0], np.uint8))
                 objects.append({"label": label, "mask": (rle, *values[1:]), "iscrowd": 0})
             elif shape_type in ("rectangle", "rotation", "oriented_rectangle") and num_points in (2, 4):

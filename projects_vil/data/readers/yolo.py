@@ -35,7 +35,8 @@ def read(files: list[str], index: FileIndex) -> Annotations:
             own = _images(place, split, index, found) if place else []
             # Roboflow may name a test split that does not exist.
             if not own and split not in ("test", None):
-                raise ConfigError(f"'{path}' has {entry!r} for {split}, which has no images. Add images or correct it.")
+                missing = "has no images" if place else "does not exist"
+                raise ConfigError(f"'{path}' has {entry!r} for {split}, which {missing}. Add images or correct it.")
             if PureWindowsPath(entry).anchor and own and not os.path.exists(entry):
                 found.notes.append(f"{split} is '{place}', because {entry!r} does not exist")
             images |= dict.fromkeys((split, image) for image in own)
@@ -112,7 +113,9 @@ def _images(place: str, split: str | None, index: FileIndex, found: Annotations)
         return [place]
     # An empty line is normalized to a period.
     lines = {*map(os.path.normpath, read_lines(place))} - {"."}
-    records = [Record(place, (line,), split=split) for line in sorted(lines)]
+    # A list may name an image by a relative and by an absolute path.
+    names = {index.find(os.path.join(os.path.dirname(place), line)) or line for line in lines}
+    records = [Record(place, (name,), split=split) for name in sorted(names)]
     index.find_images(records)
     found.unused["missing images that a list names"] += [record.names[0] for record in records if not record.file]
     return [record.file for record in records if record.file]

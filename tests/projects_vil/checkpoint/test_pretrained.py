@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from detectron2.modeling import build_model
 from safetensors.torch import save_file
 from torch import nn
 
-from backbones import ConfigError, create_classifier
+from backbones import ConfigError, create_backbone, create_classifier
 from backbones.build import VARIANTS
 from backbones.checkpoint_files import read_checkpoint
 from backbones.convert import convert_state_dict, detect_format
@@ -24,6 +25,7 @@ from tests import layouts
 from tests.backbones import official_lit
 from tests.backbones.helpers import randomize
 from tests.backbones.official import TINY, OfficialStage, official_state_dict
+from tests.golden import assert_close_to_golden, golden, golden_images, golden_state_dict
 from tests.projects_vil import helpers
 from tests.projects_vil.checkpoint.test_checkpointer import LOG, detector, log_of, save
 from tests.projects_vil.helpers import ROOT, small_config
@@ -32,16 +34,25 @@ from tests.tolerances import FLOAT32
 
 NAME = "vil_tiny_1_1_3_1_rpb"
 NARROW = ["MODEL.FPN.OUT_CHANNELS", "16", "MODEL.ROI_BOX_HEAD.FC_DIM", "8", "MODEL.ROI_MASK_HEAD.CONV_DIM", "8"]
+# Golden file -> variant, form of the official repository's file, options of the backbone; tests/backbones has them all.
+GOLDEN = {
+    "vil_tiny_rpb_det": ("vil_tiny_rpb", layouts.detectron2_detector, {}),
+    "vil_small_rpb_g1_det": ("vil_small_rpb", layouts.detectron2_detector, {"global_tokens": [1, 1, 1, 1]}),
+    "vil_tiny_ape_cls": ("vil_tiny", layouts.vision_longformer, {"max_img_size": 224}),
+    "lit_ti_det": ("lit_ti", layouts.mmdetection, {}),
+    "lit_s_seg": ("lit_s_seg", layouts.mmsegmentation, {}),
+}
 
 
 def converted(contents: dict, variant: str = NAME, **options):
     return convert_official(detect_format(contents), variant, **options)
 
 
-def classifier_with(state_dict: dict, variant: str, **options) -> nn.Module:
+def model_with(create: Callable, state_dict: dict, variant: str, **options) -> nn.Module:
     with torch.device("meta"):
-        model = create_classifier(variant, **options).eval()
-    model.load_state_dict(state_dict, strict=True, assign=True)
+        model = create(variant, **options).eval()
+    weights = {key.removeprefix(BACKBONE_PREFIX): tensor for key, tensor in state_dict.items()}
+    model.load_state_dict(weights, strict=True, assign=True)
     return model.double()
 
 
@@ -65,6 +76,26 @@ def float32(weights: dict) -> dict:
 
 
 # Official files
+
+
+@pytest.mark.parametrize("file", slow_except(GOLDEN, ["vil_tiny_rpb_det"]))
+def test_golden_features(tmp_path, file):
+    """A detector gives the official features, with the official file as MODEL.WEIGHTS and with the converted file."""
+    reference, (name, form, options) = golden(file), GOLDEN[file]
+    path = save(tmp_path, form(golden_state_dict(reference)))
+    overrides = [text for key, value in options.items() for text in (f"MODEL.TRANSFORMER.{key.upper()}", str(value))]
+    bottom_up = detector_from(path, "MODEL.TRANSFORMER.VARIANT", name, *overrides, name="mask_rcnn").backbone.bottom_up
+    with torch.inference_mode():
+        features = bottom_up.double()(golden_images(reference))
+    assert features.keys() == reference["stages"].keys()
+    for stage, expected in reference["stages"].items():
+        assert_close_to_golden(features[stage], expected)
+    img_size = (224, 224) if "max_img_size" in options else None
+    conversion = convert_file(path, tmp_path / "ours.safetensors", name, img_size=img_size)
+    assert not conversion.report.resized
+    weights = read_checkpoint(tmp_path / "ours.safetensors")["model"]
+    backbone = model_with(create_backbone, weights, name, **options).state_dict()
+    assert all(torch.equal(backbone[key].to(tensor), tensor) for key, tensor in bottom_up.net.state_dict().items())
 
 
 @pytest.mark.parametrize("name, suffix", [("retinanet", "pth"), ("mask_rcnn", "safetensors")])
@@ -167,10 +198,10 @@ def test_a_classifier_of_the_model_zoo_keeps_its_logits(tmp_path, monkeypatch, n
     options = {"attention": ["sliding_chunk", "sliding_chunk", "dense", "dense"], "chunk_size": [*chunks, 7, 7]}
     options |= {"img_size": img_size, "num_classes": 10}
     converted, _ = convert_state_dict(float32(weights), name, classifier=True, model_options=options)
-    official = classifier_with(converted, name, **options)
+    official = model_with(create_classifier, converted, name, **options)
 
     conversion = convert_file("own", tmp_path / "ours.pth", classifier=True)
-    ours = classifier_with(read_checkpoint(tmp_path / "ours.pth")["model"], name, **conversion.options)
+    ours = model_with(create_classifier, read_checkpoint(tmp_path / "ours.pth")["model"], name, **conversion.options)
     assert not conversion.report.resized
     assert conversion.lines()[-1].startswith(f"load it with create_classifier('{name}', ")
     images = torch.rand(1, 3, img_size, img_size, dtype=torch.float64)

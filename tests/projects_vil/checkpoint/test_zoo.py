@@ -202,10 +202,13 @@ def test_a_table_that_is_missing(tmp_path, monkeypatch):
 FILES = {"ziplab/LIT/": 10, "microsoft/vision-longformer": 29, "VisionLongformerForObjectDetection": 25}
 FILES |= {"NVIDIA/transformer-ls": 3, "ziplab/LITv2": 19}
 PUBLISHED = {
-    # README of ziplab/LIT: ImageNet and ADE20K. The figures of its detectors are in the configs.
+    # README of ziplab/LIT: RetinaNet, Mask R-CNN, ImageNet and ADE20K
+    "lit_ti_retinanet_1x": {"box_ap": 41.6},
+    "lit_s_mask_rcnn_1x": {"box_ap": 42.9, "mask_ap": 39.6},
     "lit_b_in1k": {"top1": 83.4},
     "lit_s_semantic_fpn": {"miou": 41.7},
     # README of ziplab/LITv2
+    "litv2_s_retinanet_1x": {"box_ap": 44.0},
     "litv2_m_ws4_mask_rcnn_1x": {"box_ap": 46.5, "mask_ap": 42.0},
     "litv2_b_384_in1k": {"top1": 84.7},
     "litv2_s_ws4_in1k": {},

@@ -117,7 +117,7 @@ def test_every_file_is_counted_and_no_object_is_on_another_image(name, seed, tmp
     images = {os.path.realpath(path) for path in root.rglob("*") if path.is_file() and path.suffix not in others}
     assert images <= used | set(unused) and not used & set(unused)
     if name in ("Pascal VOC", "LabelMe"):
-        without_image = dataset.unused["annotation files without an image of their own"]
+        without_image = dataset.unused["annotation files whose image is missing"]
         assert len(without_image) + len(found) == total and len(found) == len(numbers) - len(gone)
     assert os.path.realpath(root / "notes.json") in unused or name in ("Pascal VOC", "CVAT")
 
@@ -299,6 +299,28 @@ def test_a_folder_of_other_images_is_not_the_folder_of_a_missing_image(tmp_path)
     unused = [Path(path).name for paths in dataset.unused.values() for path in paths]
     # The dataset check reports images that are missing.
     assert names == ["day1/a.png", "day1/b.png", "day2/b.png"] and unused == ["a.png"]
+
+
+def test_a_list_may_name_an_image_twice(tmp_path):
+    lines = f"images/a.png\n{tmp_path}/data/images/a.png\nimages\\b.png\n"
+    files = {"train.txt": lines, "data.yaml": "train: train.txt\nnames: [cat]\n", "images/a.png": 1, "images/b.png": 2}
+    write_files(tmp_path / "data", files | {"labels/a.txt": YOLO_ROW})
+    assert read_dataset(tmp_path / "data", tmp_path / "out", val=0).sizes == {"train": 2}
+
+
+def test_images_without_a_suffix_are_used(tmp_path):
+    write_files(tmp_path / "data", {"a.png": 1, "annotations.json": coco_text("a")})
+    (tmp_path / "data/a.png").rename(tmp_path / "data/a")
+    dataset = read_dataset(tmp_path / "data", tmp_path / "out", val=0)
+    assert dataset.sizes == {"train": 1} and not dataset.unused
+
+
+def test_no_split_is_written_if_a_file_cannot_be_replaced(tmp_path):
+    texts = {f"{name}.xml": voc_text(bndbox(1, 2, 5, 6), f"{name[-1]}.png") for name in ("train/a", "val/b")}
+    write_files(tmp_path / "data", texts | {"train/a.png": 1, "val/b.png": 2})
+    write_files(tmp_path / "out", {"val.json": "{}"})
+    assert "val.json" in message(read_dataset, tmp_path / "data", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["val.json"]
 
 
 def test_the_written_folder_decides_a_tie(tmp_path):

@@ -108,7 +108,13 @@ def test_evaluations_in_bfloat16(is_on, shapes, tmp_path):
     model, dtypes = Trainer.build_model(cfg), []
     for module in (model.backbone.output_convs[0], model.roi_heads.box_head):
         module.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
-    Trainer.test(cfg, model)
+    # detectron2's code passes the model of the trainer.
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        Trainer.test(cfg, torch.nn.parallel.DistributedDataParallel(model))
+    finally:
+        torch.distributed.destroy_process_group()
     assert dtypes[:2] == [torch.bfloat16 if is_on else torch.float32, torch.float32]
     model.eval()([{"image": torch.zeros(3, 64, 96)}])
     assert dtypes[-2:] == [torch.float32] * 2
