@@ -445,7 +445,8 @@ class _KernelLauncher:
         bias = None if self.inputs.global_bias is None else new_sums(self.inputs.query, shape)
         partials = {"key_partial": keys_values[0], "value_partial": keys_values[1], "bias_partial": bias}
         self._start("global_grad_kernel", (shares * blocks, self.heads, self.batch), **partials)
-        key, value = keys_values.sum(1).to(self.inputs.query.dtype)
+        # A custom operator must not return views of one tensor.
+        key, value = (x.sum(0).to(self.inputs.query.dtype) for x in keys_values)
         return {"global_key": key, "global_value": value, "global_bias": None if bias is None else bias.sum((0, 1))}
 
     def _start(self, name: str, grid: tuple[int, int, int], **arguments: Tensor | int | None) -> None:

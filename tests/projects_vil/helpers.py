@@ -21,7 +21,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.structures import Instances
-from detectron2.utils.logger import _LOG_COUNTER
+from detectron2.utils.logger import _LOG_COUNTER, setup_logger
 
 from backbones import ConfigError
 from projects_vil import load_config
@@ -90,6 +90,7 @@ def run_tool(name: str | Path, *args, datasets_root: Path | None = None, root: P
         datasets_root: Value of ``DETECTRON2_DATASETS``.
         root: Working directory.
     """
+    setup_logger.cache_clear()
     status, out, err = 0, io.StringIO(), io.StringIO()
     known = [(catalog, set(catalog.list())) for catalog in (DatasetCatalog, MetadataCatalog)]
     # A new process has read no datasets, and logged no message once.
