@@ -368,9 +368,13 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     if args.fix and os.path.lexists(args.fix):
         parser.error(f"argument --fix: '{args.fix}' already exists. Give a new file or folder")
 
+    import torch
+
     from projects_vil.config import config_path, load_config
     from projects_vil.data import check_dataset, removed_on_error, write_fixed
     from projects_vil.data.object_sizes import choose_size, objects_of
+    from projects_vil.data.readers.coco import split_by_hash
+    from projects_vil.data.readers.dataset import VAL_FRACTION
     from projects_vil.recipes import IMAGE_SIZES
 
     def progress(number: int) -> None:
@@ -386,9 +390,13 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
             show(dataset.line())
         for file in files.values():
             show(*file.lines())
-        objects = objects_of(files["train"].dataset if "train" in files else {"images": ()})
-        if len(objects):
-            show(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=IMAGE_SIZES["cpu"]).line())
+        train = files["train"].dataset if "train" in files else {"images": ()}
+        if dataset and len(files) == 1 and not (args.fix and len(train["images"]) == 1):
+            train, val = split_by_hash(dataset.source, train, VAL_FRACTION)
+            show(f"no validation split: 'vil train' uses {len(val['images']):,} of the images (--val-fraction)")
+        if len(objects := objects_of(train)):
+            sizes = IMAGE_SIZES["cuda" if torch.cuda.is_available() else "cpu"]
+            show(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=sizes).line())
         found = {split: file.to_json() for split, file in files.items()}
         unused = {"notes": dataset.notes, "unused": dataset.unused} if dataset else {}
         write_json(args.json, found.get("") or {"splits": found, **unused})

@@ -13,7 +13,7 @@ from backbones.errors import counted
 from projects_vil.data.coco import write_cleaned
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import Dataset, read_dataset
-from projects_vil.data.readers.detect import annotation_format
+from projects_vil.data.readers.dataset import annotation_format
 from projects_vil.utils import paused_garbage_collection
 
 

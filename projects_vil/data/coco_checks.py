@@ -230,7 +230,7 @@ def as_int(value: object) -> int | None:
 
 
 def find_in_categories(file: CocoFile) -> Findings:
-    names = set()
+    names: dict[str, int] = {}
     for index, entry in enumerate(file.categories):
         number = as_int(entry.get("id")) if isinstance(entry, dict) else None
         if number is None or not (isinstance(entry.get("name"), str) or as_int(entry.get("name")) is not None):
@@ -239,9 +239,9 @@ def find_in_categories(file: CocoFile) -> Findings:
             yield "duplicate_category_id", index, None
         else:
             file.category_by_id[number] = index
-            if str(entry["name"]) in names:
-                yield "duplicate_category_name", index, None
-            names.add(str(entry["name"]))
+            name = "".join(str(entry["name"]).casefold().replace("_", " ").replace("-", " ").split()).rstrip("s")
+            if (first := names.setdefault(name, index)) != index:
+                yield "duplicate_category_name", index, f"similar to {file.categories[first]['name']!r}"
             if not isinstance(entry["name"], str):
                 yield "category_name_not_text", index, None
             if type(entry["id"]) is not int:
@@ -513,7 +513,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("category_id_not_integer", "fixed", "categories whose id is text or has a decimal point",
          convert("id", as_int), _INT),
         ("category_name_not_text", "fixed", "categories whose name is a number", convert("name", str), "read as text"),
-        ("duplicate_category_name", "note", "categories with a repeated name", None, "different classes"),
+        ("duplicate_category_name", "note", "categories with the same or a similar name", None, "different classes"),
         ("category_without_objects", "note", "categories without objects", None,
          "not learned from training images, and no AP in evaluation"),
     ),

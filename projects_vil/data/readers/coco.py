@@ -1,16 +1,21 @@
-"""Read COCO files and find their images."""
+"""Read COCO files, find their images, compare their splits, and make a validation split."""
 
+import hashlib
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from projects_vil.data.readers.index import FileIndex, Record, size_of, split_of
+from projects_vil.config import first_of
+from projects_vil.data.readers.index import FileIndex, Record, content_hash, size_of, split_of
+from projects_vil.data.readers.shapes import Annotations
 from projects_vil.utils import read_json
 
 # COCO's other annotation files of the same images
+_OTHERS = "captions, keypoints, panoptic and other COCO files"
 _OTHER_FILES = re.compile("^(captions|person_keypoints|panoptic|stuff|image_info)_")
 # The content of a COCO file, its path or None if it must be written, and the image folder
 Part = tuple[dict[str, Any], Path | None, Path]
@@ -39,24 +44,24 @@ def entries_of(content: dict[str, Any], key: str) -> list[dict[str, Any]]:
     return entries if key != "images" else [entry for entry in entries if isinstance(entry.get("file_name"), str)]
 
 
-def find_coco(files: list[str], index: FileIndex) -> tuple[Parts, dict[str, list[str]]]:
-    """Return the COCO files of a dataset by split with their image folders, and the files that are not used.
+def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
+    """Return the COCO files of a dataset by split with their image folders.
 
     A file whose images have the written names in one folder is used as it is. Otherwise, the names are corrected.
     """
-    by_split, parts, others = defaultdict(list), {}, []
+    by_split, parts = defaultdict(list), {}
     for path in files:
         by_split[split_of(index.folders_of(path), Path(path).stem) or "train"].append(path)
     for split, own in by_split.items():
         main = [path for path in own if not _OTHER_FILES.match(os.path.basename(path))] or own
-        others += [path for path in own if path not in main]
+        found.unused[_OTHERS] += [path for path in own if path not in main]
         if len(main) > 1:
             both = f"'{main[0]}' and '{main[1]}'. Give one of them, or name them after the splits train, val and test."
             raise ConfigError(f"'{index.root}' has several COCO files for {split}: {both}")
-        # The folders of a single file do not decide its split.
-        named = split if len(files) > 1 else split_of((), Path(main[0]).stem)
+        # A single file without the name of a split may have images of several splits.
+        named = split if len(files) > 1 else split_of(index.folders_of(main[0]), Path(main[0]).stem)
         parts[split] = _with_images(main[0], read_coco(main[0]), named, index)
-    return parts, {"captions, keypoints, panoptic and other COCO files": others}
+    return parts
 
 
 def _with_images(path: str, content: dict[str, Any], split: str | None, index: FileIndex) -> Part:
@@ -83,3 +88,51 @@ def _with_images(path: str, content: dict[str, Any], split: str | None, index: F
     for entry in entries_of(content, "images"):
         entry["file_name"] = changed.get(entry["file_name"], entry["file_name"])
     return content, None if any(name != new for name, new in changed.items()) else Path(path), Path(root)
+
+
+def split_by_hash(source: Path, content: dict[str, Any], fraction: float) -> list[dict[str, Any]]:
+    """Split the content of a COCO file in two. The second part has the given fraction of the images."""
+
+    def order(image: dict[str, Any]) -> str:
+        return hashlib.sha256(os.path.basename(image["file_name"]).encode()).hexdigest() + image["file_name"]
+
+    images = sorted(entries_of(content, "images"), key=order)
+    if len(images) < 2:
+        raise ConfigError(f"'{source}' has only one image. Add another, because training and validation need one each.")
+    number = min(max(round(fraction * len(images)), 1), len(images) - 1)
+    chosen = {str(image.get("id")) for image in images[:number]}
+    halves = [content | {"images": [], "annotations": []} for _ in range(2)]
+    for key, id_key in (("images", "id"), ("annotations", "image_id")):
+        for entry in content.get(key, ()):
+            is_val = isinstance(entry, dict) and str(entry.get(id_key)) in chosen
+            halves[is_val][key].append(entry)
+    return halves
+
+
+def paths_of(content: dict[str, Any], root: Path) -> list[str]:
+    """Return the absolute paths of the images of a COCO file."""
+    return [os.path.normpath(os.path.join(root, image["file_name"])) for image in entries_of(content, "images")]
+
+
+def compare_splits(parts: Parts) -> Iterator[str]:
+    """Yield a note about images that are in several splits, and a note about classes that only one split has."""
+    # The split and path of files with the same size, a file of each split with the same content, and used classes.
+    by_size: dict[int, list[tuple[str, str]]] = defaultdict(list)
+    by_content: dict[str, dict[str, str]] = defaultdict(dict)
+    by_class: dict[str, set[str]] = defaultdict(set)
+    for split, (content, _, root) in parts.items() if len(parts) > 1 else ():
+        for path in filter(os.path.isfile, paths_of(content, root)):
+            by_size[os.path.getsize(path)].append((split, path))
+        used = {str(entry.get("category_id")) for entry in entries_of(content, "annotations")}
+        for category in entries_of(content, "categories"):
+            if str(category.get("id")) in used:
+                by_class[str(category.get("name"))].add(split)
+    for files in by_size.values():
+        for split, path in files if len(dict(files)) > 1 else ():
+            by_content[content_hash(path)][split] = path
+    if shared := [files for files in by_content.values() if len(files) > 1]:
+        first = [f"'{path}' in {split}" for split, path in shared[0].items()]
+        yield f"images in several splits: {len(shared):,}, such as {' and '.join(first)}"
+    alone = [f"{name!r} ({min(own)})" for name, own in by_class.items() if len(own) == 1]
+    if alone and len(set().union(*by_class.values())) > 1:
+        yield f"only one split has objects of {first_of(alone, 5)}"

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from backbones import ConfigError
-from projects_vil.data.readers.index import FileIndex, Record, split_of
+from projects_vil.data.readers.index import FileIndex, Record, split_of, split_of_file
 from projects_vil.data.readers.shapes import Annotations, Shape, number, numbers, rotated_box
 from projects_vil.data.readers.voc import parse_xml
 
@@ -29,7 +29,8 @@ def read(files: list[str], index: FileIndex) -> Annotations:
             height, width = map(int, numbers(image.get, f"{path}: {name}", "height", "width"))
             shapes = [_shape(shape, own, f"{path}: {name}: {shape.tag}") for shape in image if shape.tag != "tag"]
             names, objects = (os.path.join(subset, name),), found.objects_of(shapes, path)
-            found.records.append(Record(path, names, (height, width), split=split_of([subset]), objects=objects))
+            split = split_of([subset]) or split_of_file(path, files)
+            found.records.append(Record(path, names, (height, width), split=split, objects=objects))
     found.classes = list(classes)
     return found
 

@@ -1,4 +1,4 @@
-"""Convert a dataset in any supported format to COCO files, and account for all of its files.
+"""Detect the format of a dataset, convert it to COCO files, and account for all of its files.
 
 There is one reader for each format because no library supports all formats without loss. supervision converts polygons
 to bitmaps and does not read CVAT. globox and labelformat do not read polygons of LabelMe and CVAT, and the boxes of
@@ -7,7 +7,8 @@ Pascal VOC are off by one pixel. datumaro requires OpenCV below 5.
 
 import json
 import os
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,25 @@ from typing import Any
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable, counted
+from projects_vil.config import first_of
 from projects_vil.data.detection_utils import read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
-from projects_vil.data.readers.coco import Parts, entries_of, find_coco
-from projects_vil.data.readers.detect import detect_format
-from projects_vil.data.readers.index import FileIndex, split_of
+from projects_vil.data.readers.coco import Parts, compare_splits, entries_of, find_coco, paths_of, split_by_hash
+from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, is_image
 from projects_vil.data.readers.shapes import Annotations, in_image
-from projects_vil.data.readers.splits import compare_splits, paths_of, split_by_hash
 from projects_vil.data.segmentation import count_masks
-from projects_vil.utils import paused_garbage_collection
+from projects_vil.utils import paused_garbage_collection, read_json
 
 VAL_FRACTION = 0.2
 # The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
 _READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
+# The root elements of XML files
+_ROOTS = {"CVAT": rb"<annotations[\s>]", "Pascal VOC": rb"<annotation[\s>]"}
+# A list of COCO files, which decides the format of a large file
+_COCO_LIST = rb'"(images|annotations|categories)"\s*:\s*\['
+_MOST_PARSED_BYTES, _NUM_READ_BYTES = 32 * 2**20, 4096
+_KNOWN = "*.json files of COCO, LabelMe or VIA, data.yaml of YOLO, or *.xml files of Pascal VOC or CVAT"
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,9 @@ class Dataset:
         what = f"{numbers}, boxes{' and masks' * self.has_masks}"
         sizes = ", ".join(f"{split} {size:,}" for split, size in self.sizes.items())
         unused = [f"{reason}: {len(files):,} (first: {files[0]})" for reason, files in self.unused.items()]
-        return "; ".join([f"{self.source} is {self.format}: {what}", sizes, *self.notes, *unused])
+        is_missing = any("missing" in reason for reason in self.unused)
+        advice = ["add the missing images, or give their folder with --images DIR"] * is_missing
+        return "; ".join([f"{self.source} is {self.format}: {what}", sizes, *self.notes, *unused, *advice])
 
 
 @paused_garbage_collection()
@@ -100,14 +108,14 @@ def read_dataset(
     if val is not None and not 0 <= val < 1:
         raise ConfigError(f"val_fraction is {val}. Give a fraction between 0 and 1, such as {VAL_FRACTION}.")
     source = Path(source)
-    name, files, index, others = detect_format(source, None if images is None else Path(images))
+    name, files, index, others = _detect_format(source, None if images is None else Path(images))
     if name == "COCO":
-        (parts, unused), notes = find_coco(files, index), []
+        found = Annotations()
+        parts = find_coco(files, index, found)
     else:
         found = _READERS[name](files, index)
         parts = _to_coco(source, found, index, os.path.abspath(extracted or Path(folder, "images")))
-        unused, notes = found.unused, found.notes
-    unused |= _unused_images(source, parts, index)
+    notes, unused = found.notes, found.unused | _unused_images(source, parts, index)
     unused["JSON or XML files that are not annotations"] = others
     parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
     if "train" not in parts:
@@ -162,7 +170,7 @@ def _unused_images(source: Path, parts: Parts, index: FileIndex) -> dict[str, li
     """Return the images of a dataset that no annotation names, and the files of unsupported types."""
     used = {path for content, _, root in parts.values() for path in paths_of(content, root)}
     below = tuple(str(root) for _, _, root in parts.values()) if source.is_file() else ""
-    images = [path for path in index.images if path not in used and path.startswith(below)]
+    images = [path for path in index.all_files if is_image(path) and path not in used and path.startswith(below)]
     unused = {"images that the annotations do not name": images}
     unsupported = [path for path in index.unsupported if path not in used]
     if types := Counter(os.path.splitext(path)[1].lower() for path in unsupported):
@@ -176,16 +184,10 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
 
     Images that exist only in an annotation file are written to ``folder``.
     """
-    # Of several files with the annotations of many images, each may be named after its split.
-    annotations = {record.annotation for record in found.records if record.names and not record.stem}
-    named = {path: split_of((), Path(path).stem) for path in annotations}
-    if len({*named.values()}) > 1:
-        for record in found.records:
-            record.split = record.split or named.get(record.annotation)
     index.find_images([record for record in found.records if record.file is None])
     for record in found.records:
         record.file = record.file or found.write_image(record.annotation, index, folder)
-        if record.file is None and record.stem:
+        if record.file is None and record.is_only:
             found.unused["annotation files whose image is missing"].append(record.annotation)
         elif record.file is None:
             found.unused["missing images that an annotation file names"].append(record.names[0])
@@ -193,6 +195,7 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
     unsized = [record for record in records if record.size is None]
     for record, (size, _) in zip(unsized, read_sizes([record.file for record in unsized]), strict=True):
         record.size = size
+    emptied = [one.file for one in records if one.objects and not any(entry["label"] for entry in one.objects)]
     for record in records:
         objects = [in_image(one, record.size) if "mask" in one else one for one in record.objects if one["label"]]
         found.skipped["objects without a class"] += [record.annotation] * (len(record.objects) - len(objects))
@@ -200,13 +203,17 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
         record.objects = [one for one in objects if one]
     skipped = sorted(found.skipped.items())
     found.notes += [f"{reason}: {len(paths):,} skipped (first: {paths[0]})" for reason, paths in skipped if paths]
-    classes = [name for name in found.classes or () if name]
-    classes = classes or sorted({one["label"] for record in records for one in record.objects})
+    if emptied:
+        advice = "Add the classes, or these images count as images without objects"
+        found.notes.append(f"images whose objects have no class: {len(emptied):,} (first: {emptied[0]}). {advice}")
+    classes = [*filter(None, found.classes or ())] or sorted({one["label"] for r in records for one in r.objects})
     if not any(record.objects for record in records):
         unused = [f"{reason}: {len(files)}" for reason, files in found.unused.items() if files]
         details = "; ".join([*found.notes, *unused]) or "the annotations are empty"
         missing = "no object in its images" if records else "no image of its annotations"
-        raise ConfigError(f"'{source}' has {missing} ({details}). Add annotations or images.")
+        raise ConfigError(
+            f"'{source}' has {missing} ({details}). Add them, or give the folder of images with --images."
+        )
     ids = {label: index for index, label in enumerate(classes, start=1)}
     categories = [{"id": index, "name": label} for label, index in ids.items()]
     root, parts = Path(os.path.commonpath([os.path.dirname(record.file) for record in records])), {}
@@ -220,3 +227,86 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
             entry = {"id": len(content["annotations"]) + 1, "image_id": number, "category_id": ids[one.pop("label")]}
             content["annotations"].append(entry | one)
     return parts
+
+
+def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[str], FileIndex, list[str]]:
+    """Detect the format of a dataset from the content of its files.
+
+    Args:
+        source: The file or folder of a dataset.
+        images: A folder with its images, if it is not below the folder of the dataset.
+
+    Returns:
+        The format, the annotation files, the index of all files, and the JSON and XML files that are not annotations.
+
+    Raises:
+        ConfigError: If the path does not exist, or if its format is unknown or ambiguous.
+    """
+    if not source.exists():
+        raise ConfigError(f"There is no file or folder '{source}'. Check the path.")
+    source = Path(os.path.abspath(source))
+    root = source.parent if source.is_file() else source
+    root = root.parent if root.name.lower() in ANNOTATION_FOLDERS else root
+    index, found = FileIndex(root, images), defaultdict(list)
+    below = os.path.join(source, "")
+    own = [str(source)] if source.is_file() else [f for f in index.files if f.startswith(below) and os.path.isfile(f)]
+    for path in own:
+        found[annotation_format(path)].append(path)
+    unknown = found.pop(None, [])
+    if not found:
+        classes = [path for path in own if os.path.basename(path) in yolo.CLASS_FILES]
+        darknet = [path for path in own if path.endswith(".data") and b"names" in Path(path).read_bytes()]
+        if darknet or classes:
+            found["YOLO"] = darknet or classes
+    if not found:
+        # A file that is no JSON at all has a better message.
+        for path in [path for path in unknown if path.lower().endswith(".json")][:1]:
+            read_json(path)
+        others = [path for path in own if path not in index.images]
+        images = f"{counted(len(own) - len(others), 'image')}, but " if len(own) > len(others) else ""
+        more = f" These files are not read: {first_of(others, 3)}." if others else ""
+        raise ConfigError(f"'{source}' has {images}no annotations of a known format. Use {_KNOWN}.{more}")
+    if len(found) > 1:
+        each = " and ".join(f"{name} ({os.path.relpath(files[0], root)})" for name, files in found.items())
+        raise ConfigError(f"'{source}' has several formats: {each}. Give the file or the folder of one format.")
+    name, files = found.popitem()
+    others = [path for path in unknown if path.lower().endswith((".json", ".xml"))]
+    # These formats have one annotation file per image.
+    stems = {Path(path).stem for path in index.images if name in ("LabelMe", "Pascal VOC")}
+    damaged = [path for path in others if path.lower().endswith(Path(files[0]).suffix.lower())]
+    if damaged := [path for path in damaged if Path(path).stem in stems or not os.path.getsize(path)]:
+        paths = first_of(damaged, 5)
+        raise ConfigError(f"Files that are empty or not in the format {name}: {paths}. Repair or remove them.")
+    return name, files, index, others
+
+
+def annotation_format(path: str) -> str | None:
+    """Return the format of an annotation file from its content, or None if it is unknown."""
+    suffix = os.path.splitext(path)[1].lower()
+    # Opening a pipe would block.
+    if suffix not in (".json", ".xml", ".yaml", ".yml") or not os.path.isfile(path):
+        return None
+    if suffix == ".xml":
+        content = Path(path).read_bytes().replace(b"\0", b"")
+        return next((name for name, root in _ROOTS.items() if re.search(root, content)), None)
+    if suffix != ".json":
+        return "YOLO" if yolo.settings_of(path) is not None else None
+    with open(path, "rb") as file:
+        # Without the zero bytes of UTF-16
+        head = file.read(_NUM_READ_BYTES).replace(b"\0", b"")
+    # Other files are lists, such as the results of a detector.
+    if not head.lstrip(b"\xef\xbb\xbf\xff\xfe").lstrip().startswith(b"{"):
+        return None
+    name = "COCO" if re.search(_COCO_LIST, head) else None
+    if name and os.path.getsize(path) > _MOST_PARSED_BYTES:
+        return name
+    try:
+        content = read_json(path)
+    except ConfigError:
+        # The reader of the format reports the error.
+        return name
+    if isinstance(content.get("shapes"), list):
+        return "LabelMe"
+    if isinstance(content.get("images"), list) and isinstance(content.get("categories"), list):
+        return "COCO"
+    return "VIA" if via.images_of(content) is not None else None

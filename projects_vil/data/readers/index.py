@@ -23,6 +23,8 @@ SPLITS |= {"validation": "val", "test": "test", "testing": "test"}
 _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "json", "labels", "obj", "set", "xml", ""}
 # Folders of annotations with the images in another folder next to them
 ANNOTATION_FOLDERS = {"annotations", "annotation", "labels", "label", "labeltxt", "json", "xml"}
+# Tables and archives
+_OTHER_SUFFIXES = (".csv", ".tsv", ".parquet", ".tfrecord", ".zip", ".rar", ".7z", ".tar", ".gz", ".tgz")
 # Label Studio adds eight hexadecimal digits to the names of uploaded files.
 _UPLOAD_PREFIX = re.compile(r"(?<![^/\\])[0-9a-f]{8}-(?=[^/\\]*$)")
 
@@ -44,9 +46,9 @@ def walk(root: str | Path) -> Iterator[str]:
 
 def _is_run(folder: str, names: list[str]) -> bool:
     train = Path(folder, "data", "train.json")
-    may_have_failed = "log.txt" in names and "config.yaml" not in names and train.is_file()
-    has_failed = may_have_failed and GENERATOR in train.read_text(encoding="utf-8", errors="replace")[:200]
-    return has_failed or {"log.txt", "config.yaml"} <= {*names}
+    if "log.txt" not in names or "config.yaml" in names or not train.is_file():
+        return {"log.txt", "config.yaml"} <= {*names}
+    return GENERATOR in train.read_text(encoding="utf-8", errors="replace")[:200]
 
 
 def read_lines(path: str) -> list[str]:
@@ -57,6 +59,11 @@ def read_lines(path: str) -> list[str]:
 def normalized(name: str) -> str:
     """Return a path in a form that does not depend on the case, the Unicode form or the kind of slashes."""
     return unicodedata.normalize("NFC", name).casefold().replace("\\", "/")
+
+
+def is_image(path: str) -> bool:
+    """Return whether a file has the suffix of an image that can be read."""
+    return path.lower().endswith(IMAGE_SUFFIXES)
 
 
 def parts_of(path: str) -> tuple[str, ...]:
@@ -73,16 +80,21 @@ def split_of(parts: Iterable[str], stem: str = "") -> str | None:
     return SPLITS[words[0]] if words else None
 
 
+def split_of_file(path: str, files: list[str]) -> str | None:
+    """Return the split in the name of one of several annotation files, or None."""
+    return split_of((), Path(path).stem) if len(files) > 1 else None
+
+
 @dataclass
 class Record:
     """An image of a dataset: how its annotation names it, and its objects.
 
     Attributes:
         annotation: The annotation file.
-        names: Written paths of the image, on this or another computer. The first one that exists is used.
+        names: Written paths of the image, on this or another computer. The first one that exists is used. A name that
+            ends with a period stands for an image with any suffix.
         size: The height and width in pixels, or None if they are unknown.
-        stem: The name without suffix of an annotation file of one image. An image with this name is accepted if there
-            is none with one of the names.
+        is_only: Whether the annotation file has no other image.
         split: The split of the annotation. By default, the folders of the annotation file and of the image decide.
         hint: A path of the image that is often outdated, or an empty text. It decides only what nothing else decides.
         objects: COCO annotations without ids, and with ``label``, the class name. Instead of a box, an object may have
@@ -93,11 +105,14 @@ class Record:
     annotation: str
     names: tuple[str, ...]
     size: tuple[int, int] | None = None
-    stem: str = ""
+    is_only: bool = False
     split: str | None = None
     hint: str = ""
     objects: list[dict[str, Any]] = field(default_factory=list)
     file: str | None = None
+
+    def __str__(self) -> str:
+        return f"'{self.annotation}'" if self.is_only else f"{self.names[0]!r} of '{self.annotation}'"
 
 
 class FileIndex:
@@ -105,25 +120,28 @@ class FileIndex:
 
     Args:
         root: The folder of the dataset.
-        images: A folder with the images, if it is not below ``root``.
+        images: A folder with all images, if they are not below ``root``.
 
     Attributes:
         root: The folder of the dataset.
+        image_root: The folder ``images``, or ``root``.
         files: All files below ``root``, sorted.
-        images: The keys are all image files below ``root`` or ``images``, sorted.
-        unsupported: The files below ``root`` of an image, video or table type that cannot be read, and images without a
-            suffix.
+        images: The keys are the image files below ``images``, or else below ``root``, sorted.
+        all_files: All files below ``root`` and ``images``, sorted.
+        unsupported: Those of an image, video, table or archive type that is not read, and images without a suffix.
     """
 
     def __init__(self, root: Path, images: Path | None = None) -> None:
         self.root = os.path.abspath(root)
         self.files = list(walk(self.root))
-        self._image_root = self.root if images is None else os.path.abspath(images)
-        below = self.files if images is None else list(walk(self._image_root))
-        self.images = dict.fromkeys(path for path in below if path.lower().endswith(IMAGE_SUFFIXES))
-        unsupported = (*UNSUPPORTED_SUFFIXES, ".csv", ".tsv")
-        without_suffix = {path for path in below if "." not in os.path.basename(path) and size_or_none(path)}
-        self.unsupported = [path for path in below if path.lower().endswith(unsupported) or path in without_suffix]
+        self.image_root = self.root if images is None else os.path.abspath(images)
+        below = self.files if images is None else list(walk(self.image_root))
+        self.images = dict.fromkeys(filter(is_image, below))
+        self.all_files = self.files if images is None else sorted({*self.files, *below})
+        unsupported = (*UNSUPPORTED_SUFFIXES, *_OTHER_SUFFIXES)
+        self.unsupported = [path for path in self.all_files if path.lower().endswith(unsupported)]
+        without_suffix = [path for path in self.all_files if "." not in os.path.basename(path)]
+        self.unsupported += [path for path in without_suffix if size_or_none(path)]
         folders = [self.folders_of(os.path.join(path, "")) for path in set(map(os.path.dirname, self.images))]
         # The folders that have images in them or in their subfolders. The cache does not refer to the index, which
         # would then stay in memory.
@@ -153,7 +171,7 @@ class FileIndex:
 
     def folders_of(self, path: str) -> tuple[str, ...]:
         """Return the names of the folders between the root and a file."""
-        root = self.root if path.startswith(self.root + os.sep) else self._image_root
+        root = self.root if path.startswith(self.root + os.sep) else self.image_root
         return parts_of(os.path.relpath(os.path.dirname(path), root))
 
     def split_of(self, *paths: str) -> str | None:
@@ -163,14 +181,14 @@ class FileIndex:
     def find_images(self, records: Iterable[Record]) -> None:
         """Set the image file of each record whose image exists.
 
-        A path from the annotation file has priority. Otherwise, the file name is searched: as it is written, then with
-        percent codes decoded, then without the prefix of Label Studio, then by its stem. Of several images with this
-        name, the folders decide, in this order: the longest common end with the written path, and with the folder of
-        the annotation file; the number of common folders, and the longest common beginning, with the folder of the
-        annotation file; the path from the root; a folder named images. Then the size decides, and last the hint. An
-        image is not used if it is in the folder of another split, or in a folder that the file names for other images,
-        or if the written folder or the folder of the annotation file has other images. If an image fits several
-        records, it belongs to the one that fits best, and the others have none.
+        A path from the annotation file, or from the given image folder, has priority. Otherwise, the file name is
+        searched: as it is written, then with percent codes decoded, then without the prefix of Label Studio. Of several
+        images with this name, the folders decide, in this order: the longest common end with the written path, and with
+        the folder of the annotation file; the number of common folders, and the longest common beginning, with the
+        folder of the annotation file; the path from the root; a folder named images. Then the size decides, and last
+        the hint. An image is not used if it is in the folder of another split, or in a folder that the file names for
+        other images, or if the written folder or a folder of the annotation file has other images. If an image fits
+        several records, it belongs to the one that fits best, and the others have none.
 
         Raises:
             ConfigError: If several images fit a record equally well, or several records an image.
@@ -185,46 +203,47 @@ class FileIndex:
             if not paths or all(path in owners and owners[path][0] > rank for path in paths):
                 continue
             if len(paths) > 1:
-                both = f"'{paths[0]}' and '{paths[1]}'"
-                raise ConfigError(f"{record.names[0]!r} of '{record.annotation}' matches both {both}. Rename one.")
+                raise ConfigError(f"{record} matches both '{paths[0]}' and '{paths[1]}'. Rename one.")
             _, owner = owners.setdefault(paths[0], (rank, record))
             if owner is not record:
-                both = " and ".join(f"{one.names[0]!r} in '{one.annotation}'" for one in (owner, record))
+                both = f"{owner} and {record}"
                 raise ConfigError(f"The image '{paths[0]}' has two annotations: {both}. Remove one, or add an image.")
             record.file = paths[0]
 
     def _matches(self, record: Record, written: Set[str]) -> tuple[tuple, list[str]]:
         """Return how well the best images fit a record, and these images. ``written``: folders in the file."""
-        paths = (os.path.join(record.annotation, "..", name.strip().replace("\\", "/")) for name in record.names)
-        if direct := next(filter(os.path.isfile, map(os.path.normpath, paths)), None):
-            return (True,), [direct]
-        ranked = (self._ranked(record, parts, written) for parts in map(parts_of, self._written_names(record)) if parts)
-        return next(filter(None, ranked), ((), []))
+        is_given = self.image_root != self.root
+        base = self.image_root if is_given else os.path.dirname(record.annotation)
+        for name in self._written_names(record):
+            direct = os.path.normpath(os.path.join(base, name.strip().replace("\\", "/")))
+            if os.path.isfile(direct) and (not is_given or direct.startswith(base + os.sep)):
+                return (True,), [direct]
+            if (parts := parts_of(name)) and (ranked := self._ranked(record, parts, written)):
+                return ranked
+        return (), []
 
     def _written_names(self, record: Record) -> Iterator[str]:
-        """Yield the names of a record that an image may have, and last its stem with a period."""
+        """Yield the names of a record that an image may have."""
         for name in record.names:
             decoded = unquote(name.rpartition("?d=")[2])
             yield from (name, decoded, _UPLOAD_PREFIX.sub("", decoded))
-        *folders, name = parts_of(record.names[0]) or ("",)
-        yield "/".join([*folders, f"{record.stem or name}."])
+        # Frames of videos have no suffix in CVAT.
+        yield from () if record.is_only else (f"{record.names[0].strip()}.",)
 
     def _ranked(self, record: Record, parts: tuple[str, ...], written: Set[str]) -> tuple[tuple, list[str]] | None:
         folders, ranked = self.folders_of(record.annotation), defaultdict(list)
         split = split_of(parts[:-1]) or record.split or self._split_of(folders)
+        own_folders = {*folders} & self._image_folder_names - ANNOTATION_FOLDERS
         for path in self._by_name.get(parts[-1], ()):
             own = self.folders_of(path)
             at_end, end = _num_common(own[::-1], parts[-2::-1]), _num_common(own[::-1], folders[::-1])
             at_start, num_shared = _num_common(own, folders), len({*own} & {*folders})
-            branch = folders[: at_start + 1]
-            has_images = len(branch) > at_start and branch in self._image_folders
-            is_elsewhere = has_images and branch[-1] not in ANNOTATION_FOLDERS
             # Equal folders named "images" in two places are no reason to take an image of the other place.
             is_named = own[at_start] in parts[:-1] if len(own) > at_start else at_end
             # The written folder exists elsewhere, or other records name the folder of this image.
             is_other = len(parts) > 1 and (parts[-2] in self._image_folder_names or not written.isdisjoint(own[-1:]))
             is_other_split = split and self._split_of(own) not in (split, None)
-            if is_other_split or (is_elsewhere and not is_named) or (is_other and not at_end):
+            if is_other_split or (own_folders - {*own} and not is_named) or (is_other and not at_end):
                 continue
             is_image_folder = own[-1:] in (("images",), ("jpegimages",))
             rank = (False, at_end, end, num_shared, at_start, own == parts[:-1], is_image_folder)

@@ -31,7 +31,8 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         except (KeyError, TypeError, AttributeError, OSError, base64.binascii.Error) as error:
             raise ConfigError(f"'{path}' is not a valid LabelMe file: {error!r}. Repair or remove it.") from error
         size = size_of(content.get("imageHeight"), content.get("imageWidth"))
-        found.records.append(Record(path, (name,), size, stem, objects=found.objects_of(shapes, path)))
+        names = (name, str(PureWindowsPath(name).parent / f"{stem}."))
+        found.records.append(Record(path, names, size, True, objects=found.objects_of(shapes, path)))
     return found
 
 

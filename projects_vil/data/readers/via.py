@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from backbones import ConfigError
-from projects_vil.data.readers.index import FileIndex, Record
+from projects_vil.data.readers.index import FileIndex, Record, split_of_file
 from projects_vil.data.readers.shapes import Annotations, Shape, number, numbers
 from projects_vil.utils import read_json
 
@@ -34,7 +34,8 @@ def read(files: list[str], index: FileIndex) -> Annotations:
                 if len(more) > 1:
                     raise ConfigError(f"{location} has a region of the classes {label!r} and {more[0]!r}. Choose one.")
             shapes.append(_shape(str(label or "").strip(), region.get("shape_attributes") or {}, location))
-        found.records.append(Record(path, (entry["filename"],), objects=found.objects_of(shapes, path)))
+        names, objects = (entry["filename"],), found.objects_of(shapes, path)
+        found.records.append(Record(path, names, split=split_of_file(path, files), objects=objects))
     return found
 
 

@@ -13,7 +13,6 @@ from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_line
 from projects_vil.data.readers.shapes import Annotations, box_object, number, numbers, polygon_object, rotated_box
 
 _LIST = re.compile(rf"(.*)/(?i:imagesets(?:/main)?)/({'|'.join(SPLITS)})\.txt")
-_SIZE_TAGS = (("size/height", "imagesize/nrows"), ("size/width", "imagesize/ncols"))
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
@@ -24,7 +23,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         annotation, stem = parse_xml(path), Path(path).stem
         name = annotation.findtext("filename", "").strip()
         # The name in the file is often outdated, so an image with the stem of the annotation has priority.
-        names = (stem + (Path(name).suffix or ".jpg"), *([name] if name else []))
+        names = tuple(dict.fromkeys((f"{stem}{Path(name).suffix or '.'}", f"{stem}.", name or f"{stem}.")))
         hint = annotation.findtext("path") or f"{annotation.findtext('folder', '')}/{name}"
         entries = [entry for entry in annotation.iter("object") if entry.findtext("deleted", "").strip() != "1"]
         # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0.
@@ -32,9 +31,9 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         offset = 0 if any(re.search(r"\.0*[1-9]", text) for text in texts) else 1
         objects = [_object(entry, offset, path) for entry in entries]
         found.skipped["objects without a box or a polygon"] += [path] * objects.count(None)
-        sides = (next(filter(None, map(annotation.findtext, tags)), 0) for tags in _SIZE_TAGS)
+        sides = (annotation.findtext(f"size/{side}") or 0 for side in ("height", "width"))
         size = size_of(*(int(number(side, f"{path}: size")) for side in sides))
-        found.records.append(Record(path, names, size, stem, hint=hint.strip(), objects=[*filter(None, objects)]))
+        found.records.append(Record(path, names, size, True, hint=hint.strip(), objects=[*filter(None, objects)]))
     return found
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from backbones import ConfigError
-from projects_vil.data.detection_utils import IMAGE_SUFFIXES, read_sizes
-from projects_vil.data.readers.index import FileIndex, Record, content_hash, read_lines, split_of, walk
+from projects_vil.data.detection_utils import read_sizes
+from projects_vil.data.readers.index import FileIndex, Record, content_hash, is_image, read_lines, split_of, walk
 from projects_vil.data.readers.shapes import Annotations, box_object, number, polygon_object
 
 # Files with one class name per line: labelImg, Darknet and CVAT, Roboflow
@@ -41,7 +41,10 @@ def read(files: list[str], index: FileIndex) -> Annotations:
                 found.notes.append(f"{split} is '{place}', because {entry!r} does not exist")
             images |= dict.fromkeys((split, image) for image in own)
     labels = {image: [*filter(None, map(index.find, _label_paths(image)))] for _, image in images}
-    _check_ties(labels)
+    owners: dict[str, str] = {}
+    for image, (label, *_) in ((image, files) for image, files in labels.items() if files):
+        if (other := owners.setdefault(label, image)) != image and content_hash(other) != content_hash(image):
+            raise ConfigError(f"Label file '{label}' fits both '{other}' and '{image}'. Rename or remove one image.")
     if background := list(labels.values()).count([]):
         found.notes.append(f"{background:,} of {len(labels):,} images have no label file, so they are background")
     sizes = {image: size for image, (size, _) in zip(labels, read_sizes(labels), strict=True)}
@@ -108,8 +111,8 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
 def _images(place: str, split: str | None, index: FileIndex, found: Annotations) -> list[str]:
     """Return the images of a split from a folder, an image, or a text file with a list of images."""
     if os.path.isdir(place):
-        return [file for file in walk(place) if file.lower().endswith(IMAGE_SUFFIXES)]
-    if place.lower().endswith(IMAGE_SUFFIXES):
+        return [*filter(is_image, walk(place))]
+    if is_image(place):
         return [place]
     # An empty line is normalized to a period.
     lines = {*map(os.path.normpath, read_lines(place))} - {"."}
@@ -172,12 +175,3 @@ def _object(row: list[str], names: list[str], size: tuple[int, int], location: s
     if len(values) < 6 or len(values) % 2:
         raise ConfigError(f"{location}: {len(row)} numbers are not an object. Write a class with a box or a polygon.")
     return polygon_object(label, [[round(pixel, 2) for pixel in pixels]])
-
-
-def _check_ties(labels: dict[str, list[str]]) -> None:
-    """Raise a ConfigError if two different images, such as a.jpg and a.png, have the same label file."""
-    images: dict[str, str] = {}
-    for image, files in labels.items():
-        other = images.setdefault(files[0], image) if files else image
-        if other != image and content_hash(other) != content_hash(image):
-            raise ConfigError(f"Label file '{files[0]}' fits both '{other}' and '{image}'. Rename or remove one image.")

@@ -121,6 +121,7 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "category name that is a number": ("category_name_not_text", second("categories", name=7)),
     "category without a name": ("invalid_category_entry", second("categories", "name")),
     "category name twice": ("duplicate_category_name", second("categories", name="circle")),
+    "category name in the plural": ("duplicate_category_name", second("categories", name="Circles ")),
     "category without an object": ("category_without_objects", again("categories", id=9, name="star")),
     # images
     "image id twice": ("duplicate_image_id", lambda c, i: c["images"][1].update(id=c["images"][2]["id"])),

@@ -268,25 +268,47 @@ def write_files(root: Path, files: dict[str, object]) -> None:
             (root / name).write_text(content)
 
 
-def test_a_missing_image_is_not_taken_from_another_folder(tmp_path):
-    """The other image is not in the folder of the annotation file, or not in the written folder."""
-    beside = {f"cam1/{stem}.xml": voc_text(bndbox(11, 21, 50, 50), f"{stem}.png") for stem in "ab"}
-    elsewhere = {f"json/{stem}.json": labelme_text({}, imagePath=f"C:\\cam1\\{stem}.png") for stem in "ab"}
-    for number, files in enumerate((beside, elsewhere)):
-        root = tmp_path / str(number)
-        write_files(root, files | {"cam1/b.png": 1, "cam2/a.png": 2})
-        dataset = read_dataset(root, tmp_path / "out", val=0)
-        assert dataset.sizes == {"train": 1} and dataset.splits["train"][1] == root / "cam1"
-        unused = [Path(path).name for paths in dataset.unused.values() for path in paths]
-        assert unused == [Path(next(iter(files))).name, "a.png"]
+BOX_TEXT = bndbox(11, 21, 50, 50)
 
 
-def test_a_folder_of_the_same_name_is_not_the_folder_of_a_missing_image(tmp_path):
-    files = {f"cam1/labels/{stem}.json": labelme_text({}, imagePath=f"..\\images\\{stem}.png") for stem in "ab"}
-    write_files(tmp_path, files | {"cam1/images/b.png": 1, "cam2/images/a.png": 2})
-    dataset = read_dataset(tmp_path, tmp_path / "out", val=0)
-    unused = [Path(path).name for paths in dataset.unused.values() for path in paths]
-    assert dataset.sizes == {"train": 1} and unused == ["a.json", "a.png"]
+@pytest.mark.parametrize(
+    "files, used",
+    [
+        # A missing image is not taken from another folder: the folder of the annotation file, or the written folder.
+        ({f"cam1/{stem}.xml": voc_text(BOX_TEXT, f"{stem}.png") for stem in "ab"}, ["cam1/b.png"]),
+        (
+            {f"json/{stem}.json": labelme_text({}, imagePath=f"C:\\cam1\\{stem}.png") for stem in "ab"},
+            ["cam1/b.png"],
+        ),
+        ({f"xml/cam1/{stem}.xml": voc_text(BOX_TEXT, f"{stem}.png") for stem in "ab"}, ["cam1/b.png"]),
+        # A folder of the same name is not the folder of the missing image.
+        (
+            {
+                "cam1/images/b.png": 3,
+                "cam2/images/a.png": 4,
+                **{f"cam1/labels/{s}.json": labelme_text({}, imagePath=f"..\\images\\{s}.png") for s in "ab"},
+            },
+            ["cam1/images/b.png"],
+        ),
+        # The name of the XML file comes first, with any suffix.
+        ({"c.xml": voc_text(BOX_TEXT, "d.jpg"), "c.png": 3, "d.jpg": 4}, ["c.png"]),
+        # The given folder comes before the written path.
+        ({"c.json": labelme_text({}, imagePath="c.png"), "c.png": 3, "DIR/c.png": 4}, ["DIR/c.png"]),
+        ({"c.xml": voc_text(BOX_TEXT, "c.png"), "c.png": 3, "DIR/c.png": 4}, ["DIR/c.png"]),
+    ],
+)
+def test_which_image_is_used(files, used, tmp_path):
+    write_files(tmp_path / "data", {"cam1/b.png": 1, "cam2/a.png": 2} | files)
+    images = tmp_path / "data/DIR"
+    images = images.rename(tmp_path / "DIR") if images.is_dir() else None
+    contents = {}
+    dataset = read_dataset(tmp_path / "data", tmp_path / "out", val=0, images=images, contents=contents)
+    folder = dataset.splits["train"][1]
+    found = [os.path.relpath(folder / image["file_name"], tmp_path) for image in contents["train"]["images"]]
+    assert found == [path if "DIR" in path else f"data/{path}" for path in used]
+    # Another image or annotation file is counted, with advice if its image is missing.
+    is_missing = "annotation files whose image is missing" in dataset.unused
+    assert dataset.unused and is_missing == dataset.line().endswith("--images DIR")
 
 
 def test_a_folder_of_other_images_is_not_the_folder_of_a_missing_image(tmp_path):
@@ -349,12 +371,17 @@ def test_a_failed_fix_leaves_no_files(tmp_path):
     [
         ({"images/a.png": 1, "images/a.jpg": 2, "labels/a.txt": YOLO_ROW, "data.yaml": YAML}, "fits both"),
         ({"x/a.png": 1, "y/a.png": 2, "a.xml": voc_text("", "a.png")}, "matches both"),
+        ({"a.gif": 1, "a.png": 2, "b.jpg": 3, "a.xml": voc_text("", "b.jpg")}, "a.png'. Rename one"),
+        # A training file does not use validation images.
+        ({"train/b.png": 1, "valid/a.png": 2, "train/c.json": coco_text("a.png")}, "Cannot find the images"),
         # A validation file does not use training images.
         (
             {"train/a.png": 1, "train/b.png": 2, "train.json": coco_text("a.png"), "val.json": coco_text("b.png")},
             "Cannot find the images",
         ),
-        ({"a.png": 1, "l/a.xml": voc_text("", "a.png"), "m/a.xml": voc_text("", "a.png")}, "has two annotations"),
+        ({"a.png": 1, "l/b.xml": voc_text("", "a.png"), "m/c.xml": voc_text("", "a.png")}, "l/b.xml' and '"),
+        ({"a.png": 1, "a.xml": voc_text(bndbox(1, 2, 5, 6, ""), "a.png")}, "whose objects have no class: 1"),
+        ({"a.png": 1, "b.png": 1, "boxes.csv": ""}, "has 2 images, but no annotations of a known format"),
         (
             {"a.png": 1, "a.xml": voc_text(""), **{f"ImageSets/Main/{split}.txt": "a" for split in ("train", "val")}},
             "for train and for val",
@@ -365,3 +392,14 @@ def test_a_failed_fix_leaves_no_files(tmp_path):
 def test_missing_images_and_ties_are_errors(files, named, tmp_path):
     write_files(tmp_path / "data", files)
     assert named in message(read_dataset, tmp_path / "data", tmp_path / "out", val=0)
+
+
+def test_the_check_agrees_with_the_training(tmp_path, capsys):
+    write_files(tmp_path / "data", {f"{stem}.xml": voc_text(BOX_TEXT, f"{stem}.png") for stem in "abcd"})
+    write_files(tmp_path / "data", {f"{stem}.png": number for number, stem in enumerate("abcd")})
+    run(["check", str(tmp_path / "data")])
+    assert "'vil train' uses 1 of the images" in capsys.readouterr().out
+    assert "has only one image" in message(run, ["check", str(tmp_path / "data/a.xml")])
+    Image.new("L", (60, 50)).save(tmp_path / "data/a.png")
+    assert "has errors of 1 type" in message(run, ["check", str(tmp_path / "data")])
+    assert "error: image_size_mismatch" in capsys.readouterr().out
