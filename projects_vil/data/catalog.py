@@ -18,7 +18,7 @@ from detectron2.data.datasets.builtin_meta import ADE20K_SEM_SEG_CATEGORIES
 from backbones import ConfigError
 from backbones.errors import check_file, closest
 from projects_vil.config import first_of
-from projects_vil.data.detection_utils import IGNORED_LABEL, IMAGE_SUFFIXES
+from projects_vil.data.detection_utils import IGNORED_LABEL, is_image
 from projects_vil.utils import read_json
 
 # The classes of the synthetic datasets, which examples/make_shapes_dataset.py writes.
@@ -158,7 +158,7 @@ def load_ade20k(name: str, images: Path, labels: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: If the folder has no images, or if an image has no label image.
     """
-    files = sorted(file for file in os.listdir(images) if file.lower().endswith(IMAGE_SUFFIXES))
+    files = sorted(filter(is_image, os.listdir(images)))
     if not files:
         raise ConfigError(f"The image folder '{images}' of {name!r} has no images. Correct the path.")
     records = [{"file_name": str(Path(images, file)), "first_label": 1} for file in files]

@@ -183,6 +183,17 @@ def read_size(path: str | Path, *, content: bytes | None = None) -> tuple[int, i
     return (width, height) if orientation in _ROTATED else (height, width)
 
 
+def size_or_none(path: str) -> tuple[int, int] | None:
+    """Return the height and width of an image, or None if it cannot be read."""
+    with contextlib.suppress(UnreadableImage):
+        return read_size(path)
+
+
+def is_image(path: str) -> bool:
+    """Return whether a file has the suffix of an image that can be read."""
+    return path.lower().endswith(IMAGE_SUFFIXES)
+
+
 def missing_files(paths: Iterable[str]) -> list[str]:
     """Return the paths that do not exist. Each folder is listed once, which is faster than a test per file."""
     names = functools.cache(lambda folder: set(os.listdir(folder)) if os.path.isdir(folder) else set())

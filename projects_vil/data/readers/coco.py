@@ -15,7 +15,6 @@ from projects_vil.data.readers.shapes import Annotations
 from projects_vil.utils import read_json
 
 # COCO's other annotation files of the same images
-_OTHERS = "captions, keypoints, panoptic and other COCO files"
 _OTHER_FILES = re.compile("^(captions|person_keypoints|panoptic|stuff|image_info)_")
 # The content of a COCO file, its path or None if it must be written, and the image folder
 Part = tuple[dict[str, Any], Path | None, Path]
@@ -54,7 +53,7 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
         by_split[split_of(index.folders_of(path), Path(path).stem) or "train"].append(path)
     for split, own in by_split.items():
         main = [path for path in own if not _OTHER_FILES.match(os.path.basename(path))] or own
-        found.unused[_OTHERS] += [path for path in own if path not in main]
+        found.unused["captions, keypoints, panoptic and other COCO files"] += [p for p in own if p not in main]
         if len(main) > 1:
             both = f"'{main[0]}' and '{main[1]}'. Give one of them, or name them after the splits train, val and test."
             raise ConfigError(f"'{index.root}' has several COCO files for {split}: {both}")

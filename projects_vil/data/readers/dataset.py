@@ -17,10 +17,10 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable, counted
 from projects_vil.config import first_of
-from projects_vil.data.detection_utils import read_sizes
+from projects_vil.data.detection_utils import is_image, read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
 from projects_vil.data.readers.coco import Parts, compare_splits, entries_of, find_coco, paths_of, split_by_hash
-from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, is_image
+from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex
 from projects_vil.data.readers.shapes import Annotations, in_image
 from projects_vil.data.segmentation import count_masks
 from projects_vil.utils import paused_garbage_collection, read_json
@@ -68,8 +68,7 @@ class Dataset:
         what = f"{numbers}, boxes{' and masks' * self.has_masks}"
         sizes = ", ".join(f"{split} {size:,}" for split, size in self.sizes.items())
         unused = [f"{reason}: {len(files):,} (first: {files[0]})" for reason, files in self.unused.items()]
-        is_missing = any("missing" in reason for reason in self.unused)
-        advice = ["add the missing images, or give their folder with --images DIR"] * is_missing
+        advice = ["add missing images, or give their folder with --images"] * any("missing" in r for r in self.unused)
         return "; ".join([f"{self.source} is {self.format}: {what}", sizes, *self.notes, *unused, *advice])
 
 
@@ -115,7 +114,8 @@ def read_dataset(
     else:
         found = _READERS[name](files, index)
         parts = _to_coco(source, found, index, os.path.abspath(extracted or Path(folder, "images")))
-    notes, unused = found.notes, found.unused | _unused_images(source, parts, index)
+    notes, unused = found.notes, found.unused
+    _count_unused(source, parts, index, unused)
     unused["JSON or XML files that are not annotations"] = others
     parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
     if "train" not in parts:
@@ -126,9 +126,10 @@ def read_dataset(
         parts |= {split: (half, None, root) for split, half in zip(("train", "val"), halves, strict=True)}
         notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
-        number = len(parts["val"][0]["images"])
-        raise ConfigError(f"'{source}' already has a validation split of {number} images. Leave out val_fraction.")
-    splits = _write(source, Path(folder), parts, set(map(os.path.realpath, files)), contents)
+        raise ConfigError(f"'{source}' already has a validation split. Leave out val_fraction.")
+    splits = _write(
+        source, Path(folder), parts, set(map(os.path.realpath, files)), {} if contents is None else contents
+    )
     sizes = {split: len(parts[split][0]["images"]) for split in splits}
     # detectron2 sorts the classes by category id. The dataset check reads the text of an id as an integer.
     categories = [entry for entry in entries_of(content, "categories") if str(entry.get("id")).isdigit()]
@@ -143,7 +144,7 @@ def read_dataset(
     return Dataset(source, name, splits, sizes, classes, has_masks, tuple(notes), unused)
 
 
-def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: dict | None) -> dict[str, tuple]:
+def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: dict[str, Any]) -> dict[str, tuple]:
     """Write the contents of the splits that have no file yet, and return the file and image folder of each split."""
     # "info" comes first because check_replaceable reads only the beginning of a file. Error messages name the source.
     info = {"info": {"description": GENERATOR, SOURCE: os.path.abspath(source)}}
@@ -160,23 +161,21 @@ def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: d
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as partial:
                 partial.write_text(json.dumps(content), encoding="utf-8")
-        if contents is not None:
-            contents[split] = content
+        contents[split] = content
         splits[split] = path, images
     return splits
 
 
-def _unused_images(source: Path, parts: Parts, index: FileIndex) -> dict[str, list[str]]:
-    """Return the images of a dataset that no annotation names, and the files of unsupported types."""
+def _count_unused(source: Path, parts: Parts, index: FileIndex, unused: dict[str, list[str]]) -> None:
+    """Add the images of a dataset that no annotation names, and the files of unsupported types."""
     used = {path for content, _, root in parts.values() for path in paths_of(content, root)}
     below = tuple(str(root) for _, _, root in parts.values()) if source.is_file() else ""
     images = [path for path in index.all_files if is_image(path) and path not in used and path.startswith(below)]
-    unused = {"images that the annotations do not name": images}
+    unused["images that the annotations do not name"] += images
     unsupported = [path for path in index.unsupported if path not in used]
     if types := Counter(os.path.splitext(path)[1].lower() for path in unsupported):
         text = ", ".join(f"{suffix or 'none'} ({number:,})" for suffix, number in types.most_common())
         unused[f"files of an unsupported type, {text}"] = unsupported
-    return unused
 
 
 def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) -> Parts:
@@ -256,8 +255,7 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
     if not found:
         classes = [path for path in own if os.path.basename(path) in yolo.CLASS_FILES]
         darknet = [path for path in own if path.endswith(".data") and b"names" in Path(path).read_bytes()]
-        if darknet or classes:
-            found["YOLO"] = darknet or classes
+        found |= {"YOLO": darknet or classes} if darknet or classes else {}
     if not found:
         # A file that is no JSON at all has a better message.
         for path in [path for path in unknown if path.lower().endswith(".json")][:1]:

@@ -1,6 +1,5 @@
 """List the files of a dataset, and find the image that an annotation names."""
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -15,7 +14,7 @@ from urllib.parse import unquote
 
 from backbones import ConfigError
 from backbones.errors import GENERATOR
-from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, UnreadableImage, read_size
+from projects_vil.data.detection_utils import UNSUPPORTED_SUFFIXES, is_image, size_or_none
 
 SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
 SPLITS |= {"validation": "val", "test": "test", "testing": "test"}
@@ -23,8 +22,8 @@ SPLITS |= {"validation": "val", "test": "test", "testing": "test"}
 _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "json", "labels", "obj", "set", "xml", ""}
 # Folders of annotations with the images in another folder next to them
 ANNOTATION_FOLDERS = {"annotations", "annotation", "labels", "label", "labeltxt", "json", "xml"}
-# Tables and archives
-_OTHER_SUFFIXES = (".csv", ".tsv", ".parquet", ".tfrecord", ".zip", ".rar", ".7z", ".tar", ".gz", ".tgz")
+# Also tables and archives
+_UNSUPPORTED = (*UNSUPPORTED_SUFFIXES, ".csv", ".tsv", ".parquet", ".tfrecord", ".zip", ".rar", ".7z", ".tar", ".gz")
 # Label Studio adds eight hexadecimal digits to the names of uploaded files.
 _UPLOAD_PREFIX = re.compile(r"(?<![^/\\])[0-9a-f]{8}-(?=[^/\\]*$)")
 
@@ -59,11 +58,6 @@ def read_lines(path: str) -> list[str]:
 def normalized(name: str) -> str:
     """Return a path in a form that does not depend on the case, the Unicode form or the kind of slashes."""
     return unicodedata.normalize("NFC", name).casefold().replace("\\", "/")
-
-
-def is_image(path: str) -> bool:
-    """Return whether a file has the suffix of an image that can be read."""
-    return path.lower().endswith(IMAGE_SUFFIXES)
 
 
 def parts_of(path: str) -> tuple[str, ...]:
@@ -125,6 +119,7 @@ class FileIndex:
     Attributes:
         root: The folder of the dataset.
         image_root: The folder ``images``, or ``root``.
+        is_given: Whether ``images`` is given.
         files: All files below ``root``, sorted.
         images: The keys are the image files below ``images``, or else below ``root``, sorted.
         all_files: All files below ``root`` and ``images``, sorted.
@@ -134,12 +129,11 @@ class FileIndex:
     def __init__(self, root: Path, images: Path | None = None) -> None:
         self.root = os.path.abspath(root)
         self.files = list(walk(self.root))
-        self.image_root = self.root if images is None else os.path.abspath(images)
+        self.is_given, self.image_root = images is not None, os.path.abspath(images or root)
         below = self.files if images is None else list(walk(self.image_root))
         self.images = dict.fromkeys(filter(is_image, below))
         self.all_files = self.files if images is None else sorted({*self.files, *below})
-        unsupported = (*UNSUPPORTED_SUFFIXES, *_OTHER_SUFFIXES)
-        self.unsupported = [path for path in self.all_files if path.lower().endswith(unsupported)]
+        self.unsupported = [path for path in self.all_files if path.lower().endswith(_UNSUPPORTED)]
         without_suffix = [path for path in self.all_files if "." not in os.path.basename(path)]
         self.unsupported += [path for path in without_suffix if size_or_none(path)]
         folders = [self.folders_of(os.path.join(path, "")) for path in set(map(os.path.dirname, self.images))]
@@ -212,11 +206,10 @@ class FileIndex:
 
     def _matches(self, record: Record, written: Set[str]) -> tuple[tuple, list[str]]:
         """Return how well the best images fit a record, and these images. ``written``: folders in the file."""
-        is_given = self.image_root != self.root
-        base = self.image_root if is_given else os.path.dirname(record.annotation)
+        base = self.image_root if self.is_given else os.path.dirname(record.annotation)
         for name in self._written_names(record):
             direct = os.path.normpath(os.path.join(base, name.strip().replace("\\", "/")))
-            if os.path.isfile(direct) and (not is_given or direct.startswith(base + os.sep)):
+            if os.path.isfile(direct) and (not self.is_given or direct.startswith(base + os.sep)):
                 return (True,), [direct]
             if (parts := parts_of(name)) and (ranked := self._ranked(record, parts, written)):
                 return ranked
@@ -225,7 +218,8 @@ class FileIndex:
     def _written_names(self, record: Record) -> Iterator[str]:
         """Yield the names of a record that an image may have."""
         for name in record.names:
-            decoded = unquote(name.rpartition("?d=")[2])
+            # Label Studio writes ?d=PATH, and URLs may end with a query.
+            decoded = unquote(name.rpartition("?d=")[2].partition("?")[0])
             yield from (name, decoded, _UPLOAD_PREFIX.sub("", decoded))
         # Frames of videos have no suffix in CVAT.
         yield from () if record.is_only else (f"{record.names[0].strip()}.",)
@@ -281,12 +275,6 @@ def _num_common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
 def size_of(height: Any, width: Any) -> tuple[int, int] | None:
     """Return the height and width that an annotation file names, or None if they are not valid."""
     return (height, width) if all(isinstance(side, int) and side > 0 for side in (height, width)) else None
-
-
-def size_or_none(path: str) -> tuple[int, int] | None:
-    """Return the height and width of an image, or None if it cannot be read."""
-    with contextlib.suppress(UnreadableImage):
-        return read_size(path)
 
 
 def content_hash(path: str) -> str:

@@ -10,7 +10,6 @@ import numpy as np
 from PIL import Image
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
 from projects_vil.data.readers.index import FileIndex, Record, normalized, size_of
 from projects_vil.data.readers.shapes import Annotations, Shape, number
 from projects_vil.utils import read_json
@@ -57,6 +56,5 @@ def _write_image(path: str, index: FileIndex, folder: str) -> str | None:
         raise ConfigError(f"The imageData of '{path}' is not an image. Add the image file.") from error
     output = Path(folder, f"{os.path.splitext(os.path.relpath(path, index.root))[0]}.{suffix}")
     output.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(output) as partial:
-        partial.write_bytes(image)
+    output.write_bytes(image)
     return str(output)

@@ -43,15 +43,13 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
     by_stem: dict[str, list[str]] = defaultdict(list)
     for file in files:
         by_stem[Path(file).stem].append(file)
-    matches = filter(None, map(_LIST.fullmatch, index.files))
     # trainval comes last. What it has besides train is val, and the other way round.
-    for match in sorted(matches, key=lambda match: match[2] == "trainval"):
+    for match in sorted(filter(None, map(_LIST.fullmatch, index.files)), key=lambda match: match[2] == "trainval"):
         root, name = match.groups()
         listed = splits[root]
         is_rest = name == "trainval" and "train" in listed.values() and "val" not in listed.values()
         split = "val" if is_rest else SPLITS[name]
-        lines = (line.partition("#")[0].strip() for line in read_lines(match[0]))
-        for file in (file for line in lines if line for file in _files_of(line, root, by_stem)):
+        for file in (file for line in read_lines(match[0]) for file in _files_of(line, root, by_stem)):
             other = listed.setdefault(file, split)
             if other != split and (name != "trainval" or other == "test"):
                 raise ConfigError(f"'{root}' lists '{Path(file).stem}' for {other} and for {name}. Remove one.")
@@ -69,14 +67,15 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
 
 
 def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
-    """Return the files that a line of a list names, with or without a path, a suffix and a tag such as -1."""
-    word = line.split()[0]
-    for name in (line, os.path.splitext(line)[0], word, os.path.splitext(word)[0]):
+    """Return the files that a line of a list names, with or without a path, a suffix, a tag such as -1 or a comment."""
+    before = line.partition("#")[0].strip()
+    texts = [text for one in (line, before) for text in (one, *one.split()[:1])]
+    for name in (name for text in texts for name in (text, os.path.splitext(text)[0])):
         *folders, stem = name.replace("\\", "/").split("/")
         if files := [file for file in by_stem.get(stem, ()) if file.startswith(root + os.sep)]:
             end = os.sep + os.sep.join([*folders, stem])
             return [file for file in files if os.path.splitext(file)[0].endswith(end)] or files
-    return [word]
+    return before.split()[:1]
 
 
 def _object(entry: ElementTree.Element, offset: int, path: str) -> dict[str, Any] | None:
@@ -105,8 +104,9 @@ def parse_xml(path: str) -> ElementTree.Element:
     content = Path(path).read_bytes()
     declared = re.match(rb"\s*<\?xml[^>]*encoding=[\"']([\w.-]+)[\"']", content)
     # The parser is safe: it loads no external files, and expat limits the expansion of entities. It supports no
-    # encodings with several bytes per character, such as GB2312.
+    # encodings with several bytes per character, such as GB2312. Files that declare GB2312 often have more characters.
     try:
-        return ElementTree.fromstring(content.decode(declared[1].decode()) if declared else content)
+        encoding = re.sub("(?i)gb(2312|k)", "gb18030", declared[1].decode()) if declared else ""
+        return ElementTree.fromstring(content.decode(encoding) if declared else content)
     except (ElementTree.ParseError, ValueError, LookupError) as error:
         raise ConfigError(f"'{path}' is not XML: {error}. Repair or remove it.") from error

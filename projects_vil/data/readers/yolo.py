@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from backbones import ConfigError
-from projects_vil.data.detection_utils import read_sizes
-from projects_vil.data.readers.index import FileIndex, Record, content_hash, is_image, read_lines, split_of, walk
+from projects_vil.data.detection_utils import is_image, read_sizes
+from projects_vil.data.readers.index import FileIndex, Record, content_hash, read_lines, split_of, walk
 from projects_vil.data.readers.shapes import Annotations, box_object, number, polygon_object
 
 # Files with one class name per line: labelImg, Darknet and CVAT, Roboflow
@@ -24,7 +24,11 @@ _NO_LABELS = (*CLASS_FILES, "train.txt", "val.txt", "valid.txt", "test.txt")
 
 def read(files: list[str], index: FileIndex) -> Annotations:
     """Read a dataset in YOLO's format, which has one text file per image."""
-    path, found = _only_file(files, index), Annotations()
+    # labelImg writes classes.txt into each folder.
+    if len({Path(file).read_bytes() if os.path.basename(file) in CLASS_FILES else file for file in files}) > 1:
+        names = [os.path.relpath(file, index.root) for file in files[:2]]
+        raise ConfigError(f"'{index.root}' has several YOLO files, '{names[0]}' and '{names[1]}'. Give one file.")
+    path, found = files[0], Annotations()
     bases, data = _settings(path, index)
     found.classes = names = _names(path, data)
     images: dict[tuple[str | None, str], None] = {}
@@ -32,15 +36,21 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         entries = next((data[key] for key in keys if data.get(key)), [])
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
             place = _existing(entry, bases, index)
-            own = _images(place, split, index, found) if place else []
+            own = _images(place, split, index, found) if place or index.is_given else []
             # Roboflow may name a test split that does not exist.
             if not own and split not in ("test", None):
                 missing = "has no images" if place else "does not exist"
                 raise ConfigError(f"'{path}' has {entry!r} for {split}, which {missing}. Add images or correct it.")
-            if PureWindowsPath(entry).anchor and own and not os.path.exists(entry):
+            if PureWindowsPath(entry).anchor and own and place and not os.path.exists(entry):
                 found.notes.append(f"{split} is '{place}', because {entry!r} does not exist")
             images |= dict.fromkeys((split, image) for image in own)
     labels = {image: [*filter(None, map(index.find, _label_paths(image)))] for _, image in images}
+    texts = [file for file in index.files if file.lower().endswith(".txt") and os.path.basename(file) not in _NO_LABELS]
+    if not any(labels.values()):
+        # The labels are in folders of other names.
+        records = [Record(file, (f"{Path(file).stem}.",), is_only=True) for file in texts]
+        index.find_images(records)
+        labels |= {record.file: [record.annotation] for record in records if record.file in labels}
     owners: dict[str, str] = {}
     for image, (label, *_) in ((image, files) for image, files in labels.items() if files):
         if (other := owners.setdefault(label, image)) != image and content_hash(other) != content_hash(image):
@@ -57,9 +67,8 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     found.unused["other label files of an image"] += [file for files in labels.values() for file in files[1:]]
     used = {*itertools.chain(*labels.values())}
     folders = {*map(os.path.dirname, used)}
-    for file in (file for file in index.files if file.lower().endswith(".txt") and file not in used):
-        is_label = os.path.dirname(file) in folders or {"labels", "labeltxt"} & {*index.folders_of(file)}
-        if is_label and os.path.basename(file) not in _NO_LABELS:
+    for file in (file for file in texts if file not in used):
+        if os.path.dirname(file) in folders or {"labels", "labeltxt"} & {*index.folders_of(file)}:
             found.unused["label files without an image"].append(file)
     return found
 
@@ -75,14 +84,6 @@ def settings_of(path: str) -> dict[str, Any] | None:
         return None
     # The arguments of a training run have "val", but neither "train" nor "names".
     return data if isinstance(data, dict) and ("train" in data or {"names", "val"} <= data.keys()) else None
-
-
-def _only_file(files: list[str], index: FileIndex) -> str:
-    # labelImg writes classes.txt into each folder.
-    if len({Path(file).read_bytes() if os.path.basename(file) in CLASS_FILES else file for file in files}) > 1:
-        names = [os.path.relpath(file, index.root) for file in files[:2]]
-        raise ConfigError(f"'{index.root}' has several YOLO files, '{names[0]}' and '{names[1]}'. Give one file.")
-    return files[0]
 
 
 def _settings(path: str, index: FileIndex) -> tuple[list[str], dict[str, Any]]:
@@ -108,12 +109,15 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
     return [str(name).strip() for name in names]
 
 
-def _images(place: str, split: str | None, index: FileIndex, found: Annotations) -> list[str]:
-    """Return the images of a split from a folder, an image, or a text file with a list of images."""
-    if os.path.isdir(place):
-        return [*filter(is_image, walk(place))]
-    if is_image(place):
-        return [place]
+def _images(place: str | None, split: str | None, index: FileIndex, found: Annotations) -> list[str]:
+    """Return the images of a split from a folder, an image, or a text file with a list of images.
+
+    A given folder of images replaces the folders of the settings. Its own folders then decide the split.
+    """
+    if index.is_given and not os.path.isfile(place or ""):
+        return [image for image in index.images if split is None or (index.split_of(image) or "train") == split]
+    if os.path.isdir(place) or is_image(place):
+        return [place] if is_image(place) else [*filter(is_image, walk(place))]
     # An empty line is normalized to a period.
     lines = {*map(os.path.normpath, read_lines(place))} - {"."}
     # A list may name an image by a relative and by an absolute path.

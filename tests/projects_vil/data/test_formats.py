@@ -385,7 +385,7 @@ WRONG = {
     "a wrong number of classes": ("YOLO", replace("data.yaml", "names", "nc: 4\nnames"), "has invalid 'names'"),
     "YAML": ("YOLO", replace("data.yaml", "names:", "names: ["), "data.yaml' is not YAML"),
     "no folder of images": ("YOLO", replace("data.yaml", "val: images", "val: photos"), "'photos/val' for val"),
-    "no labels": ("YOLO", lambda root: (root / "labels").rename(root / "label"), "label file"),
+    "no labels": ("YOLO", lambda root: shutil.rmtree(root / "labels"), "label file"),
     "XML": ("Pascal VOC", replace("Annotations/*.xml", "</size>", ""), ".xml' is not XML"),
     "an entity": ("Pascal VOC", replace("Annotations/*.xml", "<annotation>", f"{BOMB}<annotation>&a9;"), "not XML"),
     "an encoding": ("CVAT", replace("*.xml", "^", '<?xml version="1.0" encoding="utf-99"?>'), ".xml' is not XML"),

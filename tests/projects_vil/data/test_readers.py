@@ -216,7 +216,7 @@ def test_kinds_of_files(kind, tmp_path):
             Image.new("RGB", IMAGE).save(path)
         else:
             text = text.replace("LONG", "x" * 9000)
-            path.write_text(text, encoding="utf-16" if "UTF-16" in kind else "utf-8")
+            path.write_text(text, encoding=next((name for name in ("UTF-16", "GBK") if name in kind), "utf-8"))
     contents = {}
     dataset = read_dataset(root, tmp_path / "out", val=0, contents=contents)
     assert kind.startswith(dataset.format.removeprefix("Pascal ")) and dataset.classes == ("cat",)
@@ -295,6 +295,14 @@ BOX_TEXT = bndbox(11, 21, 50, 50)
         # The given folder comes before the written path.
         ({"c.json": labelme_text({}, imagePath="c.png"), "c.png": 3, "DIR/c.png": 4}, ["DIR/c.png"]),
         ({"c.xml": voc_text(BOX_TEXT, "c.png"), "c.png": 3, "DIR/c.png": 4}, ["DIR/c.png"]),
+        (
+            {
+                "data.yaml": "train: images/train\nval: images/val\nnames: [cat]",
+                **{f"labels/{name}.txt": YOLO_ROW for name in ("train/c", "train/d", "val/e")},
+                **{f"DIR/{name}.png": number for number, name in enumerate(("train/c", "val/e"))},
+            },
+            ["DIR/train/c.png"],
+        ),
     ],
 )
 def test_which_image_is_used(files, used, tmp_path):
@@ -307,8 +315,8 @@ def test_which_image_is_used(files, used, tmp_path):
     found = [os.path.relpath(folder / image["file_name"], tmp_path) for image in contents["train"]["images"]]
     assert found == [path if "DIR" in path else f"data/{path}" for path in used]
     # Another image or annotation file is counted, with advice if its image is missing.
-    is_missing = "annotation files whose image is missing" in dataset.unused
-    assert dataset.unused and is_missing == dataset.line().endswith("--images DIR")
+    is_missing = any("missing" in reason for reason in dataset.unused)
+    assert dataset.unused and is_missing == dataset.line().endswith("--images")
 
 
 def test_a_folder_of_other_images_is_not_the_folder_of_a_missing_image(tmp_path):
