@@ -114,9 +114,8 @@ def read_dataset(
     else:
         found = _READERS[name](files, index)
         parts = _to_coco(source, found, index, os.path.abspath(extracted or Path(folder, "images")))
-    notes, unused = found.notes, found.unused
-    _count_unused(source, parts, index, unused)
-    unused["JSON or XML files that are not annotations"] = others
+    _count_unused(source, parts, index, found.unused)
+    found.unused["JSON or XML files that are not annotations"] = others
     parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
     if "train" not in parts:
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
@@ -124,7 +123,7 @@ def read_dataset(
     if "val" not in parts and val != 0:
         halves = split_by_hash(source, content, VAL_FRACTION if val is None else val)
         parts |= {split: (half, None, root) for split, half in zip(("train", "val"), halves, strict=True)}
-        notes.insert(0, "validation images chosen by a hash of their file names")
+        found.notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
         raise ConfigError(f"'{source}' already has a validation split. Leave out val_fraction.")
     splits = _write(
@@ -134,14 +133,14 @@ def read_dataset(
     # detectron2 sorts the classes by category id. The dataset check reads the text of an id as an integer.
     categories = [entry for entry in entries_of(content, "categories") if str(entry.get("id")).isdigit()]
     classes = tuple(str(entry.get("name")) for entry in sorted(categories, key=lambda entry: int(entry["id"])))
-    unused = {reason: paths for reason, paths in unused.items() if paths}
+    unused = {reason: paths for reason, paths in found.unused.items() if paths}
     number, total = count_masks(entry for content, _, _ in parts.values() for entry in content.get("annotations", ()))
     has_masks = 0 < 2 * number >= total
     if 0 < number < total:
         effect = "the others get the rectangle of their box as a mask" if has_masks else "all are read as boxes"
-        notes.append(f"{number:,} of {total:,} objects have masks, so {effect}")
-    notes += compare_splits(parts)
-    return Dataset(source, name, splits, sizes, classes, has_masks, tuple(notes), unused)
+        found.notes.append(f"{number:,} of {total:,} objects have masks, so {effect}")
+    found.notes += compare_splits(parts)
+    return Dataset(source, name, splits, sizes, classes, has_masks, tuple(found.notes), unused)
 
 
 def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: dict[str, Any]) -> dict[str, tuple]:
@@ -203,8 +202,7 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
     skipped = sorted(found.skipped.items())
     found.notes += [f"{reason}: {len(paths):,} skipped (first: {paths[0]})" for reason, paths in skipped if paths]
     if emptied:
-        advice = "Add the classes, or these images count as images without objects"
-        found.notes.append(f"images whose objects have no class: {len(emptied):,} (first: {emptied[0]}). {advice}")
+        found.notes.append(f"images whose objects have no class: {len(emptied):,} (first: {emptied[0]}). Add classes")
     classes = [*filter(None, found.classes or ())] or sorted({one["label"] for r in records for one in r.objects})
     if not any(record.objects for record in records):
         unused = [f"{reason}: {len(files)}" for reason, files in found.unused.items() if files]
@@ -273,8 +271,7 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
     stems = {Path(path).stem for path in index.images if name in ("LabelMe", "Pascal VOC")}
     damaged = [path for path in others if path.lower().endswith(Path(files[0]).suffix.lower())]
     if damaged := [path for path in damaged if Path(path).stem in stems or not os.path.getsize(path)]:
-        paths = first_of(damaged, 5)
-        raise ConfigError(f"Files that are empty or not in the format {name}: {paths}. Repair or remove them.")
+        raise ConfigError(f"Files that are empty or not {name}: {first_of(damaged, 5)}. Repair or remove them.")
     return name, files, index, others
 
 

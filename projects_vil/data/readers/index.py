@@ -134,8 +134,7 @@ class FileIndex:
         self.images = dict.fromkeys(filter(is_image, below))
         self.all_files = self.files if images is None else sorted({*self.files, *below})
         self.unsupported = [path for path in self.all_files if path.lower().endswith(_UNSUPPORTED)]
-        without_suffix = [path for path in self.all_files if "." not in os.path.basename(path)]
-        self.unsupported += [path for path in without_suffix if size_or_none(path)]
+        self.unsupported += [p for p in self.all_files if "." not in os.path.basename(p) and size_or_none(p)]
         folders = [self.folders_of(os.path.join(path, "")) for path in set(map(os.path.dirname, self.images))]
         # The folders that have images in them or in their subfolders. The cache does not refer to the index, which
         # would then stay in memory.
@@ -181,8 +180,9 @@ class FileIndex:
         the folder of the annotation file; the number of common folders, and the longest common beginning, with the
         folder of the annotation file; the path from the root; a folder named images. Then the size decides, and last
         the hint. An image is not used if it is in the folder of another split, or in a folder that the file names for
-        other images, or if the written folder or a folder of the annotation file has other images. If an image fits
-        several records, it belongs to the one that fits best, and the others have none.
+        other images, or if the written folder or a folder of the annotation file has other images. An image
+        with another suffix is not used if its folder has copies of used images, such as masks. If an image fits several
+        records, it belongs to the one that fits best, and the others have none.
 
         Raises:
             ConfigError: If several images fit a record equally well, or several records an image.
@@ -191,17 +191,21 @@ class FileIndex:
         for record in records:
             written[record.annotation].update(parts[-2] for parts in map(parts_of, record.names) if len(parts) > 1)
         matches = [(*self._matches(record, written[record.annotation]), record) for record in records]
+        # Images of the same names in other folders, such as masks, do not replace a missing image.
+        exact = [path for rank, paths, _ in matches if any(rank[:2]) for path in paths]
+        others = {os.path.dirname(p) for path in exact for p in self._by_name[normalized(f"{Path(path).stem}.")]}
+        others -= {*map(os.path.dirname, exact)}
         owners: dict[str, tuple[tuple, Record]] = {}
         for rank, paths, record in sorted(matches, key=lambda match: match[0], reverse=True):
+            paths = [path for path in paths if any(rank[:2]) or os.path.dirname(path) not in others]
             paths = self._without_copies(paths, record) if len(paths) > 1 else paths
-            if not paths or all(path in owners and owners[path][0] > rank for path in paths):
+            if all(path in owners and owners[path][0] > rank for path in paths):
                 continue
             if len(paths) > 1:
                 raise ConfigError(f"{record} matches both '{paths[0]}' and '{paths[1]}'. Rename one.")
             _, owner = owners.setdefault(paths[0], (rank, record))
             if owner is not record:
-                both = f"{owner} and {record}"
-                raise ConfigError(f"The image '{paths[0]}' has two annotations: {both}. Remove one, or add an image.")
+                raise ConfigError(f"The image '{paths[0]}' has two annotations: {owner} and {record}. Remove one.")
             record.file = paths[0]
 
     def _matches(self, record: Record, written: Set[str]) -> tuple[tuple, list[str]]:
@@ -240,7 +244,8 @@ class FileIndex:
             if is_other_split or (own_folders - {*own} and not is_named) or (is_other and not at_end):
                 continue
             is_image_folder = own[-1:] in (("images",), ("jpegimages",))
-            rank = (False, at_end, end, num_shared, at_start, own == parts[:-1], is_image_folder)
+            is_exact = own == folders or not parts[-1].endswith(".")
+            rank = (False, is_exact, at_end, end, num_shared, at_start, own == parts[:-1], is_image_folder)
             ranked[rank].append(path)
         return max(ranked.items(), default=None)
 

@@ -103,10 +103,10 @@ def _settings(path: str, index: FileIndex) -> tuple[list[str], dict[str, Any]]:
 def _names(path: str, data: dict[str, Any]) -> list[str]:
     names = data.get("names")
     names = [names.get(str(index)) for index in range(len(names))] if isinstance(names, dict) else names
-    is_list = isinstance(names, list) and names and None not in names
-    if not is_list or str(data.get("nc", len(names))) != str(len(names)) or len(names) != len(set(map(str, names))):
+    valid = [*dict.fromkeys(str(name).strip() for name in names if name is not None)] if isinstance(names, list) else []
+    if not valid or len(valid) != len(names) or str(data.get("nc", len(valid))) != str(len(valid)):
         raise ConfigError(f"'{path}' has invalid 'names'. List nc different names, or map 0, 1, ... to names.")
-    return [str(name).strip() for name in names]
+    return valid
 
 
 def _images(place: str | None, split: str | None, index: FileIndex, found: Annotations) -> list[str]:

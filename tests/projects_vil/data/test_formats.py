@@ -383,6 +383,7 @@ WRONG = {
     "a class index": ("YOLO", replace("labels/val/*.txt", "", "7 0.5 0.5 0.5 0.5\n"), "line 1: class 7"),
     "too few numbers": ("YOLO", replace("labels/val/*.txt", "", "1 0.5 0.5 0.5\n"), "line 1: 4 numbers"),
     "a wrong number of classes": ("YOLO", replace("data.yaml", "names", "nc: 4\nnames"), "has invalid 'names'"),
+    "equal names": ("YOLO", replace("data.yaml", "square", "'circle '"), "has invalid 'names'"),
     "YAML": ("YOLO", replace("data.yaml", "names:", "names: ["), "data.yaml' is not YAML"),
     "no folder of images": ("YOLO", replace("data.yaml", "val: images", "val: photos"), "'photos/val' for val"),
     "no labels": ("YOLO", lambda root: shutil.rmtree(root / "labels"), "label file"),

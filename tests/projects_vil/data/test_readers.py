@@ -292,6 +292,13 @@ BOX_TEXT = bndbox(11, 21, 50, 50)
         ),
         # The name of the XML file comes first, with any suffix.
         ({"c.xml": voc_text(BOX_TEXT, "d.jpg"), "c.png": 3, "d.jpg": 4}, ["c.png"]),
+        # A mask does not replace a missing image.
+        (
+            {f"cam1/{name}.png": 3 for name in ("masks/c", "masks/d", "images/c")}
+            | {f"xml/{stem}.xml": voc_text(BOX_TEXT, f"{stem}.png") for stem in "c"}
+            | {"xml/d.xml": voc_text(BOX_TEXT, "d.jpg")},
+            ["cam1/images/c.png"],
+        ),
         # The given folder comes before the written path.
         ({"c.json": labelme_text({}, imagePath="c.png"), "c.png": 3, "DIR/c.png": 4}, ["DIR/c.png"]),
         ({"c.xml": voc_text(BOX_TEXT, "c.png"), "c.png": 3, "DIR/c.png": 4}, ["DIR/c.png"]),
