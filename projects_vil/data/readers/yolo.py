@@ -19,6 +19,8 @@ CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
 _SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",), None: (".",)}
 # The visibility of a point of a pose
 _VISIBLE = re.compile(r"[012](\.0*)?")
+# The first line of a label file, which may be empty or a line of DOTA
+_LABEL = re.compile(r"$|imagesource:|\S+(\s+[-+.\de]+){4}")
 _NO_LABELS = (*CLASS_FILES, "train.txt", "val.txt", "valid.txt", "test.txt")
 
 
@@ -66,10 +68,8 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         found.records.append(Record(image, (), sizes[image], split=split, objects=own, file=image))
     found.unused["other label files of an image"] += [file for files in labels.values() for file in files[1:]]
     used = {*itertools.chain(*labels.values())}
-    folders = {*map(os.path.dirname, used)}
-    for file in (file for file in texts if file not in used):
-        if os.path.dirname(file) in folders or {"labels", "labeltxt"} & {*index.folders_of(file)}:
-            found.unused["label files without an image"].append(file)
+    rest = [file for file in texts if file not in used and _LABEL.match("".join(read_lines(file)[:1]))]
+    found.unused["label files without an image"] += rest
     return found
 
 

@@ -48,6 +48,12 @@ def write_annotations(root: Path, name: str, images: dict[str, int], rng: random
                 entry = {"note": "A" * 5000, "shapes": [shape], "imagePath": written}
                 (folder / f"{stem}.json").write_text(json.dumps(entry), encoding="utf-8-sig")
         return len(images)
+    if name == "YOLO":
+        for path, number in images.items():
+            text = unicodedata.normalize(rng.choice(("NFC", "NFD")), str((root / path).with_suffix(".txt")))
+            Path(text).write_text(f"0 {(10 + number / 2) / 200} 0.4 {number / 200} 0.4")
+        (root / "data.yaml").write_text("train: train\nval: val\nnames: [cat]\n")
+        return len(images)
     labels.mkdir(parents=True, exist_ok=True)
     if name == "CVAT":
         box = '<box label="cat" xtl="10" ytl="20" xbr="{}" ybr="60"/>'
@@ -80,7 +86,7 @@ def objects_of(dataset) -> list[tuple[int, float]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["Pascal VOC", "LabelMe", "CVAT", "COCO"])
+@pytest.mark.parametrize("name", ["Pascal VOC", "LabelMe", "CVAT", "COCO", "YOLO"])
 @pytest.mark.parametrize("seed", range(12))
 def test_every_file_is_counted_and_no_object_is_on_another_image(name, seed, tmp_path):
     """Images have equal names in several folders. Some images or annotations are missing, and others are added."""
@@ -113,12 +119,13 @@ def test_every_file_is_counted_and_no_object_is_on_another_image(name, seed, tmp
         for image in json.loads(path.read_text())["images"]
     }
     unused = [os.path.realpath(path) for files in dataset.unused.values() for path in files]
-    others = (".xml", ".json")
+    others = (".xml", ".json", ".txt", ".yaml")
     images = {os.path.realpath(path) for path in root.rglob("*") if path.is_file() and path.suffix not in others}
     assert images <= used | set(unused) and not used & set(unused)
     if name in ("Pascal VOC", "LabelMe"):
         without_image = dataset.unused["annotation files whose image is missing"]
         assert len(without_image) + len(found) == total and len(found) == len(numbers) - len(gone)
+    assert name != "YOLO" or len(dataset.unused["label files without an image"]) == len(gone)
     assert os.path.realpath(root / "notes.json") in unused or name in ("Pascal VOC", "CVAT")
 
 
