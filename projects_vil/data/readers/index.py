@@ -8,7 +8,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 from urllib.parse import unquote
 
@@ -178,11 +178,11 @@ class FileIndex:
         searched: as it is written, then with percent codes decoded, then without the prefix of Label Studio. Of several
         images with this name, the folders decide, in this order: the longest common end with the written path, and with
         the folder of the annotation file; the number of common folders, and the longest common beginning, with the
-        folder of the annotation file; the path from the root; a folder named images. Then the size decides, and last
-        the hint. An image is not used if it is in the folder of another split, or in a folder that the file names for
-        other images, or if the written folder or a folder of the annotation file has other images. An image
-        with another suffix is not used if its folder has copies of used images, such as masks. If an image fits several
-        records, it belongs to the one that fits best, and the others have none.
+        folder of the annotation file; the path from the root; a folder named images. Then equal upper and lower case
+        decide, then the size, and last the hint. An image is not used if it is in the folder of another split, or in a
+        folder that the file names for other images, or if the written folder or a folder of the annotation file has
+        other images. An image with another suffix is not used if its folder has copies of used images, such as masks.
+        If an image fits several records, it belongs to the one that fits best, and the others have none.
 
         Raises:
             ConfigError: If several images fit a record equally well, or several records an image.
@@ -215,7 +215,7 @@ class FileIndex:
             direct = os.path.normpath(os.path.join(base, name.strip().replace("\\", "/")))
             if os.path.isfile(direct) and (not self.is_given or direct.startswith(base + os.sep)):
                 return (True,), [direct]
-            if (parts := parts_of(name)) and (ranked := self._ranked(record, parts, written)):
+            if parts_of(name) and (ranked := self._ranked(record, name, written)):
                 return ranked
         return (), []
 
@@ -228,8 +228,8 @@ class FileIndex:
         # Frames of videos have no suffix in CVAT.
         yield from () if record.is_only else (f"{record.names[0].strip()}.",)
 
-    def _ranked(self, record: Record, parts: tuple[str, ...], written: Set[str]) -> tuple[tuple, list[str]] | None:
-        folders, ranked = self.folders_of(record.annotation), defaultdict(list)
+    def _ranked(self, record: Record, name: str, written: Set[str]) -> tuple[tuple, list[str]] | None:
+        parts, folders, ranked = parts_of(name), self.folders_of(record.annotation), defaultdict(list)
         split = split_of(parts[:-1]) or record.split or self._split_of(folders)
         own_folders = {*folders} & self._image_folder_names - ANNOTATION_FOLDERS
         for path in self._by_name.get(parts[-1], ()):
@@ -245,7 +245,8 @@ class FileIndex:
                 continue
             is_image_folder = own[-1:] in (("images",), ("jpegimages",))
             is_exact = own == folders or not parts[-1].endswith(".")
-            rank = (False, is_exact, at_end, end, num_shared, at_start, own == parts[:-1], is_image_folder)
+            has_case = os.path.basename(path).startswith(PureWindowsPath(name).name)
+            rank = (False, is_exact, at_end, end, num_shared, at_start, own == parts[:-1], is_image_folder, has_case)
             ranked[rank].append(path)
         return max(ranked.items(), default=None)
 

@@ -299,6 +299,7 @@ BOX_TEXT = bndbox(11, 21, 50, 50)
         ),
         # The name of the XML file comes first, with any suffix.
         ({"c.xml": voc_text(BOX_TEXT, "d.jpg"), "c.png": 3, "d.jpg": 4}, ["c.png"]),
+        ({"x/c.png": 3, "x/C.png": 4, "xml/C.xml": voc_text(BOX_TEXT, "C.png")}, ["x/C.png"]),
         # A mask does not replace a missing image.
         (
             {f"cam1/{name}.png": 3 for name in ("masks/c", "masks/d", "images/c")}
