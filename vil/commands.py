@@ -391,7 +391,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         for file in files.values():
             show(*file.lines())
         train = files["train"].dataset if "train" in files else {"images": ()}
-        if dataset and len(files) == 1 and not (args.fix and len(train["images"]) == 1):
+        if dataset and "val" not in files and not (args.fix and len(train["images"]) == 1):
             train, val = split_by_hash(dataset.source, train, VAL_FRACTION)
             show(f"no validation split: 'vil train' uses {len(val['images']):,} of the images (--val-fraction)")
         if len(objects := objects_of(train)):

@@ -38,7 +38,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         entries = next((data[key] for key in keys if data.get(key)), [])
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
             place = _existing(entry, bases, index)
-            own = _images(place, split, index, found) if place or index.is_given else []
+            own = _images(place or "", split, index, found) if place or index.is_given else []
             # Roboflow may name a test split that does not exist.
             if not own and split not in ("test", None):
                 missing = "has no images" if place else "does not exist"
@@ -109,12 +109,12 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
     return valid
 
 
-def _images(place: str | None, split: str | None, index: FileIndex, found: Annotations) -> list[str]:
+def _images(place: str, split: str | None, index: FileIndex, found: Annotations) -> list[str]:
     """Return the images of a split from a folder, an image, or a text file with a list of images.
 
     A given folder of images replaces the folders of the settings. Its own folders then decide the split.
     """
-    if index.is_given and not os.path.isfile(place or ""):
+    if index.is_given and not os.path.isfile(place):
         return [image for image in index.images if split is None or (index.split_of(image) or "train") == split]
     if os.path.isdir(place) or is_image(place):
         return [place] if is_image(place) else [*filter(is_image, walk(place))]

@@ -418,8 +418,9 @@ def test_missing_images_and_ties_are_errors(files, named, tmp_path):
 
 
 def test_the_check_agrees_with_the_training(tmp_path, capsys):
-    write_files(tmp_path / "data", {f"{stem}.xml": voc_text(BOX_TEXT, f"{stem}.png") for stem in "abcd"})
-    write_files(tmp_path / "data", {f"{stem}.png": number for number, stem in enumerate("abcd")})
+    names = "a", "b", "c", "d", "test/e"
+    write_files(tmp_path / "data", {f"{name}.xml": voc_text(BOX_TEXT, f"{name[-1]}.png") for name in names})
+    write_files(tmp_path / "data", {f"{name}.png": number for number, name in enumerate(names)})
     run(["check", str(tmp_path / "data")])
     assert "'vil train' uses 1 of the images" in capsys.readouterr().out
     assert "has only one image" in message(run, ["check", str(tmp_path / "data/a.xml")])
