@@ -422,7 +422,7 @@ def test_the_check_agrees_with_the_training(tmp_path, capsys):
     write_files(tmp_path / "data", {f"{name}.xml": voc_text(BOX_TEXT, f"{name[-1]}.png") for name in names})
     write_files(tmp_path / "data", {f"{name}.png": number for number, name in enumerate(names)})
     run(["check", str(tmp_path / "data")])
-    assert "'vil train' uses 1 of the images" in capsys.readouterr().out
+    assert "'vil train' validates on 1 of the images" in capsys.readouterr().out
     assert "has only one image" in message(run, ["check", str(tmp_path / "data/a.xml")])
     Image.new("L", (60, 50)).save(tmp_path / "data/a.png")
     assert "has errors of 1 type" in message(run, ["check", str(tmp_path / "data")])
