@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, printable
+from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, pip_install, printable
 from vil import choices
 
 if TYPE_CHECKING:
@@ -178,7 +178,8 @@ class ToolParser(argparse.ArgumentParser):
         parse = self.parse_known_args if rest else self.parse_known_intermixed_args
         parsed, unknown = parse(words)
         if unknown:
-            self.error(f"unknown argument '{unknown[0]}'{self._hint(unknown[0])}")
+            named = [word for word in unknown if word.startswith("-")] or unknown[:1]
+            self.error("; ".join(f"unknown argument '{word}'{self._hint(word)}" for word in named))
         return parsed
 
     def section(self, title: str) -> None:
@@ -202,7 +203,7 @@ class ToolParser(argparse.ArgumentParser):
         """Print an error unless the optional packages of an argument or a command are installed."""
         for package in packages:
             if importlib.util.find_spec(package) is None:
-                self.error(f"{name} needs the package {package}. Run 'pip install {' '.join(packages)}'")
+                self.error(f"{name} needs the package {package}. {pip_install(*packages)}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Suggest the closest choice."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vil import choices, install_detectron2
 from vil.arguments import (
@@ -32,6 +32,9 @@ from vil.arguments import (
     weights_file,
     write_json,
 )
+
+if TYPE_CHECKING:
+    from detectron2.config import CfgNode
 
 _TILES = "predict in overlapping tiles of N x N pixels (default: as in training)"
 _IMAGES = "folder with the images, if it is not in DATA"
@@ -309,22 +312,14 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     triton_help = "also write a model for the model repository of Triton Inference Server"
     parser.add("--triton", triton_help, metavar="REPOSITORY/NAME")
     args = parser.parse_args(words)
-    source = args.model or args.config_file or args.weights
-    if not source:
-        parser.error("MODEL is missing. Give MODEL, --config-file or --weights")
-    if args.model and args.config_file:
-        parser.error(f"MODEL {args.model} and --config-file are both given. Give one of them")
+    cfg, path = _found_model(parser, args)
 
     from projects_vil.export import check_triton, describe_report, export_detector, write_triton_model
-    from projects_vil.inference import find_model
     from projects_vil.run import folder_of
 
     options = _options(args, "model", "output", "triton")
     if args.triton:
         check_triton(args.triton, **{key: options[key] for key in ("file_format", "batched", "fixed_detections")})
-    path, weights = find_model(Path(source), args.weights)
-    args.opts += [] if weights is None else ["MODEL.WEIGHTS", str(weights)]
-    cfg = config_of(args, path)
     output = args.output or str(folder_of(path) / "export")
     path, report = export_detector(cfg, cfg.MODEL.WEIGHTS, output, **options)
     show(*describe_report(report).splitlines(), f"wrote {path}")
@@ -333,6 +328,21 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     if args.triton:
         write_triton_model(path, args.triton)
         show(f"wrote {args.triton}")
+
+
+def _found_model(parser: ToolParser, args: argparse.Namespace) -> tuple["CfgNode", Path]:
+    """Return the config of ``MODEL``, or of ``--config-file`` and ``--weights``, and its file."""
+    source = args.model or args.config_file or args.weights
+    if not source:
+        parser.error("MODEL is missing. Give MODEL, --config-file or --weights")
+    if args.model and args.config_file:
+        parser.error(f"MODEL {args.model} and --config-file are both given. Give one of them")
+
+    from projects_vil.inference import find_model
+
+    path, weights = find_model(Path(source), args.weights)
+    args.opts += [] if weights is None else ["MODEL.WEIGHTS", str(weights)]
+    return config_of(args, path), path
 
 
 def _add_image_size(parser: ToolParser, help_text: str, **options: Any) -> None:
@@ -580,12 +590,10 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     """Draw the attention, training samples, sampling offsets or predictions of a detector as PNG files.
 
     Example:
-        vil visualize attention --config-file output/vil_tiny/config.yaml --weights output/vil_tiny/model_final.pth \\
-            --input photo.jpg --output drawings --stage 3 --block 9 --point 120 200
+        vil visualize attention output/vil_tiny --input photo.jpg --output drawings --stage 3 --block 9 --point 120 200
         vil visualize data --config-file configs/demo/mask_rcnn_vil_shapes.yaml --output drawings \\
             INPUT.AUGMENTATION lsj_copy_paste INPUT.LSJ.SIZE 128
-        vil visualize offsets --config-file output/lit_s/config.yaml --weights output/lit_s/model_final.pth \\
-            --input photo.jpg --output drawings --points 8
+        vil visualize offsets output/lit_s --input photo.jpg --output drawings --points 8
         vil visualize results output/demo_retinanet --num-images 8
     """
     commands = parser.add_subparsers(required=True, metavar="WHAT", parser_class=ConfigToolParser)
@@ -593,25 +601,29 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     def add(render: Callable[[argparse.Namespace], list[str]], summary: str, **options: Any) -> ConfigToolParser:
         name = render.__name__.removeprefix("_draw_")
         command = commands.add_parser(name, help=summary, description=render.__doc__, **options)
-        command.set_defaults(render=render)
+        command.set_defaults(render=partial(render, command) if options.get("weights") else render)
         return command
 
     add_image = partial(ConfigToolParser.add_argument, required=True, type=existing_path, metavar="IMAGE")
     add_folder = partial(ConfigToolParser.add_argument, required=True, type=local_path, metavar="DIR")
 
-    command = add(_draw_attention, "attention of one token, one heat map per head", weights=True, devices=("cpu",))
+    model = {"weights": True, "devices": ("cpu",), "config_required": False}
+    command = add(_draw_attention, "attention of one token, one heat map per head", **model)
+    command.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
     add_image(command, "--input", help="image file")
     add_folder(command, "--output", help="output folder")
-    command.add("--stage", "stage of the backbone, counted from 1", required=True, type=int, metavar="S")
-    command.add("--block", "block of the stage, counted from 1", required=True, type=int, metavar="B")
-    command.add("--point", "position in the image in pixels", required=True, type=int, nargs=2, metavar=("Y", "X"))
+    command.add("--stage", "stage of the backbone, counted from 1 (default: the last)", type=int, metavar="S")
+    command.add("--block", "block of the stage, counted from 1 (default: the last)", type=int, metavar="B")
+    point_help = "position in the image in pixels (default: the center)"
+    command.add("--point", point_help, type=int, nargs=2, metavar=("Y", "X"))
 
     command = add(_draw_data, "training samples after augmentation", devices=())
     add_folder(command, "--output", help="output folder, one PNG per sample")
     command.add("--number", "number of samples (default 16)", type=positive, default=16)
     command.add("--seed", "random seed (default: SEED in the config, or 0)", type=int, metavar="S")
 
-    command = add(_draw_offsets, "sampling points of LIT's deformable token merging", weights=True, devices=("cpu",))
+    command = add(_draw_offsets, "sampling points of LIT's deformable token merging", **model)
+    command.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
     add_image(command, "--input", nargs="+", help="image files, one PNG per image")
     add_folder(command, "--output", help="output folder")
     points = command.add_mutually_exclusive_group()
@@ -631,11 +643,11 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     show(*args.render(args))
 
 
-def _draw_attention(args: argparse.Namespace) -> list[str]:
+def _draw_attention(parser: ToolParser, args: argparse.Namespace) -> list[str]:
     """Draw the attention of one token in one block as a heat map per head."""
     from projects_vil.visualization import draw_attention
 
-    cfg = config_of(args)
+    cfg, _ = _found_model(parser, args)
     position = {"stage": args.stage, "block": args.block, "point": args.point}
     return [f"wrote {draw_attention(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **position)}"]
 
@@ -653,11 +665,11 @@ def _draw_data(args: argparse.Namespace) -> list[str]:
     return [f"wrote {path}" for path in draw_samples(cfg, args.output, number=args.number, seed=args.seed)]
 
 
-def _draw_offsets(args: argparse.Namespace) -> list[str]:
+def _draw_offsets(parser: ToolParser, args: argparse.Namespace) -> list[str]:
     """Draw the image positions that LIT's deformable token merging samples, as in figure 2 of the paper."""
     from projects_vil.visualization import draw_offsets
 
-    cfg = config_of(args)
+    cfg, _ = _found_model(parser, args)
     tokens = {"num_points": args.points, "point": args.point}
     return [f"wrote {path}" for path in draw_offsets(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **tokens)]
 

@@ -13,6 +13,7 @@ from detectron2.data import MetadataCatalog
 from detectron2.evaluation import print_csv_format
 
 from backbones import ConfigError
+from backbones.errors import pip_install
 from projects_vil import data
 from projects_vil.evaluation.evaluators import COCOEvaluator
 from projects_vil.evaluation.results import check_finite, write_results
@@ -97,7 +98,7 @@ def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, Labels, dict[str,
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise ConfigError("Parquet files need pyarrow. Run 'pip install pyarrow'.") from error
+        raise ConfigError(f"Parquet files need pyarrow. {pip_install('pyarrow')}") from error
     for file in chain(*(sorted(path.glob("*.parquet")) if path.is_dir() else [path] for path in map(Path, paths))):
         try:
             table = ParquetFile(file)

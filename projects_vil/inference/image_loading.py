@@ -26,6 +26,7 @@ from detectron2.data import transforms as T
 from torch import Tensor
 
 from backbones import ConfigError
+from backbones.errors import pip_install
 from projects_vil.config import one_line
 from projects_vil.data import UnreadableImage, read_image, read_size
 from projects_vil.inference.runners import Runner, size_error
@@ -328,9 +329,7 @@ def os_errors(path: str | Path) -> Iterator[None]:
     except ConfigError:
         raise
     except ImportError as error:
-        raise ConfigError(
-            f"Cannot read '{name}': {one_line(error)}. Run \"pip install pyarrow 'fsspec[http]'\"."
-        ) from error
+        raise ConfigError(f"Cannot read '{name}': {one_line(error)}. {pip_install('pyarrow', 'fsspec')}") from error
     except Exception as error:  # each file system of fsspec, tarfile and pyarrow have their own exceptions
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"
         raise OSError(errno.EIO, without_password(reason), name) from error

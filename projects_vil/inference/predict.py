@@ -150,7 +150,7 @@ def predict(
         ("workers_per_gpu", workers_per_gpu, "--ray"),
     ):
         if value is not None and flag not in flags:
-            raise ConfigError(f"{name} has no effect with {flag}. Leave it out, or use {' or '.join(flags)}.")
+            raise ConfigError(f"{name} has no effect without {' or '.join(flags)}. Leave it out, or add {flags[0]}.")
     check_whole("batch_size", batch_size)
     check_threshold(score_threshold)
     if "://" in str(output):
