@@ -69,13 +69,14 @@ def test_deformable_merging_equals_a_hand_count():
     assert total(module, 1, 6, 9, 12) == 5 * 6 * (2 * 2 * 6) * (8 + 10)
 
 
-def products(name: str, attention) -> float:
+def products(name: str, attention, *, side: int = 224) -> float:
     """Return a hand count of a ViL's multiply-adds without global tokens.
 
     Args:
         attention: a function from a stage and its number of tokens to the multiply-adds of attention.
+        side: image side in pixels.
     """
-    side, in_channels, number = 224, 3, 0
+    in_channels, number = 3, 0
     for stage in get_variant(name).stages:
         side //= stage.patch_size
         number += side**2 * stage.patch_size**2 * in_channels * stage.dim
@@ -147,6 +148,17 @@ def test_the_papers_classifiers(name):
     """Parameters and multiply-adds of ViL Tables 2, 4 and 14, LS Table 3, and LIT Table 2."""
     assert_printed(name, 0, paper_parameters(name) / 1e6)
     assert_printed(name, 1, paper_products(name) / 1e9)
+
+
+@pytest.mark.parametrize(
+    "name, printed",
+    [("vil_medium_wide", 33.6), ("vil_medium_deep", 28.4), ("vil_base_wide", 54.3), ("vil_base_deep", 43.7)],
+)
+def test_vil_at_384_pixels(name, printed):
+    """ViL Table 5, after IN-21K. Section 4.2 has the windows of the stages."""
+    windows = {96**2: 13, 48**2: 17, 24**2: 25, 12**2: 25}
+    number = products(name, lambda stage, n: 2 * n * min(windows[n] ** 2, n) * stage.dim, side=384)
+    assert round(number / 1e9, 1) == printed
 
 
 @pytest.mark.slow
