@@ -526,7 +526,8 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     baseline, or to the first model if there is no baseline. Overrides of config keys apply to the models only.
 
     A model name can have suffixes: +checkpointing (activation checkpointing), +shift (random-shift training),
-    +long_short (long-short attention in all stages), +sdpa or +triton (attention backend).
+    +long_short (long-short attention in all stages), +sdpa or +triton (attention backend), or +KEY=VALUE for a config
+    key of MODEL.TRANSFORMER, such as +ATTENTION_BACKEND=reference.
 
     If --image-size is repeated, the command also prints how time and memory grow with the number of pixels.
 
