@@ -152,7 +152,7 @@ def shard(text: str) -> tuple[int, int]:
 class ToolParser(argparse.ArgumentParser):
     """Parser that prints a docstring as help, and each error as one line with exit status 2.
 
-    Options may stand anywhere, also between two positional arguments.
+    Options can be in any position, also between two positional arguments.
 
     Args:
         description: Docstring of the command, with an example.
@@ -331,13 +331,13 @@ def add_training_arguments(parser: ToolParser) -> None:
 
 
 def add_resume_argument(parser: ToolParser) -> None:
-    parser.add("--resume", "continue from the last checkpoint in the output directory", action="store_true")
+    parser.add("--resume", "resume from the last checkpoint in the output directory", action="store_true")
 
 
 def add_process_arguments(parser: ToolParser) -> None:
     """Add the arguments of detectron2's parser that describe the processes of a run."""
     parser.section("Several GPUs or machines")
-    processes = "number of GPUs to use on this machine; with --device cpu, number of processes (default 1)"
+    processes = "number of GPUs on this machine; with --device cpu, number of processes (default 1)"
     parser.add("--num-gpus", processes, type=int, default=1, metavar="N")
     parser.add("--num-machines", "number of machines (default 1)", type=int, default=1, metavar="N")
     parser.add("--machine-rank", "number of this machine, from 0", type=int, default=0, metavar="R")
