@@ -33,6 +33,7 @@ from projects_vil.config import (
 )
 from projects_vil.data import SOURCE, Dataset, read_categories, read_dataset
 from projects_vil.engine import Processes, check_output_dir, launch_run
+from projects_vil.engine.launch import launch
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
 from projects_vil.modeling import TIMM_PREFIX, check_timm_name
@@ -291,7 +292,7 @@ def evaluate(
             a checkpoint other than the last one, it is a folder in it, such as ``evaluation_DATA``,
             ``evaluation_overrides`` or ``evaluation_model_0000099``.
         resume: evaluate the last checkpoint in the output directory of a resolved config.
-        num_gpus: as for detectron2's ``launch``.
+        num_gpus: as for detectron2's ``launch``. With ``predictions``, processes on the CPU that share the images.
         num_machines: as for detectron2's ``launch``.
         machine_rank: as for detectron2's ``launch``.
         dist_url: as for detectron2's ``launch``.
@@ -348,7 +349,8 @@ def evaluate(
                 values["DATASETS.TRAIN"] = begun.DATASETS.TRAIN
             cfg = with_overrides(cfg, values, keep=given)
         if predictions:
-            evaluate_predictions(cfg, predictions)
+            processes.check("cpu")
+            launch(evaluate_predictions, (cfg, predictions), processes, device="cpu")
         else:
             launch_run(cfg, processes, eval_only=True, resume=resume, overridden=given)
     return Run(folder).results
