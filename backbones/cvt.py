@@ -55,9 +55,11 @@ class CvTVariant(Variant):
     Attributes:
         stages: One :class:`CvTStage` per stage.
         norm: Norm of the convolutional projections, a key of ``BATCH_NORMS``.
+        classifier_img_size: Image side in pixels on which the paper's classifier is trained.
     """
 
     norm: str = "BN"
+    classifier_img_size: int = 224
 
     options = ("norm", "projection_rank", "chunk_size")
     norm_eps = 1e-5
@@ -120,17 +122,24 @@ class CvT(Backbone):
         )
 
 
-def _cvt(*stages: tuple[int, int, int]) -> CvTVariant:
-    """Return a variant from stages (blocks, channels, heads), with r and w of appendix D for 224 x 224."""
-    long_short = ((64, 8), (16, 4), (4, 2))
-    sizes = tuple(CvTStage(n, d, h, r, w) for (n, d, h), (r, w) in zip(stages, long_short, strict=True))
+def _cvt(
+    *stages: tuple[int, int, int], chunk_sizes: tuple[int, int, int] = (8, 4, 2), img_size: int = 224
+) -> CvTVariant:
+    """Return a variant from stages (blocks, channels, heads), with r of appendix D for 224 x 224."""
+    numbers = zip(stages, (64, 16, 4), chunk_sizes, strict=True)
+    sizes = tuple(CvTStage(n, d, h, r, w) for (n, d, h), r, w in numbers)
     # No paper trains CvT-LS as a detector. 0.2 is the rate of vil_small in Mask R-CNN.
-    return CvTVariant(sizes, drop_path_rate=0.2)
+    return CvTVariant(sizes, drop_path_rate=0.2, classifier_img_size=img_size)
 
 
+_CVT_21 = ((1, 64, 1), (4, 192, 3), (16, 384, 6))
 VARIANTS = {
     "cvt_ls_13": _cvt((1, 64, 1), (2, 192, 3), (10, 384, 6)),
     "cvt_ls_17": _cvt((3, 128, 2), (4, 256, 4), (10, 384, 6)),
-    "cvt_ls_21": _cvt((1, 64, 1), (4, 192, 3), (16, 384, 6)),
+    "cvt_ls_21": _cvt(*_CVT_21),
     "cvt_ls_21s": _cvt((3, 128, 2), (4, 256, 4), (14, 384, 6)),
+    # Chunk sizes of appendix D. At 448 pixels it has r = (128, 32, 8), but the multiply-adds of Table 3 are those of
+    # r = (64, 16, 4), as at the other sizes.
+    "cvt_ls_21_384": _cvt(*_CVT_21, chunk_sizes=(12, 6, 3), img_size=384),
+    "cvt_ls_21_448": _cvt(*_CVT_21, chunk_sizes=(16, 8, 4), img_size=448),
 }

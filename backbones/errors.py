@@ -1,7 +1,10 @@
 """The exception for user mistakes, and checks that raise it."""
 
+import contextlib
 import difflib
+import importlib.metadata
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -42,6 +45,15 @@ def closest(word: str, candidates: Iterable[str], *, most: int = 1) -> str:
     """
     matches = difflib.get_close_matches(word, list(candidates), n=most, cutoff=0.5)
     return f". Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+
+
+def pip_install(*packages: str) -> str:
+    """Return the command that installs packages, in the versions that this project requires, as advice."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        required = [line.partition(";")[0] for line in importlib.metadata.requires("vil-detectron2") or ()]
+        names = {re.match(r"[\w.-]+", line)[0].replace("_", "-"): line.strip() for line in reversed(required)}
+        packages = tuple(names.get(name.replace("_", "-"), name) for name in packages)
+    return f"Run {shlex.join(('pip', 'install', *packages))}."
 
 
 def check_file(path: str | Path, description: str, *, key: str = "") -> None:

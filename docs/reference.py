@@ -28,7 +28,7 @@ ALSO_PUBLIC = {
 }
 _CONFIG_HEADER = """# Config reference
 
-The keys that this project adds to detectron2's config. Set them in a YAML file, or as `KEY VALUE` after any command.
+The keys that this project adds to detectron2's config. Set them in a YAML file, or as `KEY VALUE` on the command line.
 detectron2's own keys are in its [config reference](https://detectron2.readthedocs.io/en/latest/modules/config.html).
 """
 _LINK = re.compile(r"(?<!!)\[([^]\n]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
@@ -138,7 +138,7 @@ def parser_of(*command: str) -> argparse.ArgumentParser:
 
 def cli_reference() -> str:
     """Return the page of commands."""
-    text = "# CLI reference\n\n| Command | Purpose |\n|---|---|\n"
+    text = "# Command line\n\n| Command | Purpose |\n|---|---|\n"
     parsers = {name: parser_of(name) for name in cli.COMMANDS}
     for name, parser in parsers.items():
         text += _row(f"[`vil {name}`](#vil-{name})", parser.description.splitlines()[0])

@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 
 def add_vil_config(cfg: CfgNode) -> None:
-    """Add the keys of this project to a detectron2 config. With their defaults, a config means the same as before.
+    """Add the keys of this project to a detectron2 config. With their defaults, a config has the same effect as before.
 
     Example:
         >>> cfg = detectron2.config.get_cfg()
@@ -45,10 +45,10 @@ def add_vil_config(cfg: CfgNode) -> None:
     # Name of a variant (see backbones.list_variants), for example "vil_tiny_rpb". "timm:MODEL" and "timm:MODEL.TAG" are
     # models of timm; with a tag and an empty MODEL.WEIGHTS, timm's pretrained weights are loaded.
     cfg.MODEL.TRANSFORMER.VARIANT = "vil_tiny_rpb"
-    # Stages that feed the FPN. If empty, the stages in MODEL.FPN.IN_FEATURES.
+    # Input stages of the FPN. Empty for the stages in MODEL.FPN.IN_FEATURES.
     cfg.MODEL.TRANSFORMER.OUT_FEATURES = []
     # Stochastic depth rate of the last block. The rate grows linearly from 0 at the first block. None is the rate of
-    # the variant, and 0.1 for models of timm that have stochastic depth.
+    # the variant, or 0.1 for models of timm with stochastic depth.
     cfg.MODEL.TRANSFORMER.DROP_PATH = None
     # Largest image side in pixels. It sizes the position tables that are resized once, when weights are loaded.
     cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE = 1333
@@ -59,8 +59,8 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.MODEL.TRANSFORMER.COMPILE = False
     # Attention backend. "sdpa" is PyTorch's attention. "triton" uses this project's CUDA kernels for sliding-chunk
     # attention, long-short attention and full attention with a relative bias. "auto" is "triton" on GPUs where it was
-    # measured to be faster (H100 and H200, in 16 bits), and otherwise "sdpa". "reference" is quadratic and for
-    # debugging.
+    # measured to be faster (H100 and H200, in 16 bits), and otherwise "sdpa". "reference" is for debugging and needs
+    # quadratic memory.
     cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"
     # ViL and LS: attention of each stage, "sliding_chunk", "long_short" or "dense". If this key or one of the following
     # keys is empty, the variant sets it. A key that the family does not have is an error.
@@ -80,15 +80,15 @@ def add_vil_config(cfg: CfgNode) -> None:
     # Batch norm of LIT's and LITv2's token merging, CvT's projections and models of timm: "BN", "FrozenBN" or "SyncBN".
     cfg.MODEL.TRANSFORMER.NORM = ""
     # ViL, LS and LIT: "once" resizes position tables to MAX_IMG_SIZE when weights are loaded, and "per_feature_map"
-    # resizes them to each feature map. If empty, as in the paper of the family.
+    # resizes them to each feature map. Empty for the method of the family's paper.
     cfg.MODEL.TRANSFORMER.POSITION_INTERPOLATION = ""
     # Performer: iterations between two samplings of the random features (ViL appendix D: 1000 in detection).
     cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD = 1000
     # ViL: fraction of the iterations, 0 to 1, with random-shift training. A token then attends to its own chunk and to
-    # one random neighbor chunk, which is faster. The official configs have 0.875.
+    # one random neighboring chunk, which is faster. The official configs use 0.875.
     cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION = 0.0
 
-    # RetinaNet: whether a ReLU is between P6 and P7, as in detectron2. mmdetection, and the official LIT, have none.
+    # RetinaNet: whether to apply a ReLU before P7, as in detectron2. mmdetection and the official LIT have none.
     cfg.MODEL.FPN.P7_RELU = True
 
     cfg.MODEL.EMA = CfgNode()
@@ -100,7 +100,7 @@ def add_vil_config(cfg: CfgNode) -> None:
 
     # Whether training may start from the beginning in an output directory that has checkpoints.
     cfg.OVERWRITE_OUTPUT_DIR = False
-    # Number of numbered checkpoints to keep, the newest ones. 0 keeps all.
+    # Number of checkpoints such as model_0000099.pth to keep, newest first. 0 keeps all.
     cfg.SOLVER.CHECKPOINT_MAX_TO_KEEP = 0
     # Metric that selects model_best.pth, for example "bbox/AP". Empty for none. The highest value is the best, except
     # for "validation_loss/...", where it is the lowest.
@@ -134,25 +134,25 @@ def add_vil_config(cfg: CfgNode) -> None:
     # MLflow experiment to log metrics to. Empty for none.
     cfg.LOGGING.MLFLOW_EXPERIMENT = ""
 
-    # "SGD" as in detectron2, or "ADAMW" as in all configs of this project.
+    # Optimizer: "SGD" as in detectron2, or "ADAMW" as in all configs of this project.
     cfg.SOLVER.OPTIMIZER = "SGD"
     # Pairs of a shell-style pattern of parameter names and a factor for the learning rate of the matching parameters.
     cfg.SOLVER.LR_MULTIPLIERS = []
     # Layer-wise learning-rate decay, above 0 and at most 1 (no decay). The learning rate of block l of L has the
     # factor LAYER_DECAY ** (L + 1 - l). The patch embedding is l = 0. FPN and heads have the full learning rate.
     cfg.SOLVER.LAYER_DECAY = 1.0
-    # Number of epochs, or 0. Epochs set SOLVER.MAX_ITER, STEPS, WARMUP_ITERS and CHECKPOINT_PERIOD and TEST.EVAL_PERIOD
-    # from the number of images and IMS_PER_BATCH.
+    # Number of epochs. It sets SOLVER.MAX_ITER, STEPS, WARMUP_ITERS and CHECKPOINT_PERIOD, and TEST.EVAL_PERIOD, from
+    # the number of images and IMS_PER_BATCH. 0 keeps the values of these keys.
     cfg.SOLVER.EPOCHS = 0
     # Data type with SOLVER.AMP.ENABLED: "float16" (GPU only, with loss scaling), "bfloat16", or "auto". "auto" is
     # bfloat16, except for GPUs with a compute capability below 8.0.
     cfg.SOLVER.AMP.DTYPE = "auto"
     # Gradient accumulation: number of micro-batches into which IMS_PER_BATCH images are split, or "auto". "auto"
-    # chooses the number by the free memory of a GPU, or by the number of pixels on the CPU. Only load_config accepts
-    # both types.
+    # chooses the number by the free memory of a GPU, or by the number of pixels on the CPU. merge_from_file
+    # does not accept "auto": use load_config.
     cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = 1
-    # Batch size for which BASE_LR and BASE_LR_END are given. They are scaled by IMS_PER_BATCH / REFERENCE_BATCH_SIZE.
-    # 0 does not scale them.
+    # Batch size for the values of BASE_LR and BASE_LR_END. They are multiplied by IMS_PER_BATCH / REFERENCE_BATCH_SIZE.
+    # 0 disables the scaling.
     cfg.SOLVER.REFERENCE_BATCH_SIZE = 0
     # Number of batches with a non-finite loss or gradient that are skipped before training stops. They are listed in
     # nonfinite.json.
@@ -177,9 +177,9 @@ def add_vil_config(cfg: CfgNode) -> None:
     # Large-scale jitter: range of the random scale, relative to an image that fits into the square.
     cfg.INPUT.LSJ.SCALE = (0.1, 2.0)
     cfg.INPUT.COPY_PASTE = CfgNode()
-    # Copy-paste: probability that an image gets objects of another training image.
+    # Copy-paste: probability that an image receives objects of another training image.
     cfg.INPUT.COPY_PASTE.PROBABILITY = 0.5
-    # Whether training images get random brightness, contrast, saturation and hue, as in SSD.
+    # Whether to change the brightness, contrast, saturation and hue of training images at random, as in SSD.
     cfg.INPUT.PHOTOMETRIC_DISTORTION = False
     # File with a pipeline of Albumentations, written by albumentations.save(pipeline, file, data_format="yaml"). It is
     # applied to training images before all other transforms.

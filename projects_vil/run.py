@@ -22,6 +22,7 @@ from backbones.errors import GENERATOR, check_choice, check_replaceable, check_w
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
+    choose_device,
     config_path,
     detector_name,
     first_of,
@@ -32,9 +33,10 @@ from projects_vil.config import (
 )
 from projects_vil.data import SOURCE, Dataset, read_categories, read_dataset
 from projects_vil.engine import Processes, check_output_dir, launch_run
+from projects_vil.engine.launch import launch
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
-from projects_vil.modeling import TIMM_PREFIX
+from projects_vil.modeling import TIMM_PREFIX, check_timm_name
 from projects_vil.recipes import best_weights, default_model, size_values, tile_values, with_recipe
 from projects_vil.utils import cleanup_on_failure, read_json, run_lock
 from vil.choices import IMAGE_SIZES, NAMES_OF_OTHERS, RECIPES, SCHEDULES
@@ -232,6 +234,8 @@ def train(
     elif resume and not (data or model or detector or config) and "DATASETS.TRAIN" not in given:
         # Without these arguments, the output is probably wrong. A new run would train the default model on COCO.
         raise ConfigError(f"'{output}' has no run to resume. Correct --output, or add DATA or --config for a new run.")
+    # Errors of the arguments come before the data, which may take long to read.
+    cfg = choose_device(cfg, requested="MODEL.DEVICE" in given)
     with cleanup_on_failure(output):
         contents: dict[str, dict[str, Any]] = {}
         if data is not None:
@@ -288,7 +292,7 @@ def evaluate(
             a checkpoint other than the last one, it is a folder in it, such as ``evaluation_DATA``,
             ``evaluation_overrides`` or ``evaluation_model_0000099``.
         resume: evaluate the last checkpoint in the output directory of a resolved config.
-        num_gpus: as for detectron2's ``launch``.
+        num_gpus: as for detectron2's ``launch``. With ``predictions``, processes on the CPU that share the images.
         num_machines: as for detectron2's ``launch``.
         machine_rank: as for detectron2's ``launch``.
         dist_url: as for detectron2's ``launch``.
@@ -323,6 +327,8 @@ def evaluate(
     cfg = with_overrides(merge_overrides(cfg, given), {"OUTPUT_DIR": str(folder)})
     if changes and folder == default:
         print(f"The results may differ from the results of the run, so they are written to '{folder}'.", flush=True)
+    if not predictions:
+        cfg = choose_device(cfg, requested="MODEL.DEVICE" in given)
     with cleanup_on_failure(folder):
         if data is not None:
             contents: dict[str, dict] = {}
@@ -343,7 +349,8 @@ def evaluate(
                 values["DATASETS.TRAIN"] = begun.DATASETS.TRAIN
             cfg = with_overrides(cfg, values, keep=given)
         if predictions:
-            evaluate_predictions(cfg, predictions)
+            processes.check("cpu")
+            launch(evaluate_predictions, (cfg, predictions), processes, device="cpu")
         else:
             launch_run(cfg, processes, eval_only=True, resume=resume, overridden=given)
     return Run(folder).results
@@ -455,8 +462,8 @@ def _choose_config(
     check_choice("schedule", schedule, SCHEDULES)
     if model not in VARIANTS and timm.is_model(model):
         raise ConfigError(f"'{model}' is a model of timm. Write {TIMM_PREFIX}{model}.")
-    if not model.startswith(TIMM_PREFIX):
-        get_variant(model)  # raises for an unknown variant
+    # An unknown name raises an error.
+    check_timm_name(model) if model.startswith(TIMM_PREFIX) else get_variant(model)
     family = f"{model[:3]}_" if model.startswith(("lit", "cvt")) else ""
     cfg = load_config(config_path(f"{folder}/{own}_{schedule}", f"base/{family}{folder}_{schedule}"))
     return with_overrides(cfg, values | {"MODEL.TRANSFORMER.VARIANT": model}), f"{model}_{detector}".replace(":", "_")

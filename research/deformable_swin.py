@@ -16,7 +16,7 @@ from backbones.layers.token_merging import DeformableTokenMerging
 def with_deformable_merging(swin: nn.Module, *, norm: str = "BN") -> nn.Module:
     """Return a copy of timm's Swin with new deformable token merging modules (LIT Table 4, "Swin-Ti + DTM").
 
-    The PVT-S of this table is not supported. timm has only PVT v2, which has overlapping 3 x 3 embeddings.
+    The PVT-S of this table is in ``research/ablations.py``.
 
     Args:
         swin: A model such as ``timm.create_model("swin_tiny_patch4_window7_224")``, also with ``features_only=True``.

@@ -28,10 +28,11 @@ from backbones.attention.dense import join_tokens
 from backbones.attention.efficient import PerformerAttention, redraw_features
 from backbones.attention.sliding_chunk import sample_shifts
 from backbones.backbone import Backbone, Classifier, init_linear
-from backbones.build import OPTIONS, create_backbone, create_classifier, get_variant, list_variants
+from backbones.build import OPTIONS, create_backbone, get_variant, list_variants
 from backbones.errors import ConfigError, check_choice, check_whole
 from backbones.layers.position import fit_table
 from backbones.layers.token_merging import DeformableTokenMerging
+from research.ablations import create_changed_classifier
 
 # 1e-5 versus 1e-3 (LIT section 4.1)
 OFFSET_LR_SCALE = 0.01
@@ -56,7 +57,7 @@ class TimmClassifier(Classifier):
         random_shift_iterations: Number of iterations in which ViL's local attention uses only one neighboring chunk,
             sampled for each layer and iteration. The official code does this for 0.875 of all iterations.
         random_shift_first_iteration: Number of the first iteration, for a resumed run.
-        options: See :func:`.create_classifier`.
+        options: See :func:`.create_changed_classifier`.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class TimmClassifier(Classifier):
         **options: object,
     ) -> None:
         check_choice("in_chans", in_chans, (3,))
-        made = create_classifier(
+        made = create_changed_classifier(
             name, img_size=get_variant(name).classifier_img_size if img_size is None else img_size, **options
         )
         super().__init__(made.backbone, num_classes=1, pool=made.pool, norm_eps=made.norm.eps)

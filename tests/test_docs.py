@@ -46,6 +46,8 @@ def test_cli_reference_lists_every_command_and_argument(reference):
     for name in cli.COMMANDS:
         assert f"\n## vil {name}\n" in page
     assert "| `--epochs N` |" in page and "| `--ray-workers MIN MAX` |" in page
+    # train, tune and predict do not use the device of a config
+    assert page.count("default: the GPU if there is one)") == 3
 
 
 def test_api_reference_names_what_can_be_imported(reference):

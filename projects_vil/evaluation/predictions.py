@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from detectron2.evaluation import print_csv_format
+from detectron2.utils import comm
 
 from backbones import ConfigError
+from backbones.errors import pip_install
 from projects_vil import data
 from projects_vil.evaluation.evaluators import COCOEvaluator
 from projects_vil.evaluation.results import check_finite, write_results
@@ -35,7 +37,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
             several rows, or no image or class has predictions.
     """
     data.register_datasets(cfg)
-    log_run(cfg.OUTPUT_DIR)
+    log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
     (name,) = cfg.DATASETS.TEST
     data.check_files(name)
     metadata, folder = MetadataCatalog.get(name), str(Path(cfg.OUTPUT_DIR) / "inference")
@@ -66,18 +68,21 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
             raise ConfigError(
                 f"'{path[1:]}' in '{file}' matches several images of {name}. Predict on the dataset's folder."
             )
-        row["masks"] = row["masks"] if has_masks else None
         for image in own:
-            check_finite(row["boxes"], row["scores"], source=f"{file}, {path[1:]}")
-            evaluator.add(missing.pop(image["id"])["id"], _results(row, image, ids))
+            del missing[image["id"]]
+            if "boxes" in row:
+                row["masks"] = row["masks"] if has_masks else None
+                check_finite(row["boxes"], row["scores"], source=f"{file}, {path[1:]}")
+                evaluator.add(image["id"], _results(row, image, ids))
         others, errors = others + (not own), errors + bool(own and row["error"])
     if len(missing) == total:
         raise ConfigError(f"No row of the predictions ({others}) is for an image of {name}. Compare the file names.")
     text = "%d images of %s: %d without a prediction, %d with an error; %d rows of other images"
     logging.getLogger(__name__).info(text, total, name, len(missing), errors, others)
     results = evaluator.evaluate()
-    print_csv_format(results)
-    write_results(cfg, results)
+    if comm.is_main_process():
+        print_csv_format(results)
+        write_results(cfg, results)
 
 
 Labels = tuple[tuple[int, str], ...]  # category ids and names
@@ -93,17 +98,22 @@ def _match(name: str, categories: dict[int, str], file: Path, labels: Labels) ->
 
 
 def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, Labels, dict[str, Any]]]:
-    """Yield each row with its file and the classes of the file."""
+    """Yield each row with its file and the classes of the file.
+
+    The processes of a run share the rows in turns of 64. The other rows have only a name and an error.
+    """
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise ConfigError("Parquet files need pyarrow. Run 'pip install pyarrow'.") from error
+        raise ConfigError(f"Parquet files need pyarrow. {pip_install('pyarrow')}") from error
+    turns = cycle(range(comm.get_world_size()))
     for file in chain(*(sorted(path.glob("*.parquet")) if path.is_dir() else [path] for path in map(Path, paths))):
         try:
             table = ParquetFile(file)
             labels = tuple((one["id"], one["name"]) for one in json.loads(table.schema_arrow.metadata[b"categories"]))
             for batch in table.iter_batches(batch_size=64):
-                yield from ((file, labels, row) for row in batch.to_pylist())
+                columns = batch.schema.names if next(turns) == comm.get_rank() else ["file_name", "error"]
+                yield from ((file, labels, row) for row in batch.select(columns).to_pylist())
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"'{file}' is damaged, or not from 'vil predict' ({error!r}). Predict again.") from error
 

@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from backbones import ConfigError
 from backbones.attention.chunks import copied_windows
-from backbones.errors import check_choice
+from backbones.errors import check_choice, pip_install
 from backbones.layers.tracing import padding_to_multiple, static_size
 from projects_vil.config import one_line
 from projects_vil.export.traceable import ExportableDetector
@@ -505,7 +505,7 @@ def check_packages(what: str, packages: Sequence[str]) -> None:
     """Raise a :class:`ConfigError` if a package that ``what`` needs is not installed."""
     for name in packages:
         if package_version(name) is None:
-            raise ConfigError(f"{what} needs {name}. Run 'pip install {' '.join(packages)}'.")
+            raise ConfigError(f"{what} needs {name}. {pip_install(*packages)}")
 
 
 def package_version(name: str) -> str | None:
@@ -539,8 +539,8 @@ def load_model(path: Path, *, device: str | torch.device = "cpu") -> Loaded:
     except ConfigError:
         raise
     except ImportError as error:
-        packages = " ".join(entry.packages) or error.name
-        raise ConfigError(f"Cannot load '{path}' without {error.name}. Run 'pip install {packages}'.") from error
+        advice = pip_install(*(entry.packages or [error.name]))
+        raise ConfigError(f"Cannot load '{path}' without {error.name}. {advice}") from error
     # The exceptions of onnxruntime have no common base class.
     except Exception as error:
         raise ConfigError(f"Cannot load '{path}': {one_line(error)}. Export the model again.") from error

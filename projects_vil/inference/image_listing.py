@@ -11,7 +11,7 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -26,14 +26,11 @@ COLUMNS = ("path", "file_name", "url", "image", "image_url")  # the default colu
 FORMATS = f"Supported formats: {', '.join((*IMAGE_SUFFIXES, *LISTS, *ARCHIVES))}."
 MAX_MEMBER_SIZE = 2**30  # bytes of an image in a tar file
 _logger = logging.getLogger(__name__)
+Listed = Iterator[tuple[str, str]]  # names and paths
 
 
 def find_images(
-    source: str | Path | Sequence[str],
-    *,
-    exclude: str | Path,
-    column: str | None = None,
-    shard: tuple[int, int] | None = None,
+    source: str | Path | Sequence[str], *, exclude: str | Path, column: str | None = None
 ) -> Iterator[ImageSource]:
     """Return an iterator over the images of an input. Image ids count from 1.
 
@@ -47,19 +44,15 @@ def find_images(
             Several images and tar files are a sequence of paths. Their names are relative to their common folder.
         exclude: a folder to skip.
         column: the column of a table. By default the first of ``COLUMNS`` that the table has.
-        shard: (i, n) selects shard i, counted from 0, of n disjoint shards. A hash of its name assigns an image to a
-            shard. All images of a tar file are in the same shard.
 
     Raises:
         ConfigError: if the input does not exist or has no images, or if another argument is invalid.
         OSError: if a list or table cannot be read.
     """
-    if shard is not None and not 0 <= shard[0] < shard[1]:
-        raise ConfigError(f"Shard {shard[0]}/{shard[1]} does not exist. Count shards from 0, up to {shard[1] - 1}.")
-    images = load_listed(list_paths(source, exclude=exclude, column=column), shard)
+    images = load_listed(list_paths(source, exclude=exclude, column=column))
     # Checks the input now.
     first = list(itertools.islice(images, 1))
-    if not first and shard is None:
+    if not first:
         raise ConfigError(f"Input '{without_password(str(source))}' has no images. {FORMATS}")
     return itertools.chain(first, images)
 
@@ -87,9 +80,7 @@ def suffix_of(path: str) -> str:
     return ".tar.gz" if path.endswith(".tar.gz") else os.path.splitext(path)[1]
 
 
-def list_paths(
-    source: str | Path | Sequence[str], *, exclude: str | Path, column: str | None = None
-) -> Iterator[tuple[str, str]]:
+def list_paths(source: str | Path | Sequence[str], *, exclude: str | Path, column: str | None = None) -> Listed:
     """Yield the names and paths of the images and tar files of an input; see :func:`find_images`.
 
     Raises:
@@ -140,18 +131,44 @@ def expand_braces(pattern: str) -> Iterator[str]:
         yield from expand_braces(f"{pattern[: match.start()]}{number:0{len(match[1])}}{pattern[match.end() :]}")
 
 
-def load_listed(paths: Iterable[tuple[str, str]], shard: tuple[int, int] | None = None) -> Iterator[ImageSource]:
-    """Yield the images of listed names and paths, or of one shard of them; a tar file is streamed."""
+def split_listed(paths: Listed, archives: dict[str, str], shard: tuple[int, int] | None = None) -> Listed:
+    """Yield the names and paths of images, or of one shard of them, and add all tar files to ``archives``.
+
+    Args:
+        paths: names and paths from :func:`list_paths`.
+        archives: gets the path of each tar file by its name in results.
+        shard: (i, n) selects shard i, counted from 0, of n. A hash of its name assigns an image to a shard.
+    """
+    for name, path in paths:
+        shown = _utf8(without_password(name))
+        if suffix_of(path) in ARCHIVES:
+            archives[shown] = path
+        elif shard is None or int.from_bytes(hashlib.sha256(shown.encode()).digest(), "big") % shard[1] == shard[0]:
+            yield name, path
+
+
+def archives_of_shard(sizes: Mapping[str, int], shard: tuple[int, int]) -> Iterator[str]:
+    """Yield the names of the tar files in a shard. Each of them, largest first, is assigned to the smallest shard."""
+    totals = [0] * shard[1]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        number = totals.index(min(totals))
+        totals[number] += max(sizes[name], 1)  # not all servers send sizes
+        if number == shard[0]:
+            yield name
+
+
+def load_listed(paths: Iterable[tuple[str, str]]) -> Iterator[ImageSource]:
+    """Yield the images of listed names and paths; a tar file is streamed."""
     number = itertools.count(1)
     for name, path in paths:
-        name = without_password(name)
-        # Results must be UTF-8, but file names may be any bytes.
-        encoded = name.encode(errors="backslashreplace")
-        if shard is not None and int.from_bytes(hashlib.sha256(encoded).digest(), "big") % shard[1] != shard[0]:
-            continue
         is_archive = suffix_of(path) in ARCHIVES
         for member, image in _read_tar(path) if is_archive else [("", path if "://" in path else Path(path))]:
-            yield ImageSource(image, (encoded + member.encode(errors="backslashreplace")).decode(), next(number))
+            yield ImageSource(image, _utf8(without_password(name) + member), next(number))
+
+
+def _utf8(name: str) -> str:
+    """Return a name for results, which must be UTF-8. File names may be any bytes."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _supported_files(folder: str, exclude: str | Path) -> Iterator[str]:
@@ -266,7 +283,7 @@ def _read_tar(path: str) -> Iterator[tuple[str, bytes | OSError]]:
                 raise tarfile.ReadError("it contains only zeros")
     except OSError as error:
         if is_compressed and num_images:
-            hint = "Its images may be damaged too. Replace the file and predict into a new output directory."
+            hint = "Its images may be damaged too. Replace the file and predict again (with Ray: into a new output)."
             error = OSError(error.errno, f"{error.strerror}. {hint}")
         yield "", error
     else:

@@ -26,6 +26,7 @@ from detectron2.data import transforms as T
 from torch import Tensor
 
 from backbones import ConfigError
+from backbones.errors import pip_install
 from projects_vil.config import one_line
 from projects_vil.data import UnreadableImage, read_image, read_size
 from projects_vil.inference.runners import Runner, size_error
@@ -40,6 +41,8 @@ REQUEST_TIMEOUT = 60.0  # seconds for one HTTP request
 NUM_ATTEMPTS = 4  # of a request that fails for a reason that may be temporary
 TEMPORARY_ERROR = "temporary error: "  # start of the reason of a URL that a resume requests again
 _RETRIED_STATUSES = (408, 425, 429)  # and 500 to 599
+# fsspec's file systems have different names for the ETag and the modification time.
+_VERSION_KEYS = ("ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified", "updated")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +71,7 @@ class ImageSource:
         if not isinstance(self.image, str):
             return self
         try:
-            return dataclasses.replace(self, image=_fetch(self.image, stop or threading.Event()))
+            return dataclasses.replace(self, image=_request(self.image, stop or threading.Event()))
         except OSError as error:
             return dataclasses.replace(self, image=error)
 
@@ -236,17 +239,34 @@ class Video:
             yield [Skipped(index, self.name, reason)]
 
 
-def _fetch(url: str, stop: threading.Event) -> bytes:
-    """Return the content of a URL. A request that fails is repeated if the reason may be temporary.
+def file_version(path: str, strict: bool) -> list | None:
+    """Return the size of a file or URL, and its ETag or modification time. None if it cannot be read.
+
+    Raises:
+        OSError: with ``strict``, if it cannot be read for a reason that may be temporary.
+    """
+    try:
+        info = _request(path, threading.Event(), "info")
+    except OSError as error:
+        if strict and error.strerror.startswith(TEMPORARY_ERROR):
+            raise
+        return None
+    return [info.get("size") or 0, str(next((info[key] for key in _VERSION_KEYS if info.get(key)), ""))]
+
+
+def _request(url: str, stop: threading.Event, method: str = "cat_file") -> Any:
+    """Call a method of an fsspec file system with a path or URL. The default method returns the content.
+
+    A request that fails is repeated if the reason may be temporary.
 
     Raises:
         OSError: if all attempts fail. The reason names the last error.
     """
     if stop.is_set():
         raise InterruptedError(errno.EINTR, "the prediction was interrupted", url)
-    protocol, options = url.partition("://")[0], {}
+    options = {}
     with os_errors(url):
-        if protocol in ("http", "https"):
+        if url.startswith(("http://", "https://")):
             from aiohttp import ClientTimeout  # an optional dependency
 
             timeout = ClientTimeout(total=REQUEST_TIMEOUT, sock_read=REQUEST_TIMEOUT / 3)
@@ -255,10 +275,13 @@ def _fetch(url: str, stop: threading.Event) -> bytes:
         try:
             with os_errors(url):
                 # One request. Opening and reading would be two.
-                return fsspec.filesystem(protocol, **options).cat_file(url)
+                file_system, path = fsspec.url_to_fs(url, **options)
+                return getattr(file_system, method)(path)
         except OSError as error:
-            status = getattr(error.__cause__, "status", 500)
-            is_final = isinstance(error.__cause__, (FileNotFoundError, PermissionError, ValueError))
+            # HTTP's info raises a FileNotFoundError for all errors.
+            cause = (options and method == "info" and error.__cause__.__cause__) or error.__cause__
+            status = getattr(cause, "status", 500)
+            is_final = isinstance(cause, (FileNotFoundError, PermissionError, ValueError))
             is_final = is_final or (400 <= status < 500 and status not in _RETRIED_STATUSES)
             # Full jitter: many clients of a busy server do not repeat their requests at the same time.
             if is_final or stop.is_set():
@@ -328,9 +351,7 @@ def os_errors(path: str | Path) -> Iterator[None]:
     except ConfigError:
         raise
     except ImportError as error:
-        raise ConfigError(
-            f"Cannot read '{name}': {one_line(error)}. Run \"pip install pyarrow 'fsspec[http]'\"."
-        ) from error
+        raise ConfigError(f"Cannot read '{name}': {one_line(error)}. {pip_install('pyarrow', 'fsspec')}") from error
     except Exception as error:  # each file system of fsspec, tarfile and pyarrow have their own exceptions
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"
         raise OSError(errno.EIO, without_password(reason), name) from error

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from backbones import ConfigError
+from backbones.errors import pip_install
 from projects_vil.inference.detector import Detector
 from projects_vil.inference.image_listing import ARCHIVES, FORMATS, list_paths, load_listed, suffix_of
 from projects_vil.inference.image_loading import BATCHING_WINDOW, ImageBatches
@@ -36,7 +37,7 @@ try:
     import ray.data
     from pyarrow import parquet
 except ImportError as missing:
-    raise ConfigError("Ray Data is not installed. Run \"pip install 'ray[data]' pyarrow\".") from missing
+    raise ConfigError(f"Ray Data is not installed. {pip_install('ray', 'pyarrow')}") from missing
 
 
 def predict_on_ray(

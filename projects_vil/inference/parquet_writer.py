@@ -1,9 +1,13 @@
 """Write detections to Parquet part files, with one row per image, and resume after the last complete part."""
 
+import dataclasses
+import hashlib
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +15,18 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import counted
 from projects_vil.checkpoint import Categories, fingerprint
+from projects_vil.config import first_of
 from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detections, Detector
-from projects_vil.inference.image_listing import common_folder
+from projects_vil.inference.image_listing import Listed, archives_of_shard, common_folder, load_listed, split_listed
 from projects_vil.inference.image_loading import (
+    NUM_REQUESTS,
     TEMPORARY_ERROR,
     ImageBatches,
     ImageSource,
     Loaded,
     Skipped,
+    file_version,
     os_errors,
     without_password,
 )
@@ -119,7 +126,7 @@ def write_part(path: Path, table: pa.Table) -> pa.Table:
 
 def write_parts(
     detector: Detector,
-    images: Iterator[ImageSource],
+    paths: Listed,
     output: Path,
     *,
     source: str | Sequence[str],
@@ -136,32 +143,33 @@ def write_parts(
     again. Otherwise the result is identical to an uninterrupted run, byte for byte, with the same batch size and on the
     same machine. Memory use does not depend on the number of images.
 
+    Each tar file has its own part files, whose names begin with ``tar-`` and a hash of its name. A tar file is not read
+    again if its parts are complete, unless its size, its ETag or its modification time has changed.
+
     Args:
         detector: the detector.
-        images: the images of ``source``, as :func:`~projects_vil.inference.image_listing.find_images` lists them.
+        paths: the names and paths of ``source`` from :func:`~projects_vil.inference.image_listing.list_paths`.
         output: the output directory, for one model and one input.
-        source, column, shard: the arguments with which the images were listed.
+        source, column: the arguments with which the images were listed.
+        shard: (i, n) for the images of shard i, counted from 0, of n.
         part_size: number of rows in a part file.
         batch_size: maximum number of images in a batch.
 
     Returns:
-        The totals over all part files of this job.
+        The totals over all part files of this job, and a line with the incomplete tar files of all jobs.
 
     Raises:
         ConfigError: if the output is of another model, input, ``part_size`` or number of shards, or if the images of a
-            part have changed.
+            part have changed. Those of a tar file may change.
+        OSError: if the size of a tar file is unknown for a reason that may be temporary, and there are several shards.
     """
     described = f"files in {common_folder(source)}"
     if isinstance(source, str):
         described = without_password(source) if "://" in source else os.path.realpath(source)
-    made_of = describe_runner(detector.runner) | {
-        "input": described,
-        "column": column,
-        "part_size": part_size,
-        "number of shards": shard and shard[1],
-    }
+    made_of = describe_runner(detector.runner) | {"input": described, "column": column, "part_size": part_size}
+    made_of["number of shards"] = shard and shard[1]
     prefix = "" if shard is None else f"shard-{shard[0]:04}-of-{shard[1]:04}-"
-    schema = schema_of(detector.categories, made_of)
+    schema, archives, versions = schema_of(detector.categories, made_of), {}, {}
     output.mkdir(parents=True, exist_ok=True)
     # The files of other shards must agree too.
     for path in sorted(output.glob("*.parquet"))[:1]:
@@ -173,34 +181,84 @@ def write_parts(
             report_skipped(item)
         return to_row(item, detections)
 
-    def parts() -> Iterator[pa.Table]:
+    def predicted(images: Iterable[ImageSource]) -> list[dict[str, Any]]:
+        # No batch contains images of two parts, so that a part is the same after a resume.
+        return list(detector.detect(ImageBatches(images), convert, batch_size=batch_size))
+
+    def parts_of(stem: str, images: Iterator[ImageSource], archive: str | None = None) -> Iterator[pa.Table]:
+        version, before = versions.get(archive), 0
         for number in itertools.count():
-            path = output / f"{prefix}part-{number:06}.parquet"
-            part_images, table = itertools.islice(images, part_size), read_part(path, made_of)
-            if table is None:
-                # No batch contains images of two parts, so that a part is the same after a resume.
-                rows = list(detector.detect(ImageBatches(part_images), convert, batch_size=batch_size))
-                if not rows:
+            path = output / f"{stem}{number:06}.parquet"
+            table = read_part(path, made_of)
+            entry = _manifest_entry(table)
+            if version not in (None, entry.get("version", version)):
+                # The tar file was replaced. Its last part is deleted first, so that a resume deletes the others.
+                for part in sorted(output.glob(f"{stem}*"), reverse=True)[: -number or None]:
+                    part.unlink(missing_ok=True)
+                table = None
+            if table is None or entry.get("status") == "damaged":
+                rows, before = predicted(itertools.islice(images, before, before + part_size)), 0
+                if not rows and archive is None:
                     return
-                table = write_part(path, pa.Table.from_pylist(rows, schema))
-            else:
-                failed = failed_rows(table)
+                # The error of a damaged tar file has its name.
+                is_damaged = [row["file_name"] for row in rows[-1:]] == [archive]
+                status = "damaged" if is_damaged else "complete" if len(rows) < part_size else "continued"
+                entry = {"name": archive, "version": version, "status": status}
+                entry["images"] = number * part_size + len(rows)
+                metadata = schema.metadata | ({"archive": json.dumps(entry)} if archive else {})
+                table = write_part(path, pa.Table.from_pylist(rows, schema.with_metadata(metadata)))
+            elif archive is None:
+                failed, part_images = failed_rows(table), itertools.islice(images, part_size)
                 part = [(image.name, image if row in failed else None) for row, image in enumerate(part_images)]
                 if [name for name, _ in part] != table["file_name"].to_pylist():
-                    raise ConfigError(
-                        f"The images of '{path}' have changed since it was written. Use the same input, or choose "
-                        "another output directory."
-                    )
+                    raise ConfigError(f"The images of '{path}' have changed. Choose another output directory.")
                 progress.update(len(table) - len(failed))
                 if failed:
-                    rows, again = table.to_pylist(), ImageBatches([image for _, image in part if image])
-                    for row, new in zip(failed, detector.detect(again, convert, batch_size=batch_size), strict=True):
+                    rows, again = table.to_pylist(), predicted(image for _, image in part if image)
+                    for row, new in zip(failed, again, strict=True):
                         rows[row] = new
                     table = write_part(path, pa.Table.from_pylist(rows, schema))
+            else:
+                before += len(table)
+                progress.update(len(table))
             yield table
+            if archive and entry["status"] != "continued":
+                return
+
+    def parts() -> Iterator[pa.Table]:
+        yield from parts_of(f"{prefix}part-", load_listed(split_listed(paths, archives, shard)))
+        with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+            # Several jobs must agree on the sizes of all tar files.
+            found = pool.map(file_version, archives.values(), itertools.repeat(shard is not None))
+            versions.update(zip(archives, found, strict=True))
+        for name in archives_of_shard({name: (one or [0])[0] for name, one in versions.items()}, shard or (0, 1)):
+            yield from parts_of(_stem(name), load_listed([(name, archives[name])]), name)
 
     with progress_bar("image") as progress:
-        return summarize(output, parts())
+        summary = summarize(output, parts())
+    if not archives:
+        return summary
+    # The tar files of other jobs too.
+    counts = Counter(path.name[: len(_stem(""))] for path in output.glob("tar-*.parquet"))
+    incomplete = []
+    for name, version in versions.items():
+        path = output / f"{_stem(name)}{counts[_stem(name)] - 1:06}.parquet"
+        entry = _manifest_entry(read_part(path, made_of, columns=[]))
+        if entry.get("status") != "complete" or version not in (None, entry["version"]):
+            incomplete.append(name)
+    line = f"{output}: {len(archives) - len(incomplete)} of {counted(len(archives), 'tar file')} complete"
+    line += f"; incomplete: {first_of(incomplete, 10)}" if incomplete else ""
+    return dataclasses.replace(summary, lines=(*summary.lines, line))
+
+
+def _stem(archive: str) -> str:
+    """Return the start of the file names of a tar file's parts."""
+    return f"tar-{hashlib.sha256(archive.encode()).hexdigest()[:16]}-"
+
+
+def _manifest_entry(table: pa.Table | None) -> dict[str, Any]:
+    """Return what the metadata of a part describes about its tar file; empty for other parts."""
+    return {} if table is None else json.loads(table.schema.metadata.get(b"archive", "{}"))
 
 
 def summarize(output: Path, tables: Iterable[pa.Table]) -> Summary:
@@ -209,7 +267,7 @@ def summarize(output: Path, tables: Iterable[pa.Table]) -> Summary:
     for table in tables:
         parts, images = parts + 1, images + len(table)
         errors += len(table) - table["error"].null_count
-        detections += compute.sum(compute.list_value_length(table["scores"])).as_py()
+        detections += compute.sum(compute.list_value_length(table["scores"])).as_py() or 0
     units = {"image": images, "error": errors, "detection": detections, "part": parts}
     line = f"{output}: {', '.join(counted(number, unit) for unit, number in units.items())}"
     return Summary(images - errors, detections, errors, (line,))

@@ -6,6 +6,7 @@ Images are read and resized as for evaluation, so that the detections are identi
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from projects_vil.data import IMAGE_SUFFIXES, check_output, describe_classes, ma
 from projects_vil.data.readers import read_coco
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detections, Detector, check_threshold
-from projects_vil.inference.image_listing import TABLES, find_images, is_video, number_of_images, suffix_of
+from projects_vil.inference.image_listing import TABLES, find_images, is_video, list_paths, number_of_images, suffix_of
 from projects_vil.inference.image_loading import DEFAULT_FRAME_RATE, ImageBatches, ImageSource, Loaded, Skipped, Video
 from projects_vil.utils import stop_requests
 from vil.choices import PART_SIZE, SCORE_THRESHOLD
@@ -150,7 +151,7 @@ def predict(
         ("workers_per_gpu", workers_per_gpu, "--ray"),
     ):
         if value is not None and flag not in flags:
-            raise ConfigError(f"{name} has no effect with {flag}. Leave it out, or use {' or '.join(flags)}.")
+            raise ConfigError(f"{name} has no effect without {' or '.join(flags)}. Leave it out, or add {flags[0]}.")
     check_whole("batch_size", batch_size)
     check_threshold(score_threshold)
     if "://" in str(output):
@@ -179,14 +180,18 @@ def predict(
         is_image = is_single and source.lower().endswith(IMAGE_SUFFIXES)
         if not is_image and not (is_single and number_of_images(source, exclude=output)):
             raise ConfigError("--save-labels needs one image, or one folder of images without tar files.")
-    if is_parquet or not (annotations or (is_single and is_video(source))):
-        images = find_images(source, exclude=output, column=column, shard=shard)
+    if shard is not None and not 0 <= shard[0] < shard[1]:
+        raise ConfigError(f"Shard {shard[0]}/{shard[1]} does not exist. Count shards from 0, up to {shard[1] - 1}.")
+    paths = list_paths(source, exclude=output, column=column) if is_parquet else iter(())
+    first = list(itertools.islice(paths, 1))
+    if not (is_parquet or annotations or (is_single and is_video(source))):
+        images = find_images(source, exclude=output, column=column)
     detector = model if isinstance(model, Detector) else Detector.load(model, tta=tta, overrides=overrides)
     if is_parquet:
         from projects_vil.inference.parquet_writer import write_parts
 
         options = {"source": source, "column": column, "shard": shard, "part_size": part_size or PART_SIZE}
-        return write_parts(detector, images, output, batch_size=batch_size, **options)
+        return write_parts(detector, itertools.chain(first, paths), output, batch_size=batch_size, **options)
     model = getattr(detector.runner, "model", None)
     if batch_size > 1 and isinstance(model, ExportedModel) and not model.batched:
         logging.getLogger(__name__).warning("batch_size is %d, but '%s' takes one image.", batch_size, model.path)

@@ -189,11 +189,17 @@ def check_freeze_at(freeze_at: int, name: str, num_stages: int) -> None:
         raise ConfigError(f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}, but {name} has {stages}. Use 0 to {num_stages}.")
 
 
-def _create(name: str, **options: object) -> nn.Module:
-    """Create timm's feature extractor, in NCHW, with random weights."""
+def check_timm_name(name: str) -> None:
+    """Raise a :class:`ConfigError` unless timm has the model ``"timm:NAME"``."""
     model = name.removeprefix(TIMM_PREFIX)
     if not timm.is_model(model):
         raise ConfigError(f"Unknown timm model {name!r}{closest(model, timm.list_models()) or '. Check its name.'}")
+
+
+def _create(name: str, **options: object) -> nn.Module:
+    """Create timm's feature extractor, in NCHW, with random weights."""
+    check_timm_name(name)
+    model = name.removeprefix(TIMM_PREFIX)
     try:
         return timm.create_model(model, features_only=True, feature_cls="getter", **options)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:

@@ -45,13 +45,13 @@ def load_model(cfg: CfgNode, weights: str | Path | None = None) -> tuple[nn.Modu
 
 def read_input(
     cfg: CfgNode, model: nn.Module, path: str | Path, point: Sequence[int] | None = None
-) -> tuple[np.ndarray, Tensor, tuple[int, int] | None]:
+) -> tuple[np.ndarray, Tensor, tuple[int, int]]:
     """Read an image, and resize, normalize and pad it as for evaluation.
 
     Args:
         cfg, model: the config and the model.
         path: the image file.
-        point: y and x of a pixel of the file.
+        point: y and x of a pixel of the file. The default is the center.
 
     Returns:
         The resized image (H, W, 3) uint8 RGB; the input of the backbone (1, 3, H', W'), padded at the bottom and on the
@@ -62,11 +62,10 @@ def read_input(
     """
     pixels, (height, width) = read_for_testing(cfg, path, image_format="RGB")
     rows, cols = pixels.shape[:2]
-    if point is not None:
-        y, x = point
-        if not (0 <= y < height and 0 <= x < width):
-            raise ConfigError(f"Point {y} {x} is outside '{path}' (height {height}, width {width}).")
-        point = (2 * y + 1) * rows // (2 * height), (2 * x + 1) * cols // (2 * width)
+    y, x = (height // 2, width // 2) if point is None else point
+    if not (0 <= y < height and 0 <= x < width):
+        raise ConfigError(f"Point {y} {x} is outside '{path}' (height {height}, width {width}).")
+    point = (2 * y + 1) * rows // (2 * height), (2 * x + 1) * cols // (2 * width)
     channels = pixels[:, :, ::-1] if cfg.INPUT.FORMAT == "BGR" else pixels
     image = torch.as_tensor(channels.transpose(2, 0, 1).astype("float32"))
     image = (image - model.pixel_mean) / model.pixel_std
@@ -82,9 +81,9 @@ def draw_attention(
     image_file: str | Path,
     output: str | Path,
     *,
-    stage: int,
-    block: int,
-    point: tuple[int, int],
+    stage: int | None = None,
+    block: int | None = None,
+    point: tuple[int, int] | None = None,
 ) -> Path:
     """Draw the attention of the token at a pixel, see :func:`plot_attention`, and return the path of the PNG file.
 
@@ -93,15 +92,16 @@ def draw_attention(
         weights: its checkpoint; None for random weights.
         image_file: the image.
         output: the folder of the PNG file.
-        stage, block: the stage and the block of the backbone, counted from 1.
-        point: y and x in pixels of the image file.
+        stage, block: the stage and the block of the backbone, counted from 1. The default is the last one.
+        point: y and x in pixels of the image file. The default is the center.
 
     Raises:
         ConfigError: if the stage or block does not exist or has no attention to the image, the point is outside the
             image, or a file cannot be read or written.
     """
     model, backbone = load_model(cfg, weights)
-    module = _attention_module(backbone, stage, block)
+    stage = len(backbone.stages) if stage is None else stage
+    module, block = _attention_module(backbone, stage, block)
     pixels, batch, (y, x) = read_input(cfg, model, image_file, point)
     inputs = []
     with module.register_forward_pre_hook(lambda module, args: inputs.append(args)), torch.no_grad():
@@ -115,8 +115,10 @@ def draw_attention(
     keys = "reduced feature map" if isinstance(module, SpatialReductionAttention) else "projected keys"
     figure = plot_attention(attention, pixels, stride, token, keys=keys)
     path, variant = Path(image_file), cfg.MODEL.TRANSFORMER.VARIANT
-    figure.suptitle(f"{path.name}: stage {stage}, block {block}, {type(module).__name__}, point {point[0]} {point[1]}")
-    name = f"{path.stem}_{variant}_stage{stage}_block{block}_{point[0]}_{point[1]}.png"
+    where = ("center",) if point is None else point
+    title = f"{path.name}: stage {stage}, block {block}, {type(module).__name__}, point"
+    figure.suptitle(" ".join(map(str, (title, *where))))
+    name = "_".join(map(str, (path.stem, variant, f"stage{stage}", f"block{block}", *where))) + ".png"
     return _write(figure, Path(output) / name)
 
 
@@ -171,15 +173,17 @@ def plot_attention(
     return figure
 
 
-def _attention_module(backbone: Backbone, stage: int, block: int) -> nn.Module:
+def _attention_module(backbone: Backbone, stage: int, block: int | None) -> tuple[nn.Module, int]:
+    """Return the attention of a block, by default of the last one, and the number of the block."""
     if not 1 <= stage <= len(backbone.stages):
         raise ConfigError(f"Stage {stage} does not exist. Choose a stage from 1 to {len(backbone.stages)}.")
     blocks = backbone.stages[stage - 1].blocks
+    block = len(blocks) if block is None else block
     if not 1 <= block <= len(blocks):
         raise ConfigError(f"Block {block} does not exist in stage {stage}. Choose a block from 1 to {len(blocks)}.")
     if blocks[block - 1].attention is None:
         raise ConfigError(f"The blocks of stage {stage} are MLPs without attention. Choose another stage.")
-    return blocks[block - 1].attention
+    return blocks[block - 1].attention, block
 
 
 def _attended_box(weights: Tensor, height: int, width: int, stride: int) -> tuple[int, int, int, int]:

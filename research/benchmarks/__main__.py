@@ -1,10 +1,13 @@
-"""Run one benchmark: coco-api, dataset-check, predict, roofline or urls.
+"""Run one benchmark: coco-api, dataset-check, finished-images, predict, predictions, roofline, tar-files or urls.
 
-coco-api       one COCO evaluation with pycocotools and one with faster-coco-eval, on synthetic annotations
-dataset-check  the check of `vil check`, on synthetic annotations
-predict        `vil predict` on synthetic images: single images, batches, bfloat16, shards and Ray workers
-roofline       a lower bound of the time of each model, from the arithmetic and memory rates of the device
-urls           the loading of images from a local server that answers each request after 50 ms
+coco-api         one COCO evaluation with pycocotools and one with faster-coco-eval, on synthetic annotations
+dataset-check    the check of `vil check`, on synthetic annotations
+finished-images  the memory with which `vil predict --ray` sorts the keys of finished images
+predict          `vil predict` on synthetic images: single images, batches, bfloat16, shards and Ray workers
+predictions      `vil eval --predictions` on synthetic detections, with one and two processes
+roofline         a lower bound of the time of each model, from the arithmetic and memory rates of the device
+tar-files        `vil predict` on tar files with a stand-in model: the first run, a resume, and the shares of 16 jobs
+urls             the loading of images from a local server that answers each request after 50 ms
 
 Example:
     python -m research.benchmarks coco-api --images 5000
@@ -54,6 +57,29 @@ def urls(args: argparse.Namespace) -> None:
     print(f"{rate_of_urls(args.images):.1f} images/s")
 
 
+def predictions(args: argparse.Namespace) -> None:
+    from research.benchmarks.annotations import cost_of_predictions
+
+    for number, (seconds, processor) in cost_of_predictions(num_images=args.images).items():
+        print(f"processes: {number}, images/s: {1 / seconds:.0f}, processor time per image: {1000 * processor:.1f} ms")
+
+
+def finished_images(args: argparse.Namespace) -> None:
+    from research.benchmarks.prediction import memory_of_finished_images
+
+    print(f"{memory_of_finished_images(args.images):.0f} bytes per image")
+
+
+def tar_files(args: argparse.Namespace) -> None:
+    from research.benchmarks.prediction import measure_tar_files
+
+    found = measure_tar_files(args.images)
+    print(f"{found['bytes'] / 1e6:.0f} MB: {found['predict']:.1f} s, resume {found['resume']:.1f} s", end=", ")
+    print(f"reading {found['read']:.1f} s; largest job: {found['by_size']:.2f} times the mean", end=", ")
+    print(f"with hashed names {found['by_hash']:.2f}")
+    write_json(args.json, found)
+
+
 def roofline(args: argparse.Namespace) -> None:
     from projects_vil.analysis import BenchmarkCase, measure
     from research.benchmarks import roofline
@@ -77,7 +103,7 @@ def _gigabytes(memory: int | None) -> str:
 
 
 BENCHMARKS = {"coco-api": coco_api, "dataset-check": dataset_check, "predict": predict, "roofline": roofline}
-BENCHMARKS["urls"] = urls
+BENCHMARKS |= {"finished-images": finished_images, "predictions": predictions, "tar-files": tar_files, "urls": urls}
 
 
 def main() -> None:

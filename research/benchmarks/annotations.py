@@ -3,6 +3,9 @@
 import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -10,12 +13,16 @@ from typing import Any
 
 import cv2
 import numpy as np
+import pyarrow as pa
 import torch
 from detectron2.data import MetadataCatalog
 from detectron2.structures import Boxes, Instances
 
+from backbones import ConfigError
+from projects_vil.checkpoint import Categories
 from projects_vil.data import CocoFile
 from projects_vil.evaluation.evaluators import COCO_APIS, COCOEvaluator, FasterCOCOEvaluator
+from projects_vil.inference.parquet_writer import schema_of, write_part
 from projects_vil.utils import call_in_new_process, memory_of
 
 # COCO has 80 classes and about 7 objects per image.
@@ -58,6 +65,53 @@ def _evaluate(folder: str, boxes: np.ndarray, classes: np.ndarray, num_detection
             evaluator.process([{"image_id": index + 1}], [{"instances": instances}])
         metrics = evaluator.evaluate()["bbox"]
     return {"seconds": time.perf_counter() - start, "memory": memory_of(peak=True), "metrics": metrics}
+
+
+def cost_of_predictions(*, num_images: int, num_detections: int = 100) -> dict[int, tuple[float, float]]:
+    """Run ``vil eval --predictions`` on synthetic detections with 1 and 2 processes, and compare their metrics.
+
+    A second evaluation of a tenth of the images gives the cost of the start, which is subtracted.
+
+    Returns:
+        By the number of processes: seconds per image, and processor seconds of all processes per image, which do not
+        depend on the other work of the machine.
+    """
+    costs: dict[int, list[np.ndarray]] = {1: [], 2: []}
+    results, few = [], max(num_images // 10, 1)
+    for number in (few, num_images):
+        with tempfile.TemporaryDirectory() as folder:
+            _write_predictions(Path(folder), number, num_detections)
+            for processes, own in costs.items():
+                output = f"{folder}/{processes}"
+                words = ["eval", f"{folder}/data", "--predictions", f"{folder}/found", "--output", output]
+                words += ["--num-gpus", str(processes), "DATASETS.CHECK", "off"]
+                start = np.array([time.perf_counter(), *os.times()[2:4]])
+                subprocess.run([sys.executable, "-m", "vil.cli", *words], check=True, stdout=subprocess.DEVNULL)
+                seconds = np.array([time.perf_counter(), *os.times()[2:4]]) - start
+                own.append(np.array([seconds[0], seconds[1:].sum()]))
+                results += json.loads(Path(f"{output}/evaluation.json").read_text()).values()
+            if str(results.pop()) != str(results.pop()):
+                raise ConfigError("The metrics of 1 and 2 processes differ.")
+    return {number: tuple((own[1] - own[0]) / (num_images - few)) for number, own in costs.items()}
+
+
+def _write_predictions(folder: Path, num_images: int, num_detections: int) -> None:
+    """Write a dataset to ``data``, and detections to ``found`` in the format of ``vil predict``."""
+    (folder / "data").mkdir()
+    (folder / "found").mkdir()
+    objects = write_annotations(folder / "data/annotations.json", np.random.default_rng(0), num_images)
+    write_images(folder / "data/images", num_images)
+    names = [str(index) for index in range(NUM_CLASSES)]
+    schema = schema_of(Categories(tuple(range(1, NUM_CLASSES + 1)), tuple(names)), {})
+    generator = np.random.default_rng(1)
+    for part in range(0, num_images, 1024):
+        rows = []
+        for index in range(part, min(part + 1024, num_images)):
+            found = _sample_detections(generator, *(one[index] for one in objects), num_detections)
+            rows.append({"file_name": f"{index + 1:012d}.jpg", "height": HEIGHT, "width": WIDTH})
+            rows[-1] |= {"boxes": found.pred_boxes.tensor.tolist(), "scores": found.scores.tolist()}
+            rows[-1]["category_ids"] = (found.pred_classes + 1).tolist()
+        write_part(folder / f"found/part-{part:06}.parquet", pa.Table.from_pylist(rows, schema))
 
 
 def time_dataset_check(*, num_images: int) -> dict[str, float | None]:

@@ -1,9 +1,12 @@
 """Throughput and memory of ``vil predict``: single images, batches, bfloat16, shards and Ray workers."""
 
+import hashlib
+import io
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -17,11 +20,20 @@ from types import SimpleNamespace
 
 import cv2
 import numpy as np
+import torch
+from detectron2.structures import Boxes, Instances
 from tabulate import tabulate
+from torch import Tensor
 
 from backbones import ConfigError
 from examples.make_shapes_dataset import write_shapes_dataset
+from projects_vil.checkpoint import Categories
+from projects_vil.inference import Detector
+from projects_vil.inference import predict as run_prediction
+from projects_vil.inference.image_listing import archives_of_shard, find_images
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded
+from projects_vil.utils import call_in_new_process, memory_of
+from vil.choices import PART_SIZE
 
 _RAY = "two Ray workers"
 _INTERVAL = 0.2  # seconds between two memory samples
@@ -135,6 +147,78 @@ def rate_of_urls(num_images: int, *, latency: float = 0.05) -> float:
         rate = loaded / (time.monotonic() - start)
         server.shutdown()
     return rate
+
+
+class _EmptyRunner:
+    """A runner that detects nothing."""
+
+    channels, sides, score_threshold, weights = "RGB", (1, None), 0.0, __file__
+    categories = Categories((1,), ("thing",))
+
+    def input_size(self, height: int, width: int) -> tuple[int, int]:
+        return height, width
+
+    padded_size = input_size
+
+    def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
+        empty = {"pred_boxes": Boxes(torch.zeros(0, 4)), "scores": torch.zeros(0), "pred_classes": torch.zeros(0).int()}
+        return [Instances(size, **empty) for size in sizes]
+
+
+def measure_tar_files(num_images: int, *, num_files: int = 128, num_jobs: int = 16) -> dict[str, float]:
+    """Predict on tar files of log-normal sizes with a stand-in model, and repeat the finished command.
+
+    Args:
+        num_images: number of images, of 60 kB each.
+        num_files: number of tar files.
+        num_jobs: number of jobs, whose shares are computed.
+
+    Returns:
+        ``bytes`` of the tar files; seconds to ``predict``, to ``resume``, and to ``read`` all files; and the bytes of
+        the largest job relative to the mean, ``by_size`` and ``by_hash`` of the name.
+    """
+    random = np.random.default_rng(0)
+    image = cv2.imencode(".jpg", random.integers(0, 255, (240, 320, 3), np.uint8))[1].tobytes()
+    shares = random.lognormal(0, 1, num_files)
+    counts = (shares / shares.sum() * num_images).astype(int) + 1
+    seconds = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for file, count in enumerate(counts):
+            with tarfile.open(f"{folder}/{file:03}.tar", "w") as tar:
+                for number in range(count):
+                    member = tarfile.TarInfo(f"{number:06}.jpg")
+                    member.size = len(image)
+                    tar.addfile(member, io.BytesIO(image))
+        source, output = f"{folder}/{{000..{num_files - 1:03}}}.tar", f"{folder}/found"
+        for name in ("predict", "resume"):
+            start = time.monotonic()
+            run_prediction(Detector(_EmptyRunner()), source, output, file_format="parquet")
+            seconds[name] = time.monotonic() - start
+        start = time.monotonic()
+        for _ in find_images(source, exclude=output):
+            pass
+        seconds["read"] = time.monotonic() - start
+        sizes = {path.name: path.stat().st_size for path in Path(folder).glob("*.tar")}
+    mean, hashed = sum(sizes.values()) / num_jobs, [0] * num_jobs
+    for name, size in sizes.items():
+        hashed[int.from_bytes(hashlib.sha256(name.encode()).digest(), "big") % num_jobs] += size
+    by_size = [sum(sizes[name] for name in archives_of_shard(sizes, (job, num_jobs))) for job in range(num_jobs)]
+    shares = {"by_size": max(by_size) / mean, "by_hash": max(hashed) / mean}
+    return {"bytes": sum(sizes.values())} | seconds | shares
+
+
+def memory_of_finished_images(num_images: int) -> float | None:
+    """Return the peak bytes per image with which ``--ray`` sorts the keys of finished images, None without /proc."""
+    peak = call_in_new_process(_sort_keys, num_images)
+    return peak and peak / num_images
+
+
+def _sort_keys(num_images: int) -> int | None:
+    before, random = memory_of(), np.random.default_rng(0)
+    keys = [np.frombuffer(random.bytes(16 * PART_SIZE), "S16") for _ in range(0, num_images, PART_SIZE)]
+    np.unique(np.concatenate(keys))
+    peak = memory_of(peak=True)
+    return peak and peak - before
 
 
 @contextmanager

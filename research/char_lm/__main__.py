@@ -8,7 +8,7 @@ Example:
     python -m research.char_lm train --data text --output output/text --compare --depth 4 --dim 128 --num-heads 4 \\
         --window-size 64 --length 256 --steps 500 --batch-size 8 --learning-rate 1e-3 --dropout 0 --sample 300
     python -m research.char_lm evaluate --weights output/enwik8_small/best_long_short.pth --data enwik8 \\
-        --test-memory 32768 --test-length 256
+        --test-memory 512 --test-length 32768 --test-step 512
     python -m research.char_lm generate --weights output/text/best_long_short.pth --sample 500 --prompt "The "
     python -m research.char_lm measure --config small --lengths 512 1024 2048 4096 8192
 """
@@ -35,6 +35,11 @@ OF_TRAINING = {
 OF_TEST = {
     "test_memory": (positive, None, "bytes of memory in the test (default: as in training)"),
     "test_length": (positive, None, "bytes of a block in the test (default: as in training)"),
+    "test_step": (
+        positive,
+        None,
+        "bytes from one sequence of --test-length bytes to the next (default: blocks with a memory)",
+    ),
     "test_streams": (positive, 1, "number of parts of the test text to evaluate in parallel (default 1)"),
 }
 OF_SAMPLE = {
@@ -57,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     generate = commands.add_parser("generate", description="Sample from trained weights.")
     measure = commands.add_parser("measure", description="Measure a training step against the length of a block.")
     for command in (train, measure):
-        command.add_argument("--config", default="small", metavar="NAME", help="small or large (default: small)")
+        command.add_argument("--config", default="small", metavar="NAME", help="small, large or text8 (default: small)")
         add_arguments(command, {name: (positive, None, "default: the config's value") for name in SIZES})
     text = "one value for each phase, or one for all phases; the number of --steps is the number of phases"
     add_arguments(train, {name: (of_type, None, text) for name, of_type in PHASES.items()}, nargs="+")
@@ -140,7 +145,7 @@ def test_file(args: argparse.Namespace) -> dict[str, Any]:
     model, vocabulary, trained = load_trained(args.weights, memory_length=args.test_memory, device=args.device)
     length = args.test_length or trained["length"]
     ids = read_text(args.data, vocabulary=vocabulary).test
-    options = {"length": length, "num_streams": args.test_streams, "device": args.device}
+    options = {"length": length, "step": args.test_step, "num_streams": args.test_streams, "device": args.device}
     bits = bits_per_character(model, ids, vocabulary, **options)
     return {"val": trained["val"], "test": bits, "length": length, "memory_length": trained["memory_length"]}
 
@@ -180,8 +185,10 @@ def main() -> None:
         results = train(args)
     elif args.command == "evaluate":
         results = test_file(args)
-        line = "{test:.4f} bits/char on the test part, in blocks of {length} bytes with a memory of {memory_length}"
-        print(line.format(**results))
+        parts = "in blocks of {length} bytes with a memory of {memory_length}"
+        if args.test_step:
+            parts = f"in sequences of {{length}} bytes at a step of {args.test_step}"
+        print(("{test:.4f} bits/char on the test part, " + parts).format(**results))
     elif args.command == "generate":
         results = {"sample": sample_file(args)}
         print(results["sample"])

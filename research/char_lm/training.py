@@ -224,7 +224,14 @@ def load_trained(
 
 @torch.no_grad()
 def bits_per_character(
-    model: nn.Module, ids: Tensor, vocabulary: Vocabulary, *, length: int, num_streams: int = 1, device: str = "cpu"
+    model: nn.Module,
+    ids: Tensor,
+    vocabulary: Vocabulary,
+    *,
+    length: int,
+    step: int | None = None,
+    num_streams: int = 1,
+    device: str = "cpu",
 ) -> float:
     """Return the mean of -log2 of the probability of each byte of ``ids``, (T,), except for the first.
 
@@ -232,22 +239,45 @@ def bits_per_character(
 
     Args:
         length: bytes of a block. The memory passes from block to block.
+        step: None for blocks, or the bytes from one sequence of ``length`` bytes to the next (section 4.2). Each
+            sequence starts without a memory. All its predictions count for the first sequence, and the last ``step``
+            for the others.
         num_streams: number of parts to evaluate in parallel. Each starts with an empty memory, so more parts are faster
-            and slightly worse.
+            and slightly worse. Sequences are evaluated one by one.
     """
     was_training = model.training
     model.eval()
-    streams = Streams(ids, min(num_streams, len(ids) - 1), length)
-    total, num_unknown, memory = 0.0, 0, None
-    for index in range(len(streams)):
-        inputs, targets, is_own = (x.to(device) for x in streams.block(index))
-        log_probabilities, memory = model(inputs, memory)
-        picked = log_probabilities.gather(2, targets[..., None])[..., 0]
-        total -= picked[is_own].double().sum().item()
-        num_unknown += int((targets[is_own] == vocabulary.other).sum())
+    total, num_unknown = 0.0, 0
+    parts = _blocks(model, ids, length, num_streams, device)
+    if step is not None:
+        parts = _sequences(model, ids, length, step, device)
+    for log_probabilities, targets in parts:
+        total -= log_probabilities.gather(1, targets[:, None]).double().sum().item()
+        num_unknown += int((targets == vocabulary.other).sum())
     model.train(was_training)
     bits_to_choose = math.log2(max(256 - len(vocabulary.known), 1))
     return (total / math.log(2) + num_unknown * bits_to_choose) / (len(ids) - 1)
+
+
+def _blocks(
+    model: nn.Module, ids: Tensor, length: int, num_streams: int, device: str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the log-probabilities (N, V) and targets (N,) of each block."""
+    streams, memory = Streams(ids, min(num_streams, len(ids) - 1), length), None
+    for index in range(len(streams)):
+        inputs, targets, is_own = (x.to(device) for x in streams.block(index))
+        log_probabilities, memory = model(inputs, memory)
+        yield log_probabilities[is_own], targets[is_own]
+
+
+def _sequences(model: nn.Module, ids: Tensor, length: int, step: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the log-probabilities (N, V) and targets (N,) of each overlapping sequence that count."""
+    done, last = 0, len(ids) - 1
+    for end in [*range(length, last, step), last]:
+        part = ids[max(end - length, 0) : end + 1].long().to(device)
+        log_probabilities, _ = model(part[None, :-1])
+        yield log_probabilities[0, done - end :], part[done - end :]
+        done = end
 
 
 @torch.no_grad()

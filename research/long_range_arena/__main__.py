@@ -8,11 +8,14 @@ Example:
     python -m research.long_range_arena --task listops --min-length 10 --max-length 200 --num-train 20000 --steps 500 \\
         --warmup-steps 50 --learning-rate 1e-3 --eval-every 100 --window-size 0
     python -m research.long_range_arena --task text --data datasets/lra --model full --output output/text_full
+    python -m research.long_range_arena --task listops --seed 0 1 2 3 --output output/listops_seeds
     python -m research.long_range_arena --task listops --config fixed --measure --lengths 512 2048 8192
 """
 
 import argparse
 import dataclasses
+import statistics
+from pathlib import Path
 
 from vil.arguments import ToolParser, output_file, positive, run_tool, write_json
 
@@ -30,7 +33,6 @@ OF_SETTINGS = {
     "dropout": (float, "dropout rate after embeddings and attention, and in the MLPs"),
     "attention_dropout": (float, "dropout rate of the attention weights"),
     "eval_every": (positive, "steps between two evaluations on the validation split"),
-    "seed": (int, "seed of the weights and of the order of the samples"),
 }
 # Default and help
 LISTOPS = {
@@ -62,6 +64,8 @@ def parse_arguments() -> argparse.Namespace:
     data.add_argument(
         "--data-seed", type=int, default=0, metavar="N", help="ListOps: seed of the generator (default 0)"
     )
+    seeds = "seeds of the weights and of the order of the samples, one for each run (default: 0)"
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], metavar="N", help=seeds)
     parser.add_argument("--output", metavar="DIR", help="folder for the best checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in --output")
     parser.add_argument("--measure", action="store_true", help="measure time and memory of a step instead of training")
@@ -112,15 +116,27 @@ def main() -> None:
         losses = "train loss {train_loss:.4f}, val loss {loss:.4f}, val accuracy {accuracy:.4f}".format(**row)
         print(f"step {row['step']}: {losses}, {row['seconds']:.0f} s", flush=True)
 
-    _, result = train_classifier(
-        settings, dataset, output=args.output, overwrite=args.overwrite, device=device, log=log
-    )
-    print(
-        f"test accuracy {result['test']['accuracy']:.4f} (chance {result['chance']:.4f}), of step "
-        f"{result['best']['step']}, best on val with {result['best']['accuracy']:.4f}; {result['parameters']} "
-        f"parameters, {result['seconds']:.0f} s"
-    )
-    write_json(args.json, {"settings": dataclasses.asdict(settings), **result})
+    runs = []
+    for seed in args.seed:
+        settings = dataclasses.replace(settings, seed=seed)
+        output = args.output
+        if output and len(args.seed) > 1:
+            output = Path(output) / f"seed_{seed}"
+        _, result = train_classifier(settings, dataset, output=output, overwrite=args.overwrite, device=device, log=log)
+        print(
+            f"test accuracy {result['test']['accuracy']:.4f} (chance {result['chance']:.4f}), of step "
+            f"{result['best']['step']}, best on val with {result['best']['accuracy']:.4f}; {result['parameters']} "
+            f"parameters, {result['seconds']:.0f} s",
+            flush=True,
+        )
+        runs.append({"settings": dataclasses.asdict(settings), **result})
+    if len(runs) == 1:
+        write_json(args.json, runs[0])
+        return
+    accuracies = [run["test"]["accuracy"] for run in runs]
+    mean, deviation = statistics.mean(accuracies), statistics.stdev(accuracies)
+    print(f"test accuracy {mean:.4f} +- {deviation:.4f}, mean and standard deviation of {len(runs)} seeds")
+    write_json(args.json, {"runs": runs, "accuracy": mean, "deviation": deviation})
 
 
 if __name__ == "__main__":

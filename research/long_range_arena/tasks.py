@@ -79,6 +79,29 @@ class Settings:
     seed: int = 0
 
 
+def published_multiply_adds(settings: Settings) -> int:
+    """Count the multiply-adds of a sample of ``max_length`` tokens as table 1 does.
+
+    Eleven of its twelve figures are the multiply-adds of fvcore, which counts 5 for each value of a LayerNorm. The
+    class token is in all layers, and the last layer updates all tokens.
+    """
+    dim, hidden_dim, heads, depth = (ENCODER[key] for key in ("dim", "hidden_dim", "num_heads", "depth"))
+    length, rank, documents, norm = settings.max_length, settings.rank, settings.num_documents, 5
+    tokens = length + 1
+    # Projections and MLP, and the norms before them
+    layer = tokens * (4 * dim**2 + 2 * dim * hidden_dim) + 2 * tokens * dim * norm
+    if settings.model == "full":
+        layer += 2 * tokens**2 * dim
+    else:
+        # The scores and sums of the dynamic projection; keys of the sums, the class token and the window
+        layer += length * dim * heads * rank + 2 * length * rank * dim
+        layer += 2 * length * dim * (rank + 1 + 2 * settings.window_size)
+        # The class token attends to all tokens; DualLN
+        layer += 2 * tokens * dim + 2 * (tokens + rank) * dim * norm
+    features = dim if documents == 1 else 4 * dim
+    return documents * (depth * layer + tokens * dim * norm) + (features + settings.num_classes) * hidden_dim
+
+
 def settings_for(task: str, config: str = "best", **overrides: Any) -> Settings:
     """Return the settings of a row of table 1, with overrides.
 

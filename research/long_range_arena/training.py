@@ -17,7 +17,7 @@ from backbones.checkpoint_files import read_checkpoint, write_checkpoint
 from backbones.errors import ConfigError
 from research.long_range_arena.data import Dataset, Examples
 from research.long_range_arena.model import SequenceClassifier, create_classifier
-from research.long_range_arena.tasks import ADAM_BETAS, ADAM_EPSILON, MODELS, Settings
+from research.long_range_arena.tasks import ADAM_BETAS, ADAM_EPSILON, MODELS, Settings, published_multiply_adds
 from research.sequence.training import Learner, Step, measure_lengths, train
 
 CHECKPOINT = "model_best.pth"
@@ -138,12 +138,12 @@ def measure_models(
 ) -> list[dict[str, Any]]:
     """Measure a forward and backward pass: the rows of :func:`.measure_lengths`.
 
-    Each also has ``parameters`` and ``multiply_adds``, of the forward pass of one sequence, matrix products only.
+    Each also has the counts of :func:`count_costs`.
     """
     cases = {name: dataclasses.replace(settings, model=name) for name in models}
     builders = {name: partial(_build_step, case, batch_size, device) for name, case in cases.items()}
     rows = measure_lengths(builders, lengths, device=device, runs=runs, memory=memory)
-    return [row | _count(dataclasses.replace(cases[row["model"]], max_length=row["length"])) for row in rows]
+    return [row | count_costs(dataclasses.replace(cases[row["model"]], max_length=row["length"])) for row in rows]
 
 
 def _build_step(settings: Settings, batch_size: int, device: str, length: int | None) -> Step:
@@ -160,12 +160,18 @@ def _build_step(settings: Settings, batch_size: int, device: str, length: int | 
     return step
 
 
-def _count(settings: Settings) -> dict[str, int]:
-    """Count the parameters and the multiply-adds of a forward pass of one sequence, without allocating memory."""
+def count_costs(settings: Settings) -> dict[str, int]:
+    """Count the parameters and the multiply-adds of a forward pass of a sample of ``max_length`` tokens.
+
+    Returns:
+        ``parameters``; ``multiply_adds``, the matrix products as computed; ``as_published``, see
+        :func:`.published_multiply_adds`.
+    """
     with torch.device("meta"):
         model = create_classifier(settings).eval().requires_grad_(False)
         ids = torch.empty(1, settings.max_length, dtype=torch.int64)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(((ids, None),) * settings.num_documents)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"parameters": parameters, "multiply_adds": counter.get_total_flops() // 2}
+    flops = counter.get_total_flops() // 2
+    return {"parameters": parameters, "multiply_adds": flops, "as_published": published_multiply_adds(settings)}

@@ -133,7 +133,9 @@ def _measure_cases(cases: Sequence[StepCase], *, runs: int, memory: bool) -> lis
 
 
 def format_costs(rows: Sequence[dict[str, Any]], titles: dict[str, str]) -> str:
-    """Format the rows of :func:`measure_lengths`, with ``parameters`` and optionally ``multiply_adds``, as a table.
+    """Format the rows of :func:`measure_lengths` as a table.
+
+    They also have ``parameters``, and optionally ``multiply_adds`` and ``as_published``.
 
     Args:
         titles: model -> its name in the table.
@@ -143,6 +145,7 @@ def format_costs(rows: Sequence[dict[str, Any]], titles: dict[str, str]) -> str:
         cells = {"length": row["length"], "model": titles[row["model"]], "parameters": f"{row['parameters']:,}"}
         if "multiply_adds" in row:
             cells["1e9 mult-adds"] = f"{row['multiply_adds'] / 1e9:.3f}"
+            cells["as published"] = f"{row['as_published'] / 1e9:.3f}"
         cells["seconds"] = "out of memory" if row["seconds"] is None else f"{row['seconds']:.3f}"
         table.append(cells | {"MB": "-" if row["memory"] is None else f"{row['memory'] / 1e6:.0f}"})
     return tabulate(table, headers="keys", tablefmt="github", disable_numparse=True)

@@ -74,7 +74,7 @@ def test_names():
         [*vil, *(f"{name}_rpb" for name in vil), "evit_full_16_tiny", "evit_full_16_small"]
         + [f"{mechanism}_{size}" for mechanism in mechanisms for size in ("tiny", "small", *columns)]
         + ["ls_tiny", "ls_small", "ls_medium", "ls_base", "ls_medium_384"]
-        + ["cvt_ls_13", "cvt_ls_17", "cvt_ls_21", "cvt_ls_21s", "lit_ti"]
+        + ["cvt_ls_13", "cvt_ls_17", "cvt_ls_21", "cvt_ls_21s", "cvt_ls_21_384", "cvt_ls_21_448", "lit_ti"]
         + ["lit_s", "lit_m", "lit_b", "lit_s_seg", "lit_m_seg", "lit_b_seg", *[n for n in LIT_TABLE_1 if "v2" in n]]
     )
     assert list_variants("lit_") == ["lit_b", "lit_b_seg", "lit_m", "lit_m_seg", "lit_s", "lit_s_seg", "lit_ti"]

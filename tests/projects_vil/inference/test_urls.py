@@ -1,5 +1,7 @@
 """URLs are fetched at the same time, with a timeout, and again after an error that may be temporary."""
 
+import tarfile
+
 import numpy as np
 import pytest
 
@@ -42,6 +44,24 @@ def test_only_errors_that_may_be_temporary_are_tried_again(served, tmp_path, mon
     assert [Server.requests[f"/{name}"] for name in names] == [2, 1, 2, image_loading.NUM_ATTEMPTS]
     assert "missing.png" in items[1].reason and "Timeout" in items[3].reason
     assert not any("secret" in item.reason for item in items[1:])
+
+
+def test_a_resume_reads_tar_files_with_an_error_again(served, tmp_path):
+    """Several jobs would leave tar files out if a server were down for some of them."""
+    pytest.importorskip("pyarrow")
+    save(tmp_path / "a.png", picture(40, 60))
+    for name in ("0.tar", "flaky/1.tar"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        with tarfile.open(tmp_path / name, "w") as tar:
+            tar.add(tmp_path / "a.png", "a.png")
+    urls = [f"{served}/0.tar", f"{served}/flaky/1.tar", "http://127.0.0.1:9/2.tar"]
+    for number in (1, 2):
+        runner = HalfRunner()
+        summary = predict(Detector(runner), urls, tmp_path / "out", file_format="parquet")
+        assert (summary.num_images, summary.num_skipped, sum(map(len, runner.batches))) == (number, 3 - number, 1)
+        assert f"{number} of 3 tar files complete; incomplete: " in summary.lines[1]
+    with pytest.raises(OSError, match="temporary error"):
+        predict(Detector(runner), urls, tmp_path / "other", file_format="parquet", shard=(0, 2))
 
 
 def test_a_resume_predicts_urls_with_a_temporary_error_again(served, tmp_path, monkeypatch):
