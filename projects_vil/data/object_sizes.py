@@ -45,6 +45,7 @@ class SizeChoice:
         return (
             f"objects: {self.number:,}, with a side of {small:.0f} to {large:.0f} pixels (median {median:.0f}) at "
             f"image size {self.size}; {anchors} {self.share:.1%} of them (IoU {MATCH_IOU})"
+            + (". A larger --image-size matches more, and needs more --epochs" if self.share < TARGET_SHARE else "")
         )
 
 

@@ -1,5 +1,6 @@
 """``train`` without options: model, weights, recipe, image size and anchors."""
 
+import json
 import shutil
 
 import pytest
@@ -45,6 +46,18 @@ def test_the_default_of_own_photos(start, capsys):
     assert rates[0] == rates[1] == pytest.approx(rates[2] / 2)
     cfg = start(lr=0.5, detector="mask_rcnn")
     assert (cfg.SOLVER.BASE_LR, cfg.TEST.BEST_METRIC) == (0.5, "segm/AP")
+
+
+def test_small_objects_need_a_long_run_on_a_cpu(start, tmp_path, capsys):
+    """With a larger image size, a run of the same time has too few iterations."""
+    path = tmp_path / "mine/annotations/instances_train.json"
+    content = json.loads(path.read_text())
+    for entry in content["annotations"]:
+        entry["bbox"][2:] = 4, 4
+    path.write_text(json.dumps(content))
+    sizes = [start(**options).INPUT.MIN_SIZE_TEST for options in ({}, {"epochs": 3})]
+    assert sizes[0] == max(recipes.IMAGE_SIZES["cpu"]) < sizes[1]
+    assert "A larger --image-size matches more" in capsys.readouterr().out
 
 
 def test_random_weights_and_the_recipes(start, monkeypatch, capsys):
