@@ -1,6 +1,7 @@
 """Utilities for JSON files, logs, output folders, signals, memory and child processes."""
 
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -111,7 +112,9 @@ def read_json(path: str | Path, *, what: str = "file") -> Any:
             text = Path(path).read_bytes()
             # The encoding may have a byte order mark. The bytes are not needed while the text is parsed.
             text = text.decode(json.detect_encoding(text))
-            content = json.loads(text, object_pairs_hook=_without_repetition)
+            # Equal coordinates share one object, which needs less memory.
+            to_float = functools.lru_cache(1 << 18)(float)
+            content = json.loads(text, object_pairs_hook=_without_repetition, parse_float=to_float)
         if re.search(r"\\u[dD][89a-fA-F]", text):
             # File names that are not UTF-8 are accepted.
             json.dumps(content, ensure_ascii=False).encode(errors="surrogateescape")
