@@ -50,8 +50,8 @@ def closest(word: str, candidates: Iterable[str], *, most: int = 1) -> str:
 def pip_install(*packages: str) -> str:
     """Return the command that installs packages, in the versions that this project requires, as advice."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        required = [line.partition(";")[0] for line in importlib.metadata.requires("vil-detectron2") or ()]
-        names = {re.match(r"[\w.-]+", line)[0].replace("_", "-"): line.strip() for line in reversed(required)}
+        required = [line.partition(";")[0].strip() for line in importlib.metadata.requires("vil-detectron2") or ()]
+        names = {re.split(r"[^\w.-]", line)[0].replace("_", "-"): line for line in reversed(required)}
         packages = tuple(names.get(name.replace("_", "-"), name) for name in packages)
     return f"Run {shlex.join(('pip', 'install', *packages))}."
 

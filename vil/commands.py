@@ -612,13 +612,13 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     def add(render: Callable[[argparse.Namespace], list[str]], summary: str, **options: Any) -> ConfigToolParser:
         name = render.__name__.removeprefix("_draw_")
         command = commands.add_parser(name, help=summary, description=render.__doc__, **options)
-        command.set_defaults(render=partial(render, command) if options.get("weights") else render)
+        command.set_defaults(render=render, parser=command)
         return command
 
     add_image = partial(ConfigToolParser.add_argument, required=True, type=existing_path, metavar="IMAGE")
     add_folder = partial(ConfigToolParser.add_argument, required=True, type=local_path, metavar="DIR")
 
-    model = {"weights": True, "devices": ("cpu",), "config_required": False}
+    model: dict[str, Any] = {"weights": True, "devices": ("cpu",), "config_required": False}
     command = add(_draw_attention, "attention of one token, one heat map per head", **model)
     command.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
     add_image(command, "--input", help="image file")
@@ -654,11 +654,11 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     show(*args.render(args))
 
 
-def _draw_attention(parser: ToolParser, args: argparse.Namespace) -> list[str]:
+def _draw_attention(args: argparse.Namespace) -> list[str]:
     """Draw the attention of one token in one block as a heat map per head."""
     from projects_vil.visualization import draw_attention
 
-    cfg, _ = _found_model(parser, args)
+    cfg, _ = _found_model(args.parser, args)
     position = {"stage": args.stage, "block": args.block, "point": args.point}
     return [f"wrote {draw_attention(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **position)}"]
 
@@ -676,11 +676,11 @@ def _draw_data(args: argparse.Namespace) -> list[str]:
     return [f"wrote {path}" for path in draw_samples(cfg, args.output, number=args.number, seed=args.seed)]
 
 
-def _draw_offsets(parser: ToolParser, args: argparse.Namespace) -> list[str]:
+def _draw_offsets(args: argparse.Namespace) -> list[str]:
     """Draw the image positions that LIT's deformable token merging samples, as in figure 2 of the paper."""
     from projects_vil.visualization import draw_offsets
 
-    cfg, _ = _found_model(parser, args)
+    cfg, _ = _found_model(args.parser, args)
     tokens = {"num_points": args.points, "point": args.point}
     return [f"wrote {path}" for path in draw_offsets(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **tokens)]
 
