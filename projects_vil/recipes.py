@@ -41,6 +41,8 @@ _IMAGES = {"cpu": 720, "cuda": 3200}
 _EPOCHS = {"cpu": (3, 100), "cuda": (12, 100)}
 # Random weights need more images than pretrained ones.
 _SCRATCH_FACTOR = 1.5
+# The longest warm-up of a run with a given number of iterations, as with a number of epochs
+_WARMUP_SHARE = 0.05
 # Epochs of the recipe "paper" on your own data. The schedules for COCO count iterations.
 _PAPER_EPOCHS = 50
 
@@ -95,6 +97,10 @@ def with_recipe(
             values["SOLVER.EPOCHS"] = min(max(round(images / len(content["images"])), least), most)
     if "SOLVER.MAX_ITER" in given:
         values.pop("SOLVER.EPOCHS", None)
+        if not is_paper:
+            values["SOLVER.WARMUP_ITERS"] = min(
+                values["SOLVER.WARMUP_ITERS"], round(_WARMUP_SHARE * cfg.SOLVER.MAX_ITER)
+            )
     cfg = with_overrides(cfg, values, keep=given)
     if not is_paper:
         epochs, rate = cfg.SOLVER.EPOCHS, cfg.SOLVER.BASE_LR

@@ -44,6 +44,7 @@ def test_the_default_of_own_photos(start, capsys):
     assert cfg.INPUT.MIN_SIZE_TRAIN == (64,)
     rates = [start(batch=batch).SOLVER.BASE_LR for batch in (1, 4, 16)]
     assert rates[0] == rates[1] == pytest.approx(rates[2] / 2)
+    assert start(**{"SOLVER.MAX_ITER": 40}).SOLVER.WARMUP_ITERS == 2
     cfg = start(lr=0.5, detector="mask_rcnn")
     assert (cfg.SOLVER.BASE_LR, cfg.TEST.BEST_METRIC) == (0.5, "segm/AP")
 
