@@ -138,7 +138,7 @@ VARIANTS = {
     "cvt_ls_17": _cvt((3, 128, 2), (4, 256, 4), (10, 384, 6)),
     "cvt_ls_21": _cvt(*_CVT_21),
     "cvt_ls_21s": _cvt((3, 128, 2), (4, 256, 4), (14, 384, 6)),
-    # Chunk sizes of appendix D. At 448 pixels it has r = (128, 32, 8), but the multiply-adds of Table 3 are those of
+    # Chunk sizes of appendix D. At 448 pixels it has r = (128, 32, 8), but Table 3 counts the multiply-adds with
     # r = (64, 16, 4), as at the other sizes.
     "cvt_ls_21_384": _cvt(*_CVT_21, chunk_sizes=(12, 6, 3), img_size=384),
     "cvt_ls_21_448": _cvt(*_CVT_21, chunk_sizes=(16, 8, 4), img_size=448),

@@ -160,7 +160,7 @@ def write_parts(
 
     Raises:
         ConfigError: if the output is of another model, input, ``part_size`` or number of shards, or if the images of a
-            part have changed. Those of a tar file may change.
+            part have changed. The images of a tar file may change.
         OSError: if the size of a tar file is unknown for a reason that may be temporary, and there are several shards.
     """
     described = f"files in {common_folder(source)}"

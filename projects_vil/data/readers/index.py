@@ -123,7 +123,7 @@ class FileIndex:
         files: All files below ``root``, sorted.
         images: The keys are the image files below ``images``, or else below ``root``, sorted.
         all_files: All files below ``root`` and ``images``, sorted.
-        unsupported: Those of an image, video, table or archive type that is not read, and images without a suffix.
+        unsupported: Files of an image, video, table or archive type that is not read, and images without a suffix.
     """
 
     def __init__(self, root: Path, images: Path | None = None) -> None:
