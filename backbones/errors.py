@@ -53,7 +53,7 @@ def pip_install(*packages: str) -> str:
         required = [line.partition(";")[0].strip() for line in importlib.metadata.requires("vil-detectron2") or ()]
         names = {re.split(r"[^\w.-]", line)[0].replace("_", "-"): line for line in reversed(required)}
         packages = tuple(names.get(name.replace("_", "-"), name) for name in packages)
-    return f"Run {shlex.join(('pip', 'install', *packages))}."
+    return f"Run `{shlex.join(('pip', 'install', *packages))}`."
 
 
 def check_file(path: str | Path, description: str, *, key: str = "") -> None:

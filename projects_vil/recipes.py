@@ -34,7 +34,7 @@ _SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
 # and the smallest and largest number of epochs. On a CPU, 720 images of 256 pixels take about 300 s on one core. In the
 # same time, larger images reach a lower AP, because the run has fewer iterations.
 IMAGE_SIZES = {"cpu": range(192, 257, 32), "cuda": range(512, 801, 32)}
-# The sizes on a CPU if the user sets the length of the run
+# The sizes on a CPU if the user chooses a longer run
 _SIZES_OF_LONG_RUNS = range(192, 641, 32)
 _BATCH = {"cpu": 2, "cuda": 8}
 _IMAGES = {"cpu": 720, "cuda": 3200}
@@ -78,7 +78,9 @@ def with_recipe(
         # The heads of a pretrained detector need the anchors of its config.
         is_detector = is_zoo_name(cfg.MODEL.WEIGHTS) and zoo_entry(cfg.MODEL.WEIGHTS).config is not None
         has_anchors = any(key.startswith("MODEL.ANCHOR_GENERATOR.") for key in given)
-        is_long = device == "cpu" and given & {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"}
+        number, least = len(content["images"]), _EPOCHS[device][0]
+        chosen = cfg.SOLVER.EPOCHS * number or cfg.SOLVER.MAX_ITER * batch * ("SOLVER.MAX_ITER" in given)
+        is_long = device == "cpu" and chosen > max(_IMAGES[device], least * number)
         sizes = (_SIZES_OF_LONG_RUNS if is_long else IMAGE_SIZES[device]) if is_auto else [size]
         choice = choose_size(cfg, objects, sizes=sizes, fit=not (is_paper or is_detector or has_anchors))
         print(choice.line(), flush=True)

@@ -112,8 +112,9 @@ def read_json(path: str | Path, *, what: str = "file") -> Any:
             text = Path(path).read_bytes()
             # The encoding may have a byte order mark. The bytes are not needed while the text is parsed.
             text = text.decode(json.detect_encoding(text))
-            # Equal coordinates share one object, which needs less memory.
-            to_float = functools.lru_cache(1 << 18)(float)
+            # Equal coordinates share one object, which needs less memory, unless they have too many digits.
+            digits = sorted(map(len, re.findall(r"\.\d+", text[len(text) // 2 :][: 1 << 16])))
+            to_float = functools.lru_cache(1 << 18)(float) if digits and digits[len(digits) // 2] < 5 else None
             content = json.loads(text, object_pairs_hook=_without_repetition, parse_float=to_float)
         if re.search(r"\\u[dD][89a-fA-F]", text):
             # File names that are not UTF-8 are accepted.

@@ -173,13 +173,19 @@ def create_changed_classifier(name: str, *, changes: str | Sequence[str] = (), *
         options: See :func:`.create_classifier`.
 
     Raises:
-        ConfigError: If a change is unknown, or has no effect on the model.
+        ConfigError: If a change is unknown, has no effect on the model, or replaces another change or option.
     """
-    model = create_classifier(name, **options)
-    for change in [changes] if isinstance(changes, str) else changes:
+    model, changes = create_classifier(name, **options), [changes] if isinstance(changes, str) else list(changes)
+    for change in changes:
         check_choice("changes", change, CHANGES)
+    if len([change for change in changes if change in _PVT]) > 1:
+        raise ConfigError(f"changes={changes} replace the same attention. Choose one of {', '.join(_PVT)}.")
+    # In this order, a change of a part that another change has removed has no effect.
+    for change in sorted(changes, key=list(CHANGES).index):
         if not CHANGES[change](model):
             raise ConfigError(f"changes={change!r} has no effect on {name}. Leave it out.")
+    if "pool" in options and model.pool != options["pool"]:
+        raise ConfigError(f"changes={changes} need pool={model.pool!r}. Leave out pool={options['pool']!r}.")
     return model
 
 

@@ -403,9 +403,11 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         for file in files.values():
             show(*file.lines())
         train = files["train"].dataset if "train" in files else {"images": ()}
-        if dataset and "val" not in files and not (args.fix and len(train["images"]) == 1):
+        if dataset and "val" not in files and len(train["images"]) > 1:
             train, val = split_by_hash(dataset.source, train, VAL_FRACTION)
             show(f"no validation split: 'vil train' validates on {len(val['images']):,} of the images (--val-fraction)")
+        elif dataset and "val" not in files:
+            show("no validation split: 'vil train' needs a second image for it")
         if len(objects := objects_of(train)):
             sizes = IMAGE_SIZES["cuda" if torch.cuda.is_available() else "cpu"]
             show(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=sizes).line())

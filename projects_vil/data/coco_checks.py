@@ -7,6 +7,7 @@ function. Several checks share one loop because a file may have millions of obje
 import itertools
 import math
 import os
+import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -239,7 +240,7 @@ def find_in_categories(file: CocoFile) -> Findings:
             yield "duplicate_category_id", index, None
         else:
             file.category_by_id[number] = index
-            name = "".join(str(entry["name"]).casefold().replace("_", " ").replace("-", " ").split()).rstrip("s")
+            name = re.sub(r"[\s_-]|s$", "", str(entry["name"]).casefold().strip()) or str(entry["name"])
             if (first := names.setdefault(name, index)) != index:
                 yield "duplicate_category_name", index, f"similar to {file.categories[first]['name']!r}"
             if not isinstance(entry["name"], str):

@@ -57,7 +57,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
         logging.getLogger(__name__).warning(text, segmented.count(False), len(segmented))
     for image in missing.values():
         named.setdefault(Path(image["file_name"]).name, []).append(image)
-    for file, labels, row in _rows(paths):
+    for file, labels, row, is_mine in _rows(paths):
         path = f"/{row['file_name']}"
         own = [(one, f"/{one['file_name']}") for one in named.get(Path(path).name, ())]
         own = [one for one, other in own if path.endswith(other) or other.endswith(path)]
@@ -70,7 +70,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
             )
         for image in own:
             del missing[image["id"]]
-            if "boxes" in row:
+            if is_mine:
                 row["masks"] = row["masks"] if has_masks else None
                 check_finite(row["boxes"], row["scores"], source=f"{file}, {path[1:]}")
                 evaluator.add(image["id"], _results(row, image, ids))
@@ -85,6 +85,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
         write_results(cfg, results)
 
 
+_COLUMNS = ["file_name", "error", "height", "width", "boxes", "scores", "category_ids", "masks"]
 Labels = tuple[tuple[int, str], ...]  # category ids and names
 
 
@@ -97,8 +98,8 @@ def _match(name: str, categories: dict[int, str], file: Path, labels: Labels) ->
     return {labels[index][0]: list(categories)[other] for index, other in matched.items()}
 
 
-def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, Labels, dict[str, Any]]]:
-    """Yield each row with its file and the classes of the file.
+def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, Labels, dict[str, Any], bool]]:
+    """Yield each row with its file, the classes of the file, and whether this process evaluates the row.
 
     The processes of a run share the rows in turns of 64. The other rows have only a name and an error.
     """
@@ -112,8 +113,9 @@ def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, Labels, dict[str,
             table = ParquetFile(file)
             labels = tuple((one["id"], one["name"]) for one in json.loads(table.schema_arrow.metadata[b"categories"]))
             for batch in table.iter_batches(batch_size=64):
-                columns = batch.schema.names if next(turns) == comm.get_rank() else ["file_name", "error"]
-                yield from ((file, labels, row) for row in batch.select(columns).to_pylist())
+                is_mine = next(turns) == comm.get_rank()
+                rows = batch.select(_COLUMNS if is_mine else ["file_name", "error"]).to_pylist()
+                yield from ((file, labels, row, is_mine) for row in rows)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"'{file}' is damaged, or not from 'vil predict' ({error!r}). Predict again.") from error
 

@@ -245,6 +245,8 @@ def bits_per_character(
         num_streams: number of parts to evaluate in parallel. Each starts with an empty memory, so more parts are faster
             and slightly worse. Sequences are evaluated one by one.
     """
+    if step is not None and step > length:
+        raise ConfigError(f"step={step} is larger than length={length}. Set it to at most {length}.")
     was_training = model.training
     model.eval()
     total, num_unknown = 0.0, 0

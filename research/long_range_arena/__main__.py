@@ -85,7 +85,7 @@ def main() -> None:
     from research.long_range_arena import listops
     from research.long_range_arena.data import read_imdb, read_pairs, read_released_listops
     from research.long_range_arena.tasks import MODELS, settings_for
-    from research.long_range_arena.training import measure_models, train_classifier
+    from research.long_range_arena.training import checkpoint_path, measure_models, train_classifier
     from research.sequence.training import format_costs
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -116,12 +116,13 @@ def main() -> None:
         losses = "train loss {train_loss:.4f}, val loss {loss:.4f}, val accuracy {accuracy:.4f}".format(**row)
         print(f"step {row['step']}: {losses}, {row['seconds']:.0f} s", flush=True)
 
-    runs = []
-    for seed in args.seed:
+    seeds, runs = list(dict.fromkeys(args.seed)), []
+    outputs = [args.output and Path(args.output, f"seed_{seed}" if len(seeds) > 1 else "") for seed in seeds]
+    # An error after hours of training would lose the results.
+    for output in filter(None, outputs):
+        checkpoint_path(output, overwrite=args.overwrite)
+    for seed, output in zip(seeds, outputs, strict=True):
         settings = dataclasses.replace(settings, seed=seed)
-        output = args.output
-        if output and len(args.seed) > 1:
-            output = Path(output) / f"seed_{seed}"
         _, result = train_classifier(settings, dataset, output=output, overwrite=args.overwrite, device=device, log=log)
         print(
             f"test accuracy {result['test']['accuracy']:.4f} (chance {result['chance']:.4f}), of step "

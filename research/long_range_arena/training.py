@@ -23,6 +23,14 @@ from research.sequence.training import Learner, Step, measure_lengths, train
 CHECKPOINT = "model_best.pth"
 
 
+def checkpoint_path(output: str | Path, *, overwrite: bool = False) -> Path:
+    """Return the path of the checkpoint in a folder, and raise a ConfigError if it exists and must not be replaced."""
+    path = Path(output) / CHECKPOINT
+    if path.exists() and not overwrite:
+        raise ConfigError(f"'{path}' already exists. Choose another output folder, or add --overwrite.")
+    return path
+
+
 def train_classifier(
     settings: Settings,
     dataset: Dataset,
@@ -46,9 +54,7 @@ def train_classifier(
     Raises:
         ConfigError: where the loss is not finite, and for a folder that has a checkpoint.
     """
-    path = None if output is None else Path(output) / CHECKPOINT
-    if path is not None and path.exists() and not overwrite:
-        raise ConfigError(f"'{path}' already exists. Choose another output folder, or add --overwrite.")
+    path = None if output is None else checkpoint_path(output, overwrite=overwrite)
     torch.manual_seed(settings.seed)
     model = create_classifier(settings).to(device)
     rate = settings.learning_rate

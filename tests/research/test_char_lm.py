@@ -126,6 +126,7 @@ def test_overlapping_sequences_predict_the_last_bytes(name):
             total -= log_probabilities[0, target - 1 - first, ids[target]].item()
     bits = bits_per_character(model, ids.to(torch.int16), Vocabulary(range(7)), length=12, step=5)
     assert bits == pytest.approx(total / math.log(2) / 32, rel=1e-4)
+    assert "at most 12" in message(bits_per_character, model, ids, Vocabulary(range(7)), length=12, step=24)
     whole = bits_per_character(model, ids.to(torch.int16), Vocabulary(range(7)), length=99, step=5)
     assert whole == pytest.approx(bits_per_character(model, ids.to(torch.int16), Vocabulary(range(7)), length=99))
 

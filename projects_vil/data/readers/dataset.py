@@ -126,9 +126,8 @@ def read_dataset(
         found.notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
         raise ConfigError(f"'{source}' already has a validation split. Leave out val_fraction.")
-    splits = _write(
-        source, Path(folder), parts, set(map(os.path.realpath, files)), {} if contents is None else contents
-    )
+    contents = {} if contents is None else contents
+    splits = _write(source, Path(folder), parts, set(map(os.path.realpath, files)), contents)
     sizes = {split: len(parts[split][0]["images"]) for split in splits}
     # detectron2 sorts the classes by category id. The dataset check reads the text of an id as an integer.
     categories = [entry for entry in entries_of(content, "categories") if str(entry.get("id")).isdigit()]
@@ -208,9 +207,7 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
         unused = [f"{reason}: {len(files)}" for reason, files in found.unused.items() if files]
         details = "; ".join([*found.notes, *unused]) or "the annotations are empty"
         missing = "no object in its images" if records else "no image of its annotations"
-        raise ConfigError(
-            f"'{source}' has {missing} ({details}). Add them, or give the folder of images with --images."
-        )
+        raise ConfigError(f"'{source}' has {missing} ({details}). Add them, or give their folder with --images.")
     ids = {label: index for index, label in enumerate(classes, start=1)}
     categories = [{"id": index, "name": label} for label, index in ids.items()]
     root, parts = Path(os.path.commonpath([os.path.dirname(record.file) for record in records])), {}

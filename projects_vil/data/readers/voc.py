@@ -22,8 +22,9 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     for path in _read_lists(files, index, found):
         annotation, stem = parse_xml(path), Path(path).stem
         name = annotation.findtext("filename", "").strip()
-        # The name in the file is often outdated, so an image with the stem of the annotation has priority.
-        names = tuple(dict.fromkeys((f"{stem}{Path(name).suffix or '.'}", f"{stem}.", name or f"{stem}.")))
+        # The name in the file is often outdated, so an image with the stem of the annotation has priority. If it has
+        # another suffix, it may be a mask.
+        names = tuple(dict.fromkeys((f"{stem}{Path(name).suffix or '.'}", name or f"{stem}.", f"{stem}.")))
         hint = annotation.findtext("path") or f"{annotation.findtext('folder', '')}/{name}"
         entries = [entry for entry in annotation.iter("object") if entry.findtext("deleted", "").strip() != "1"]
         # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0.

@@ -19,8 +19,8 @@ CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
 _SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",), None: (".",)}
 # The visibility of a point of a pose
 _VISIBLE = re.compile(r"[012](\.0*)?")
-# The first line of a label file, which may be empty or a line of DOTA
-_LABEL = re.compile(r"$|imagesource:|\S+(\s+[-+.\de]+){4}")
+# The path and the first line of a label file, which may be a line of DOTA
+_LABEL = re.compile(r"(?i).*/label(s|txt)/|.*\n(imagesource:|\S+(\s+[-+.\de]+){4})")
 _NO_LABELS = (*CLASS_FILES, "train.txt", "val.txt", "valid.txt", "test.txt")
 
 
@@ -38,10 +38,10 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         entries = next((data[key] for key in keys if data.get(key)), [])
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
             place = _existing(entry, bases, index)
-            own = _images(place or "", split, index, found) if place or index.is_given else []
+            own = _images(place or os.path.join(index.root, entry), split, index, found)
             # Roboflow may name a test split that does not exist.
             if not own and split not in ("test", None):
-                missing = "has no images" if place else "does not exist"
+                missing = f"has no images in '{index.image_root}'" if place or index.is_given else "does not exist"
                 raise ConfigError(f"'{path}' has {entry!r} for {split}, which {missing}. Add images or correct it.")
             if PureWindowsPath(entry).anchor and own and place and not os.path.exists(entry):
                 found.notes.append(f"{split} is '{place}', because {entry!r} does not exist")
@@ -68,8 +68,11 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         found.records.append(Record(image, (), sizes[image], split=split, objects=own, file=image))
     found.unused["other label files of an image"] += [file for files in labels.values() for file in files[1:]]
     used = {*itertools.chain(*labels.values())}
-    rest = [file for file in texts if file not in used and _LABEL.match("".join(read_lines(file)[:1]))]
-    found.unused["label files without an image"] += rest
+    folders = {*map(os.path.dirname, used)}
+    # Opening a pipe would block.
+    rest = [file for file in texts if file not in used and os.path.isfile(file)]
+    rest = [p for p in rest if os.path.dirname(p) in folders or _LABEL.match("\n".join([p, *read_lines(p)[:1]]))]
+    found.unused["label files whose image is missing"] += rest
     return found
 
 
@@ -112,12 +115,17 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
 def _images(place: str, split: str | None, index: FileIndex, found: Annotations) -> list[str]:
     """Return the images of a split from a folder, an image, or a text file with a list of images.
 
-    A given folder of images replaces the folders of the settings. Its own folders then decide the split.
+    A given folder of images replaces the folders of the settings. Its own folders then decide the split. If they have
+    none, the names of the images or label files in ``place`` decide.
     """
     if index.is_given and not os.path.isfile(place):
-        return [image for image in index.images if split is None or (index.split_of(image) or "train") == split]
-    if os.path.isdir(place) or is_image(place):
-        return [place] if is_image(place) else [*filter(is_image, walk(place))]
+        if split is None or any(map(index.split_of, index.images)):
+            return [image for image in index.images if split is None or (index.split_of(image) or "train") == split]
+        folders = [place, *map(os.path.dirname, _label_paths(os.path.join(place, "any")))]
+        stems = {Path(file).stem for folder in folders for file in walk(folder)}
+        return [image for image in index.images if Path(image).stem in stems or (not stems and split == "train")]
+    if not os.path.isfile(place) or is_image(place):
+        return [place] if os.path.isfile(place) else [*filter(is_image, walk(place))]
     # An empty line is normalized to a period.
     lines = {*map(os.path.normpath, read_lines(place))} - {"."}
     # A list may name an image by a relative and by an absolute path.

@@ -338,7 +338,7 @@ def test_labels_beside_images_and_files_that_do_not_match(source, tmp_path, read
     assert content_of(read(root), "val") == expected and "label files" not in read(root).line()
     (root / "labels/train/classes.txt").write_text("circle")
     next((root / "images/train").iterdir()).rename(root / "images/train/photo.heic")
-    assert "label files without an image: 1 (first: " in read(root).line()
+    assert "label files whose image is missing: 1 (first: " in read(root).line()
     root = write(tmp_path / "labelme", *source, "LabelMe")
     next(root.rglob("*.json")).unlink()
     assert "images that the annotations do not name: 1 (first: " in read(root).line()

@@ -104,6 +104,10 @@ def test_every_file_is_counted_and_no_object_is_on_another_image(name, seed, tmp
     gone = rng.sample(sorted(numbers), 3)
     for path in gone:
         (root / path).unlink()
+        for form in ("NFC", "NFD"):
+            label = Path(unicodedata.normalize(form, str((root / path).with_suffix(".txt"))))
+            if label.exists():
+                label.write_text(rng.choice(("0,0.5,0.4,0.1,0.1", "", "\n0 .5 .4 .1 .1", "0 5E-1 .4 1E-1 .4")))
     save_image(root / "train/unlabeled.jpg", 250)
     (root / "train/clip.mp4").touch()
     (root / "boxes.csv").touch()
@@ -125,7 +129,7 @@ def test_every_file_is_counted_and_no_object_is_on_another_image(name, seed, tmp
     if name in ("Pascal VOC", "LabelMe"):
         without_image = dataset.unused["annotation files whose image is missing"]
         assert len(without_image) + len(found) == total and len(found) == len(numbers) - len(gone)
-    assert name != "YOLO" or len(dataset.unused["label files without an image"]) == len(gone)
+    assert name != "YOLO" or len(dataset.unused["label files whose image is missing"]) == len(gone)
     assert os.path.realpath(root / "notes.json") in unused or name in ("Pascal VOC", "CVAT")
 
 
@@ -297,8 +301,10 @@ BOX_TEXT = bndbox(11, 21, 50, 50)
             },
             ["cam1/images/b.png"],
         ),
-        # The name of the XML file comes first, with any suffix.
-        ({"c.xml": voc_text(BOX_TEXT, "d.jpg"), "c.png": 3, "d.jpg": 4}, ["c.png"]),
+        # The name of the XML file comes first with the suffix of the written name, and last with any suffix.
+        ({"c.xml": voc_text(BOX_TEXT, "d.png"), "c.png": 3, "d.png": 4}, ["c.png"]),
+        ({"c.xml": voc_text(BOX_TEXT, "e.jpg"), "c.png": 3}, ["c.png"]),
+        ({"xml/c.xml": voc_text(BOX_TEXT, "d.jpg"), "masks/c.png": 3, "images/d.jpg": 4}, ["images/d.jpg"]),
         ({"x/c.png": 3, "x/C.png": 4, "xml/C.xml": voc_text(BOX_TEXT, "C.png")}, ["x/C.png"]),
         # A mask does not replace a missing image.
         (
@@ -317,6 +323,23 @@ BOX_TEXT = bndbox(11, 21, 50, 50)
                 **{f"DIR/{name}.png": number for number, name in enumerate(("train/c", "val/e"))},
             },
             ["DIR/train/c.png"],
+        ),
+        # If the given folder has no folders of splits, the names in the written folders decide.
+        *(
+            (
+                {
+                    "data.yaml": f"train: {train}\nval: {val}\nnames: [cat]",
+                    **{f"{folder}/{name}.txt": YOLO_ROW for name, folder in zip("cd", folders, strict=True)},
+                    **{f"DIR/{name}.png": number for number, name in enumerate("cd", 7)},
+                    **images,
+                },
+                used,
+            )
+            for train, val, folders, images, used in (
+                ("images/train", "images/val", ("labels/train", "labels/val"), {}, ["DIR/c.png"]),
+                ("x", "y", ("other", "other"), {"x/c.png": 3, "y/d.png": 4}, ["DIR/c.png"]),
+                ("images", "images", ("labels", "labels"), {}, ["DIR/c.png", "DIR/d.png"]),
+            )
         ),
     ],
 )
@@ -394,7 +417,7 @@ def test_a_failed_fix_leaves_no_files(tmp_path):
     [
         ({"images/a.png": 1, "images/a.jpg": 2, "labels/a.txt": YOLO_ROW, "data.yaml": YAML}, "fits both"),
         ({"x/a.png": 1, "y/a.png": 2, "a.xml": voc_text("", "a.png")}, "matches both"),
-        ({"a.gif": 1, "a.png": 2, "b.jpg": 3, "a.xml": voc_text("", "b.jpg")}, "a.png'. Rename one"),
+        ({"a.gif": 1, "a.png": 2, "a.xml": voc_text("", "b.jpg")}, "a.png'. Rename one"),
         # A training file does not use validation images.
         ({"train/b.png": 1, "valid/a.png": 2, "train/c.json": coco_text("a.png")}, "Cannot find the images"),
         # A validation file does not use training images.
@@ -417,13 +440,16 @@ def test_missing_images_and_ties_are_errors(files, named, tmp_path):
     assert named in message(read_dataset, tmp_path / "data", tmp_path / "out", val=0)
 
 
-def test_the_check_agrees_with_the_training(tmp_path, capsys):
+def test_the_check_names_the_validation_images_of_a_training(tmp_path, capsys):
     names = "a", "b", "c", "d", "test/e"
     write_files(tmp_path / "data", {f"{name}.xml": voc_text(BOX_TEXT, f"{name[-1]}.png") for name in names})
     write_files(tmp_path / "data", {f"{name}.png": number for number, name in enumerate(names)})
     run(["check", str(tmp_path / "data")])
-    assert "'vil train' validates on 1 of the images" in capsys.readouterr().out
-    assert "has only one image" in message(run, ["check", str(tmp_path / "data/a.xml")])
+    number = read_dataset(tmp_path / "data", tmp_path / "out").sizes["val"]
+    assert f"'vil train' validates on {number} of the images" in capsys.readouterr().out
+    run(["check", str(tmp_path / "data/a.xml"), "--json", str(tmp_path / "found.json")])
+    assert "needs a second image" in capsys.readouterr().out and (tmp_path / "found.json").exists()
+    assert "has only one image" in message(read_dataset, tmp_path / "data/a.xml", tmp_path / "one")
     Image.new("L", (60, 50)).save(tmp_path / "data/a.png")
     assert "has errors of 1 type" in message(run, ["check", str(tmp_path / "data")])
     assert "error: image_size_mismatch" in capsys.readouterr().out

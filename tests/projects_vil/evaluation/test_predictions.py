@@ -96,6 +96,11 @@ def test_mistakes(case):
     write(Path("size/a.parquet"), [rows[0] | {"height": HEIGHT + 1}])
     Path("damaged").mkdir()
     Path("damaged/a.parquet").write_text("PAR1")
+    for column in ("boxes", "scores"):
+        parquet.write_table(parquet.read_table("size/a.parquet").drop_columns(column), f"damaged/{column}.parquet")
+        assert f"{column}.parquet" in message(
+            evaluate, None, "mine", predictions=[f"damaged/{column}.parquet"], output="out"
+        )
     for folder, word in {"twice": "b.parquet", "classes": "cat", "size": "241", "damaged": "a.parquet"}.items():
         assert word in message(evaluate, None, "mine", predictions=[folder], output="out")
     assert "unknown" not in message(evaluate, None, "mine", predictions=["unknown"], output="out")
