@@ -179,9 +179,14 @@ class FileIndex:
         images with this name, the folders decide, in this order: the longest common end with the written path, and with
         the folder of the annotation file; the number of common folders, and the longest common beginning, with the
         folder of the annotation file; the path from the root; a folder named images. Then equal upper and lower case
-        decide, then the size, and last the hint. An image is not used if it is in the folder of another split, or in a
-        folder that the file names for other images, or if the written folder or a folder of the annotation file has
-        other images. An image with another suffix is not used if its folder has copies of used images, such as masks.
+        decide, then the size, and last the hint.
+
+        An image is not used in these cases:
+
+        * It is in the folder of another split, or in a folder that the file names for other images.
+        * The written folder, or a folder of the annotation file, has other images.
+        * It has another suffix, and its folder has copies of used images, such as masks.
+
         If an image fits several records, it belongs to the one that fits best, and the others have none.
 
         Raises:
