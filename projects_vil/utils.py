@@ -1,7 +1,6 @@
 """Utilities for JSON files, logs, output folders, signals, memory and child processes."""
 
 import contextlib
-import functools
 import gc
 import json
 import logging
@@ -112,9 +111,9 @@ def read_json(path: str | Path, *, what: str = "file") -> Any:
             text = Path(path).read_bytes()
             # The encoding may have a byte order mark. The bytes are not needed while the text is parsed.
             text = text.decode(json.detect_encoding(text))
-            # Equal coordinates share one object, which needs less memory, unless they have too many digits.
+            # Sharing saves memory if most numbers have few digits.
             digits = sorted(map(len, re.findall(r"\.\d+", text[len(text) // 2 :][: 1 << 16])))
-            to_float = functools.lru_cache(1 << 18)(float) if digits and digits[len(digits) // 2] < 5 else None
+            to_float = _SharedFloats().__getitem__ if digits and digits[len(digits) // 2] < 5 else None
             content = json.loads(text, object_pairs_hook=_without_repetition, parse_float=to_float)
         if re.search(r"\\u[dD][89a-fA-F]", text):
             # File names that are not UTF-8 are accepted.
@@ -128,6 +127,16 @@ def read_json(path: str | Path, *, what: str = "file") -> Any:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"'{path}' is not valid JSON: {error}. Fix the file.") from error
     return content
+
+
+class _SharedFloats(dict[str, float]):
+    """The floats of texts. Equal texts share one float."""
+
+    def __missing__(self, text: str) -> float:
+        value = float(text)
+        if len(self) < 1 << 18:
+            self[text] = value
+        return value
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
