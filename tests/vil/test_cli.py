@@ -1,5 +1,6 @@
 """The ``vil`` command: a complete workflow, and an installation from a wheel."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -108,6 +109,8 @@ def test_a_wheel_has_all_that_the_command_needs(tmp_path):
 def test_mistakes_of_a_prediction_are_found_before_the_model_is_loaded(tmp_path):
     drawing = ["--format", "parquet", "--score-threshold", "0.5"]
     mistakes = [(["--part-size", 3], "--format parquet"), (drawing, "--format coco"), ([], "has no images")]
-    for options, named in [*mistakes, (["--ray", "--format", "coco"], "--ray writes Parquet")]:
+    if importlib.util.find_spec("ray"):
+        mistakes.append((["--ray", "--format", "coco"], "--ray writes Parquet"))
+    for options, named in mistakes:
         status, _, err = vil("predict", "lit_ti_retinanet_1x", tmp_path, "--output", tmp_path / "out", *options)
         assert status == 1 and named in err and not (tmp_path / "out").exists()
