@@ -105,7 +105,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     precisions = [task["AP"] for tasks in trained.results.values() for task in tasks.values() if "AP" in task]
     if precisions and not any(precisions):
         zero = "AP is 0. Train for more epochs, or start from pretrained weights (--weights)."
-        undefined = "AP is undefined: no detections or no ground truth. Train longer, or check the images."
+        undefined = "AP is undefined, because the validation images have no objects. Annotate them."
         print(zero if 0 in precisions else undefined)
     else:
         folder = shlex.quote(str(trained.folder))

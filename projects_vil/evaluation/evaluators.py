@@ -126,7 +126,7 @@ class CheckedEvaluator(DatasetEvaluators):
 
 
 class COCOEvaluator(coco_evaluation.COCOEvaluator):
-    """detectron2's COCO evaluator with identical metrics and a small memory footprint.
+    """detectron2's COCO evaluator with identical metrics and a small memory footprint. Without detections the AP is 0.
 
     Each process matches every image with pycocotools as soon as it is processed, and keeps about 40 bytes per
     detection. The main process gathers these, and in small chunks the entries of ``coco_instances_results.json``. An
@@ -251,9 +251,9 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
         for task in sorted(set().union(*comm.all_gather(set().union(*own)))) or ["bbox"]:
             parts = comm.gather(self._join([tasks.pop(task) for tasks in own if task in tasks]))
             if comm.is_main_process():
-                parts = list(filter(None, parts))
-                evaluation = self._summarize(parts, task) if parts else None
-                results[task] = self._derive_coco_results(evaluation, task, class_names=classes)
+                if not (parts := list(filter(None, parts))):
+                    self._logger.warning("The model has no detections. Train longer, or lower the score threshold.")
+                results[task] = self._derive_coco_results(self._summarize(parts, task), task, class_names=classes)
         return results
 
     def _write_results(self, left_out: set[int]) -> None:

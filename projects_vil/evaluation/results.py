@@ -68,7 +68,7 @@ def _as_json(metrics: Mapping[str, float], classes: Iterable[str]) -> dict[str, 
         prefix = f"{metric}-"
         values = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
         if metric == "AP" and "AP" in metrics and not values:
-            # detectron2 omits them if there is a single class or no detection.
+            # detectron2 omits them if there is a single class, and LVIS if there is no detection.
             values = dict.fromkeys(classes, metrics["AP"] if len(classes) == 1 else math.nan)
         for name, value in values.items():
             per_class.setdefault(name, {})[metric] = _or_none(value)
@@ -89,10 +89,7 @@ def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:
     for task, metrics in results.items():
         ap, undefined = metrics.get("AP", math.inf), [name for name, value in metrics.items() if math.isnan(value)]
         if math.isnan(ap):
-            lines.append(
-                f"{task}: AP is undefined, because the dataset has no ground truth, or no detection is above the score "
-                "threshold"
-            )
+            lines.append(f"{task}: AP is undefined, because the dataset has no ground truth (LVIS: or no detections)")
         elif undefined:
             names = f"{first_of(undefined, 5)} {'is' if len(undefined) == 1 else 'are'}"
             lines.append(f"{task}: {names} undefined, because the dataset has no ground truth of this size or class")

@@ -65,7 +65,7 @@ def test_check_replaces_no_annotations_and_writes_no_empty_dataset(shapes, tmp_p
     ("tasks", "expected"),
     [
         ({"bbox": {"AP": 0}, "segm": {"AP": None}}, "AP is 0. Train for more epochs"),
-        ({"bbox": {"AP": None}}, "AP is undefined: no detections or no ground truth. Train longer"),
+        ({"bbox": {"AP": None}}, "AP is undefined, because the validation images have no objects."),
         ({"bbox": {"AP": 3.0}}, "Next: vil predict"),
         ({"sem_seg": {"mIoU": 3.0}}, "Next: vil predict"),
     ],
