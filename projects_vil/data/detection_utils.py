@@ -22,6 +22,7 @@ from detectron2.utils.file_io import PathManager
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from backbones import ConfigError
+from backbones.errors import pip_install
 
 # The file name suffixes of images.
 IMAGE_SUFFIXES = (
@@ -106,6 +107,8 @@ def _unreadable_image(name: str | Path) -> Iterator[None]:
         if isinstance(error, UnidentifiedImageError):
             is_empty = os.path.isfile(name) and not os.path.getsize(name)
             reason = "it is empty" if is_empty else "it is not an image of a known format"
+            if str(name).lower().endswith((".heic", ".heif")):
+                reason += f". {pip_install('pillow-heif').rstrip('.')}"
         raise UnreadableImage(name, reason) from error
 
 

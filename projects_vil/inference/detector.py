@@ -193,8 +193,8 @@ class Detector(HubMixin):
     def __init__(
         self, runner: Runner, *, categories: Categories | None = None, draw_threshold: float | None = None
     ) -> None:
-        if isinstance(runner, (str, os.PathLike)):
-            raise ConfigError(f"Detector takes a loaded model. Use Detector.load('{runner}').")
+        if not hasattr(runner, "categories"):
+            raise ConfigError(f"Detector takes a loaded model, not {runner!r}. Use Detector.load('output/mine').")
         self.runner = runner
         self.categories = categories or runner.categories
         self.draw_threshold = SCORE_THRESHOLD if draw_threshold is None else draw_threshold

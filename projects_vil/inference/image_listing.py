@@ -16,7 +16,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from backbones import ConfigError
-from projects_vil.data import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
+from backbones.errors import counted
+from projects_vil.data import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, read_size
 from projects_vil.inference.image_loading import VIDEO_SUFFIXES, ImageSource, open_file, without_password
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz")
@@ -24,6 +25,8 @@ TABLES = (".csv", ".parquet")
 LISTS = (".txt", *TABLES)
 COLUMNS = ("path", "file_name", "url", "image", "image_url")  # the default columns of tables, in order of preference
 FORMATS = f"Supported formats: {', '.join((*IMAGE_SUFFIXES, *LISTS, *ARCHIVES))}."
+# A folder's images of other types, such as HEIC, are in the results as skipped.
+LISTED = (*IMAGE_SUFFIXES, *UNSUPPORTED_SUFFIXES.difference(VIDEO_SUFFIXES))
 MAX_MEMBER_SIZE = 2**30  # bytes of an image in a tar file
 _logger = logging.getLogger(__name__)
 Listed = Iterator[tuple[str, str]]  # names and paths
@@ -62,7 +65,7 @@ def number_of_images(source: str | Path | Sequence[str], *, exclude: str | Path)
     if not isinstance(source, (str, Path)):
         return len(source) * all(suffix_of(path) in IMAGE_SUFFIXES for path in source)
     counts = Counter(map(suffix_of, _walk(str(source), os.path.realpath(exclude)) if os.path.isdir(source) else ()))
-    return 0 if any(counts[suffix] for suffix in ARCHIVES) else sum(counts[suffix] for suffix in IMAGE_SUFFIXES)
+    return 0 if any(counts[suffix] for suffix in ARCHIVES) else sum(counts[suffix] for suffix in LISTED)
 
 
 def is_video(source: str) -> bool:
@@ -103,6 +106,8 @@ def list_paths(source: str | Path | Sequence[str], *, exclude: str | Path, colum
     if "://" not in first and not os.path.exists(first):
         raise ConfigError(f"Input '{first}' does not exist. Check the path.")
     is_folder, is_empty = os.path.isdir(source), True
+    if os.path.isfile(source) and suffix_of(source) not in (*IMAGE_SUFFIXES, *LISTS, *ARCHIVES):
+        read_size(source)  # the error is better before the model is loaded
     root = source if is_folder else os.path.dirname(source.partition("{")[0])
     for path in _supported_files(source, exclude) if is_folder else expand_braces(source):
         is_list = suffix_of(path) in LISTS
@@ -172,19 +177,19 @@ def _utf8(name: str) -> str:
 
 
 def _supported_files(folder: str, exclude: str | Path) -> Iterator[str]:
-    """Yield the images and archives below a folder in sorted order, and log the number of other images and videos."""
-    skipped: Counter[str] = Counter()
+    """Yield the images and archives below a folder in sorted order, and log the number of other files."""
+    others: Counter[str] = Counter()
     for path in _walk(folder, os.path.realpath(exclude)):
         if path.endswith("/"):
             # A link may lead back to a parent folder.
             _logger.warning("Skipping '%s', which is a link to a folder. To read its images, use it as input.", path)
-        elif suffix_of(path) in UNSUPPORTED_SUFFIXES:
-            skipped[suffix_of(path)] += 1
-        else:
+        elif suffix_of(path) in (*LISTED, *ARCHIVES):
             yield path
-    if skipped:
-        types = ", ".join(f"{suffix} ({number:,})" for suffix, number in skipped.most_common())
-        _logger.warning("Skipped %d files of an unsupported type in '%s': %s.", skipped.total(), folder, types)
+        else:
+            others[suffix_of(path) or "no suffix"] += 1
+    if others:
+        types = ", ".join(f"{suffix} ({number:,})" for suffix, number in others.most_common())
+        _logger.warning("Skipped %s that are not images in '%s': %s.", counted(others.total(), "file"), folder, types)
 
 
 def _walk(folder: str, exclude: str) -> Iterator[str]:
@@ -196,10 +201,9 @@ def _walk(folder: str, exclude: str) -> Iterator[str]:
         names = sorted(entry.name + "/" * entry.is_dir() for entry in entries if not entry.name.startswith("."))
     for name in names:
         path = os.path.join(folder, name)
-        is_link = name.endswith("/") and os.path.islink(path[:-1])
-        if is_link or suffix_of(name) in (*IMAGE_SUFFIXES, *ARCHIVES, *UNSUPPORTED_SUFFIXES):
+        if not name.endswith("/") or os.path.islink(path[:-1]):
             yield path
-        elif name.endswith("/") and os.path.realpath(path) != exclude:
+        elif os.path.realpath(path) != exclude:
             yield from _walk(path, exclude)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from backbones import ConfigError
 from backbones.errors import pip_install
 from projects_vil.config import one_line
-from projects_vil.data import UnreadableImage, read_image, read_size
+from projects_vil.data.detection_utils import UnreadableImage, decode_image, log_damaged, read_size
 from projects_vil.inference.runners import Runner, size_error
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".ts")
@@ -86,9 +86,15 @@ class ImageSource:
         """Return the height and width from the header of the image. Raises UnreadableImage."""
         return self.image.shape[:2] if isinstance(self.image, np.ndarray) else read_size(**self._file())
 
+    def decode(self) -> tuple[np.ndarray, dict[str, str]]:
+        """Return the upright image (H, W, 3) uint8 RGB, and its damage by its name. Raises UnreadableImage."""
+        pixels, damaged = (self.image, {}) if isinstance(self.image, np.ndarray) else decode_image(**self._file())
+        log_damaged(damaged)
+        return pixels, damaged
+
     def read(self) -> np.ndarray:
         """Return the upright image (H, W, 3) uint8 RGB. Raises UnreadableImage."""
-        return self.image if isinstance(self.image, np.ndarray) else read_image(**self._file())
+        return self.decode()[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +103,8 @@ class Loaded:
 
     Attributes:
         index: position in the input, from 0.
-        entry: the entry of ``images.json``: id, file name, height and width, and for a video the frame and its time.
+        entry: the entry of ``images.json``: id, file name, height and width; ``damaged``, the reason if only a part of
+            the image could be decoded; for a video the frame and its time.
         image: (3, H, W) uint8, resized to the input size of the model.
         source: the original image, for drawings.
         padded_size: the height and width after the model's padding.
@@ -300,7 +307,7 @@ def _read_size(numbered: tuple[int, ImageSource]) -> tuple[int, int] | None:
 def _load(numbered: tuple[int, ImageSource], runner: Runner, *, keep_pixels: bool) -> Loaded | Skipped:
     index, source = numbered
     try:
-        pixels = source.read()
+        pixels, damaged = source.decode()
     except UnreadableImage as error:
         return Skipped(index, source.name, error.reason)
     height, width = pixels.shape[:2]
@@ -310,6 +317,7 @@ def _load(numbered: tuple[int, ImageSource], runner: Runner, *, keep_pixels: boo
     if reason is not None:
         return Skipped(index, source.name, reason)
     entry = {"id": source.image_id, "file_name": source.name, "height": height, "width": width}
+    entry |= {"damaged": " ".join(damaged.values())} if damaged else {}
     if keep_pixels:
         source = ImageSource(pixels, source.name, source.image_id)
     return Loaded(index, entry, prepare(pixels, runner), source, runner.padded_size(height, width))

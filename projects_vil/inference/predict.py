@@ -90,8 +90,9 @@ def predict(
 
     - ``results.json``: all detections in COCO's results format, in the order of the input. Boxes and masks are in
       pixels of the upright image.
-    - ``images.json``: ``images`` with id, file name, height and width, and for a video the frame (from 0) and the time
-      in seconds; ``categories`` with id and name; ``skipped`` with file name and reason.
+    - ``images.json``: ``images`` with id, file name, height and width, ``damaged`` (the reason) if only a part could be
+      decoded, and for a video the frame (from 0) and the time in seconds; ``categories`` with id and name; ``skipped``
+      with file name and reason.
     - ``drawings/``: a drawing of each image under the name of the image, or a video.
     - ``dataset/``: with ``save_labels``, the detections above the threshold and copies of the images as a dataset.
 

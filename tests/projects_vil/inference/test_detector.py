@@ -153,6 +153,8 @@ def test_images_of_other_types(image, named):
         Detector(HalfRunner())(image)
     with pytest.raises(ConfigError, match="batch_size"):
         Detector(HalfRunner())(image, batch_size=0)
+    with pytest.raises(ConfigError, match="not None. Use Detector.load"):
+        Detector(None)
 
 
 # Results

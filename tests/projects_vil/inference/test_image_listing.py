@@ -186,11 +186,11 @@ def test_links_to_folders_are_skipped_with_a_warning(photos, caplog):
     assert f"{photos / 'in/a/up'}/', which is a link" in caplog.text
 
 
-def test_files_of_unsupported_types_are_counted(photos, caplog):
-    for name in ("a/clip.mp4", "IMG_1.CR2", "IMG_2.CR2"):
+def test_other_files_are_counted_and_images_of_unsupported_types_are_listed(photos, caplog):
+    for name in ("a/clip.mp4", "IMG_1.CR2", "raw"):
         (photos / "in" / name).touch()
-    assert list(found(photos / "in").values()) == list(HEIGHTS.values())
-    assert "Skipped 3 files of an unsupported type" in caplog.text and ".cr2 (2), .mp4 (1)" in caplog.text
+    assert [image.name for image in find_images(photos / "in", exclude=photos / "in/out")][0] == "IMG_1.CR2"
+    assert "Skipped 3 files that are not images" in caplog.text and ".mp4 (1), .txt (1), no suffix (1)" in caplog.text
 
 
 def test_images_are_streamed(photos):
@@ -237,12 +237,14 @@ def test_unreadable_images_have_errors(photos):
     [
         ("absent", {}, "absent"),
         ("clip.avi", {}, "video"),
+        ("notes.heic", {}, "not an image of a known format. Run `pip install 'pillow-heif"),
         ("shard-{10..12}.tar", {}, "shard-10.tar"),
         ("table.csv", {"column": "path"}, "path"),
         ("table.csv", {"column": "path"}, "--column"),
     ],
 )
 def test_invalid_inputs(photos, source, options, named):
+    (photos / "notes.heic").write_text("not an image")
     assert named in message(find_images, photos / source, exclude=photos, **options)
 
 

@@ -230,6 +230,7 @@ def test_unreadable_files_are_skipped_and_damaged_ones_are_used(tmp_path, capsys
         summary = run_on(source, source / "out", drawings=True, batch_size=2)
         results, images = read(source / "out")
         assert [image["file_name"] for image in images["images"]] == ["b.png", "below/deep.png", "cut.jpg"]
+        assert ["truncated" in image.get("damaged", "") for image in images["images"]] == [False, False, True]
     assert "cut.jpg' is damaged: image file is truncated" in caplog.text
     assert [(r["image_id"], r["category_id"]) for r in results][:2] == [(1, 3), (2, 7)]
     assert results[1]["score"] == pytest.approx(200 / 255, abs=0.01)
