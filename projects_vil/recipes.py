@@ -186,5 +186,5 @@ def best_weights(cfg: CfgNode) -> str:
             continue
         print(f"Weights: {name} ({entry.group['trained_on']})", flush=True)
         return name
-    print(f"Weights: random, because no pretrained weights of {variant} can be downloaded", flush=True)
+    print(f"Weights: random, because no pretrained weights of {variant} are available", flush=True)
     return ""

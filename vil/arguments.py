@@ -75,7 +75,7 @@ def weights_file(text: str) -> str:
 def model_source(text: str) -> str:
     """Return ``text`` if it is a name in the model zoo, a URL, a file, or a folder with a config."""
     if Path(text).is_dir() and not Path(text, "config.yaml").is_file():
-        raise argparse.ArgumentTypeError(f"'{text}' has no config.yaml. Give the output directory of a run")
+        raise argparse.ArgumentTypeError(f"'{text}' has no config.yaml. Give the output directory of a run first")
     return weights_file(text)
 
 
@@ -208,7 +208,8 @@ class ToolParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Suggest the closest choice."""
         if action.choices is not None and value not in action.choices:
-            hint = closest(str(value), action.choices) or f". Choose from {', '.join(action.choices)}"
+            name = choices.NAMES_OF_OTHERS.get(str(value).lower(), str(value))
+            hint = closest(name, action.choices) or f". Choose from {', '.join(action.choices)}"
             raise argparse.ArgumentError(action, f"unknown value '{value}'{hint}")
 
     def _hint(self, word: str) -> str:
@@ -281,7 +282,8 @@ class ConfigToolParser(ToolParser):
             given[key] = value
         device = given.get("MODEL.DEVICE", "cpu")
         if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
-            self.error(f"MODEL.DEVICE is '{device}'. Use {' or '.join(parsed.devices or choices.DEVICES)}")
+            number = f":{device}" * device.isdecimal()
+            self.error(f"MODEL.DEVICE is '{device}'. Use {' or '.join(parsed.devices or choices.DEVICES)}{number}")
         if given.get("MODEL.WEIGHTS"):
             name = "--weights" if getattr(parsed, "weights", None) else "MODEL.WEIGHTS"
             self.check(name, weights_file, given["MODEL.WEIGHTS"])

@@ -98,6 +98,9 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--workers", "data loader processes (default: at most 4)", type=not_negative)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
+    has_coco = Path(os.environ.get("DETECTRON2_DATASETS", "datasets"), "coco").is_dir()
+    if not (has_coco or any(arguments.get(name) for name in ("data", "config", "resume", "DATASETS.TRAIN"))):
+        parser.error("DATA is missing. Give a dataset folder, or set DETECTRON2_DATASETS to a folder with coco/")
 
     from projects_vil import run
 
@@ -181,11 +184,19 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     elif arguments["model"] is None:
         parser.error("MODEL is missing. Give MODEL or --predictions")
     else:
-        parser.check("MODEL", model_source, arguments["model"])
+        _check_model(parser, arguments["model"], arguments["data"])
 
     from projects_vil import run
 
     run.evaluate(**arguments)
+
+
+def _check_model(parser: ToolParser, model: str, data: str | None) -> None:
+    """Print an error unless ``model`` can be a model. ``data`` is the next argument, which may be the model."""
+    is_run = [Path(path or "", "config.yaml").is_file() for path in (model, data)]
+    if data and is_run == [False, True] and Path(model).suffix not in (".pth", ".yaml", *choices.EXPORT_SUFFIXES):
+        parser.error(f"'{model}' is not a model, but '{data}' is. Write {parser.prog} {data} {model}")
+    parser.check("MODEL", model_source, model)
 
 
 def _keywords(parser: ConfigToolParser, words: Sequence[str]) -> dict[str, Any]:
@@ -268,7 +279,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.require("--track", *("supervision", "trackers") * args.track)
     for source in sources:
         parser.check("INPUT", image_source, source)
-    parser.check("MODEL", model_source, model)
+    _check_model(parser, model, sources[0])
 
     from projects_vil.inference import predict
 
@@ -603,7 +614,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     """Draw the attention, training samples, sampling offsets or predictions of a detector as PNG files.
 
     Example:
-        vil visualize attention output/vil_tiny --input photo.jpg --output drawings --stage 3 --block 9 --point 120 200
+        vil visualize attention output/vil_tiny --input photo.jpg --output drawings --stage 3 --point 120 200
         vil visualize data --config-file configs/demo/mask_rcnn_vil_shapes.yaml --output drawings \\
             INPUT.AUGMENTATION lsj_copy_paste INPUT.LSJ.SIZE 128
         vil visualize offsets output/lit_s --input photo.jpg --output drawings --points 8

@@ -38,8 +38,10 @@ def test_from_photos_to_predictions(shapes, tmp_path, monkeypatch):
     for words in (("eval", "absent"), ("predict", "absent", "mine/val"), ("export", "absent")):
         status, _, err = vil(*words)
         assert status == 2 and "absent" in err.splitlines()[-1], err
-    status, _, err = vil("eval")
-    assert status == 2 and "MODEL" in err, err
+    mistakes = {"eval": "MODEL", "train": "Give a dataset folder", f"eval mine {run}": f"Write vil eval {run} mine"}
+    for words, named in (mistakes | {f"predict mine/val {run}": f"Write vil predict {run} mine/val"}).items():
+        status, _, err = vil(*words.split())
+        assert status == 2 and named in err, err
 
 
 def test_check_replaces_no_annotations_and_writes_no_empty_dataset(shapes, tmp_path):
@@ -73,7 +75,7 @@ def test_check_replaces_no_annotations_and_writes_no_empty_dataset(shapes, tmp_p
 def test_the_advice_after_training(tmp_path, monkeypatch, tasks, expected):
     (tmp_path / "evaluation.json").write_text(json.dumps({"mine": tasks}))
     monkeypatch.setattr("projects_vil.run.train", lambda data, **_: Run(tmp_path))
-    assert vil("train")[1].startswith(expected)
+    assert vil("train", tmp_path)[1].startswith(expected)
 
 
 @pytest.mark.slow
