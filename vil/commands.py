@@ -410,7 +410,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     with removed_on_error(args.fix):
         dataset, files = check_dataset(args.data, args.images, fixed=args.fix, **options)
         if dataset:
-            show(dataset.line())
+            show(*dataset.line().splitlines())
         for file in files.values():
             show(*file.lines())
         train = files["train"].dataset if "train" in files else {"images": ()}

@@ -71,7 +71,7 @@ def convert_dataset(
                 one.pop("segmentation", None)
             parts[split or "train"] = content, Path(file.image_root)
         lines = write_dataset(parts, output, output_format)
-    return [dataset.line(), *lines] if dataset else lines
+    return [*dataset.line().splitlines(), *lines] if dataset else lines
 
 
 def write_detections(
@@ -234,7 +234,9 @@ def _write_coco(images: list[_Image], categories: list[dict[str, Any]], skipped:
 
 def _write_yolo(images: list[_Image], categories: list[dict[str, Any]], skipped: Counter) -> Files:
     indices = {category["id"]: index for index, category in enumerate(categories)}
-    settings: dict[str, Any] = {image.split: f"images/{image.split}" for image in images}
+    # Other tools need both splits.
+    settings: dict[str, Any] = {split: "images/train" for split in ("train", "val")}
+    settings |= {image.split: f"images/{image.split}" for image in images}
     settings["names"] = {indices[category["id"]]: category["name"] for category in categories}
     files = {"data.yaml": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)}
     for image in images:

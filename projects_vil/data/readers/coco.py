@@ -53,6 +53,8 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
         by_split[split_of(index.folders_of(path), Path(path).stem) or "train"].append(path)
     for split, own in by_split.items():
         main = [path for path in own if not _OTHER_FILES.match(os.path.basename(path))] or own
+        # One of several equal files
+        main = [*{content_hash(path): path for path in main}.values()] if len(main) > 1 else main
         found.unused["captions, keypoints, panoptic and other COCO files"] += [p for p in own if p not in main]
         if len(main) > 1:
             both = f"'{main[0]}' and '{main[1]}'. Give one of them, or name them after the splits train, val and test."

@@ -34,7 +34,7 @@ _ROOTS = {"CVAT": rb"<annotations[\s>]", "Pascal VOC": rb"<annotation[\s>]"}
 # A list of COCO files, which decides the format of a large file
 _COCO_LIST = rb'"(images|annotations|categories)"\s*:\s*\['
 _MOST_PARSED_BYTES, _NUM_READ_BYTES = 32 * 2**20, 4096
-_KNOWN = "*.json files of COCO, LabelMe or VIA, data.yaml of YOLO, or *.xml files of Pascal VOC or CVAT"
+_KNOWN = "*.json files of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml files of Pascal VOC or CVAT"
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class Dataset:
     unused: dict[str, list[str]] = field(default_factory=dict)
 
     def line(self) -> str:
-        """Return a summary, such as ``mine is Pascal VOC: 364 images, 3 classes, boxes; train 291, val 73``."""
+        """Return ``mine is Pascal VOC: 364 images, 3 classes, boxes; train 291, val 73``, and a line for each note."""
         numbers = f"{counted(sum(self.sizes.values()), 'image')}, {counted(len(self.classes), 'class')}"
         what = f"{numbers}, boxes{' and masks' * self.has_masks}"
         sizes = ", ".join(f"{split} {size:,}" for split, size in self.sizes.items())
         unused = [f"{reason}: {len(files):,} (first: {files[0]})" for reason, files in self.unused.items()]
         advice = ["add missing images, or give their folder with --images"] * any("missing" in r for r in self.unused)
-        return "; ".join([f"{self.source} is {self.format}: {what}", sizes, *self.notes, *unused, *advice])
+        return "\n    ".join([f"{self.source} is {self.format}: {what}; {sizes}", *self.notes, *unused, *advice])
 
 
 @paused_garbage_collection()

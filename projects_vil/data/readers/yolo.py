@@ -36,6 +36,8 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     images: dict[tuple[str | None, str], None] = {}
     for split, keys in _SPLIT_KEYS.items():
         entries = next((data[key] for key in keys if data.get(key)), [])
+        # Ultralytics needs a validation split, so datasets without one name the training images again.
+        entries = [] if split == "val" and entries == data.get("train") else entries
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
             place = _existing(entry, bases, index)
             own = _images(place or os.path.join(index.root, entry), split, index, found)
@@ -108,7 +110,8 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
     names = [names.get(str(index)) for index in range(len(names))] if isinstance(names, dict) else names
     valid = [*dict.fromkeys(str(name).strip() for name in names if name is not None)] if isinstance(names, list) else []
     if not valid or len(valid) != len(names) or str(data.get("nc", len(valid))) != str(len(valid)):
-        raise ConfigError(f"'{path}' has invalid 'names'. List nc different names, or map 0, 1, ... to names.")
+        found = f"{len(valid)} different names" + f", but nc is {data.get('nc')}" * ("nc" in data)
+        raise ConfigError(f"'{path}' has {found}. Under names, list nc different names, or map 0, 1, ... to them.")
     return valid
 
 

@@ -239,6 +239,7 @@ def test_kinds_of_files(kind, tmp_path):
     # Another format has the same objects.
     output_format = LABEL_FORMATS[sorted(KINDS).index(kind) % len(LABEL_FORMATS)]
     convert_dataset(root, tmp_path / "converted", output_format)
+    assert output_format != "yolo" or "\nval: " in (tmp_path / "converted/data.yaml").read_text()
     assert read_dataset(tmp_path / "converted", tmp_path / "out", val=0, contents=contents).sizes == dataset.sizes
     np.testing.assert_allclose(contents["train"]["annotations"][0]["bbox"], BOX, atol=0.01)
 
@@ -255,7 +256,8 @@ def test_splits_with_other_categories_keep_their_names(tmp_path, output_format):
             "categories": [{"id": number, "name": name} for number, name in enumerate(names, start=1)],
             "annotations": [box | {"id": number, "category_id": number} for number in (1, 2)],
         }
-        (tmp_path / "data" / split / f"{split}.json").write_text(json.dumps(content))
+        for name in (split, "copy"):
+            (tmp_path / "data" / split / f"{name}.json").write_text(json.dumps(content))
     convert_dataset(tmp_path / "data", tmp_path / "converted", output_format)
     contents = {}
     read_dataset(tmp_path / "converted", tmp_path / "out", val=0, contents=contents)
