@@ -21,6 +21,8 @@ from vil import cli
 ROOT = Path(__file__).resolve().parents[1]
 # Files outside of docs/ that are pages of the site.
 PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+# Source files whose generated page a link leads to. The pages exist only in the site, and the files also on GitHub.
+GENERATED = {"projects_vil/config.py": "config", "vil/commands.py": "cli", "projects_vil/__init__.py": "api"}
 # The API reference has the names in `__all__` of both packages, and these.
 ALSO_PUBLIC = {
     "backbones": ["backbone.Backbone", "convert.convert_state_dict", "convert.ConversionReport"],
@@ -51,6 +53,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def replace(link: re.Match) -> str:
         text, target, anchor = link[1], (source.parent / link[2]).resolve(), link[3] or ""
+        if (name := GENERATED.get(os.path.relpath(target, ROOT))) is not None:
+            target = ROOT / f"docs/reference/{name}.md"
         if target.is_relative_to(ROOT / "docs") or not target.is_relative_to(ROOT):
             path = os.path.relpath(target, (ROOT / "docs" / page.file.src_uri).parent)
             return f"[{text}]({Path(path).as_posix()}{anchor})"
