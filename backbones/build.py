@@ -30,8 +30,7 @@ def get_variant(name: str, options: Mapping[str, object] | None = None, *, keywo
             valid name or keyword.
     """
     if name not in VARIANTS:
-        names = ". Use one such as 'vil_tiny_rpb' or 'lit_s'. backbones.list_variants() returns all names."
-        hint = closest(str(name), VARIANTS) or names
+        hint = closest(str(name), VARIANTS) or ". Use one of backbones.list_variants(), such as 'vil_tiny_rpb'."
         raise ConfigError(f"Unknown variant {name!r}{hint}")
     variant, given = VARIANTS[name], {}
     for option, value in (options or {}).items():

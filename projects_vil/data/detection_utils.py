@@ -107,7 +107,7 @@ def _unreadable_image(name: str | Path) -> Iterator[None]:
         if isinstance(error, UnidentifiedImageError):
             is_empty = os.path.isfile(name) and not os.path.getsize(name)
             reason = "it is empty" if is_empty else "it is not an image of a known format"
-            if str(name).lower().endswith((".heic", ".heif")):
+            if str(name).lower().endswith((".heic", ".heif")) and ".heic" not in IMAGE_SUFFIXES:
                 reason += f". {pip_install('pillow-heif').rstrip('.')}"
         raise UnreadableImage(name, reason) from error
 

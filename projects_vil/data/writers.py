@@ -235,9 +235,9 @@ def _write_coco(images: list[_Image], categories: list[dict[str, Any]], skipped:
 def _write_yolo(images: list[_Image], categories: list[dict[str, Any]], skipped: Counter) -> Files:
     indices = {category["id"]: index for index, category in enumerate(categories)}
     # Other tools need both splits.
-    settings: dict[str, Any] = {split: "images/train" for split in ("train", "val")}
+    settings: dict[str, Any] = dict.fromkeys(("train", "val"), "images/train")
     settings |= {image.split: f"images/{image.split}" for image in images}
-    settings["names"] = {indices[category["id"]]: category["name"] for category in categories}
+    settings["names"] = dict(enumerate(category["name"] for category in categories))
     files = {"data.yaml": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)}
     for image in images:
         rows, sides = [], (image.entry["width"], image.entry["height"])

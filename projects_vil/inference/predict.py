@@ -178,8 +178,7 @@ def predict(
             _check_paths(Path(path), output, annotations and Path(annotations))
     if save_labels:
         check_output(output / DATASET_FOLDER, save_labels)
-        is_image = is_single and source.lower().endswith(IMAGE_SUFFIXES)
-        if not is_image and not (is_single and number_of_images(source, exclude=output)):
+        if not (is_single and (source.lower().endswith(IMAGE_SUFFIXES) or number_of_images(source, exclude=output))):
             raise ConfigError("--save-labels needs one image, or one folder of images without tar files.")
     if shard is not None and not 0 <= shard[0] < shard[1]:
         raise ConfigError(f"Shard {shard[0]}/{shard[1]} does not exist. Count shards from 0, up to {shard[1] - 1}.")
@@ -205,9 +204,8 @@ def predict(
         opened = ImageBatches(images, keep_pixels=drawings)
         opened.total = opened.total or number_of_images(source, exclude=output)
     threshold = SCORE_THRESHOLD if score_threshold is None else score_threshold
-    drawer = _drawer(
-        output / DRAWINGS_FOLDER, source if is_single else "", opened, workers=draw_workers or 0, threshold=threshold
-    )
+    folder, root = output / DRAWINGS_FOLDER, source if is_single else ""
+    drawer = _drawer(folder, root, opened, workers=draw_workers or 0, threshold=threshold)
     frame_rate = getattr(opened, "frame_rate", DEFAULT_FRAME_RATE)
     tracker = Tracker(frame_rate=frame_rate, threshold=threshold) if track else None
     labels: list[tuple[dict, list[dict]]] | None = [] if save_labels else None

@@ -192,9 +192,8 @@ def test_a_wrong_argument_is_one_line(capsys, tokens, names):
         ("--epochs=12 --resum", "SOLVER.EPOCHS 12; unknown argument '--resum'"),
         ("--kind yolo", "Choose from retinanet, mask_rcnn, faster_rcnn"),
         ("--kind fasterrcnn", "Did you mean 'faster_rcnn'?"),
-        ("--format Pascal", "Did you mean 'voc'?"),
+        ("--kind Pascal", "Did you mean 'voc'?"),
         ("--iou 0.5", "Write MODEL.RETINANET.NMS_THRESH_TEST VALUE"),
-        ("--name=run1", "Write --output run1"),
         ("--device 0", "MODEL.DEVICE is '0'. Use cpu or cuda:0"),
         ("--size 20", "'20' is not auto or a whole number from 64 to 4096"),
         ("data=photos", "Write photos."),
@@ -204,8 +203,7 @@ def test_a_wrong_argument_is_one_line(capsys, tokens, names):
 def test_an_error_has_advice(capsys, words, advice):
     tool = ConfigToolParser("Train.", config_file=False)
     add_training_arguments(tool)
-    tool.add("--kind", "detector", choices=choices.DETECTORS)
-    tool.add("--format", "format", choices=choices.LABEL_FORMATS)
+    tool.add("--kind", "detector", choices=(*choices.DETECTORS, "voc"))
     tool.add("--size", "image size", type=vil.arguments.image_size)
     tool.add("data", "dataset", nargs="?")
     tool.add("--output", "report", type=output_file)

@@ -47,10 +47,8 @@ def test_from_photos_to_predictions(shapes, tmp_path, monkeypatch):
 def test_check_replaces_no_annotations_and_writes_no_empty_dataset(shapes, tmp_path):
     shutil.copytree(shapes / "val", tmp_path / "mine")
     content = json.loads((shapes / "annotations/instances_val.json").read_text())
-    content = {
-        "info": {"description": GENERATOR},
-        **{key: content[key] for key in ("images", "annotations", "categories")},
-    }
+    lists = {key: content[key] for key in ("images", "annotations", "categories")}
+    content = {"info": {"description": GENERATOR}} | lists
     file = tmp_path / "mine/train.json"
     file.write_text(json.dumps(content))
     status, _, err = vil("check", tmp_path / "mine", "--json", file)

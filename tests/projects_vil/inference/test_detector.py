@@ -149,12 +149,9 @@ def test_pil_images_are_taken_upright(tmp_path):
     ],
 )
 def test_images_of_other_types(image, named):
-    with pytest.raises(ConfigError, match=named):
-        Detector(HalfRunner())(image)
-    with pytest.raises(ConfigError, match="batch_size"):
-        Detector(HalfRunner())(image, batch_size=0)
-    with pytest.raises(ConfigError, match="not None. Use Detector.load"):
-        Detector(None)
+    for runner, size, text in ((HalfRunner(), 1, named), (HalfRunner(), 0, "batch_size"), (None, 1, "not None. Use")):
+        with pytest.raises(ConfigError, match=text):
+            Detector(runner)(image, batch_size=size)
 
 
 # Results
