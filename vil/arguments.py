@@ -208,7 +208,7 @@ class ToolParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Suggest the closest choice."""
         if action.choices is not None and value not in action.choices:
-            name = choices.NAMES_OF_OTHERS.get(str(value).lower(), str(value))
+            name = choices.NAMES_OF_OTHERS.get(str(value).lower(), str(value).lower())
             hint = closest(name, action.choices) or f". Choose from {', '.join(action.choices)}"
             raise argparse.ArgumentError(action, f"unknown value '{value}'{hint}")
 

@@ -14,11 +14,12 @@ SCHEDULES = ("1x", "3x_ms")
 RECIPES = ("finetune", "scratch", "paper")
 # Smallest and largest image size of `vil train`, in pixels.
 IMAGE_SIZES = (64, 4096)
-# Arguments of other programs and their values, and the argument, config key or value with the same effect.
+# Commands, arguments and values of other programs, and the ones or the config keys with the same effect.
 NAMES_OF_OTHERS = {"batch_size": "batch", "cfg": "config", "dataset": "data", "num_workers": "workers"}
 NAMES_OF_OTHERS |= {"learning_rate": "lr", "lr0": "lr"} | dict.fromkeys(("output_dir", "project", "name"), "output")
 NAMES_OF_OTHERS |= {"iou": "MODEL.RETINANET.NMS_THRESH_TEST", "weight_decay": "SOLVER.WEIGHT_DECAY"}
-NAMES_OF_OTHERS |= {"pascal": "voc", "pascal_voc": "voc", "pascalvoc": "voc", "pt": "torchscript"}
+NAMES_OF_OTHERS |= {"pascal": "voc", "pascal_voc": "voc", "pt": "torchscript", "tensorrt": "onnx", "engine": "onnx"}
+NAMES_OF_OTHERS |= {"detect": "predict", "test": "eval"}
 NAMES_OF_OTHERS |= dict.fromkeys(("img", "img_size", "imgsz", "resolution"), "image_size")
 NAMES_OF_OTHERS |= {"conf": "score_threshold", "source": "input", "amp": "SOLVER.AMP.ENABLED", "seed": "SEED"}
 NAMES_OF_OTHERS |= {"optimizer": "SOLVER.OPTIMIZER", "patience": "SOLVER.EARLY_STOPPING_PATIENCE"}

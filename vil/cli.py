@@ -11,6 +11,7 @@ from importlib.metadata import version
 
 from backbones.errors import closest
 from vil.arguments import ConfigToolParser, ToolParser, run_tool
+from vil.choices import NAMES_OF_OTHERS
 from vil.commands import COMMANDS
 
 # Titles in the list of commands, and the command below each.
@@ -36,7 +37,7 @@ def _main(words: list[str]) -> None:
     parser = ToolParser(description, prog="vil", usage="vil COMMAND ...")
     parser.add_argument("--version", action="version", version=version("vil-detectron2"))
     if words and not words[0].startswith("-"):
-        parser.error(f"unknown command '{words[0]}'{closest(words[0], COMMANDS)}")
+        parser.error(f"unknown command '{words[0]}'{closest(NAMES_OF_OTHERS.get(words[0], words[0]), COMMANDS)}")
     parser.parse_args(words or ["--help"])
 
 

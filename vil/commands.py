@@ -168,11 +168,9 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
         "evaluation_overrides with KEY VALUE, or evaluation_model_0000099 with an earlier checkpoint)"
     )
     parser.add("--output", output_help, type=local_path, metavar="DIR")
-    parser.add("--tiles", _TILES, type=positive)
+    parser.add("--tiles", _TILES, dest="TEST.TILE_SIZE", default=argparse.SUPPRESS, type=positive)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
-    if tiles := arguments.pop("tiles"):
-        arguments["TEST.TILE_SIZE"] = tiles
     if arguments["predictions"]:
         # The first positional argument is DATA. After --predictions, argparse parses DATA as another PATH.
         paths = [path for path in (arguments["model"], arguments["data"], *arguments["predictions"]) if path]
@@ -615,8 +613,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
 
     Example:
         vil visualize attention output/vil_tiny --input photo.jpg --output drawings --stage 3 --point 120 200
-        vil visualize data --config-file configs/demo/mask_rcnn_vil_shapes.yaml --output drawings \\
-            INPUT.AUGMENTATION lsj_copy_paste INPUT.LSJ.SIZE 128
+        vil visualize data output/mine --output drawings INPUT.AUGMENTATION lsj_copy_paste INPUT.LSJ.SIZE 128
         vil visualize offsets output/lit_s --input photo.jpg --output drawings --points 8
         vil visualize results output/demo_retinanet --num-images 8
     """
@@ -641,7 +638,8 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     point_help = "position in the image in pixels (default: the center)"
     command.add("--point", point_help, type=int, nargs=2, metavar=("Y", "X"))
 
-    command = add(_draw_data, "training samples after augmentation", devices=())
+    command = add(_draw_data, "training samples after augmentation", **model)
+    command.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
     add_folder(command, "--output", help="output folder, one PNG per sample")
     command.add("--number", "number of samples (default 16)", type=positive, default=16)
     command.add("--seed", "random seed (default: SEED in the config, or 0)", type=int, metavar="S")
@@ -678,12 +676,11 @@ def _draw_attention(args: argparse.Namespace) -> list[str]:
 
 def _draw_data(args: argparse.Namespace) -> list[str]:
     """Draw the first augmented training samples, exactly as the model receives them."""
-    from projects_vil.config import load_config
     from projects_vil.data import register_datasets
     from projects_vil.engine import check_values
     from projects_vil.visualization import draw_samples
 
-    cfg = load_config(args.config_file, args.opts)
+    cfg, _ = _found_model(args.parser, args)
     check_values(cfg, args.opts[::2])
     register_datasets(cfg)
     return [f"wrote {path}" for path in draw_samples(cfg, args.output, number=args.number, seed=args.seed)]

@@ -124,7 +124,7 @@ def test_visualize(shapes, trained_run, photo, tmp_path):
 
 
 _FILE = ["--config-file", CONFIG]
-_IMAGE = [*_FILE, "--input", CONFIG, "--output", "unused"]
+_IMAGE = [*_FILE, "--input", CONFIGS["retinanet"].parents[2] / "docs/images/lifeboat.jpg", "--output", "unused"]
 NEEDED = {
     "train_net.py": _FILE,
     "analyze_model.py": [*_FILE, "--no-flops"],

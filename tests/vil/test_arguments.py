@@ -169,7 +169,6 @@ def test_short_forms_are_their_keys(tmp_path):
         ("--weights absent.pth", "'absent.pth' does not exist"),
         (f"--output {ROOT}", f"--output: '{ROOT}' is a folder"),
         ("--config-file absent/vil_tiny1x.yaml", "'absent/vil_tiny1x.yaml' does not exist"),
-        ("--epochs 12", "Write SOLVER.EPOCHS VALUE"),
         ("--batch-size=4", "Write SOLVER.IMS_PER_BATCH 4"),
         ("lr0=1", "Write SOLVER.BASE_LR 1"),
         ("--resum", "Did you mean '--resume'?"),

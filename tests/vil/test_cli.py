@@ -38,8 +38,9 @@ def test_from_photos_to_predictions(shapes, tmp_path, monkeypatch):
     for words in (("eval", "absent"), ("predict", "absent", "mine/val"), ("export", "absent")):
         status, _, err = vil(*words)
         assert status == 2 and "absent" in err.splitlines()[-1], err
-    mistakes = {"eval": "MODEL", "train": "Give a dataset folder", f"eval mine {run}": f"Write vil eval {run} mine"}
-    for words, named in (mistakes | {f"predict mine/val {run}": f"Write vil predict {run} mine/val"}).items():
+    mistakes = {"eval": "MODEL", "train": "Give a dataset folder", "detect": "Did you mean 'predict'?"}
+    mistakes |= {f"{command} mine {run}": f"Write vil {command} {run} mine" for command in ("eval", "predict")}
+    for words, named in mistakes.items():
         status, _, err = vil(*words.split())
         assert status == 2 and named in err, err
 
