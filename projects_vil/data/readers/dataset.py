@@ -34,7 +34,7 @@ _ROOTS = {"CVAT": rb"<annotations[\s>]", "Pascal VOC": rb"<annotation[\s>]"}
 # A list of COCO files, which decides the format of a large file
 _COCO_LIST = rb'"(images|annotations|categories)"\s*:\s*\['
 _MOST_PARSED_BYTES, _NUM_READ_BYTES = 32 * 2**20, 4096
-_KNOWN = "*.json files of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml files of Pascal VOC or CVAT"
+_KNOWN = "*.json files of COCO, LabelMe or VIA, data.yaml of YOLO, or *.xml files of Pascal VOC or CVAT"
 
 
 @dataclass(frozen=True)
