@@ -192,7 +192,8 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
 def _check_model(parser: ToolParser, model: str, data: str | None) -> None:
     """Print an error unless ``model`` can be a model. ``data`` is the next argument, which may be the model."""
     is_run = [Path(path or "", "config.yaml").is_file() for path in (model, data)]
-    if data and is_run == [False, True] and Path(model).suffix not in (".pth", ".yaml", *choices.EXPORT_SUFFIXES):
+    is_file = Path(model).suffix in (".pth", ".safetensors", ".yaml", *choices.EXPORT_SUFFIXES)
+    if data and is_run == [False, True] and Path(model).exists() and not is_file:
         parser.error(f"'{model}' is not a model, but '{data}' is. Write {parser.prog} {data} {model}")
     parser.check("MODEL", model_source, model)
 

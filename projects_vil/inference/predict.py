@@ -205,11 +205,10 @@ def predict(
         opened.total = opened.total or number_of_images(source, exclude=output)
     threshold = SCORE_THRESHOLD if score_threshold is None else score_threshold
     folder, root = output / DRAWINGS_FOLDER, source if is_single else ""
-    drawer = _drawer(folder, root, opened, workers=draw_workers or 0, threshold=threshold)
+    drawer = _drawer(folder, root, opened, workers=draw_workers or 0, threshold=threshold) if drawings else None
     frame_rate = getattr(opened, "frame_rate", DEFAULT_FRAME_RATE)
     tracker = Tracker(frame_rate=frame_rate, threshold=threshold) if track else None
     labels: list[tuple[dict, list[dict]]] | None = [] if save_labels else None
-    drawer = drawer if drawings else None
     summary = _write_coco(detector, opened, output, drawer, tracker, batch_size, threshold, labels)
     if labels:
         categories = [
