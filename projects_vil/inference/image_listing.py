@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from backbones import ConfigError
-from backbones.errors import counted
 from projects_vil.data import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, read_size
 from projects_vil.inference.image_loading import VIDEO_SUFFIXES, ImageSource, open_file, without_password
 
@@ -189,7 +188,7 @@ def _supported_files(folder: str, exclude: str | Path) -> Iterator[str]:
             others[suffix_of(path) or "no suffix"] += 1
     if others:
         types = ", ".join(f"{suffix} ({number:,})" for suffix, number in others.most_common())
-        _logger.warning("Skipped %s that are not images in '%s': %s.", counted(others.total(), "file"), folder, types)
+        _logger.warning("Skipped files other than images in '%s': %s.", folder, types)
 
 
 def _walk(folder: str, exclude: str) -> Iterator[str]:
