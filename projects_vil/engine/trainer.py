@@ -360,13 +360,13 @@ class Trainer(DefaultTrainer):
     """Train, evaluate and resume a detector, as detectron2's DefaultTrainer.
 
     On the CPU a resumed run is identical to an uninterrupted run, bit by bit. Each iteration is seeded by the seed of
-    the run, the iteration and the rank, and so is each image (:mod:`projects_vil.data.samplers`).
+    the run, the iteration and the rank, and so is each image (:mod:`projects_vil.data.build`).
 
     Args:
         cfg: all options of the run. ``SOLVER.GRADIENT_ACCUMULATION_STEPS`` must be a number: ``"auto"`` is resolved by
             :func:`~projects_vil.engine.auto_micro_batch.choose_micro_batches`. A subclass may override how the model,
             optimizer, loader and schedule are built, as :func:`projects_vil.engine.lazy.lazy_trainer` does. An exact
-            resume needs a loader such as :class:`projects_vil.data.samplers.TrainLoader`.
+            resume needs a loader such as :class:`projects_vil.data.build.TrainLoader`.
 
     Attributes:
         log_period: iterations between two lines of the log and of ``metrics.json``.
