@@ -19,7 +19,7 @@ from backbones.errors import check_choice, check_replaceable, pip_install
 from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
 from projects_vil.config import CONFIG_FILE, is_panoptic, with_overrides
-from projects_vil.engine.writers import SERVICES
+from projects_vil.engine.hooks import SERVICES
 from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_metric
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
 from projects_vil.solver import LR_SCHEDULERS, build_lr_scheduler, build_optimizer

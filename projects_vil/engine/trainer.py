@@ -32,7 +32,6 @@ from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer
 from projects_vil.config import one_line, with_overrides
 from projects_vil.engine import hooks
-from projects_vil.engine.writers import SERVICES, MetricPrinter, MetricsFile
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
 from projects_vil.modeling import MicroBatches, add_tiles, amp_dtype, autocast_detector, eval_dtype, use_sync_free_parts
 from projects_vil.utils import read_json, stop_requests, terminate, terminating_between_calls
@@ -476,10 +475,10 @@ class Trainer(DefaultTrainer):
         # The resumed checkpoint may have been saved before the metrics of its iteration.
         first = self.start_iter - self._is_unfinished
         return [
-            MetricPrinter(self.max_iter, batch_size=self.cfg.SOLVER.IMS_PER_BATCH),
+            hooks.MetricPrinter(self.max_iter, batch_size=self.cfg.SOLVER.IMS_PER_BATCH),
             TensorboardXWriter(self.cfg.OUTPUT_DIR),
-            MetricsFile(Path(self.cfg.OUTPUT_DIR) / "metrics.json", first_iteration=first),
-            *(build(self.cfg) for key, (_, build) in SERVICES.items() if self.cfg.LOGGING[key]),
+            hooks.MetricsFile(Path(self.cfg.OUTPUT_DIR) / "metrics.json", first_iteration=first),
+            *(build(self.cfg) for key, (_, build) in hooks.SERVICES.items() if self.cfg.LOGGING[key]),
         ]
 
     def resume_or_load(self, resume: bool = True) -> None:
