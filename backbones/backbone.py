@@ -230,7 +230,8 @@ class Backbone(nn.Module, abc.ABC):
             if norm is not None:
                 self.output_norms[names[index]] = norm
         self.apply(init_linear)
-        self.set_activation_checkpointing(settings.activation_checkpointing)
+        if settings.activation_checkpointing:
+            self.set_activation_checkpointing(True)
         if settings.attention_backend == "triton" and not any(
             getattr(module, "backend", None) == "triton" for module in self.modules()
         ):

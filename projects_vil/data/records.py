@@ -73,23 +73,17 @@ def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
         The number of images.
     """
 
-    keys = list(itertools.product(names, _CLASS_KEYS))
-
-    def read() -> tuple[int, list[Any]]:
+    def read() -> int:
         # An evaluation needs the annotations of COCO files, too.
         for name in filter(is_coco, () if train or cfg.DATASETS.CHECK == "off" else names):
             fixed_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON, share=True)
         SHARED[_key(cfg, names, train)] = records = serialized(load_dataset(cfg, names, train=train))
-        return len(records), [MetadataCatalog.get(name).get(key) for name, key in keys]
+        return len(records)
 
-    number, values = read() if comm.get_world_size() == 1 else read_and_share(read)
-    for (name, key), value in zip(keys, values, strict=True):
-        if value is not None:
-            setattr(MetadataCatalog.get(name), key, value)
-    return number
+    return read() if comm.get_world_size() == 1 else read_and_share(read, names)
 
 
-def read_and_share(read: Callable[[], Any]) -> Any:
+def read_and_share(read: Callable[[], Any], names: Sequence[str] = ()) -> Any:
     """Call ``read`` in the first process of each machine. The others get the objects that it adds to :data:`SHARED`.
 
     All processes call this function. The objects are written to a temporary file that all processes of the machine map.
@@ -98,6 +92,7 @@ def read_and_share(read: Callable[[], Any]) -> Any:
 
     Args:
         read: A function that adds objects to :data:`SHARED`.
+        names: Datasets. The others get their classes, too, which detectron2 sets when it loads records.
 
     Returns:
         The return value of ``read``, in all processes.
@@ -106,16 +101,17 @@ def read_and_share(read: Callable[[], Any]) -> Any:
         ConfigError: In all processes, if any ``read`` raises a ``ConfigError`` or an ``OSError``, or if machines have
             different return values.
     """
-    before, outcome = set(SHARED), None
+    before, outcome, keys = set(SHARED), None, list(itertools.product(names, _CLASS_KEYS))
     with tempfile.TemporaryDirectory(prefix="records_") as folder:
         if comm.get_local_rank() == 0:
             try:
                 value, files = read(), {}
+                classes = [MetadataCatalog.get(name).get(key) for name, key in keys]
                 for key in SHARED.keys() - before:
                     files[key] = os.path.join(folder, str(len(files)))
                     with atomic_write(files[key], sync=False) as partial, partial.open("wb") as file:
                         torch.save(SHARED[key], file)
-                outcome = value, files, ""
+                outcome = (value, classes), files, ""
             except (ConfigError, OSError) as error:
                 outcome = None, {}, str(error)
         outcomes = comm.all_gather(outcome)
@@ -129,7 +125,11 @@ def read_and_share(read: Callable[[], Any]) -> Any:
     for other, _, message in sorted(filter(None, outcomes), key=lambda one: not one[2]):
         if message or other != content:
             raise ConfigError(message or "DATASETS.TRAIN or TEST differs between machines. Copy the same files to all.")
-    return content
+    value, classes = content
+    for (name, key), known in zip(keys, classes, strict=True):
+        if known is not None:
+            setattr(MetadataCatalog.get(name), key, known)
+    return value
 
 
 def serialized(records: Sequence[Any]) -> DatasetFromList:
