@@ -81,23 +81,6 @@ class ProcessEnded(Exception):
         self.exit_status = exit_status
 
 
-def distributed_env() -> DistributedEnv | None:
-    """Return the position of this process from torchrun's environment variables, or ``None`` without torchrun.
-
-    Raises:
-        ConfigError: If a variable is missing or is not a number.
-    """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    try:
-        env = DistributedEnv(*(int(os.environ[name.upper()]) for name in DistributedEnv._fields))
-        if env.world_size > 1:
-            _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"torchrun's variables are invalid ({error}). Start with torchrun, or unset RANK.") from error
-    return env
-
-
 @dataclasses.dataclass
 class Processes:
     """The processes of a run, with the arguments of detectron2's ``launch``. Keep the defaults under torchrun.
@@ -112,6 +95,9 @@ class Processes:
         env: Position of this process if torchrun has started it.
         world_size: Number of processes on all machines.
         is_first: Whether this process is, or starts, the process with rank 0.
+
+    Raises:
+        ConfigError: If a variable of torchrun is missing or is not a number.
     """
 
     num_gpus: int = 1
@@ -119,11 +105,21 @@ class Processes:
     machine_rank: int = 0
     dist_url: str = "auto"
     dist_timeout: float = 600
-    env: DistributedEnv | None = dataclasses.field(default_factory=distributed_env)
 
     def __post_init__(self) -> None:
-        self.world_size = self.num_gpus * self.num_machines if self.env is None else self.env.world_size
-        self.is_first = self.machine_rank == 0 if self.env is None else self.env.rank == 0
+        self.env: DistributedEnv | None = None
+        self.world_size, self.is_first = self.num_gpus * self.num_machines, self.machine_rank == 0
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return
+        try:
+            self.env = env = DistributedEnv(*(int(os.environ[name.upper()]) for name in DistributedEnv._fields))
+            if env.world_size > 1:
+                _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"torchrun's variables are invalid ({error}). Start with torchrun, or unset RANK."
+            ) from error
+        self.world_size, self.is_first = env.world_size, env.rank == 0
 
     def check(self, device: str) -> None:
         """Check that the processes can run on this machine.

@@ -6,6 +6,7 @@ from itertools import chain, islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -132,3 +133,15 @@ def test_damaged_images_do_not_end_a_run(copy, caplog):
     for record in records:
         Path(record["file_name"]).write_bytes(b"")
     assert "Check the disk" in message(names, workers=0, first=0, number=1)
+
+
+def test_test_loader_gives_every_image_once_in_rgb(shapes):
+    batches = list(build_test_loader(small_config("retinanet", "INPUT.MIN_SIZE_TEST", "40"), "shapes_val"))
+    assert [len(batch) for batch in batches] == [1] * 8
+    assert len({batch[0]["image_id"] for batch in batches}) == 8
+    assert {min(batch[0]["image"].shape[1:]) for batch in batches} == {40}
+    record = batches[0][0]
+    bgr = cv2.imread(record["file_name"])
+    assert bgr.shape[:2] == (record["height"], record["width"])
+    mean = record["image"].float().mean(dim=(1, 2))
+    torch.testing.assert_close(mean, torch.from_numpy(bgr[..., ::-1].mean(axis=(0, 1))).float(), atol=2, rtol=0)

@@ -1,4 +1,4 @@
-"""Test records and loaders, and their error messages."""
+"""Test the records of datasets, and their error messages."""
 
 import multiprocessing
 import resource
@@ -7,7 +7,6 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pytest
 import torch
@@ -20,7 +19,7 @@ from projects_vil.data.records import SHARED, read_and_share, serialized
 from projects_vil.evaluation import build_evaluator, validation_loss
 from tests.projects_vil.data.custom_dataset import NAME, config, edit, entry, first_image, load
 from tests.projects_vil.engine.gloo import in_processes
-from tests.projects_vil.helpers import message, small_config
+from tests.projects_vil.helpers import message
 
 # -- files -----------------------------------------------------------------------------------------
 
@@ -100,19 +99,7 @@ def test_too_many_objects_for_the_memory(copy, monkeypatch, tmp_path):
             assert len(load(copy, train=False)) == 8
 
 
-# -- loaders ---------------------------------------------------------------------------------------
-
-
-def test_test_loader_gives_every_image_once_in_rgb(shapes):
-    batches = list(build_test_loader(small_config("retinanet", "INPUT.MIN_SIZE_TEST", "40"), "shapes_val"))
-    assert [len(batch) for batch in batches] == [1] * 8
-    assert len({batch[0]["image_id"] for batch in batches}) == 8
-    assert {min(batch[0]["image"].shape[1:]) for batch in batches} == {40}
-    record = batches[0][0]
-    bgr = cv2.imread(record["file_name"])
-    assert bgr.shape[:2] == (record["height"], record["width"])
-    mean = record["image"].float().mean(dim=(1, 2))
-    torch.testing.assert_close(mean, torch.from_numpy(bgr[..., ::-1].mean(axis=(0, 1))).float(), atol=2, rtol=0)
+# -- processes -------------------------------------------------------------------------------------
 
 
 def files_opened() -> list[str]:
