@@ -166,7 +166,6 @@ def launch_run(
     Raises:
         ConfigError: For a mistake in the config or in a file that it names. See also :func:`launch`.
     """
-    data.register_datasets(cfg)
     processes.check(cfg.MODEL.DEVICE)
     options = {"eval_only": eval_only, "resume": resume, "overridden": overridden}
     check_setup(cfg, processes=processes.world_size, **options)

@@ -80,7 +80,6 @@ def run_lazy_config(
                 build_lazy_optimizer(cfg, model)  # Raises an error if a pattern matches no parameter.
         instantiate(cfg.lr_multiplier)
         options = choose_device(lazy_options(cfg, model), requested=True)
-    data.register_datasets(options)
     processes.check(options.MODEL.DEVICE)
     check_setup(options, processes=processes.world_size, eval_only=eval_only, resume=resume, model=model)
     for split in ("train", "test"):
