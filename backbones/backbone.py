@@ -213,7 +213,7 @@ class Backbone(nn.Module, abc.ABC):
         self.variant = variant
         self.settings = settings
         self.strides = tuple(itertools.accumulate(variant.downsample_factors, operator.mul))
-        self.num_stages = 1 + max(names.index(name) for name in out_features)
+        self.num_stages = 1 + max(map(names.index, out_features))
         self.feature_info: dict[str, FeatureInfo] = {
             name: FeatureInfo(spec.dim, stride)
             for name, spec, stride in zip(names, variant.stages, self.strides, strict=True)
@@ -230,7 +230,8 @@ class Backbone(nn.Module, abc.ABC):
             if norm is not None:
                 self.output_norms[names[index]] = norm
         self.apply(init_linear)
-        self.set_activation_checkpointing(settings.activation_checkpointing)
+        if settings.activation_checkpointing:
+            self.set_activation_checkpointing(True)
         if settings.attention_backend == "triton" and not any(
             getattr(module, "backend", None) == "triton" for module in self.modules()
         ):
@@ -280,7 +281,7 @@ class Backbone(nn.Module, abc.ABC):
         return None
 
     def _num_global_tokens(self, index: int) -> int:
-        return 0
+        return getattr(self.variant.stages[index], "global_tokens", 0)
 
     def _table_size(self, index: int, resizing: str, *, unit: int | None = None) -> tuple[int, int]:
         """Return the height and width in tokens of a stage's tables.

@@ -25,8 +25,8 @@ from backbones.attention.dense import merge_heads, split_heads
 from backbones.attention.long_short import DualNormAttention
 from backbones.backbone import Backbone, Variant
 from backbones.errors import check_choice, check_whole
+from backbones.layers.block import PatchEmbed
 from backbones.layers.conv import BATCH_NORMS, SeparableProjection, StandardizedProjection
-from backbones.layers.patch_embed import PatchEmbed
 
 _KERNELS = (7, 3, 3)
 

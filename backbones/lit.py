@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from backbones.attention.dense import DenseAttention
 from backbones.backbone import Backbone, Variant
 from backbones.errors import ConfigError, check_choice
+from backbones.layers.block import PatchEmbed
 from backbones.layers.conv import BATCH_NORMS
-from backbones.layers.patch_embed import PatchEmbed
 from backbones.layers.position import RESIZING, GridPositions
 from backbones.layers.token_merging import DeformableTokenMerging, LinearTokenMerging
 

@@ -22,7 +22,7 @@ from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.backbone import Backbone, Variant, with_stage_values
 from backbones.errors import ConfigError, check_choice, check_whole
-from backbones.layers.patch_embed import PatchEmbed
+from backbones.layers.block import PatchEmbed
 from backbones.layers.position import RESIZING, AbsolutePositions
 
 # A user may switch a stage to these mechanisms. The others need sizes that a variant may not have. Only these support a
@@ -159,9 +159,6 @@ class ViL(Backbone):
         spec, resizing = self.variant.stages[index], self.variant.position_interpolation or "once"
         size = self._table_size(index, resizing)
         return AbsolutePositions(size, spec.dim, num_global_tokens=spec.global_tokens, resizing=resizing)
-
-    def _num_global_tokens(self, index: int) -> int:
-        return self.variant.stages[index].global_tokens
 
     def _make_attention(self, index: int, number: int) -> nn.Module:
         variant, spec = self.variant, self.variant.stages[index]

@@ -30,7 +30,7 @@ from backbones.backbone import Classifier, init_linear
 from backbones.build import create_classifier
 from backbones.cvt import ConvLongShortAttention
 from backbones.errors import check_choice
-from backbones.layers.patch_embed import PatchEmbed
+from backbones.layers.block import PatchEmbed
 from backbones.layers.position import AbsolutePositions, GridPositions, position_parameter
 from research.deformable_swin import with_deformable_merging
 

@@ -394,10 +394,9 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
 
     from projects_vil.config import config_path, load_config
     from projects_vil.data import check_dataset, removed_on_error, write_fixed
-    from projects_vil.data.object_sizes import choose_size, objects_of
     from projects_vil.data.readers.coco import split_by_hash
     from projects_vil.data.readers.dataset import VAL_FRACTION
-    from projects_vil.recipes import IMAGE_SIZES
+    from projects_vil.recipes import IMAGE_SIZES, choose_size, objects_of
 
     def progress(number: int) -> None:
         if not number % 10_000:

@@ -364,4 +364,4 @@ def split_globals(sequence: Tensor, num_global: int, dim: int = 1) -> tuple[Tens
     if not num_global:
         return None, contiguous_for_export(sequence)
     parts = sequence.split([num_global, sequence.shape[dim] - num_global], dim=dim)
-    return tuple(contiguous_for_export(part) for part in parts)
+    return tuple(map(contiguous_for_export, parts))

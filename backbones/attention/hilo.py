@@ -11,7 +11,7 @@ from backbones.attention import reference
 from backbones.attention.chunks import attend_chunks, to_chunks
 from backbones.attention.dense import dense_attention, merge_heads, pytorch_attention, split_heads, traced_keys
 from backbones.errors import check_choice
-from backbones.layers.patch_embed import pad_to_multiple
+from backbones.layers.block import pad_to_multiple
 from backbones.layers.tracing import contiguous_for_export, is_tracing, take_first
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torchvision.ops import DeformConv2d, deform_conv2d
 
 from backbones.errors import ConfigError
+from backbones.layers.block import pad_to_multiple
 from backbones.layers.conv import BATCH_NORMS
-from backbones.layers.patch_embed import pad_to_multiple
 from backbones.layers.tracing import (
     at_least_float32,
     autocast_off,

@@ -9,7 +9,6 @@ from projects_vil.checkpoint.checkpointer import (
     check_weights,
     checkpoints_of,
     load_detector,
-    read_last_checkpoint,
     remove_old,
     remove_run,
     weights_of,

@@ -28,16 +28,19 @@ class AlbumentationsAugmentation:
     run gets the same images.
 
     Args:
-        path: A YAML or JSON file that ``albumentations.save`` wrote. The conditions of its ``bbox_params``, such as
-            ``min_visibility``, decide which objects are kept.
-        image_format: The channels of the images, ``"RGB"`` or ``"BGR"``. The transforms get RGB images.
-        use_masks: Whether masks are transformed. Boxes then enclose the masks.
+        cfg: A config whose ``INPUT.ALBUMENTATIONS`` is a YAML or JSON file that ``albumentations.save`` wrote. The
+            conditions of its ``bbox_params``, such as ``min_visibility``, decide which objects are kept. The transforms
+            get RGB images. With ``MODEL.MASK_ON``, masks are transformed too, and boxes enclose them.
 
     Raises:
-        ConfigError: If the file cannot be read, or if Albumentations is not installed.
+        ConfigError: If the file cannot be read, if Albumentations is not installed, or if the model uses keypoints or
+            proposals, which are not transformed.
     """
 
-    def __init__(self, path: str, *, image_format: str, use_masks: bool) -> None:
+    def __init__(self, cfg: CfgNode) -> None:
+        path = cfg.INPUT.ALBUMENTATIONS
+        if cfg.MODEL.KEYPOINT_ON or cfg.MODEL.LOAD_PROPOSALS:
+            raise ConfigError(f"{_KEY} does not support keypoints and precomputed proposals. Leave it empty.")
         check_file(path, "pipeline of Albumentations", key=_KEY)
         try:
             import albumentations as A
@@ -56,7 +59,7 @@ class AlbumentationsAugmentation:
         boxes = A.BboxParams(
             format="pascal_voc", label_fields=["index"], clip=True, filter_invalid_bboxes=True, **conditions
         )
-        self.path, self.is_bgr, self.use_masks = path, image_format == "BGR", use_masks
+        self.path, self.is_bgr, self.use_masks = path, cfg.INPUT.FORMAT == "BGR", cfg.MODEL.MASK_ON
         self.pipeline = A.Compose([pipeline], bbox_params=boxes)
 
     def __call__(
@@ -111,18 +114,3 @@ class AlbumentationsAugmentation:
                 entry |= {"segmentation": mask, "bbox": mask_util.toBbox(mask).tolist(), "bbox_mode": BoxMode.XYWH_ABS}
             kept.append(entry)
         return image[..., ::-1] if self.is_bgr else image, kept, outputs.get("mask")
-
-
-def build_albumentations(cfg: CfgNode) -> AlbumentationsAugmentation | None:
-    """Return the transforms of ``INPUT.ALBUMENTATIONS``, or None.
-
-    Raises:
-        ConfigError: If the model uses keypoints or proposals, which are not transformed, and see the class.
-    """
-    if not cfg.INPUT.ALBUMENTATIONS:
-        return None
-    if cfg.MODEL.KEYPOINT_ON or cfg.MODEL.LOAD_PROPOSALS:
-        raise ConfigError(f"{_KEY} does not support keypoints and precomputed proposals. Leave it empty.")
-    return AlbumentationsAugmentation(
-        cfg.INPUT.ALBUMENTATIONS, image_format=cfg.INPUT.FORMAT, use_masks=cfg.MODEL.MASK_ON
-    )

@@ -13,7 +13,6 @@ from detectron2.projects.point_rend import ColorAugSSDTransform
 from detectron2.structures import BitMasks, Boxes, Instances
 
 from backbones import ConfigError
-from backbones.errors import check_choice
 from projects_vil.config import is_segmentor
 from projects_vil.data.detection_utils import DAMAGED
 
@@ -42,21 +41,8 @@ def large_scale_jitter(cfg: CfgNode) -> list[T.Augmentation | T.Transform]:
     _, *flip = build_augmentation(cfg, is_train=True)
     crop, pad = T.FixedSizeCrop(size, pad=False), T.FixedSizeCrop(size)
     has_colors = cfg.INPUT.PHOTOMETRIC_DISTORTION or cfg.INPUT.AUGMENTATION == "lsj_copy_paste"
-    colors = [color_augmentation(cfg)] if has_colors else []
+    colors = [ColorAugSSDTransform(img_format=cfg.INPUT.FORMAT)] if has_colors else []
     return [ResizeScale(*cfg.INPUT.LSJ.SCALE, *size), crop, *colors, pad, *flip]
-
-
-def color_augmentation(cfg: CfgNode) -> T.Transform:
-    """Return detectron2's SSD color augmentation.
-
-    Its ranges are equal to the ranges of mmsegmentation's ``PhotoMetricDistortion``. The official LIT segmentation uses
-    this distortion.
-
-    Raises:
-        ConfigError: If ``INPUT.FORMAT`` is not ``"RGB"`` or ``"BGR"``.
-    """
-    check_choice("INPUT.FORMAT", cfg.INPUT.FORMAT, ("RGB", "BGR"))
-    return ColorAugSSDTransform(img_format=cfg.INPUT.FORMAT)
 
 
 def check_augmentation(cfg: CfgNode) -> None:

@@ -1,152 +1,290 @@
-"""Load the records of datasets, check them against the config, and build the data loaders."""
+"""Build data loaders whose batches depend only on the seed and the iteration.
 
-import itertools
-import os
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
+A resumed run therefore trains on the same batches as an uninterrupted run.
+"""
 
+import contextlib
+import dataclasses
+import errno
+import functools
+import multiprocessing.queues
+import random
+import re
+import signal
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, Literal
+
+import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, DatasetFromList, MetadataCatalog
-from detectron2.data.build import filter_images_with_only_crowd_annotations, print_instances_class_histogram
-from detectron2.data.samplers import RandomSubsetTrainingSampler, RepeatFactorTrainingSampler, TrainingSampler
+from detectron2.data import DatasetFromList
+from detectron2.data.build import trivial_batch_collator
+from detectron2.data.samplers import (
+    InferenceSampler,
+    RandomSubsetTrainingSampler,
+    RepeatFactorTrainingSampler,
+    TrainingSampler,
+)
 from detectron2.utils import comm
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from backbones import ConfigError
-from backbones.errors import check_choice, closest
-from projects_vil.config import first_of, is_panoptic, is_segmentor, number_of_classes
+from backbones.errors import check_choice
+from projects_vil.config import one_line
 from projects_vil.data.augmentation import CopyPaste
-from projects_vil.data.catalog import add_stuff, check_files, match_classes, read_categories
-from projects_vil.data.coco import CHECK_MODES, fixed_coco, fixed_key, is_coco, load_coco, state_of_files
 from projects_vil.data.dataset_mapper import Mapper
-from projects_vil.data.detection_utils import IGNORED_LABEL, missing_files
-from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededRecords, TrainLoader, serialized
-from projects_vil.data.shared_records import SHARED, read_and_share
-from projects_vil.utils import paused_garbage_collection
+from projects_vil.data.detection_utils import DAMAGED, UnreadableImage, log_damaged
+from projects_vil.data.records import load_dataset, serialized
+from projects_vil.utils import STOP_SIGNALS
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
-# The memory limit of a container, in versions 2 and 1 of Linux control groups
-_MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-# The metadata that detectron2 sets when it loads records.
-_CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
+# An image of a batch: the index of its record, and the seed of its augmentation.
+Item = tuple[int, int]
+# If this many images in a row cannot be read, training stops, because the disk has probably failed.
+_MAX_UNREADABLE = 20
+_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EROFS)
 
 
-@paused_garbage_collection()
-def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence[dict[str, Any]]:
-    """Return the records of datasets in detectron2's dataset format.
+def derived_seed(purpose: Literal["image", "iteration"], *numbers: int) -> int:
+    """Return a 63-bit seed for a purpose and non-negative numbers. Consecutive numbers give unrelated seeds."""
+    words = (("image", "iteration").index(purpose) + 1, *numbers)
+    # The value is converted first because NumPy 1 cannot shift an np.uint64 by a Python integer.
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1
 
-    COCO files are checked and fixed according to ``DATASETS.CHECK`` (:func:`~projects_vil.data.coco.fixed_coco`).
-    Each process logs each finding once. Records that :func:`read_datasets` has read are not read again.
 
-    Args:
-        cfg: The config of the run.
-        names: Names of registered datasets.
-        train: Whether the records are for training. Training skips images without objects unless
-            ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` is False.
+def seed_all(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch, including the generators of all CUDA devices."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
-    Raises:
-        ConfigError: If a name is unknown, a file is missing, annotations cannot be read, the dataset check finds
-            errors, the annotations do not fit the task or the classes of the model, or no image is left.
-    """
-    names = list(names)
-    check_choice("DATASETS.CHECK", cfg.DATASETS.CHECK, CHECK_MODES)
-    if not names:
-        raise ConfigError(f"DATASETS.{'TRAIN' if train else 'TEST'} is empty. Name a dataset.")
-    for name in names:
-        check_files(name)
-    if (records := SHARED.get(_key(cfg, names, train))) is not None:
-        return records
-    files, records = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names), []
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of Python, NumPy and torch (CPU) inside the context, and restore their states afterwards."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # torch.manual_seed would also seed the CUDA devices.
+    torch.default_generator.manual_seed(seed)
     try:
-        for name in names:
-            if cfg.DATASETS.CHECK == "off" or not is_coco(name):
-                own = DatasetCatalog.get(name)
-            else:
-                own = load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
-            order = class_order(cfg, name)
-            own = in_order(own, order) if train and order is not None else own
-            records += add_stuff(name, own) if is_panoptic(cfg) else own
-        if train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS and records and "annotations" in records[0]:
-            records = filter_images_with_only_crowd_annotations(records)
-    except ConfigError:
-        raise
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"Cannot read '{files}' ({type(error).__name__} {error}). Repair the file.") from error
-    if not records:
-        raise ConfigError(f"'{files}' has no images{' with annotations' if train else ''}. Use another dataset.")
-    _check_task(cfg, files, records)
-    is_checked = cfg.DATASETS.CHECK != "off" and all(map(is_coco, names))
-    if not is_checked and (missing := missing_files(record["file_name"] for record in records)):
-        raise ConfigError(f"{len(missing)} images of '{files}' are missing, such as '{missing[0]}'. Add them.")
-    if train and not is_segmentor(cfg):
-        _check_memory(cfg, records)
-        print_instances_class_histogram(records, model_classes(cfg)[1] or class_names(cfg, names[0]))
-    return records
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
 
 
-def read_datasets(cfg: CfgNode, *, train: bool = True) -> int:
-    """Read and check the datasets of a run in the first process of each machine, and share them with its processes.
-
-    All processes call this function before the run writes files. :func:`load_dataset`, the loaders, the evaluators and
-    the visualization then use the shared records. Each file is read and checked once per machine, and its records are
-    in memory once per machine.
+@dataclasses.dataclass(eq=False)
+class MappedRecords(Dataset):
+    """A dataset that maps records. An image that cannot be read becomes an input with only its damage.
 
     Args:
-        cfg: The config of the run.
-        train: Whether to read ``DATASETS.TRAIN`` in addition to ``DATASETS.TEST``.
-
-    Returns:
-        The number of training images, which ``SOLVER.EPOCHS`` uses. 0 if ``train`` is False.
-
-    Raises:
-        ConfigError: In all processes, under the conditions of :func:`load_dataset`.
-    """
-    SHARED.clear()
-    for name in cfg.DATASETS.TEST:
-        read_records(cfg, [name], train=False)
-    number = read_records(cfg, cfg.DATASETS.TRAIN, train=True) if train else 0
-    # The classes of the model come from the training dataset, and they may change when it is read.
-    for name in cfg.DATASETS.TEST:
-        class_order(cfg, name)
-    return number
-
-
-def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
-    """Run :func:`load_dataset` in the first process of each machine, and share the records. All processes call this.
-
-    Returns:
-        The number of images.
+        records: detectron2's records, serialized so that the worker processes share them.
+        mapper: Maps a copy of a record to an input of the model.
     """
 
-    keys = list(itertools.product(names, _CLASS_KEYS))
+    records: Dataset
+    mapper: Callable[[dict[str, Any]], dict[str, Any]]
 
-    def read() -> tuple[int, list[Any]]:
-        options = {"check": cfg.DATASETS.CHECK, "masks": cfg.MODEL.MASK_ON}
-        # An evaluation needs the annotations of COCO files, too.
-        for name in filter(is_coco, () if train or cfg.DATASETS.CHECK == "off" else names):
-            SHARED[fixed_key(name, **options)] = serialized([fixed_coco(name, **options)])
-        SHARED[_key(cfg, names, train)] = records = serialized(load_dataset(cfg, names, train=train))
-        return len(records), [MetadataCatalog.get(name).get(key) for name, key in keys]
+    def __len__(self) -> int:
+        return len(self.records)
 
-    number, values = read_and_share(read)
-    for (name, key), value in zip(keys, values, strict=True):
-        if value is not None:
-            setattr(MetadataCatalog.get(name), key, value)
-    return number
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        try:
+            return self.mapper(self.records[index])
+        except UnreadableImage as error:
+            return {DAMAGED: {error.path: f"{error.reason}. It is evaluated as an image without detections"}}
 
 
-def _key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:
-    """Return the cache key of records: everything that they depend on."""
-    keys = cfg.DATASETS.dump(), cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, cfg.MODEL.dump()
-    return "records", tuple(names), train, *keys, *map(state_of_files, names)
+class SeededRecords(MappedRecords):
+    """A dataset that maps each record with its own seed, so that the result does not depend on the worker process.
+
+    If an image cannot be read, another record is mapped instead. The seed selects it, so that a resumed run uses the
+    same one.
+    """
+
+    def __getitem__(self, item: Item) -> dict[str, Any]:
+        (index, seed), skipped = item, {}
+        with seeded(seed):
+            for _ in range(_MAX_UNREADABLE):
+                try:
+                    sample = self.mapper(self.records[index])
+                except UnreadableImage as error:
+                    skipped[error.path] = f"{error.reason}. Another image is used instead"
+                    index = random.randrange(len(self.records))
+                else:
+                    return sample | {DAMAGED: skipped | sample.get(DAMAGED, {})} if skipped else sample
+        path, reason = skipped.popitem()
+        raise ConfigError(f"Cannot read {_MAX_UNREADABLE} images in a row, such as '{path}': {reason}. Check the disk.")
+
+
+@dataclasses.dataclass(eq=False)
+class BatchStream(Sampler[list[Item]]):
+    """An infinite batch sampler of one process that can start at any iteration.
+
+    The iterator skips earlier batches by their indices and reads no images. This takes one second per million images.
+
+    Args:
+        make_sampler: Returns an infinite sampler of the indices of this rank, for a seed.
+        batch_size: The number of images per batch of this rank.
+        groups: The group of each record. All images of a batch have the same group, as in detectron2's grouping by
+            aspect ratio.
+        seed: The seed of the next iterator.
+        first_iteration: The first iteration of the next iterator.
+    """
+
+    make_sampler: Callable[[int], Sampler[int]]
+    batch_size: int
+    groups: Sequence[int]
+    seed: int = 0
+    first_iteration: int = 0
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        rank, world_size, iteration = comm.get_rank(), comm.get_world_size(), 0
+        waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for number, index in enumerate(self.make_sampler(self.seed)):
+            batch = waiting[self.groups[index]]
+            # The position counts the images of all ranks, so that it does not depend on the number of ranks.
+            batch.append((index, number * world_size + rank))
+            if len(batch) == self.batch_size:
+                if iteration >= self.first_iteration:
+                    yield [(index, derived_seed("image", self.seed, position)) for index, position in batch]
+                iteration += 1
+                batch.clear()
+
+
+class _Loader(DataLoader):
+    """A loader whose worker processes ignore the signals that stop a run.
+
+    The main process stops the workers after it has saved a checkpoint. A SIGTERM to a worker is raised again in the
+    main process. If a worker cannot share a batch, the main process raises a :class:`ConfigError`.
+
+    The main process logs each damaged image once.
+    """
+
+    def __init__(self, dataset: Dataset, **options: Any) -> None:
+        # Whether a worker has received a SIGTERM. The workers share this value.
+        with _explaining_limits():
+            self._is_terminated = multiprocessing.RawValue("b", False) if options["num_workers"] else None
+        prepare = functools.partial(_prepare_worker, self._is_terminated)
+        options |= {"collate_fn": trivial_batch_collator, "worker_init_fn": prepare}
+        # Without its own generator, the iterator would draw numbers from the global generator, which training seeds.
+        super().__init__(dataset, generator=torch.Generator(), **options)
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        # Signals are blocked until the workers ignore them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            with _explaining_limits():
+                batches = self._batches = super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            with _explaining_limits():
+                for batch in batches:
+                    if self._is_terminated is not None and self._is_terminated.value:
+                        signal.raise_signal(signal.SIGTERM)
+                    for sample in batch:
+                        if damaged := sample.pop(DAMAGED, None):
+                            log_damaged(damaged)
+                    if readable := [sample for sample in batch if sample]:
+                        yield readable
+        finally:
+            _stop_workers(batches)
+
+    def stop(self) -> None:
+        """Stop the worker processes.
+
+        torch stops them only when there is no reference to their iterator, but a traceback may keep a reference.
+        """
+        _stop_workers(getattr(self, "_batches", None))
+
+
+class TrainLoader(_Loader):
+    """A loader of infinite batches of mapped records that can start at any iteration.
+
+    Args:
+        dataset: The :class:`SeededRecords` that maps the records.
+        batch_sampler: A :class:`BatchStream`.
+        num_workers: The number of worker processes. It does not change the batches.
+    """
+
+    def start(self, *, seed: int, iteration: int) -> None:
+        """Set the seed and the first iteration, counted from 0, of the next iterator."""
+        self.batch_sampler.seed = seed
+        self.batch_sampler.first_iteration = iteration
+
+
+class EvaluationLoader(_Loader):
+    """detectron2's inference loader with one image per batch. It skips images that cannot be read.
+
+    Args:
+        records: The records of the images in detectron2's dataset format.
+        mapper: Maps a record to an input of the model.
+        num_workers: The number of worker processes.
+    """
+
+    def __init__(
+        self, records: Sequence[dict[str, Any]], mapper: Callable[[dict[str, Any]], dict[str, Any]], *, num_workers: int
+    ) -> None:
+        dataset = MappedRecords(serialized(records), mapper)
+        super().__init__(dataset, num_workers=num_workers, sampler=InferenceSampler(len(records)))
+
+
+def _stop_workers(batches: object) -> None:
+    getattr(batches, "_shutdown_workers", lambda: None)()
+
+
+def _prepare_worker(is_terminated: Any, worker: int) -> None:
+    """Install the signal handlers of a worker. After a SIGTERM, the worker exits within ten minutes.
+
+    Until then the training process ends its iteration and saves a checkpoint, if it got the same signal.
+    """
+
+    def on_terminate(number: int, frame: FrameType | None) -> None:
+        is_terminated.value = True
+        signal.alarm(600)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, on_terminate if number == signal.SIGTERM else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    # Python calls this hook if its feeder thread cannot send an object. The default prints a traceback, and the main
+    # process would wait forever.
+    multiprocessing.queues.Queue._on_queue_feeder_error = _send_error
+
+
+def _send_error(queue: multiprocessing.queues.Queue, error: Exception, item: tuple[int, Any]) -> None:
+    try:
+        with _explaining_limits():
+            raise error
+    except Exception:
+        queue.put((item[0], ExceptionWrapper(where="in a worker process")))
+
+
+@contextlib.contextmanager
+def _explaining_limits() -> Iterator[None]:
+    """Convert errors of missing shared memory or file descriptors to a :class:`ConfigError`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        is_limit = re.search("shared memory|</torch_|open files", str(error))
+        if getattr(error, "errno", None) not in _LIMITS and not is_limit:
+            raise
+        raise ConfigError(
+            f"The worker processes cannot share images: {one_line(error)}. Free space in /dev/shm, make it writable, "
+            "raise `ulimit -n`, or set DATALOADER.NUM_WORKERS 0."
+        ) from error
 
 
 def build_train_loader(cfg: CfgNode) -> TrainLoader:
     """Build a loader of ``DATASETS.TRAIN`` that samples and groups images like detectron2's training loader.
 
     The images of a batch and their augmentation depend only on the seed and the iteration. They do not depend on the
-    number of worker processes (:class:`~projects_vil.data.samplers.TrainLoader`).
+    number of worker processes (:class:`TrainLoader`).
 
     Raises:
         ConfigError: If ``DATALOADER.SAMPLER_TRAIN`` is unknown, and under the conditions of :func:`load_dataset`.
@@ -211,113 +349,3 @@ def build_test_loader(cfg: CfgNode, dataset_name: str) -> EvaluationLoader:
     """Build an evaluation loader of one dataset with one image per batch."""
     records = load_dataset(cfg, [dataset_name], train=False)
     return EvaluationLoader(records, Mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS)
-
-
-def _check_task(cfg: CfgNode, files: str, records: list[dict[str, Any]]) -> None:
-    """Raise a :class:`ConfigError` if the records lack the annotations that the model needs."""
-    ignored = cfg.MODEL.SEM_SEG_HEAD.IGNORE_VALUE
-    if (is_segmentor(cfg) or is_panoptic(cfg)) and ignored != IGNORED_LABEL:
-        raise ConfigError(f"MODEL.SEM_SEG_HEAD.IGNORE_VALUE is {ignored}. Set it to {IGNORED_LABEL}.")
-    if is_segmentor(cfg):
-        if not all("sem_seg_file_name" in record for record in records):
-            raise ConfigError(f"A SemanticSegmentor needs label images, but '{files}' has none. Use DATASETS.ADE20K.")
-        return
-    if any("annotations" not in record and "sem_seg_file_name" in record for record in records):
-        architecture = cfg.MODEL.META_ARCHITECTURE
-        raise ConfigError(f"A {architecture} needs boxes, but '{files}' has none. Use DATASETS.COCO.")
-    objects = (entry for record in records for entry in record.get("annotations", ()))
-    has_masks = ["segmentation" in entry for entry in objects] if cfg.MODEL.MASK_ON else []
-    if has_masks and not any(has_masks):
-        raise ConfigError(f"MODEL.MASK_ON is True, but '{files}' has no masks. Set MODEL.MASK_ON False.")
-
-
-def _check_memory(cfg: CfgNode, records: list[dict[str, Any]]) -> None:
-    """Raise a :class:`ConfigError` if an image has too many objects for the memory.
-
-    Without this check, the operating system would kill the run in the first iteration.
-    """
-    record = max(records, key=lambda record: len(record.get("annotations", ())))
-    number, memory = len(record.get("annotations", ())), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in filter(os.path.isfile, _MEMORY_LIMITS):
-        limit = Path(path).read_text(encoding="utf-8").strip()
-        memory = min(memory, int(limit)) if limit.isdigit() else memory
-    # Mask R-CNN has one anchor for 4 pixels, and RetinaNet has fewer. If they do not fit on the GPU, detectron2 matches
-    # them on the CPU. Its pairwise_iou needs 24 bytes per object and anchor.
-    needed = 24 * number * max(cfg.INPUT.MIN_SIZE_TRAIN) * cfg.INPUT.MAX_SIZE_TRAIN // 4
-    if needed > memory:
-        raise ConfigError(
-            f"'{record['file_name']}' has {number:,} objects. Training on it needs about {needed / 1e9:.0f} GB, but "
-            f"there are {memory / 1e9:.0f} GB. Divide the image into tiles, or lower INPUT.MAX_SIZE_TRAIN."
-        )
-
-
-def model_classes(cfg: CfgNode) -> tuple[str | None, list[str] | None]:
-    """Return the name of the reference dataset, and its class names in the order of the model's outputs.
-
-    The reference dataset is the first dataset of ``DATASETS.TRAIN`` and ``DATASETS.TEST``, in this order, that has the
-    model's number of classes. Both values are None if there is no such dataset.
-    """
-    names, (_, number) = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST), number_of_classes(cfg)
-    for name in names:
-        classes = class_names(cfg, name) if name in MetadataCatalog.list() else None
-        if classes and len(classes) == number:
-            return name, classes
-    return None, None
-
-
-def class_order(cfg: CfgNode, name: str) -> list[int] | None:
-    """Match the classes of a dataset to the classes of the model by name.
-
-    A test dataset may lack classes of the model. Label images must have the same classes as the model, in the same
-    order.
-
-    Returns:
-        The index in the model of each class of the dataset. None if both have the same classes in the same order, or if
-        the class names are unknown.
-
-    Raises:
-        ConfigError: If the model lacks a class of the dataset, or if a training dataset has too few classes.
-    """
-    stuff, key = MetadataCatalog.get(name).get("stuff_classes", ()), "MODEL.SEM_SEG_HEAD.NUM_CLASSES"
-    if is_panoptic(cfg) and len(stuff) not in (0, cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES):
-        number = cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
-        raise ConfigError(f"{key} is {number}, but {name!r} has {len(stuff)} stuff classes. Set {key} {len(stuff)}.")
-    classes, (reference, ours) = class_names(cfg, name), model_classes(cfg)
-    if classes is None:
-        return None
-    key, number = number_of_classes(cfg)
-    if len(classes) != number and (ours is None or name in cfg.DATASETS.TRAIN or is_segmentor(cfg)):
-        raise ConfigError(f"{key} is {number}, but {name!r} has {len(classes)} classes. Set {key} {len(classes)}.")
-    if ours is None:
-        reference, ours = name, classes
-    theirs = MetadataCatalog.get(reference).get("stuff_classes", ())
-    if (is_panoptic(cfg) and stuff and theirs and stuff != theirs) or (is_segmentor(cfg) and classes != ours):
-        raise ConfigError(f"The label images of {name!r} and {reference!r} have different classes. Use the same list.")
-    if classes == ours:
-        return None
-    matched = match_classes(classes, ours)
-    unknown = [label for index, label in enumerate(classes) if index not in matched]
-    if unknown:
-        text = first_of([repr(label) for label in unknown], 5)
-        raise ConfigError(
-            f"{name!r} has classes that do not exist in {reference!r}, whose classes the model uses: {text}"
-            f"{closest(unknown[0], ours) or '.'} Rename or remove them."
-        )
-    return [matched[index] for index in range(len(classes))]
-
-
-def in_order(records: Iterable[dict[str, Any]], order: Sequence[int]) -> list[dict[str, Any]]:
-    """Return records with the class indices of the model; ``order`` is the result of :func:`class_order`."""
-    return [
-        record | {"annotations": [a | {"category_id": order[a["category_id"]]} for a in record.get("annotations", ())]}
-        for record in records
-    ]
-
-
-def class_names(cfg: CfgNode, name: str) -> list[str] | None:
-    """Return the class names of a dataset from its metadata or its COCO file, or None if they are unknown."""
-    metadata = MetadataCatalog.get(name)
-    if is_segmentor(cfg):
-        return metadata.get("stuff_classes")
-    known = metadata.get("thing_classes")
-    return known or [label for _, label in read_categories(metadata.get("json_file")) or ()] or None

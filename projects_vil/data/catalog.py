@@ -1,4 +1,7 @@
-"""Register datasets in detectron2's catalogs: COCO files, label images in ADE20K's dataset format, or both."""
+"""Register datasets in detectron2's catalogs, and match their classes.
+
+A dataset is a COCO file, a folder of label images in ADE20K's dataset format, or both.
+"""
 
 import json
 import logging
@@ -17,7 +20,7 @@ from detectron2.data.datasets.builtin_meta import ADE20K_SEM_SEG_CATEGORIES
 
 from backbones import ConfigError
 from backbones.errors import check_file, closest
-from projects_vil.config import first_of
+from projects_vil.config import first_of, is_panoptic, is_segmentor, number_of_classes
 from projects_vil.data.detection_utils import IGNORED_LABEL, is_image
 from projects_vil.utils import read_json
 
@@ -257,6 +260,70 @@ def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
     return sorted(categories.items()) if len(categories) == len(entries) else None
+
+
+def class_names(cfg: CfgNode, name: str) -> list[str] | None:
+    """Return the class names of a dataset from its metadata or its COCO file, or None if they are unknown."""
+    metadata = MetadataCatalog.get(name)
+    if is_segmentor(cfg):
+        return metadata.get("stuff_classes")
+    known = metadata.get("thing_classes")
+    return known or [label for _, label in read_categories(metadata.get("json_file")) or ()] or None
+
+
+def model_classes(cfg: CfgNode) -> tuple[str | None, list[str] | None]:
+    """Return the name of the reference dataset, and its class names in the order of the model's outputs.
+
+    The reference dataset is the first dataset of ``DATASETS.TRAIN`` and ``DATASETS.TEST``, in this order, that has the
+    model's number of classes. Both values are None if there is no such dataset.
+    """
+    names, (_, number) = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST), number_of_classes(cfg)
+    for name in names:
+        classes = class_names(cfg, name) if name in MetadataCatalog.list() else None
+        if classes and len(classes) == number:
+            return name, classes
+    return None, None
+
+
+def class_order(cfg: CfgNode, name: str) -> list[int] | None:
+    """Match the classes of a dataset to the classes of the model by name.
+
+    A test dataset may lack classes of the model. Label images must have the same classes as the model, in the same
+    order.
+
+    Returns:
+        The index in the model of each class of the dataset. None if both have the same classes in the same order, or if
+        the class names are unknown.
+
+    Raises:
+        ConfigError: If the model lacks a class of the dataset, or if a training dataset has too few classes.
+    """
+    stuff, key = MetadataCatalog.get(name).get("stuff_classes", ()), "MODEL.SEM_SEG_HEAD.NUM_CLASSES"
+    if is_panoptic(cfg) and len(stuff) not in (0, cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES):
+        number = cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
+        raise ConfigError(f"{key} is {number}, but {name!r} has {len(stuff)} stuff classes. Set {key} {len(stuff)}.")
+    classes, (reference, ours) = class_names(cfg, name), model_classes(cfg)
+    if classes is None:
+        return None
+    key, number = number_of_classes(cfg)
+    if len(classes) != number and (ours is None or name in cfg.DATASETS.TRAIN or is_segmentor(cfg)):
+        raise ConfigError(f"{key} is {number}, but {name!r} has {len(classes)} classes. Set {key} {len(classes)}.")
+    if ours is None:
+        reference, ours = name, classes
+    theirs = MetadataCatalog.get(reference).get("stuff_classes", ())
+    if (is_panoptic(cfg) and stuff and theirs and stuff != theirs) or (is_segmentor(cfg) and classes != ours):
+        raise ConfigError(f"The label images of {name!r} and {reference!r} have different classes. Use the same list.")
+    if classes == ours:
+        return None
+    matched = match_classes(classes, ours)
+    unknown = [label for index, label in enumerate(classes) if index not in matched]
+    if unknown:
+        text = first_of([repr(label) for label in unknown], 5)
+        raise ConfigError(
+            f"{name!r} has classes that do not exist in {reference!r}, whose classes the model uses: {text}"
+            f"{closest(unknown[0], ours) or '.'} Rename or remove them."
+        )
+    return [matched[index] for index in range(len(classes))]
 
 
 def match_classes(ours: Sequence[str], theirs: Sequence[str]) -> dict[int, int]:

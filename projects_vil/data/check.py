@@ -1,6 +1,7 @@
 """Check a dataset of any supported format, and write a fixed copy in COCO format."""
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
+from backbones.checkpoint_files import atomic_write
 from backbones.errors import counted
-from projects_vil.data.coco import write_cleaned
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import Dataset, read_dataset
 from projects_vil.data.readers.dataset import annotation_format
+from projects_vil.data.segmentation import count_masks
 from projects_vil.utils import paused_garbage_collection
 
 
@@ -103,3 +105,39 @@ def write_fixed(files: Mapping[str, CocoFile], output: str | Path | None) -> lis
         paths = " and ".join(file.path for file in wrong)
         raise ConfigError(f"{paths} has errors of {counted(number, 'type')}. Add --fix OUT to write a corrected copy.")
     return lines
+
+
+def write_cleaned(file: CocoFile, output: str | Path) -> str:
+    """Write a fixed copy of a COCO file, and return a summary of the removed and changed entries.
+
+    Args:
+        file: The file and its findings.
+        output: A new file.
+
+    Raises:
+        ConfigError: If ``output`` exists, if an error cannot be fixed, or if no image, annotation or category is left.
+    """
+    if os.path.lexists(output):
+        raise ConfigError(f"'{output}' already exists. Name a new file.")
+    if file.unfixable() is not None:
+        raise file.error()
+    dataset, counts = file.fixed()
+    for what in ("images", "annotations", "categories"):
+        if file.dataset.get(what) and not dataset.get(what):
+            first = next(iter(file.findings("error")), None)
+            reason = "" if first is None else f" ({file.describe(first)})"
+            raise ConfigError(f"A fixed copy of '{file.path}' would have none of the {what}{reason}. Repair the file.")
+    num_masks = 0 if file.masks else count_masks(dataset.get("annotations", ()))[0]
+    for entry in dataset["annotations"] if num_masks else ():
+        entry.pop("segmentation", None)
+    with atomic_write(output) as partial:
+        # json.dumps is much faster than json.dump, which writes each number separately.
+        partial.write_text(json.dumps(dataset), encoding="utf-8")
+    kept = {name: len(dataset.get(f"{name}s", ())) for name in ("image", "annotation")}
+    left, removed = (
+        ", ".join(counted(number, name) for name, number in numbers.items())
+        for numbers in (kept, {name: counts[f"{name}s"] for name in kept})
+    )
+    return f"{left}; removed {removed}; changed {counts['changed']:,}" + (
+        f", left out {num_masks:,} masks" if num_masks else ""
+    )

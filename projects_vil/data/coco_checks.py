@@ -4,6 +4,7 @@
 function. Several checks share one loop because a file may have millions of objects.
 """
 
+import contextlib
 import itertools
 import math
 import os
@@ -174,18 +175,13 @@ class CocoFile:
 
     def to_json(self) -> dict[str, Any]:
         """Return all findings as a dict that can be written to a JSON file."""
-        fields = ("name", "severity", "what", "effect")
-        return {
-            "annotations": self.path,
-            "image_root": self.image_root,
-            "numbers": {key: len(self.dataset.get(key, ())) for key in ("images", "annotations", "categories")},
-            "passed": not self.findings("error"),
-            "found": [
-                {field: getattr(check, field) for field in fields}
-                | {"count": len(self.found[check.name]), "examples": self.examples[check.name]}
-                for check in self.findings()
-            ],
-        }
+        found = []
+        for check in self.findings():
+            fields = {field: getattr(check, field) for field in ("name", "severity", "what", "effect")}
+            found.append(fields | {"count": len(self.found[check.name]), "examples": self.examples[check.name]})
+        numbers = {key: len(self.dataset.get(key, ())) for key in ("images", "annotations", "categories")}
+        files = {"annotations": self.path, "image_root": self.image_root}
+        return files | {"numbers": numbers, "passed": not self.findings("error"), "found": found}
 
     def fixed(self, *, areas: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
         """Return a copy of the dataset with all fixes. Entries without findings are unchanged.
@@ -351,6 +347,10 @@ def find_in_boxes(file: CocoFile) -> Findings:
         box, area = entry.get("bbox"), entry.get("area")
         indices.append(index)
         areas.append(area if type(area) in (int, float) and abs(area) < _LARGEST else math.nan)
+        if type(box) is list and str in map(type, box):
+            with contextlib.suppress(TypeError, ValueError):
+                box = [*map(float, box)]
+                yield "bbox_as_text", index, entry["bbox"]
         is_box = type(box) is list and len(box) == 4 and set(map(type, box)) <= {int, float}
         # The maximum does not find NaN, but the sum does.
         is_box = is_box and max(map(abs, box)) < _LARGEST and sum(box) == sum(box)
@@ -549,6 +549,8 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("boxes_in_normalized_coordinates", "error", "boxes that are fractions of the image, not pixels", None,
          "multiply them by the width and height"),
         ("missing_bbox_and_mask", "error", "annotations without a bbox and without a valid mask", remove, _OUT),
+        ("bbox_as_text", "fixed", "boxes with numbers as text",
+         convert("bbox", lambda box: [*map(float, box)]), "read as numbers"),
         ("missing_bbox", "fixed", "annotations without a bbox but with a mask", box_of_mask, "set to the mask's box"),
         ("invalid_bbox", "error", "boxes that are not four finite numbers", box_of_mask, _BOX),
         ("swapped_bbox_corners", "fixed", "boxes with a negative width or height", ordered_corners,

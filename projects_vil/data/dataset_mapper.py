@@ -11,14 +11,15 @@ from detectron2.config import CfgNode, configurable
 from detectron2.data import DatasetMapper
 from detectron2.data import detection_utils as utils
 from detectron2.data import transforms as T
+from detectron2.projects.point_rend import ColorAugSSDTransform
 from detectron2.structures.masks import polygons_to_bitmask
 from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 from backbones.errors import check_choice
 from projects_vil.config import is_segmentor, with_overrides
-from projects_vil.data.albumentations_pipeline import AlbumentationsAugmentation, build_albumentations
-from projects_vil.data.augmentation import boxes_of_masks, color_augmentation, large_scale_jitter
+from projects_vil.data.albumentations_pipeline import AlbumentationsAugmentation
+from projects_vil.data.augmentation import boxes_of_masks, large_scale_jitter
 from projects_vil.data.detection_utils import DAMAGED, IGNORED_LABEL, decode_image, read_labels, read_size
 
 CROP_TYPES = ("relative_range", "relative", "absolute", "absolute_range")
@@ -69,7 +70,8 @@ class Mapper(DatasetMapper):
         options: dict[str, Any] = {"num_labels": cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES}
         if is_train:
             check_crop(cfg)
-            options["albumentations"] = build_albumentations(cfg)
+            if cfg.INPUT.ALBUMENTATIONS:
+                options["albumentations"] = AlbumentationsAugmentation(cfg)
         elif cfg.TEST.TILE_SIZE:
             cfg = with_overrides(cfg, {"INPUT.MIN_SIZE_TEST": 0})
         options |= super().from_config(cfg, is_train)
@@ -86,7 +88,8 @@ class Mapper(DatasetMapper):
             if crop.PAD:
                 options |= {"padded_size": tuple(crop.SIZE), "pixel_mean": list(cfg.MODEL.PIXEL_MEAN)}
         if cfg.INPUT.PHOTOMETRIC_DISTORTION:
-            augmentations.append(color_augmentation(cfg))
+            # Its ranges are equal to mmsegmentation's PhotoMetricDistortion, which the official LIT segmentation uses.
+            augmentations.append(ColorAugSSDTransform(img_format=cfg.INPUT.FORMAT))
         return options | {"augmentations": augmentations}
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:

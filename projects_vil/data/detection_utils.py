@@ -141,17 +141,15 @@ def decode_image(
 ) -> tuple[np.ndarray, dict[str, str]]:
     """Return the image of :func:`read_image`, and a dict from its path to its damage, which is empty without damage."""
 
-    def decode() -> np.ndarray:
-        with _opened(path, content) as image:
-            return _pixels(image, image_format)
-
     try:
-        return decode(), {}
+        with _opened(path, content) as image:
+            return _pixels(image, image_format), {}
     except UnreadableImage as error:
         with _OnlyInThisThread.lock:
             before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, _OnlyInThisThread()
             try:
-                pixels = decode()
+                with _opened(path, content) as image:
+                    pixels = _pixels(image, image_format)
             finally:
                 ImageFile.LOAD_TRUNCATED_IMAGES = before
         # Pillow fills the missing part with one color.

@@ -19,7 +19,7 @@ from backbones.errors import check_choice, check_replaceable, pip_install
 from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
 from projects_vil.config import CONFIG_FILE, is_panoptic, with_overrides
-from projects_vil.engine.writers import SERVICES
+from projects_vil.engine.hooks import SERVICES
 from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_metric
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
 from projects_vil.solver import LR_SCHEDULERS, build_lr_scheduler, build_optimizer
@@ -90,10 +90,10 @@ def check_setup(
 ) -> None:
     """Check the values, model, device, datasets and weights of a run. This takes about a second.
 
-    If the run resumes, its checkpoint is checked later, when it is read.
+    The datasets of the config are registered. If the run resumes, its checkpoint is checked later, when it is read.
 
     Args:
-        cfg: Config of the run. Its datasets must be registered.
+        cfg: Config of the run.
         processes: Number of processes of the run.
         eval_only: Whether the run only evaluates.
         resume: Whether the run continues from a checkpoint.
@@ -104,6 +104,7 @@ def check_setup(
         ConfigError: For the first mistake.
     """
     check_values(cfg, () if eval_only else overridden)
+    data.register_datasets(cfg)
     is_lazy, model = model is not None, build_on_meta(cfg) if model is None else model
     if not (cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN):
         raise ConfigError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty. Set it to the name of a dataset.")

@@ -19,8 +19,7 @@ from backbones.errors import check_file, closest
 from projects_vil import data
 from projects_vil.config import choose_device, config_items, default_config, one_line
 from projects_vil.engine.checks import check_setup
-from projects_vil.engine.launch import Processes, launch
-from projects_vil.engine.train import run_evaluation, run_training
+from projects_vil.engine.launch import Processes, launch, run_evaluation, run_training
 from projects_vil.engine.trainer import Trainer
 from projects_vil.evaluation import CheckedEvaluator
 from projects_vil.solver import clip_full_model
@@ -81,7 +80,6 @@ def run_lazy_config(
                 build_lazy_optimizer(cfg, model)  # Raises an error if a pattern matches no parameter.
         instantiate(cfg.lr_multiplier)
         options = choose_device(lazy_options(cfg, model), requested=True)
-    data.register_datasets(options)
     processes.check(options.MODEL.DEVICE)
     check_setup(options, processes=processes.world_size, eval_only=eval_only, resume=resume, model=model)
     for split in ("train", "test"):

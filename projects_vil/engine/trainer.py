@@ -32,7 +32,6 @@ from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer
 from projects_vil.config import one_line, with_overrides
 from projects_vil.engine import hooks
-from projects_vil.engine.writers import SERVICES, MetricPrinter, MetricsFile
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
 from projects_vil.modeling import MicroBatches, add_tiles, amp_dtype, autocast_detector, eval_dtype, use_sync_free_parts
 from projects_vil.utils import read_json, stop_requests, terminate, terminating_between_calls
@@ -360,13 +359,13 @@ class Trainer(DefaultTrainer):
     """Train, evaluate and resume a detector, as detectron2's DefaultTrainer.
 
     On the CPU a resumed run is identical to an uninterrupted run, bit by bit. Each iteration is seeded by the seed of
-    the run, the iteration and the rank, and so is each image (:mod:`projects_vil.data.samplers`).
+    the run, the iteration and the rank, and so is each image (:mod:`projects_vil.data.build`).
 
     Args:
         cfg: all options of the run. ``SOLVER.GRADIENT_ACCUMULATION_STEPS`` must be a number: ``"auto"`` is resolved by
             :func:`~projects_vil.engine.auto_micro_batch.choose_micro_batches`. A subclass may override how the model,
             optimizer, loader and schedule are built, as :func:`projects_vil.engine.lazy.lazy_trainer` does. An exact
-            resume needs a loader such as :class:`projects_vil.data.samplers.TrainLoader`.
+            resume needs a loader such as :class:`projects_vil.data.build.TrainLoader`.
 
     Attributes:
         log_period: iterations between two lines of the log and of ``metrics.json``.
@@ -476,10 +475,10 @@ class Trainer(DefaultTrainer):
         # The resumed checkpoint may have been saved before the metrics of its iteration.
         first = self.start_iter - self._is_unfinished
         return [
-            MetricPrinter(self.max_iter, batch_size=self.cfg.SOLVER.IMS_PER_BATCH),
+            hooks.MetricPrinter(self.max_iter, batch_size=self.cfg.SOLVER.IMS_PER_BATCH),
             TensorboardXWriter(self.cfg.OUTPUT_DIR),
-            MetricsFile(Path(self.cfg.OUTPUT_DIR) / "metrics.json", first_iteration=first),
-            *(build(self.cfg) for key, (_, build) in SERVICES.items() if self.cfg.LOGGING[key]),
+            hooks.MetricsFile(Path(self.cfg.OUTPUT_DIR) / "metrics.json", first_iteration=first),
+            *(build(self.cfg) for key, (_, build) in hooks.SERVICES.items() if self.cfg.LOGGING[key]),
         ]
 
     def resume_or_load(self, resume: bool = True) -> None:

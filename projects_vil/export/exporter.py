@@ -138,7 +138,8 @@ def export_detector(
     with atomic_folder(path.parent) as unfinished:
         new = unfinished / path.name
         source = new.with_name(f"float{entry.suffix}") if is_int8 else new
-        options = {"opset": opset} if opset else {"quantizes": is_int8} if file_format == "openvino" else {}
+        options = {"quantizes": is_int8} if "int8" in entry.precisions else {}
+        options |= {"opset": opset} if opset else {}
         try:
             entry.write(exportable, example, source, **options)
             if is_int8:

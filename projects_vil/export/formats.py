@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from backbones import ConfigError
 from backbones.attention.chunks import copied_windows
 from backbones.errors import check_choice, pip_install
-from backbones.layers.tracing import padding_to_multiple, static_size
+from backbones.layers.tracing import static_size, take_first
 from projects_vil.config import one_line
 from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
@@ -63,7 +63,7 @@ class Format:
     Attributes:
         suffix: the file name suffix.
         write: write a detector to a file: ``write(exportable, example, path)``. The file accepts inputs of the
-            example's dtype. The ONNX writer also takes ``opset``, the OpenVINO writer ``quantizes``.
+            example's dtype. Writers of formats with int8 also take ``quantizes``, the ONNX writer ``opset``.
         load: load a file into its runtime. Returns a function from an input to the tuple of outputs, and the JSON of
             the embedded metadata or ``None``. The ONNX loader also takes ``device``.
         embed: write metadata into a file, and remove what the exporter stored about this machine.
@@ -181,6 +181,12 @@ def _attention_as_products(
 
 
 _WINOGRAD_CHANNELS = 128
+# The matrices G and B^T of F(4, 3)
+_WINOGRAD_KERNELS = torch.tensor([[6, 0, 0], [-4, -4, -4], [-4, 4, -4], [1, 2, 4], [1, -2, 4], [0, 0, 24]]) / 24
+_WINOGRAD_SUMS = torch.tensor(
+    [[4, 0, -5, 0, 1, 0], [0, -4, -4, 1, 1, 0], [0, 4, -4, -1, 1, 0]]
+    + [[0, -2, -1, 2, 1, 0], [0, 2, -1, -2, 1, 0], [0, 4, 0, -5, 0, 1.0]]
+)[:, None, None, :, None]
 
 
 def _winograd_conv2d(
@@ -194,21 +200,28 @@ def _winograd_conv2d(
     kind = (*weight.shape[2:], stride, padding, dilation, groups)
     if weight.shape[1] < _WINOGRAD_CHANNELS or kind != (3, 3, (1, 1), (1, 1), (1, 1), 1):
         return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    height, more = x.shape[2], padding_to_multiple(x.shape[2], 4)
-    x = F.pad(x, (0, 0, 1, more + 1))
-    x0, x1, x2, x3, x4, x5 = (x[:, :, row : row + height + more - 3 : 4] for row in range(6))
-    even, odd, even2, odd2 = x4 - 4 * x2, x3 - 4 * x1, x4 - x2, 2 * (x3 - x1)
-    rows = [4 * (x0 - x2) + even2, even + odd, even - odd, even2 + odd2, even2 - odd2, (x5 - x3) / 2 - odd2]
+    (channels, height), x = (static_size(x.shape[1]), x.shape[2]), F.pad(x, (0, 0, 1, 4))
     # Derived from the weights in the graph, so that the file stores only the weights.
-    kernels = [[6, 0, 0], [-4, -4, -4], [-4, 4, -4], [1, 2, 4], [1, -2, 4], [0, 0, 48]]
-    kernels = torch.einsum("gk,ockw->gocw", weight.new_tensor(kernels) / 24, weight).flatten(0, 1)[:, :, None]
+    kernels = torch.einsum("gk,ockw->gocw", _WINOGRAD_KERNELS, weight)[:, :, :, None].unbind()
+    # Depth-wise convolutions compute sums of rows faster than additions. ONNX's converter makes four nodes of no bias.
+    sums, zeros = _WINOGRAD_SUMS.expand(-1, channels, 1, -1, 1).unbind(), weight.new_zeros(channels)
+    rows = [F.conv2d(x, one, zeros, stride=(4, 1), groups=channels) for one in sums]
     # Only the second convolution contributes once to each output row.
-    biases = None if bias is None else F.pad(bias, (len(bias), 4 * len(bias)))
-    y = F.conv2d(torch.cat(rows, 1), kernels, biases, padding=(0, 1), groups=6)
-    y0, y1, y2, y3, y4, y5 = y.unflatten(1, (6, static_size(weight.shape[0]))).unbind(1)
+    zeros = weight.new_zeros(static_size(weight.shape[0]))
+    biases = zeros, zeros if bias is None else bias, zeros, zeros, zeros, zeros
+    parts = zip(rows, kernels, biases, strict=True)
+    y0, y1, y2, y3, y4, y5 = (F.conv2d(row, kernel, own, padding=(0, 1)) for row, kernel, own in parts)
     even, odd, even2, odd2 = y1 + y2, y1 - y2, y3 + y4, 2 * (y3 - y4)
     y = torch.stack([y0 + even + even2, odd + odd2, even + 4 * even2, odd + 4 * odd2 + y5], 3)
-    return y.flatten(2, 3).narrow(2, 0, height)
+    return take_first(y.flatten(2, 3), 2, height)
+
+
+def _faster_functions(exportable: ExportableDetector, quantizes: bool) -> _ReplaceFunctions:
+    """Return the context in which ONNX and OpenVINO files are traced."""
+    replacements = {F.scaled_dot_product_attention: _attention_as_products}
+    if not quantizes and next(exportable.parameters()).dtype == torch.float32:
+        replacements[F.conv2d] = _winograd_conv2d  # triples rounding errors
+    return _ReplaceFunctions(replacements)
 
 
 # -- TorchScript, torch.export, AOTInductor --------------------------------------------------------
@@ -275,10 +288,12 @@ def _load_aot_inductor(path: Path) -> Loaded:
 # -- ONNX ------------------------------------------------------------------------------------------
 
 
-def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path, *, opset: int = OPSET) -> None:
+def _write_onnx(
+    exportable: ExportableDetector, example: Tensor, path: Path, *, opset: int = OPSET, quantizes: bool = False
+) -> None:
     from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
-    with _ReplaceFunctions({F.scaled_dot_product_attention: _attention_as_products}):
+    with _faster_functions(exportable, quantizes):
         program = export_program(exportable, example)
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     with log_step("torch.onnx.export"), _no_stack_traces():
@@ -411,11 +426,8 @@ def openvino_core():
 def _write_openvino(exportable: ExportableDetector, example: Tensor, path: Path, *, quantizes: bool = False) -> None:
     openvino = import_openvino()
     is_half = next(exportable.parameters()).dtype == torch.float16
-    replacements = {F.scaled_dot_product_attention: _attention_as_products}
-    if not (is_half or quantizes):  # Winograd's filtering triples rounding errors
-        replacements[F.conv2d] = _winograd_conv2d
     # fp16 files store half-precision weights and compute in float32.
-    with _ReplaceFunctions(replacements), copied_windows():
+    with _faster_functions(exportable, quantizes), copied_windows():
         traced = trace(copy.deepcopy(exportable).float() if is_half else exportable, example)
     sides = exportable.size or [openvino.Dimension(*export_sides(exportable.detector))] * 2
     batch = [openvino.Dimension(1, LARGEST_BATCH)] if exportable.batched else []

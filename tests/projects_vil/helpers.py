@@ -26,7 +26,7 @@ from detectron2.utils.logger import _LOG_COUNTER, setup_logger
 from backbones import ConfigError
 from projects_vil import load_config
 from projects_vil.config import merge_overrides
-from projects_vil.data.shared_records import SHARED
+from projects_vil.data.records import SHARED
 from research.export_table import untrained_detector as untrained_detector
 from tests.projects_vil import forked
 

@@ -9,6 +9,7 @@ from backbones import ConfigError
 from backbones.cvt import ConvLongShortAttention
 from research import timm_models  # noqa: F401  registers the models
 from research.ablations import CHANGES, ROWS, ConvAttention, count_row, create_changed_classifier
+from research.attention_figure import mean_attention, plot_attention
 from tests.backbones.helpers import random_images, randomize
 from tests.selection import slow_except
 
@@ -74,3 +75,19 @@ def test_a_change_without_effect_raises():
             create_changed_classifier("cvt_ls_13", changes=changes, **options)
     with pytest.raises(ConfigError, match="same attention"):
         create_changed_classifier("lit_ti", changes=("pvt", "pvt_msa"))
+
+
+def test_the_mean_attention_of_all_heads():
+    """LIT Figure 3: only the class token in the last stage gets a part of the attention."""
+    torch.manual_seed(0)
+    model = timm.create_model("lit_ti", changes="pvt_msa", token_merging="uniform", img_size=(64, 96)).eval()
+    images = random_images(2, 3, 64, 96).float()
+    mean = mean_attention(randomize(model), images)
+    sizes = {1: (3, 1, 16, 24), 2: (4, 2, 8, 12), 3: (6, 5, 4, 6), 4: (3, 8, 2, 3)}
+    assert {stage: tuple(maps.shape) for stage, maps in mean.items()} == sizes
+    assert [torch.allclose(maps.sum(dim=(2, 3)), torch.tensor(1.0)) for maps in mean.values()] == [True] * 3 + [False]
+    one, other = (mean_attention(model, [image]) for image in images)
+    assert all(torch.allclose(maps, (one[stage] + other[stage]) / 2) for stage, maps in mean.items())
+    assert len(plot_attention(mean).subfigs) == 4
+    with pytest.raises(ConfigError, match="no attention to draw"):
+        mean_attention(model, [])

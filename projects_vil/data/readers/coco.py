@@ -15,10 +15,9 @@ from projects_vil.data.readers.shapes import Annotations
 from projects_vil.utils import read_json
 
 # COCO's other annotation files of the same images
-_OTHER_FILES = re.compile("^(captions|person_keypoints|panoptic|stuff|image_info)_")
-# The content of a COCO file, its path or None if it must be written, and the image folder
-Part = tuple[dict[str, Any], Path | None, Path]
-Parts = dict[str, Part]
+_OTHER_FILES = re.compile("^(captions|labels|person_keypoints|panoptic|stuff|image_info)_")
+# By split: the content of a COCO file, its path or None if it must be written, and the image folder
+Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]
 
 
 def read_coco(path: str | Path) -> dict[str, Any]:
@@ -53,11 +52,11 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
         by_split[split_of(index.folders_of(path), Path(path).stem) or "train"].append(path)
     for split, own in by_split.items():
         main = [path for path in own if not _OTHER_FILES.match(os.path.basename(path))] or own
-        # One of several equal files
-        main = [*{content_hash(path): path for path in main}.values()] if len(main) > 1 else main
-        found.unused["captions, keypoints, panoptic and other COCO files"] += [p for p in own if p not in main]
+        # Some datasets have copies of the files in another folder.
+        main = sorted({content_hash(path): path for path in reversed(main)}.values()) if len(main) > 1 else main
+        found.unused["copies, captions, keypoints, panoptic and other COCO files"] += [p for p in own if p not in main]
         if len(main) > 1:
-            both = f"'{main[0]}' and '{main[1]}'. Give one of them, or name them after the splits train, val and test."
+            both = f"'{main[0]}' and '{main[1]}'. Give one file or folder, or name them after train, val and test."
             raise ConfigError(f"'{index.root}' has several COCO files for {split}: {both}")
         # A single file without the name of a split may have images of several splits.
         named = split if len(files) > 1 else split_of(index.folders_of(main[0]), Path(main[0]).stem)
@@ -65,7 +64,7 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
     return parts
 
 
-def _with_images(path: str, content: dict[str, Any], split: str | None, index: FileIndex) -> Part:
+def _with_images(path: str, content: dict[str, Any], split: str | None, index: FileIndex) -> tuple:
     """Return the content of a COCO file with valid file names, its path or None if they changed, and the folder."""
     entries = {entry["file_name"]: entry for entry in entries_of(content, "images")}
     # Almost always, all images are in one folder.
@@ -75,8 +74,9 @@ def _with_images(path: str, content: dict[str, Any], split: str | None, index: F
     bases = [base for base in bases if all(base + end in index.images for end in ends)]
     if len(bases) == 1:
         return content, Path(path), Path(bases[0])
-    sizes = (size_of(entry.get("height"), entry.get("width")) for entry in entries.values())
-    records = [Record(path, (name,), size, split=split) for name, size in zip(entries, sizes, strict=True)]
+    records = [
+        Record(path, (name,), size_of(e.get("height"), e.get("width")), split=split) for name, e in entries.items()
+    ]
     index.find_images(records)
     found = {record.names[0]: record.file for record in records if record.file}
     if not found:
@@ -105,8 +105,7 @@ def split_by_hash(source: Path, content: dict[str, Any], fraction: float) -> lis
     halves = [content | {"images": [], "annotations": []} for _ in range(2)]
     for key, id_key in (("images", "id"), ("annotations", "image_id")):
         for entry in content.get(key, ()):
-            is_val = isinstance(entry, dict) and str(entry.get(id_key)) in chosen
-            halves[is_val][key].append(entry)
+            halves[isinstance(entry, dict) and str(entry.get(id_key)) in chosen][key].append(entry)
     return halves
 
 
@@ -124,10 +123,9 @@ def compare_splits(parts: Parts) -> Iterator[str]:
     for split, (content, _, root) in parts.items() if len(parts) > 1 else ():
         for path in filter(os.path.isfile, paths_of(content, root)):
             by_size[os.path.getsize(path)].append((split, path))
-        used = {str(entry.get("category_id")) for entry in entries_of(content, "annotations")}
-        for category in entries_of(content, "categories"):
-            if str(category.get("id")) in used:
-                by_class[str(category.get("name"))].add(split)
+        names = {str(entry.get("id")): str(entry.get("name")) for entry in entries_of(content, "categories")}
+        for name in {names.get(str(entry.get("category_id"))) for entry in entries_of(content, "annotations")} - {None}:
+            by_class[name].add(split)
     for files in by_size.values():
         for split, path in files if len(dict(files)) > 1 else ():
             by_content[content_hash(path)][split] = path

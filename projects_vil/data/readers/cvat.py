@@ -17,7 +17,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     """Read the XML files of one or more CVAT tasks or projects."""
     found, classes = Annotations(), {}
     for path in files:
-        content = parse_xml(path)
+        content = parse_xml(path, found)
         if content.find("track") is not None:
             raise ConfigError(f"'{path}' has tracks of a video. Export it from CVAT as 'CVAT for images 1.1'.")
         # The points of a skeleton are labels with a parent.
@@ -26,18 +26,17 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         classes |= {label: None for label, label_type in own.items() if label_type != "skeleton"}
         for image in content.iter("image"):
             name, subset = image.get("name", ""), image.get("subset", "")
-            height, width = map(int, numbers(image.get, f"{path}: {name}", "height", "width"))
-            shapes = [_shape(shape, own, f"{path}: {name}: {shape.tag}") for shape in image if shape.tag != "tag"]
-            names, objects = (os.path.join(subset, name),), found.objects_of(shapes, path)
-            split = split_of([subset]) or split_of_file(path, files)
-            found.records.append(Record(path, names, (height, width), split=split, objects=objects))
+            size = tuple(map(int, numbers(image.get, f"{path}: {name}", "height", "width")))
+            shapes = [_shape(shape, own, f"{path}: {name}: {shape.tag}") for shape in image]
+            names, split = (os.path.join(subset, name),), split_of([subset]) or split_of_file(path, files)
+            found.records.append(Record(path, names, size, split=split, objects=found.objects_of(shapes, path)))
     found.classes = list(classes)
     return found
 
 
 def _shape(shape: ElementTree.Element, labels: dict[str, Any], location: str) -> Shape:
     label, group, values = shape.get("label", "").strip(), shape.get("group_id"), []
-    if label not in labels:
+    if labels and label not in labels:
         raise ConfigError(f"{location} has the unknown label {label!r}. Add it to the labels of the file.")
     degrees = number(shape.get("rotation") or 0, location)
     if shape.tag == "box":

@@ -29,12 +29,10 @@ VAL_FRACTION = 0.2
 # The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
 _READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
-# The root elements of XML files
-_ROOTS = {"CVAT": rb"<annotations[\s>]", "Pascal VOC": rb"<annotation[\s>]"}
 # A list of COCO files, which decides the format of a large file
 _COCO_LIST = rb'"(images|annotations|categories)"\s*:\s*\['
 _MOST_PARSED_BYTES, _NUM_READ_BYTES = 32 * 2**20, 4096
-_KNOWN = "*.json files of COCO, LabelMe or VIA, data.yaml of YOLO, or *.xml files of Pascal VOC or CVAT"
+_KNOWN = "*.json of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml of Pascal VOC or CVAT"
 
 
 @dataclass(frozen=True)
@@ -108,12 +106,9 @@ def read_dataset(
         raise ConfigError(f"val_fraction is {val}. Give a fraction between 0 and 1, such as {VAL_FRACTION}.")
     source = Path(source)
     name, files, index, others = _detect_format(source, None if images is None else Path(images))
-    if name == "COCO":
-        found = Annotations()
-        parts = find_coco(files, index, found)
-    else:
-        found = _READERS[name](files, index)
-        parts = _to_coco(source, found, index, os.path.abspath(extracted or Path(folder, "images")))
+    found = _READERS[name](files, index) if name in _READERS else Annotations()
+    folder_of_new = os.path.abspath(extracted or Path(folder, "images"))
+    parts = _to_coco(source, found, index, folder_of_new) if name in _READERS else find_coco(files, index, found)
     _count_unused(source, parts, index, found.unused)
     found.unused["JSON or XML files that are not annotations"] = others
     parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
@@ -126,8 +121,8 @@ def read_dataset(
         found.notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
         raise ConfigError(f"'{source}' already has a validation split. Leave out val_fraction.")
-    contents = {} if contents is None else contents
-    splits = _write(source, Path(folder), parts, set(map(os.path.realpath, files)), contents)
+    read, contents = set(map(os.path.realpath, files)), {} if contents is None else contents
+    splits = _write(source, Path(folder), parts, read, contents)
     sizes = {split: len(parts[split][0]["images"]) for split in splits}
     # detectron2 sorts the classes by category id. The dataset check reads the text of an id as an integer.
     categories = [entry for entry in entries_of(content, "categories") if str(entry.get("id")).isdigit()]
@@ -159,8 +154,7 @@ def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: d
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as partial:
                 partial.write_text(json.dumps(content), encoding="utf-8")
-        contents[split] = content
-        splits[split] = path, images
+        contents[split], splits[split] = content, (path, images)
     return splits
 
 
@@ -200,15 +194,16 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
         record.objects = [one for one in objects if one]
     skipped = sorted(found.skipped.items())
     found.notes += [f"{reason}: {len(paths):,} skipped (first: {paths[0]})" for reason, paths in skipped if paths]
-    if emptied:
-        found.notes.append(f"images whose objects have no class: {len(emptied):,} (first: {emptied[0]}). Add classes")
-    classes = [*filter(None, found.classes or ())] or sorted({one["label"] for r in records for one in r.objects})
+    found.notes += [f"{reason}: {len(paths):,} (first: {paths[0]})" for reason, paths in found.noted.items()]
+    advice = f"images whose objects have no class: {len(emptied):,} (first: {{}}). Add classes"
+    found.notes += map(advice.format, emptied[:1])
     if not any(record.objects for record in records):
         unused = [f"{reason}: {len(files)}" for reason, files in found.unused.items() if files]
-        details = "; ".join([*found.notes, *unused]) or "the annotations are empty"
+        details = "; ".join([*found.notes, *unused]) or ("the annotations are empty" if records else "they name none")
         missing = "no object in its images" if records else "no image of its annotations"
         raise ConfigError(f"'{source}' has {missing} ({details}). Add them, or give their folder with --images.")
-    ids = {label: index for index, label in enumerate(classes, start=1)}
+    labels = *filter(None, found.classes), *sorted({one["label"] for record in records for one in record.objects})
+    ids = {label: index for index, label in enumerate(dict.fromkeys(labels), start=1)}
     categories = [{"id": index, "name": label} for label, index in ids.items()]
     root, parts = Path(os.path.commonpath([os.path.dirname(record.file) for record in records])), {}
     for number, record in enumerate(records, start=1):
@@ -240,8 +235,10 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
         raise ConfigError(f"There is no file or folder '{source}'. Check the path.")
     source = Path(os.path.abspath(source))
     root = source.parent if source.is_file() else source
-    root = root.parent if root.name.lower() in ANNOTATION_FOLDERS else root
     index, found = FileIndex(root, images), defaultdict(list)
+    # Other images in a folder of annotations may be masks.
+    if root.name.lower() in ANNOTATION_FOLDERS and not any("images" in index.folders_of(f) for f in index.images):
+        index = FileIndex(root := root.parent, images)
     below = os.path.join(source, "")
     own = [str(source)] if source.is_file() else [f for f in index.files if f.startswith(below) and os.path.isfile(f)]
     for path in own:
@@ -256,9 +253,8 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
         for path in [path for path in unknown if path.lower().endswith(".json")][:1]:
             read_json(path)
         others = [path for path in own if path not in index.images]
-        images = f"{counted(len(own) - len(others), 'image')}, but " if len(own) > len(others) else ""
-        more = f" These files are not read: {first_of(others, 3)}." if others else ""
-        raise ConfigError(f"'{source}' has {images}no annotations of a known format. Use {_KNOWN}.{more}")
+        images, more = counted(len(own) - len(others), "image"), f"Not read: {first_of(others, 3) or 'none'}."
+        raise ConfigError(f"'{source}' has {images}, but no annotations of a known format. Use {_KNOWN}. {more}")
     if len(found) > 1:
         each = " and ".join(f"{name} ({os.path.relpath(files[0], root)})" for name, files in found.items())
         raise ConfigError(f"'{source}' has several formats: {each}. Give the file or the folder of one format.")
@@ -279,8 +275,8 @@ def annotation_format(path: str) -> str | None:
     if suffix not in (".json", ".xml", ".yaml", ".yml") or not os.path.isfile(path):
         return None
     if suffix == ".xml":
-        content = Path(path).read_bytes().replace(b"\0", b"")
-        return next((name for name, root in _ROOTS.items() if re.search(root, content)), None)
+        root = re.search(rb"<annotation(s?)[\s>]", Path(path).read_bytes().replace(b"\0", b""))
+        return root and ("CVAT" if root[1] else "Pascal VOC")
     if suffix != ".json":
         return "YOLO" if yolo.settings_of(path) is not None else None
     with open(path, "rb") as file:
@@ -297,8 +293,7 @@ def annotation_format(path: str) -> str | None:
     except ConfigError:
         # The reader of the format reports the error.
         return name
-    if isinstance(content.get("shapes"), list):
-        return "LabelMe"
-    if isinstance(content.get("images"), list) and isinstance(content.get("categories"), list):
-        return "COCO"
+    lists = {key for key, value in content.items() if isinstance(value, list)}
+    if "shapes" in lists or {"images", "categories"} <= lists:
+        return "LabelMe" if "shapes" in lists else "COCO"
     return "VIA" if via.images_of(content) is not None else None

@@ -21,7 +21,7 @@ SPLITS |= {"validation": "val", "test": "test", "testing": "test"}
 # Words beside the split in folder names, such as "train_images"
 _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "json", "labels", "obj", "set", "xml", ""}
 # Folders of annotations with the images in another folder next to them
-ANNOTATION_FOLDERS = {"annotations", "annotation", "labels", "label", "labeltxt", "json", "xml"}
+ANNOTATION_FOLDERS = {"annotations", "annotation", "annots", "labels", "label", "labeltxt", "json", "xml"}
 # Also tables and archives
 _UNSUPPORTED = (*UNSUPPORTED_SUFFIXES, ".csv", ".tsv", ".parquet", ".tfrecord", ".zip", ".rar", ".7z", ".tar", ".gz")
 # Label Studio adds eight hexadecimal digits to the names of uploaded files.
@@ -45,9 +45,8 @@ def walk(root: str | Path) -> Iterator[str]:
 
 def _is_run(folder: str, names: list[str]) -> bool:
     train = Path(folder, "data", "train.json")
-    if "log.txt" not in names or "config.yaml" in names or not train.is_file():
-        return {"log.txt", "config.yaml"} <= {*names}
-    return GENERATOR in train.read_text(encoding="utf-8", errors="replace")[:200]
+    is_converted = "log.txt" in names and train.is_file() and GENERATOR.encode() in train.read_bytes()[:200]
+    return is_converted or {"log.txt", "config.yaml"} <= {*names}
 
 
 def read_lines(path: str) -> list[str]:
@@ -207,7 +206,7 @@ class FileIndex:
             if all(path in owners and owners[path][0] > rank for path in paths):
                 continue
             if len(paths) > 1:
-                raise ConfigError(f"{record} matches both '{paths[0]}' and '{paths[1]}'. Rename one.")
+                raise ConfigError(f"{record} matches both '{paths[0]}' and '{paths[1]}'. Rename one, or use --images.")
             _, owner = owners.setdefault(paths[0], (rank, record))
             if owner is not record:
                 raise ConfigError(f"The image '{paths[0]}' has two annotations: {owner} and {record}. Remove one.")
@@ -218,7 +217,8 @@ class FileIndex:
         base = self.image_root if self.is_given else os.path.dirname(record.annotation)
         for name in self._written_names(record):
             direct = os.path.normpath(os.path.join(base, name.strip().replace("\\", "/")))
-            if os.path.isfile(direct) and (not self.is_given or direct.startswith(base + os.sep)):
+            is_allowed = not self.is_given or direct.startswith(base + os.sep)
+            if is_allowed and os.path.isfile(direct) and (is_image(direct) or size_or_none(direct)):
                 return (True,), [direct]
             if parts_of(name) and (ranked := self._ranked(record, name, written)):
                 return ranked

@@ -15,8 +15,6 @@ from pycocotools import mask as mask_util
 from backbones import ConfigError
 from projects_vil.data.readers.index import FileIndex, Record
 
-# Points of the polygon of an ellipse. Four of them are the ends of its axes.
-_NUM_ELLIPSE_POINTS = 48
 # The shape type, the label, the group or None, and the values of the shape
 Shape = tuple[str, str, Any, list]
 
@@ -32,15 +30,17 @@ class Annotations:
         write_image: Writes the image inside an annotation file to a folder, and returns its path, or None.
         skipped: The annotation file of each skipped entry, by description.
         unused: The annotation files that are not used, by reason.
+        noted: The files of each choice, by description.
         notes: Messages about choices.
     """
 
     records: list[Record] = field(default_factory=list)
-    classes: list[str] | None = None
+    classes: list[str] = field(default_factory=list)
     listed: dict[str, str] = field(default_factory=dict)
     write_image: Callable[[str, FileIndex, str], str | None] = lambda path, index, folder: None
     skipped: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     unused: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    noted: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     notes: list[str] = field(default_factory=list)
 
     def objects_of(self, shapes: list[Shape], path: str) -> list[dict[str, Any]]:
@@ -106,16 +106,18 @@ def polygon_object(label: str, polygons: list[list[float]]) -> dict[str, Any]:
 def in_image(one: dict[str, Any], size: tuple[int, int] | None) -> dict[str, Any] | None:
     """Return an object with its ``mask`` as RLE of an image (height, width), or None if no pixel is in the image."""
     crop, left, top = one.pop("mask")
-    image = Image.new("L", size[::-1] if size else (1, 1))
-    image.paste(Image.fromarray(mask_util.decode(crop)), (left, top))
-    rle = mask_util.encode(np.asfortranarray(image))
+    # Height and width are swapped, because RLE counts along columns.
+    image = Image.new("L", size or (1, 1))
+    image.paste(Image.fromarray(mask_util.decode(crop).T), (top, left))
+    rle = mask_util.encode(np.asarray(image).T)
     one |= {"bbox": mask_util.toBbox(rle).tolist(), "area": float(mask_util.area(rle))}
     return one | {"segmentation": rle | {"counts": rle["counts"].decode()}} if one["area"] else None
 
 
 def ellipse(x: float, y: float, radius_x: float, radius_y: float, degrees: float = 0) -> list[float]:
     """Return an ellipse as a polygon, rotated clockwise about its center (x, y)."""
-    angles = np.linspace(0, 2 * np.pi, _NUM_ELLIPSE_POINTS, endpoint=False)
+    # Four of the points are the ends of the axes.
+    angles = np.linspace(0, 2 * np.pi, 48, endpoint=False)
     return _placed(np.stack([radius_x * np.cos(angles), radius_y * np.sin(angles)], axis=1), x, y, degrees)
 
 

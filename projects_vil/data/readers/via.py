@@ -10,7 +10,7 @@ from projects_vil.utils import read_json
 
 # The region attribute with the class, in order of preference
 _CLASS_KEYS = ("class", "label", "name", "category", "type", "object")
-_NO_CLASS = "object"
+_VALUES = {"rect": ("x", "y", "width", "height"), "circle": ("cx", "cy", "r", "r"), "ellipse": ("cx", "cy", "rx", "ry")}
 
 
 def read(files: list[str], index: FileIndex) -> Annotations:
@@ -22,12 +22,11 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     if key is None and len(keys) > 1:
         raise ConfigError(f"'{files[0]}' has the attributes {sorted(keys)}. Rename the one of the class to 'class'.")
     key = key or next(iter(keys), None)
-    if key is None:
-        found.notes.append(f"regions have no attributes, so the class is {_NO_CLASS!r}")
+    found.notes += ["regions have no attributes, so the class is 'object'"] if key is None else []
     for path, entry in pairs:
         shapes, location = [], f"{path}: {entry['filename']}"
         for region in _regions(entry):
-            label = (region.get("region_attributes") or {}).get(key) if key else _NO_CLASS
+            label = (region.get("region_attributes") or {}).get(key) if key else "object"
             if isinstance(label, dict):
                 # A checkbox has a dict from the value to whether it is checked.
                 label, *more = [*(name for name, is_checked in label.items() if is_checked), ""]
@@ -48,26 +47,21 @@ def images_of(content: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _regions(image: dict[str, Any]) -> list[dict[str, Any]]:
-    regions = image["regions"] or []
-    regions = list(regions.values()) if isinstance(regions, dict) else regions
+    regions = list(found.values() if isinstance(found := image["regions"] or [], dict) else found)
     if not all(isinstance(r, dict) and isinstance(r.get("region_attributes") or {}, dict) for r in regions):
         raise ConfigError(f"The regions of {image['filename']!r} are not in VIA's format. Export them again.")
     return regions
 
 
 def _shape(label: str, shape: dict[str, Any], location: str) -> Shape:
-    match shape.get("name"):
-        case "rect":
-            left, top, width, height = numbers(shape.get, location, "x", "y", "width", "height")
-            return "rectangle", label, None, [left, top, left + width, top + height]
-        case "circle":
-            x, y, radius = numbers(shape.get, location, "cx", "cy", "r")
-            return "ellipse", label, None, [x, y, radius, radius]
-        case "ellipse":
-            degrees = math.degrees(number(shape.get("theta", 0), location))
-            return "ellipse", label, None, [*numbers(shape.get, location, "cx", "cy", "rx", "ry"), degrees]
-        case "polygon":
-            pairs = zip(shape.get("all_points_x", ()), shape.get("all_points_y", ()), strict=False)
-            return "polygon", label, None, [number(value, f"{location}: polygon") for pair in pairs for value in pair]
-        case name:
-            return str(name), label, None, []
+    name = str(shape.get("name"))
+    values = numbers(shape.get, location, *_VALUES.get(name, ()))
+    if name == "rect":
+        left, top, width, height = values
+        values = [left, top, left + width, top + height]
+    elif name == "ellipse":
+        values.append(math.degrees(number(shape.get("theta", 0), location)))
+    elif name == "polygon":
+        pairs = zip(shape.get("all_points_x", ()), shape.get("all_points_y", ()), strict=False)
+        values = [number(value, f"{location}: polygon") for pair in pairs for value in pair]
+    return {"rect": "rectangle", "circle": "ellipse"}.get(name, name), label, None, values

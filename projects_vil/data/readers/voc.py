@@ -12,15 +12,19 @@ from backbones import ConfigError
 from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, size_of
 from projects_vil.data.readers.shapes import Annotations, box_object, number, numbers, polygon_object, rotated_box
 
-_LIST = re.compile(rf"(.*)/(?i:imagesets(?:/main)?)/({'|'.join(SPLITS)})\.txt")
+# Lists of images, lists of a class, and lists of other programs, such as PaddleDetection. The first kind that exists is
+# used.
+_FOLDERS = ("/(?i:imagesets(?:/main)?)/", "/(?i:imagesets(?:/main)?)/[^/]+_", "/")
+_LISTS = [re.compile(rf"(.*){folder}({'|'.join(SPLITS)})\.txt") for folder in _FOLDERS]
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
 def read(files: list[str], index: FileIndex) -> Annotations:
     """Read a dataset in Pascal VOC's format, which has one XML file per image."""
-    found = Annotations()
+    # The classes of PaddleDetection
+    found = Annotations(classes=next((read_lines(p) for p in index.files if p.endswith("label_list.txt")), []))
     for path in _read_lists(files, index, found):
-        annotation, stem = parse_xml(path), Path(path).stem
+        annotation, stem = parse_xml(path, found), Path(path).stem
         name = annotation.findtext("filename", "").strip()
         # The name in the file is often outdated, so an image with the stem of the annotation has priority. If it has
         # another suffix, it may be a mask.
@@ -32,22 +36,22 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         offset = 0 if any(re.search(r"\.0*[1-9]", text) for text in texts) else 1
         objects = [_object(entry, offset, path) for entry in entries]
         found.skipped["objects without a box or a polygon"] += [path] * objects.count(None)
-        sides = (annotation.findtext(f"size/{side}") or 0 for side in ("height", "width"))
-        size = size_of(*(int(number(side, f"{path}: size")) for side in sides))
-        found.records.append(Record(path, names, size, True, hint=hint.strip(), objects=[*filter(None, objects)]))
+        sides = (number(annotation.findtext(f"size/{side}") or 0, f"{path}: size") for side in ("height", "width"))
+        size, hint = size_of(*map(int, sides)), hint.strip()
+        found.records.append(Record(path, names, size, True, hint=hint, objects=[*filter(None, objects)]))
     return found
 
 
 def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[str]:
-    """Read the lists in the folders ImageSets/Main or ImageSets, and return the annotation files to read."""
-    splits: dict[str, dict[str, str]] = defaultdict(dict)
-    by_stem: dict[str, list[str]] = defaultdict(list)
+    """Read the lists of the splits, and return the annotation files to read."""
+    splits, by_stem = defaultdict(dict), defaultdict(list)
     for file in files:
         by_stem[Path(file).stem].append(file)
+    kinds = [[match for match in map(kind.fullmatch, index.files) if match] for kind in _LISTS]
+    lists = next(filter(None, kinds), [])
     # trainval comes last. What it has besides train is val, and the other way round.
-    for match in sorted(filter(None, map(_LIST.fullmatch, index.files)), key=lambda match: match[2] == "trainval"):
-        root, name = match.groups()
-        listed = splits[root]
+    for match in sorted(lists, key=lambda match: match[2] == "trainval"):
+        (root, name), listed = match.groups(), splits[match[1]]
         is_rest = name == "trainval" and "train" in listed.values() and "val" not in listed.values()
         split = "val" if is_rest else SPLITS[name]
         for file in (file for line in read_lines(match[0]) for file in _files_of(line, root, by_stem)):
@@ -56,19 +60,24 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
                 raise ConfigError(f"'{root}' lists '{Path(file).stem}' for {other} and for {name}. Remove one.")
     for root, listed in splits.items():
         missing = sorted(listed.keys() - {*files})
-        if wrong := [name for name in missing if listed[name] != "test"]:
+        if wrong := [name for name in missing if listed[name] != "test" and lists is not kinds[2]]:
             raise ConfigError(f"'{root}' has no {wrong[0]}.xml, which ImageSets/Main lists. Add the file.")
         # The annotations of test images are often not published.
-        found.skipped["test images without annotations"] += missing
+        found.skipped["listed images without annotations"] += missing
         found.listed |= listed
-    below = tuple(root + os.sep for root in splits)
-    unlisted = {file for file in files if file.startswith(below)} - found.listed.keys()
-    found.unused["annotation files that ImageSets/Main does not list"] += sorted(unlisted)
+    used = found.listed.keys() & {*files}
+    found.notes += [f"splits from lists such as '{lists[0][0]}'"] if used and not kinds[0] else []
+    # Without a list of training images, they are the images that no list names.
+    below = tuple(root + os.sep for root, listed in splits.items() if "train" in map(listed.get, used))
+    unlisted = {file for file in files if file.startswith(below)} - used
+    found.unused["annotation files that no list names"] += sorted(unlisted)
     return sorted({*files} - unlisted)
 
 
 def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
     """Return the files that a line of a list names, with or without a path, a suffix, a tag such as -1 or a comment."""
+    # PaddleDetection writes the image and its XML file.
+    line = re.sub(r"^\S+\.\w+\s+(?=\S+\.xml$)", "", line)
     before = line.partition("#")[0].strip()
     texts = [text for one in (line, before) for text in (one, *one.split()[:1])]
     for name in (name for text in texts for name in (text, os.path.splitext(text)[0])):
@@ -96,18 +105,27 @@ def _object(entry: ElementTree.Element, offset: int, path: str) -> dict[str, Any
     return found and found | {"iscrowd": int(entry.findtext("difficult", "").strip() == "1")}
 
 
-def parse_xml(path: str) -> ElementTree.Element:
-    """Return the root of an XML file in any encoding that Python can decode.
+def parse_xml(path: str, found: Annotations) -> ElementTree.Element:
+    """Return the root of an XML file in the declared encoding, or in UTF-8 if only UTF-8 fits or gives a shorter text.
 
     Raises:
         ConfigError: If the file is not XML.
     """
-    content = Path(path).read_bytes()
-    declared = re.match(rb"\s*<\?xml[^>]*encoding=[\"']([\w.-]+)[\"']", content)
+    content, roots, reason = Path(path).read_bytes(), {}, None
+    match = re.match(rb"\s*<\?xml[^>]*encoding=[\"']([\w.-]+)[\"']", content)
     # The parser is safe: it loads no external files, and expat limits the expansion of entities. It supports no
     # encodings with several bytes per character, such as GB2312. Files that declare GB2312 often have more characters.
-    try:
-        encoding = re.sub("(?i)gb(2312|k)", "gb18030", declared[1].decode()) if declared else ""
-        return ElementTree.fromstring(content.decode(encoding) if declared else content)
-    except (ElementTree.ParseError, ValueError, LookupError) as error:
-        raise ConfigError(f"'{path}' is not XML: {error}. Repair or remove it.") from error
+    declared = match and re.sub("(?i)gb(2312|k)", "gb18030", match[1].decode()).lower()
+    for encoding in dict.fromkeys((declared, "utf-8")) if declared else (None,):
+        try:
+            text = content.decode(encoding) if encoding else content
+            roots.setdefault(text, (encoding, ElementTree.fromstring(text)))
+        except (ElementTree.ParseError, ValueError, LookupError) as error:
+            reason = reason or error
+    if not roots or isinstance(reason, LookupError):
+        raise ConfigError(f"'{path}' is not XML: {reason}. Repair or remove it.") from reason
+    # A character of Chinese text has two bytes in GB 18030 and three in UTF-8.
+    encoding, root = roots[min(roots, key=len)]
+    if len(roots) > 1 or encoding != declared:
+        found.noted[f"XML files of an uncertain encoding ({match[1].decode()}), read as {encoding}"].append(path)
+    return root

@@ -1,6 +1,5 @@
 """Read YOLO datasets: a data.yaml file of Ultralytics or Roboflow, an obj.data file of Darknet, or classes.txt."""
 
-import itertools
 import os
 import re
 from pathlib import Path, PureWindowsPath
@@ -17,8 +16,6 @@ from projects_vil.data.readers.shapes import Annotations, box_object, number, po
 CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
 # The keys of the splits. With only a file of class names, the key is ".", and the folders of the images decide.
 _SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",), None: (".",)}
-# The visibility of a point of a pose
-_VISIBLE = re.compile(r"[012](\.0*)?")
 # The path and the first line of a label file, which may be a line of DOTA
 _LABEL = re.compile(r"(?i).*/label(s|txt)/|.*\n(imagesource:|\S+(\s+[-+.\de]+){4})")
 _NO_LABELS = (*CLASS_FILES, "train.txt", "val.txt", "valid.txt", "test.txt")
@@ -28,8 +25,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     """Read a dataset in YOLO's format, which has one text file per image."""
     # labelImg writes classes.txt into each folder.
     if len({Path(file).read_bytes() if os.path.basename(file) in CLASS_FILES else file for file in files}) > 1:
-        names = [os.path.relpath(file, index.root) for file in files[:2]]
-        raise ConfigError(f"'{index.root}' has several YOLO files, '{names[0]}' and '{names[1]}'. Give one file.")
+        raise ConfigError(f"'{index.root}' has several YOLO files, '{files[0]}' and '{files[1]}'. Give one file.")
     path, found = files[0], Annotations()
     bases, data = _settings(path, index)
     found.classes = names = _names(path, data)
@@ -69,12 +65,13 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         own = [_object(row[:5] if has_points else row, names, sizes[image], line) for row, line in rows[image]]
         found.records.append(Record(image, (), sizes[image], split=split, objects=own, file=image))
     found.unused["other label files of an image"] += [file for files in labels.values() for file in files[1:]]
-    used = {*itertools.chain(*labels.values())}
+    used = {file for files in labels.values() for file in files}
     folders = {*map(os.path.dirname, used)}
     # Opening a pipe would block.
-    rest = [file for file in texts if file not in used and os.path.isfile(file)]
-    rest = [p for p in rest if os.path.dirname(p) in folders or _LABEL.match("\n".join([p, *read_lines(p)[:1]]))]
-    found.unused["label files whose image is missing"] += rest
+    others = {label for image in index.images.keys() - labels.keys() for label in _label_paths(image)}
+    for file in [file for file in texts if file not in used and os.path.isfile(file)]:
+        if os.path.dirname(file) in folders or _LABEL.match("\n".join([file, *read_lines(file)[:1]])):
+            found.unused[f"label files whose image is {'not used' if file in others else 'missing'}"].append(file)
     return found
 
 
@@ -98,11 +95,11 @@ def _settings(path: str, index: FileIndex) -> tuple[list[str], dict[str, Any]]:
         return [index.root], {"names": [*filter(None, read_lines(path))], ".": "."}
     if path.endswith(".data"):
         data: dict[str, Any] = dict(re.split(r"\s*=\s*", line, maxsplit=1) for line in read_lines(path) if "=" in line)
-        names = _existing(data.get("names", ""), [folder, index.root], index)
-        return [folder, index.root], data | {"names": [*filter(None, read_lines(names))] if names else None}
+        names = _existing(data.get("names", "obj.names"), [folder, index.root], index)
+        return [folder, index.root], data | {"names": [*filter(None, read_lines(names))] if names else []}
     data = settings_of(path) or {}
     # The path may be outdated if the dataset was moved from another computer.
-    return [os.path.join(folder, str(data.get("path", "")).replace("\\", "/")), folder, index.root], data
+    return [_existing(str(data.get("path", "")), [folder, index.root], index) or folder, folder, index.root], data
 
 
 def _names(path: str, data: dict[str, Any]) -> list[str]:
@@ -152,7 +149,7 @@ def _existing(entry: str, bases: list[str], index: FileIndex) -> str | None:
     ends = (parts[start:] for start in range(len(parts)) if path.anchor or {*parts[:start]} <= {"..", "data"})
     # The end must have the folder of the split, if there is one.
     names = (os.path.join(*end) for end in ends if split_of(end) == split_of(parts))
-    paths = (os.path.join(base, name) for name in itertools.chain([path.as_posix()], names) for base in bases)
+    paths = (os.path.join(base, name) for name in (path.as_posix(), *names) for base in bases)
     return next(filter(None, map(index.find, map(os.path.normpath, paths))), None)
 
 
@@ -171,8 +168,8 @@ def _rows(label: str) -> list[tuple[list[str], str]]:
 
 def _are_poses(rows: list[list[str]]) -> bool:
     """Return whether all rows are a class, a box, and points with a visibility of 0, 1 or 2."""
-    (length, *others) = {len(row) for row in rows} - {5} or {0}
-    return not others and length % 3 == 2 and all(_VISIBLE.fullmatch(word) for row in rows for word in row[7::3])
+    (length, *others), visible = {len(row) for row in rows} - {5} or {0}, {word for row in rows for word in row[7::3]}
+    return not others and length % 3 == 2 and all(re.fullmatch(r"[012](\.0*)?", word) for word in visible)
 
 
 def _object(row: list[str], names: list[str], size: tuple[int, int], location: str) -> dict[str, Any]:
@@ -181,7 +178,7 @@ def _object(row: list[str], names: list[str], size: tuple[int, int], location: s
         return box_object(row[8], [number(word, location) for word in row[:8]])
     index, *values = (number(word, location) for word in row)
     if index not in range(len(names)):
-        raise ConfigError(f"{location}: class {row[0]} does not exist. Use 0 to {len(names) - 1}, as in data.yaml.")
+        raise ConfigError(f"{location}: class {row[0]} does not exist. Use 0 to {len(names) - 1}, or add its name.")
     label, pixels = names[int(index)], [value * size[1 - axis % 2] for axis, value in enumerate(values)]
     if len(pixels) == 4:
         x, y, width, height = pixels

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from backbones.layers.block import PatchEmbed
 from backbones.layers.conv import SeparableProjection, StandardizedConv2d
-from backbones.layers.patch_embed import PatchEmbed
 from tests.backbones.helpers import random_images, randomize
 
 

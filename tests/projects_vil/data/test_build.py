@@ -1,107 +1,138 @@
-"""Test records and loaders, and their error messages."""
+"""Test that batches depend only on the seed and the iteration."""
 
-import multiprocessing
-import resource
-import shutil
-import sys
-from itertools import islice
+import random
+import signal
+from itertools import chain, islice
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 import torch
-from detectron2.modeling import build_model
+from detectron2.data.samplers import TrainingSampler
 from detectron2.utils import comm
 
-from backbones import ConfigError
-from projects_vil.data import build_test_loader, build_train_loader, load_dataset, read_datasets, register_datasets
-from projects_vil.data.samplers import serialized
-from projects_vil.data.shared_records import SHARED, read_and_share
-from projects_vil.evaluation import build_evaluator, validation_loss
-from tests.projects_vil.data.custom_dataset import NAME, config, edit, entry, first_image, load
-from tests.projects_vil.engine.gloo import in_processes
+from projects_vil.data import build_test_loader, build_train_loader
+from projects_vil.data.build import BatchStream, seed_all, seeded
+from projects_vil.utils import STOP_SIGNALS
+from tests.projects_vil.data.custom_dataset import NAME, config, entry, load, truncate
 from tests.projects_vil.helpers import message, small_config
 
-# -- files -----------------------------------------------------------------------------------------
+GROUPS = [0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0]
 
 
-def test_missing_images(copy):
-    images = sorted((copy / "images").iterdir())
-    images[2].unlink(), images[5].unlink()
-    for check in ("error", "off"):
-        assert images[2].name in message(load, copy, "DATASETS.CHECK", check)
+def stream(*, seed=3, **options) -> BatchStream:
+    options = {"batch_size": 2, "groups": GROUPS, "seed": seed} | options
+    return BatchStream(lambda seed: TrainingSampler(len(GROUPS), seed=seed), **options)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(b"", b'{"images": [}', b"\xff\xfe\x00\x12", b"[]", b'{"images": 3, "annotations": [], "categories": []}'),
-        *(b'{"images": [], "annotations": [], "categories": []}', b'{"images": ["a.jpg"], "categories": ["a"]}'),
-    ],
-)
-def test_annotations_that_are_not_coco(copy, content):
-    (copy / "annotations.json").write_bytes(content)
-    assert str(copy / "annotations.json") in message(load, copy)
+def test_batches_have_one_group_go_on_from_any_iteration_and_differ_by_seed():
+    batches = list(islice(stream(), 30))
+    assert list(islice(stream(first_iteration=17), 13)) == batches[17:]
+    assert all(len({GROUPS[index] for index, _ in batch}) == 1 for batch in batches)
+    assert {index for batch in batches for index, _ in batch} == set(range(len(GROUPS)))
+    assert len({seed for batch in batches for _, seed in batch}) == 60
+    assert list(islice(stream(seed=4), 30)) != batches
 
 
-def test_images_without_objects_are_evaluated_and_by_default_not_trained_on(copy):
-    first = first_image(copy)
-    edit(copy, lambda c: c.update(annotations=[a for a in c["annotations"] if a["image_id"] != c["images"][0]["id"]]))
-    assert str(first) not in {record["file_name"] for record in load(copy)}
-    assert len(load(copy)) == 7 and len(load(copy, "DATALOADER.FILTER_EMPTY_ANNOTATIONS", "False")) == 8
-    edit(copy, lambda content: content.update(annotations=[]))
-    assert str(copy / "annotations.json") in message(load, copy)
-    assert len(load(copy, train=False)) == 8
+def test_two_processes_share_the_images_of_one(monkeypatch):
+    groups = [0] * len(GROUPS)
+    whole = list(islice(stream(batch_size=4, groups=groups), 12))
+    parts = []
+    for rank in (0, 1):
+        monkeypatch.setattr(comm, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+        parts.append(list(islice(stream(groups=groups), 12)))
+    assert [sorted(batch) for batch in whole] == [sorted(a + b) for a, b in zip(*parts, strict=True)]
 
 
-def test_datasets_of_other_classes_are_not_mixed(copy, shapes):
-    edit(copy, lambda content: content["categories"][0].update(name="disc"))
-    register_datasets(config(entry(copy)))
-    text = message(load_dataset, config(entry(copy)), ["shapes_val", NAME], train=True)
-    assert "shapes_val" in text and NAME in text
+def test_seeding_leaves_the_generators_outside_as_they_were():
+    def sample():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    seed_all(0)
+    first, second = sample(), sample()
+    seed_all(0)
+    assert sample() == first
+    with seeded(7):
+        inside = sample()
+    assert sample() == second
+    with seeded(7):
+        assert sample() == inside
 
 
-def test_training_datasets_with_classes_in_another_order(copy, shapes):
-    """All datasets get the class order of the first dataset, also for the validation loss."""
+@pytest.mark.parametrize("of", ["training", "evaluation"])
+def test_signals_wait_while_loading_processes_start(of, shapes, monkeypatch):
+    """A signal that arrives before a worker ignores it would stop the worker, and so the run."""
+    masks = []
+    start = BaseProcess.start
 
-    def reverse(content: dict) -> None:
-        for one in content["categories"]:
-            one["id"] = 10 - one["id"]
-        for one in content["annotations"]:
-            one["category_id"] = 10 - one["category_id"]
+    def watched(process):
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        start(process)
 
-    edit(copy, reverse)
-    cfg = config(entry(copy), overrides=["DATASETS.TRAIN", f"('shapes_val', '{NAME}')", "TEST.VALIDATION_LOSS", "True"])
-    register_datasets(cfg)
-    first, second = np.split(np.array(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)), 2)
-    for one, other in zip(first, second, strict=True):
-        classes = [[entry["category_id"] for entry in record["annotations"]] for record in (one, other)]
-        assert one["image_id"] == other["image_id"] and classes[0] == classes[1]
-    model = build_model(cfg)
-    assert validation_loss(cfg, model, NAME) == validation_loss(cfg, model, "shapes_val")
-
-
-def test_box_dataset_for_a_mask_detector(copy):
-    edit(copy, lambda content: [a.pop("segmentation") for a in content["annotations"]])
-    for train in (True, False):
-        text = message(load, copy, detector="mask_rcnn", train=train)
-        assert str(copy / "annotations.json") in text and text.endswith("Set MODEL.MASK_ON False.")
-    edit(copy, lambda content: content.update(annotations=[]))
-    assert len(load(copy, detector="mask_rcnn", train=False)) == 8
+    monkeypatch.setattr(BaseProcess, "start", watched)
+    cfg = small_config("retinanet", "DATALOADER.NUM_WORKERS", "1", "SOLVER.IMS_PER_BATCH", "2")
+    loader = build_train_loader(cfg) if of == "training" else build_test_loader(cfg, "shapes_val")
+    next(iter(loader))
+    loader.stop()
+    assert masks and all(mask >= set(STOP_SIGNALS) for mask in masks)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOP_SIGNALS)
 
 
-def test_too_many_objects_for_the_memory(copy, monkeypatch, tmp_path):
-    (tmp_path / "limit").write_text("90000\n")
-    for name, value in {"os.sysconf": lambda name: 300, "_MEMORY_LIMITS": [tmp_path / "limit"]}.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(f"projects_vil.data.build.{name}", value)
-            text = message(load, copy)
-            assert f"'{copy}/images/" in text and " objects. " in text and "INPUT.MAX_SIZE_TRAIN" in text
-            assert len(load(copy, train=False)) == 8
+STRONG = ["INPUT.AUGMENTATION", "lsj_copy_paste", "INPUT.LSJ.SIZE", "48"]
 
 
-# -- loaders ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("detector, keys", [("retinanet", ["INPUT.MIN_SIZE_TRAIN", "(48, 64)"]), ("mask_rcnn", STRONG)])
+def test_batches_do_not_depend_on_worker_processes_or_on_resuming(shapes, detector, keys):
+    def images(*, workers: int, first: int, number: int) -> list[dict]:
+        options = ["SOLVER.IMS_PER_BATCH", "3", "DATALOADER.NUM_WORKERS", str(workers)]
+        loader = build_train_loader(small_config(detector, *keys, *options))
+        loader.start(seed=7, iteration=first)
+        samples = list(chain(*islice(loader, number)))
+        loader.stop()
+        return samples
+
+    whole = images(workers=0, first=0, number=6)
+    resumed = images(workers=2, first=0, number=4) + images(workers=1, first=4, number=2)
+    for sample, other in zip(resumed, whole, strict=True):
+        assert sample["image_id"] == other["image_id"] and torch.equal(sample["image"], other["image"])
+        assert torch.equal(sample["instances"].gt_boxes.tensor, other["instances"].gt_boxes.tensor)
+        if keys is STRONG:
+            assert torch.equal(sample["instances"].gt_masks.tensor, other["instances"].gt_masks.tensor)
+    if keys is STRONG:
+        assert any("pasted_from" in sample for sample in whole)
+    else:
+        assert len({sample["image"].shape for sample in whole}) > 1
+
+
+def test_damaged_images_do_not_end_a_run(copy, caplog):
+    """The damage appears after the check of the dataset."""
+    keys = ["SOLVER.IMS_PER_BATCH", "3", "DATALOADER.ASPECT_RATIO_GROUPING", "False", "DATASETS.CHECK", "off"]
+    records = load(copy, *keys)
+    cut, empty, *_, last = (Path(record["file_name"]) for record in records)
+    truncate(cut), empty.write_bytes(b"")
+
+    def names(*, workers: int, first: int, number: int) -> list[str]:
+        cfg = config(entry(copy), overrides=[*keys, "DATALOADER.NUM_WORKERS", str(workers)])
+        loader = build_train_loader(cfg)
+        loader.start(seed=7, iteration=first)
+        samples = list(chain(*islice(loader, number)))
+        loader.stop()
+        return [(sample["file_name"], *sample["image"].flatten()[:50].tolist()) for sample in samples]
+
+    whole = names(workers=0, first=0, number=8)
+    assert len(whole) == 24 and {str(cut), str(last)} <= {name for name, *_ in whole} and str(empty) not in str(whole)
+    assert names(workers=2, first=0, number=5) + names(workers=1, first=5, number=3) == whole
+    cfg = config(entry(copy), overrides=[*keys, "DATALOADER.NUM_WORKERS", "1"])
+    tested = [batch[0]["file_name"] for batch in build_test_loader(cfg, NAME)]
+    assert tested == [record["file_name"] for record in records if record["file_name"] != str(empty)]
+    texts = [record.getMessage() for record in caplog.records if "is damaged: " in record.getMessage()]
+    assert [sum(str(path) in text for text in texts) for path in (cut, empty, last)] == [1, 1, 0]
+    for record in records:
+        Path(record["file_name"]).write_bytes(b"")
+    assert "Check the disk" in message(names, workers=0, first=0, number=1)
 
 
 def test_test_loader_gives_every_image_once_in_rgb(shapes):
@@ -114,83 +145,3 @@ def test_test_loader_gives_every_image_once_in_rgb(shapes):
     assert bgr.shape[:2] == (record["height"], record["width"])
     mean = record["image"].float().mean(dim=(1, 2))
     torch.testing.assert_close(mean, torch.from_numpy(bgr[..., ::-1].mean(axis=(0, 1))).float(), atol=2, rtol=0)
-
-
-def files_opened() -> list[str]:
-    """Return a list that collects the annotation files and images that this process opens."""
-    opened = []
-
-    def note(event: str, arguments: tuple) -> None:
-        if event == "open" and str(arguments[0]).endswith((".json", ".jpg")):
-            opened.append(Path(str(arguments[0])).name)
-
-    sys.addaudithook(note)
-    return opened
-
-
-def _read_in_rank(rank: int, folder, init_file, results, per_machine: int) -> None:
-    """Read the datasets of a run, load a batch, and read all data of an evaluation."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=2)
-    comm.create_local_process_group(per_machine)
-    overrides = ["SOLVER.IMS_PER_BATCH", "4", "DATASETS.CHECK", "warn"]
-    # Simulates two machines with different files.
-    file = "other.json" if per_machine == 1 and rank == 1 else "annotations.json"
-    cfg = config([NAME, str(folder / file), str(folder / "images")], overrides=overrides)
-    register_datasets(cfg)
-    opened = files_opened()
-    try:
-        number = read_datasets(cfg)
-    except ConfigError as error:
-        results.put((rank, str(error), [], []))
-        return
-    checked = len(opened)
-    for _ in range(2):
-        tested = [batch[0]["file_name"] for batch in build_test_loader(cfg, NAME)]
-        truth = build_evaluator(cfg, NAME, str(folder / "out"))._evaluators[0]._coco_api.dataset
-    loader = build_train_loader(cfg)
-    loader.start(seed=3, iteration=0)
-    names = [record["file_name"] for batch in islice(loader, 1) for record in batch]
-    again = [name for name in opened[checked:] if name.endswith(".json")]
-    results.put((rank, number, names, (opened[:checked], again, len(tested), len(truth["images"]))))
-
-
-@pytest.mark.parametrize("case", ["sound", "refused", "machines with different files"])
-def test_the_first_process_of_a_machine_reads_and_checks_once_for_all(copy, tmp_path, case):
-    shutil.copy(copy / "annotations.json", copy / "other.json")
-    if case != "refused":
-        first_image(copy).write_bytes(b"")
-    if case == "machines with different files":
-        edit(copy, lambda content: content["images"].pop())
-    if case == "refused":
-        edit(copy, lambda content: [one.update(bbox=[0.1, 0.1, 0.2, 0.2]) for one in content["annotations"]])
-    context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
-    arguments = (copy, tmp_path / "init", results, 2 if case != "machines with different files" else 1)
-    processes = [context.Process(target=_read_in_rank, args=(rank, *arguments)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-    (_, *first), (_, *second) = sorted(results.get() for _ in processes)
-    if case != "sound":
-        named = str(copy / "annotations.json") if case == "refused" else "DATASETS"
-        assert first == second and named in first[0]
-        return
-    assert first[0] == second[0] == 7 and not set(first[1]) & set(second[1])
-    assert set(first[2][0]) == {*(path.name for path in (copy / "images").iterdir()), "annotations.json"}
-    assert second[2][0] == []
-    # The loaders and evaluators of both processes skip the unreadable image, and no file is read again.
-    assert first[2][1:] == ([], 4, 7) and second[2][1:] == ([], 3, 7)
-
-
-def test_an_error_in_the_first_process_stops_all_processes(tmp_path):
-    in_processes(2, _read_with_errors, tmp_path / "absent", store=tmp_path / "store")
-
-
-def _read_with_errors(absent: Path) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # simulates a full disk
-    with pytest.raises(ConfigError, match="absent"):
-        read_and_share(absent.read_text)
-    with pytest.raises(ConfigError, match="Cannot write .*: File too large"):
-        read_and_share(lambda: SHARED.update({("key",): serialized([{"box": 100 * [0.5]}] * 100)}))

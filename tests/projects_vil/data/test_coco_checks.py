@@ -15,7 +15,7 @@ from tests.projects_vil.data.custom_dataset import edit, load, truncate
 from tests.projects_vil.helpers import message, small_config
 
 KEPT = "invalid_segmentation empty_mask polygon_far_outside_image invalid_rle missing_segmentation flat_segmentation"
-KEPT += " swapped_bbox_corners missing_iscrowd category_name_not_text missing_or_invalid_area"
+KEPT += " bbox_as_text swapped_bbox_corners missing_iscrowd category_name_not_text missing_or_invalid_area"
 
 
 def check(folder, file: str = "annotations.json", **options):
@@ -31,11 +31,8 @@ def test_a_valid_file_has_no_findings_and_every_check_has_a_case(copy):
     cases = {name for name, _ in CORRUPTIONS.values()} | {"boxes_in_xyxy_format", "boxes_in_normalized_coordinates"}
     assert cases == CHECKS.keys()
     # Objects of two categories may have the same box.
-    edit(copy, lambda content: content["annotations"].append({**content["annotations"][1], "id": 10**6}))
-    edit(
-        copy,
-        lambda content: content["annotations"][-1].update(category_id=content["annotations"][1]["category_id"] % 3 + 1),
-    )
+    other = check(copy).annotations[1] | {"id": 10**6}
+    edit(copy, lambda content: content["annotations"].append(other | {"category_id": other["category_id"] % 3 + 1}))
     assert found(copy) == {}
 
 

@@ -14,6 +14,7 @@ from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 from projects_vil.data import convert_dataset, read_dataset, register_datasets
+from projects_vil.data.segmentation import rle_of
 from projects_vil.data.writers import write_dataset, write_detections
 from tests.projects_vil.helpers import error_line, message, run_tool, small_config
 from tests.projects_vil.inference.helpers import picture, run_on
@@ -176,12 +177,7 @@ def test_names_and_shapes_of_many_kinds(name, tmp_path, read):
             index = min(range(4), key=lambda index: np.abs(np.subtract(boxes[index], box)).sum())
             np.testing.assert_allclose(box, boxes[index], atol=0.0101)
             if index == 3 and name != "Pascal VOC":
-                mask = (
-                    polygons
-                    if isinstance(polygons, dict)
-                    else mask_util.merge(mask_util.frPyObjects(polygons, 100, 200))
-                )
-                assert (mask_util.decode(mask) == ring).all()
+                assert (mask_util.decode(rle_of(polygons, 100, 200)) == ring).all()
             elif name in ("COCO", "LabelMe", "CVAT") or index > 0:
                 assert polygons == (PARTS[index] if name != "Pascal VOC" else [])
             elif name == "YOLO":
@@ -339,6 +335,8 @@ def test_labels_beside_images_and_files_that_do_not_match(source, tmp_path, read
     (root / "labels/train/classes.txt").write_text("circle")
     next((root / "images/train").iterdir()).rename(root / "images/train/photo.heic")
     assert "label files whose image is missing: 1 (first: " in read(root).line()
+    (root / "data.yaml").write_text((root / "data.yaml").read_text().replace("val: images/val", "val: images/train"))
+    assert "label files whose image is not used: 8 (first: " in read(root).line()
     root = write(tmp_path / "labelme", *source, "LabelMe")
     next(root.rglob("*.json")).unlink()
     assert "images that the annotations do not name: 1 (first: " in read(root).line()

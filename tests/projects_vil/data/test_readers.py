@@ -234,7 +234,7 @@ def test_kinds_of_files(kind, tmp_path):
     annotation = contents["train"]["annotations"][0]
     np.testing.assert_allclose(annotation["bbox"], BOX, atol=0.01)
     assert all((dataset.splits["train"][1] / image["file_name"]).is_file() for image in contents["train"]["images"])
-    assert ("skeleton" in dataset.line()) == ("skeleton" in kind)
+    assert all((word in dataset.line()) == (word in kind) for word in ("skeleton", "tag:"))
     assert ("val" in dataset.splits) == ("splits" in kind)
     # Another format has the same objects.
     output_format = LABEL_FORMATS[sorted(KINDS).index(kind) % len(LABEL_FORMATS)]
@@ -296,11 +296,8 @@ BOX_TEXT = bndbox(11, 21, 50, 50)
         ({f"xml/cam1/{stem}.xml": voc_text(BOX_TEXT, f"{stem}.png") for stem in "ab"}, ["cam1/b.png"]),
         # A folder of the same name is not the folder of the missing image.
         (
-            {
-                "cam1/images/b.png": 3,
-                "cam2/images/a.png": 4,
-                **{f"cam1/labels/{s}.json": labelme_text({}, imagePath=f"..\\images\\{s}.png") for s in "ab"},
-            },
+            {f"cam1/labels/{s}.json": labelme_text({}, imagePath=f"..\\images\\{s}.png") for s in "ab"}
+            | {"cam1/images/b.png": 3, "cam2/images/a.png": 4},
             ["cam1/images/b.png"],
         ),
         # The name of the XML file comes first with the suffix of the written name, and last with any suffix.
@@ -319,22 +316,16 @@ BOX_TEXT = bndbox(11, 21, 50, 50)
         ({"c.json": labelme_text({}, imagePath="c.png"), "c.png": 3, "DIR/c.png": 4}, ["DIR/c.png"]),
         ({"c.xml": voc_text(BOX_TEXT, "c.png"), "c.png": 3, "DIR/c.png": 4}, ["DIR/c.png"]),
         (
-            {
-                "data.yaml": "train: images/train\nval: images/val\nnames: [cat]",
-                **{f"labels/{name}.txt": YOLO_ROW for name in ("train/c", "train/d", "val/e")},
-                **{f"DIR/{name}.png": number for number, name in enumerate(("train/c", "val/e"))},
-            },
+            {f"labels/{name}.txt": YOLO_ROW for name in ("train/c", "train/d", "val/e")}
+            | {f"DIR/{name}.png": number for number, name in enumerate(("train/c", "val/e"))}
+            | {"data.yaml": "train: images/train\nval: images/val\nnames: [cat]"},
             ["DIR/train/c.png"],
         ),
         # If the given folder has no folders of splits, the names in the written folders decide.
         *(
             (
-                {
-                    "data.yaml": f"train: {train}\nval: {val}\nnames: [cat]",
-                    **{f"{folder}/{name}.txt": YOLO_ROW for name, folder in zip("cd", folders, strict=True)},
-                    **{f"DIR/{name}.png": number for number, name in enumerate("cd", 7)},
-                    **images,
-                },
+                {f"{folder}/{name}.txt": YOLO_ROW for name, folder in zip("cd", folders, strict=True)}
+                | {"data.yaml": f"train: {train}\nval: {val}\nnames: [cat]", "DIR/c.png": 7, "DIR/d.png": 8, **images},
                 used,
             )
             for train, val, folders, images, used in (
@@ -369,6 +360,22 @@ def test_a_folder_of_other_images_is_not_the_folder_of_a_missing_image(tmp_path)
     unused = [Path(path).name for paths in dataset.unused.values() for path in paths]
     # The dataset check reports images that are missing.
     assert names == ["day1/a.png", "day1/b.png", "day2/b.png"] and unused == ["a.png"]
+
+
+@pytest.mark.parametrize("label", ["\u732b", "\u6c7d\u8f66"])
+def test_a_file_in_another_encoding_than_the_declared_one(label, tmp_path):
+    text = '<?xml version="1.0" encoding="gb2312"?>' + voc_text(bndbox(1, 2, 5, 6, label))
+    write_files(tmp_path, {"a.jpg": 1, "a.xml": text})
+    dataset = read_dataset(tmp_path, tmp_path / "out", val=0)
+    assert dataset.classes == (label,) and "encoding (gb2312), read as utf-8: 1 (first: " in dataset.line()
+
+
+def test_a_folder_of_annotations_may_have_its_own_images(tmp_path):
+    write_files(tmp_path, {"labels/images/a.png": 1, "labels/a.txt": YOLO_ROW, "labels/classes.txt": "cat"})
+    write_files(tmp_path, {"b.jpg": 2, "annots/b.xml": voc_text(BOX_TEXT, "b.jpg"), "annots/masks/b.png": 3})
+    for name, used in (("labels", "labels/images"), ("annots", ".")):
+        (_, folder), *_ = read_dataset(tmp_path / name, tmp_path / "out", val=0).splits.values()
+        assert folder == tmp_path / used
 
 
 def test_a_list_may_name_an_image_twice(tmp_path):

@@ -8,7 +8,6 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine import DefaultTrainer
 
 from backbones import ConfigError
-from projects_vil.data import register_datasets
 from projects_vil.engine import check_output_dir, check_setup
 from tests.projects_vil.helpers import message, small_config, untrained_detector
 
@@ -95,7 +94,6 @@ def test_the_number_of_classes_is_the_datasets(shapes, eval_only, request):
     name, file = "checks_test", str(shapes / "annotations/instances_val.json")
     keys = ["DATASETS.COCO", repr([[name, file, str(shapes / "val")]]), "DATASETS.TEST", f"('{name}',)"]
     cfg = small_config("retinanet", *keys, "DATASETS.TRAIN", f"('{name}',)", "MODEL.RETINANET.NUM_CLASSES", "80")
-    register_datasets(cfg)
     request.addfinalizer(lambda: (DatasetCatalog.remove(name), MetadataCatalog.remove(name)))
     with pytest.raises(ConfigError, match=f"MODEL.RETINANET.NUM_CLASSES is 80.*{name}.* 3"):
         check_setup(cfg, eval_only=eval_only)

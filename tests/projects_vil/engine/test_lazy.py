@@ -14,8 +14,8 @@ from projects_vil import load_config
 from projects_vil.config import with_overrides
 from projects_vil.data import seed_all
 from projects_vil.engine import Processes, check_output_dir, load_records, run_lazy_config
+from projects_vil.engine.launch import save_config
 from projects_vil.engine.lazy import build_lazy_optimizer, lazy_options, lazy_trainer, load_lazy_config
-from projects_vil.engine.train import save_config
 from projects_vil.modeling import build_on_meta
 from projects_vil.solver import build_lr_scheduler, build_optimizer
 from tests.projects_vil.engine.test_resuming import assert_same_run, resume

@@ -10,7 +10,7 @@ from projects_vil import load_config
 from projects_vil.checkpoint import fingerprint, load_detector, weights_of
 from projects_vil.data import register_datasets
 from projects_vil.engine import Trainer
-from projects_vil.engine.train import run_training
+from projects_vil.engine.launch import run_training
 from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool, small_config
 from tests.selection import slow_except
 

@@ -9,8 +9,7 @@ from detectron2.utils.events import EventStorage
 
 from backbones import ConfigError
 from projects_vil.engine.checks import check_setup
-from projects_vil.engine.hooks import ProgressBar
-from projects_vil.engine.writers import SERVICES, MetricPrinter, MetricsFile
+from projects_vil.engine.hooks import SERVICES, MetricPrinter, MetricsFile, ProgressBar
 from tests.projects_vil.helpers import small_config
 
 

@@ -78,7 +78,6 @@ def test_classes_of_a_validation_file_are_matched_by_name(shapes, tmp_path, requ
     own = ["DATASETS.COCO", repr([["own", str(tmp_path / "val.json"), str(shapes / "val")]])]
     cfg = small_config("retinanet", *own, "DATASETS.TEST", "('own',)", "TEST.COCO_API", api)
     request.addfinalizer(lambda: (DatasetCatalog.remove("own"), MetadataCatalog.remove("own")))
-    register_datasets(cfg)
     check_setup(cfg)
     truth = {record["image_id"]: record for record in load_dataset(cfg, ["shapes_val"], train=False)}
 
@@ -102,7 +101,6 @@ def test_unknown_classes_of_a_validation_file(shapes, tmp_path, request):
     own = ["DATASETS.COCO", repr([["own", str(tmp_path / "val.json"), str(shapes / "val")]])]
     cfg = small_config("retinanet", *own, "DATASETS.TEST", "('own',)")
     request.addfinalizer(lambda: (DatasetCatalog.remove("own"), MetadataCatalog.remove("own")))
-    register_datasets(cfg)
     for check in (check_setup, read_datasets):
         text = message(check, cfg)
         assert all(part in text for part in ("'own'", "'Square'", "'shapes_train'", "Did you mean 'square'?"))

@@ -89,7 +89,7 @@ def write(
     exportable = make_exportable(detector(name), batched=batched, fixed_number=fixed_number)
     path = folder / f"{name}{'_batched' if batched else ''}_{dtype}{FORMATS[file_format].suffix}"
     with pytest.MonkeyPatch.context() as patch:
-        if not batched:  # int8 files are quantized from batched ones, which use direct convolutions
+        if fixed_number or not batched:  # int8 files are quantized from the others, which use direct convolutions
             # The small detectors have 32 channels.
             patch.setattr("projects_vil.export.formats._WINOGRAD_CHANNELS", 16)
         FORMATS[file_format].write(exportable, torch.stack([example] * 2) if batched else example, path)

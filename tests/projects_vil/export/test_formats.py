@@ -108,6 +108,9 @@ def check_onnx_file(model: ExportedModel) -> None:
     contents = onnx.load(model.path, load_external_data=False)
     assert [(entry.domain, entry.version) for entry in contents.opset_import if not entry.domain] == [("", OPSET)]
     assert not any(tensor.external_data for tensor in contents.graph.initializer)
+    # The other files use direct convolutions, see :func:`.exporting.write`.
+    kernels = [entry.ints for node in contents.graph.node for entry in node.attribute if entry.name == "kernel_shape"]
+    assert ([1, 3] in kernels) is (not model.batched or model.metadata["fixed_detections"] is not None)
     assert str(dict(enumerate(model.metadata["classes"]))) in [entry.value for entry in contents.metadata_props]
     described = [model.metadata["input"], *model.metadata["outputs"]]
     for value, entry in zip((*contents.graph.input, *contents.graph.output), described, strict=True):

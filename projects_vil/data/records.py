@@ -1,0 +1,376 @@
+"""Read the records of datasets, check them against the config, and share them between processes."""
+
+import itertools
+import logging
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, DatasetFromList, MetadataCatalog
+from detectron2.data.build import filter_images_with_only_crowd_annotations, print_instances_class_histogram
+from detectron2.data.common import _TorchSerializedList
+from detectron2.structures import BoxMode
+from detectron2.utils import comm
+from detectron2.utils.logger import log_first_n
+from pycocotools.coco import COCO
+
+from backbones import ConfigError
+from backbones.checkpoint_files import atomic_write
+from backbones.errors import check_choice, counted
+from projects_vil.config import is_panoptic, is_segmentor
+from projects_vil.data.catalog import add_stuff, check_files, class_names, class_order, model_classes
+from projects_vil.data.coco_checks import CocoFile
+from projects_vil.data.detection_utils import IGNORED_LABEL, missing_files
+from projects_vil.data.readers import read_coco
+from projects_vil.data.segmentation import rle_of
+from projects_vil.utils import paused_garbage_collection
+
+CHECK_MODES = ("error", "warn", "off")
+# The memory limit of a container, in versions 2 and 1 of Linux control groups
+_MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+# The metadata that detectron2 sets when it loads records.
+_CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
+# Objects that are read once per run, by cache key.
+SHARED: dict[tuple, DatasetFromList] = {}
+
+
+def read_datasets(cfg: CfgNode, *, train: bool = True) -> int:
+    """Read and check the datasets of a run in the first process of each machine, and share them with its processes.
+
+    All processes call this function before the run writes files. :func:`load_dataset`, the loaders, the evaluators and
+    the visualization then use the shared records. Each file is read and checked once per machine, and its records are
+    in memory once per machine.
+
+    Args:
+        cfg: The config of the run.
+        train: Whether to read ``DATASETS.TRAIN`` in addition to ``DATASETS.TEST``.
+
+    Returns:
+        The number of training images, which ``SOLVER.EPOCHS`` uses. 0 if ``train`` is False.
+
+    Raises:
+        ConfigError: In all processes, under the conditions of :func:`load_dataset`.
+    """
+    SHARED.clear()
+    for name in cfg.DATASETS.TEST:
+        read_records(cfg, [name], train=False)
+    number = read_records(cfg, cfg.DATASETS.TRAIN, train=True) if train else 0
+    # The classes of the model come from the training dataset, and they may change when it is read.
+    for name in cfg.DATASETS.TEST:
+        class_order(cfg, name)
+    return number
+
+
+def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
+    """Run :func:`load_dataset` in the first process of each machine, and share the records. All processes call this.
+
+    Returns:
+        The number of images.
+    """
+
+    def read() -> int:
+        # An evaluation needs the annotations of COCO files, too.
+        for name in filter(is_coco, () if train or cfg.DATASETS.CHECK == "off" else names):
+            fixed_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON, share=True)
+        SHARED[_key(cfg, names, train)] = records = serialized(load_dataset(cfg, names, train=train))
+        return len(records)
+
+    return read() if comm.get_world_size() == 1 else read_and_share(read, names)
+
+
+def read_and_share(read: Callable[[], Any], names: Sequence[str] = ()) -> Any:
+    """Call ``read`` in the first process of each machine. The others get the objects that it adds to :data:`SHARED`.
+
+    All processes call this function. The objects are written to a temporary file that all processes of the machine map.
+    They are therefore in memory once per machine. detectron2's ``DatasetFromList`` shares them with worker processes
+    only.
+
+    Args:
+        read: A function that adds objects to :data:`SHARED`.
+        names: Datasets. The others get their classes, too, which detectron2 sets when it loads records.
+
+    Returns:
+        The return value of ``read``, in all processes.
+
+    Raises:
+        ConfigError: In all processes, if any ``read`` raises a ``ConfigError`` or an ``OSError``, or if machines have
+            different return values.
+    """
+    before, outcome, keys = set(SHARED), None, list(itertools.product(names, _CLASS_KEYS))
+    with tempfile.TemporaryDirectory(prefix="records_") as folder:
+        if comm.get_local_rank() == 0:
+            try:
+                value, files = read(), {}
+                classes = [MetadataCatalog.get(name).get(key) for name, key in keys]
+                for key in SHARED.keys() - before:
+                    files[key] = os.path.join(folder, str(len(files)))
+                    with atomic_write(files[key], sync=False) as partial, partial.open("wb") as file:
+                        torch.save(SHARED[key], file)
+                outcome = (value, classes), files, ""
+            except (ConfigError, OSError) as error:
+                outcome = None, {}, str(error)
+        outcomes = comm.all_gather(outcome)
+        content, files, _ = outcomes[comm.get_rank() - comm.get_local_rank()]
+        for key, path in files.items():
+            with torch.serialization.safe_globals([DatasetFromList, _TorchSerializedList]):
+                SHARED[key] = torch.load(path, mmap=True, weights_only=True)
+        # The files are deleted after all processes have mapped them.
+        comm.synchronize()
+    # The error of a machine has priority over different return values.
+    for other, _, message in sorted(filter(None, outcomes), key=lambda one: not one[2]):
+        if message or other != content:
+            raise ConfigError(message or "DATASETS.TRAIN or TEST differs between machines. Copy the same files to all.")
+    value, classes = content
+    for (name, key), known in zip(keys, classes, strict=True):
+        if known is not None:
+            setattr(MetadataCatalog.get(name), key, known)
+    return value
+
+
+def serialized(records: Sequence[Any]) -> DatasetFromList:
+    """Return records in the serialized form that a process shares with its worker processes."""
+    return records if isinstance(records, DatasetFromList) else DatasetFromList(records, copy=False)
+
+
+@paused_garbage_collection()
+def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence[dict[str, Any]]:
+    """Return the records of datasets in detectron2's dataset format.
+
+    COCO files are checked and fixed according to ``DATASETS.CHECK`` (:func:`fixed_coco`).
+    Each process logs each finding once. Records that :func:`read_datasets` has read are not read again.
+
+    Args:
+        cfg: The config of the run.
+        names: Names of registered datasets.
+        train: Whether the records are for training. Training skips images without objects unless
+            ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` is False.
+
+    Raises:
+        ConfigError: If a name is unknown, a file is missing, annotations cannot be read, the dataset check finds
+            errors, the annotations do not fit the task or the classes of the model, or no image is left.
+    """
+    names = list(names)
+    check_choice("DATASETS.CHECK", cfg.DATASETS.CHECK, CHECK_MODES)
+    if not names:
+        raise ConfigError(f"DATASETS.{'TRAIN' if train else 'TEST'} is empty. Name a dataset.")
+    for name in names:
+        check_files(name)
+    if (records := SHARED.get(_key(cfg, names, train))) is not None:
+        return records
+    files, records = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names), []
+    try:
+        for name in names:
+            if cfg.DATASETS.CHECK == "off" or not is_coco(name):
+                own = DatasetCatalog.get(name)
+            else:
+                own = load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
+            order = class_order(cfg, name)
+            own = in_order(own, order) if train and order is not None else own
+            records += add_stuff(name, own) if is_panoptic(cfg) else own
+        if train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS and records and "annotations" in records[0]:
+            records = filter_images_with_only_crowd_annotations(records)
+    except ConfigError:
+        raise
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"Cannot read '{files}' ({type(error).__name__} {error}). Repair the file.") from error
+    if not records:
+        raise ConfigError(f"'{files}' has no images{' with annotations' if train else ''}. Use another dataset.")
+    _check_task(cfg, files, records)
+    is_checked = cfg.DATASETS.CHECK != "off" and all(map(is_coco, names))
+    if not is_checked and (missing := missing_files(record["file_name"] for record in records)):
+        raise ConfigError(f"{len(missing)} images of '{files}' are missing, such as '{missing[0]}'. Add them.")
+    if train and not is_segmentor(cfg):
+        _check_memory(cfg, records)
+        print_instances_class_histogram(records, model_classes(cfg)[1] or class_names(cfg, names[0]))
+    return records
+
+
+def _key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:
+    """Return the cache key of records: everything that they depend on."""
+    keys = cfg.DATASETS.dump(), cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, cfg.MODEL.dump()
+    return "records", tuple(names), train, *keys, *map(state_of_files, names)
+
+
+def state_of_files(name: str) -> tuple:
+    """Return the annotation file and the image folder of a dataset, and the size and time of the annotation file."""
+    metadata = MetadataCatalog.get(name)
+    path = metadata.get("json_file")
+    stat = os.stat(path) if path and os.path.exists(path) else None
+    return path, metadata.get("image_root"), stat and (stat.st_size, stat.st_mtime_ns)
+
+
+def _check_task(cfg: CfgNode, files: str, records: list[dict[str, Any]]) -> None:
+    """Raise a :class:`ConfigError` if the records lack the annotations that the model needs."""
+    ignored = cfg.MODEL.SEM_SEG_HEAD.IGNORE_VALUE
+    if (is_segmentor(cfg) or is_panoptic(cfg)) and ignored != IGNORED_LABEL:
+        raise ConfigError(f"MODEL.SEM_SEG_HEAD.IGNORE_VALUE is {ignored}. Set it to {IGNORED_LABEL}.")
+    if is_segmentor(cfg):
+        if not all("sem_seg_file_name" in record for record in records):
+            raise ConfigError(f"A SemanticSegmentor needs label images, but '{files}' has none. Use DATASETS.ADE20K.")
+        return
+    if any("annotations" not in record and "sem_seg_file_name" in record for record in records):
+        architecture = cfg.MODEL.META_ARCHITECTURE
+        raise ConfigError(f"A {architecture} needs boxes, but '{files}' has none. Use DATASETS.COCO.")
+    objects = (entry for record in records for entry in record.get("annotations", ()))
+    has_masks = ["segmentation" in entry for entry in objects] if cfg.MODEL.MASK_ON else []
+    if has_masks and not any(has_masks):
+        raise ConfigError(f"MODEL.MASK_ON is True, but '{files}' has no masks. Set MODEL.MASK_ON False.")
+
+
+def _check_memory(cfg: CfgNode, records: list[dict[str, Any]]) -> None:
+    """Raise a :class:`ConfigError` if an image has too many objects for the memory.
+
+    Without this check, the operating system would kill the run in the first iteration.
+    """
+    record = max(records, key=lambda record: len(record.get("annotations", ())))
+    number, memory = len(record.get("annotations", ())), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in filter(os.path.isfile, _MEMORY_LIMITS):
+        limit = Path(path).read_text(encoding="utf-8").strip()
+        memory = min(memory, int(limit)) if limit.isdigit() else memory
+    # Mask R-CNN has one anchor for 4 pixels, and RetinaNet has fewer. If they do not fit on the GPU, detectron2 matches
+    # them on the CPU. Its pairwise_iou needs 24 bytes per object and anchor.
+    needed = 24 * number * max(cfg.INPUT.MIN_SIZE_TRAIN) * cfg.INPUT.MAX_SIZE_TRAIN // 4
+    if needed > memory:
+        raise ConfigError(
+            f"'{record['file_name']}' has {number:,} objects. Training on it needs about {needed / 1e9:.0f} GB, but "
+            f"there are {memory / 1e9:.0f} GB. Divide the image into tiles, or lower INPUT.MAX_SIZE_TRAIN."
+        )
+
+
+def in_order(records: Iterable[dict[str, Any]], order: Sequence[int]) -> list[dict[str, Any]]:
+    """Return records with the class indices of the model; ``order`` is the result of :func:`class_order`."""
+    return [
+        record | {"annotations": [a | {"category_id": order[a["category_id"]]} for a in record.get("annotations", ())]}
+        for record in records
+    ]
+
+
+# -- COCO files ------------------------------------------------------------------------------------
+
+
+def is_coco(name: str) -> bool:
+    """Return whether a registered dataset is a COCO file of instances, with or without label images of stuff."""
+    metadata = MetadataCatalog.get(name)
+    types = ("coco", "coco_panoptic_seg") if metadata.get("sem_seg_root") else ("coco",)
+    return metadata.get("evaluator_type") in types and bool(metadata.get("json_file"))
+
+
+def load_coco(name: str, *, check: str, masks: bool) -> list[dict[str, Any]]:
+    """Return the annotations of :func:`fixed_coco` as detectron2's records.
+
+    For a file without findings the records are equal to the result of detectron2's ``load_coco_json``. Like
+    ``load_coco_json``, this function sets the names and ids of the classes in detectron2's metadata.
+
+    Args:
+        name: The name of a dataset for which :func:`is_coco` is true.
+        check: The value of ``DATASETS.CHECK``.
+        masks: Whether to check segmentations and include them in the records.
+    """
+    dataset = fixed_coco(name, check=check, masks=masks, areas=False)
+    class_of = _set_classes(name, dataset)
+    objects_of, annotations = defaultdict(list), dataset.get("annotations", [])[::-1]
+    dataset["annotations"] = []
+    while annotations:
+        # The annotation is removed from the list, so that it is not in memory together with its copy.
+        annotation = annotations.pop()
+        objects_of[annotation["image_id"]].append(_object(annotation, class_of, masks=masks))
+    root, images = MetadataCatalog.get(name).image_root, sorted(dataset["images"], key=lambda image: image["id"])
+    log_first_n(logging.INFO, f"{name}: {counted(len(images), 'image')}", name=__name__, key="message")
+    return [
+        {
+            "file_name": os.path.join(root, image["file_name"]),
+            "height": image["height"],
+            "width": image["width"],
+            "image_id": image["id"],
+            "annotations": objects_of[image["id"]],
+        }
+        for image in images
+    ]
+
+
+def _object(annotation: dict[str, Any], class_of: dict[int, int], *, masks: bool) -> dict[str, Any]:
+    record = {key: annotation[key] for key in ("iscrowd", "bbox", "keypoints", "category_id") if key in annotation}
+    segmentation = annotation.get("segmentation")
+    if masks and segmentation:
+        is_rle = isinstance(segmentation, dict)
+        record["segmentation"] = rle_of(segmentation, *segmentation["size"]) if is_rle else segmentation
+    if record.get("keypoints"):
+        # COCO's keypoints are pixel indices. detectron2's keypoints are coordinates of pixel centers.
+        record["keypoints"] = [n if index % 3 == 2 else n + 0.5 for index, n in enumerate(record["keypoints"])]
+    else:
+        record.pop("keypoints", None)
+    return record | {"bbox_mode": BoxMode.XYWH_ABS, "category_id": class_of[annotation["category_id"]]}
+
+
+def _set_classes(name: str, dataset: dict[str, Any]) -> dict[int, int]:
+    """Set the classes of a dataset in detectron2's metadata, ordered by id, and return a dict from id to class."""
+    categories = sorted(dataset["categories"], key=lambda category: category["id"])
+    metadata = MetadataCatalog.get(name)
+    metadata.thing_classes = [category["name"] for category in categories]
+    metadata.thing_dataset_id_to_contiguous_id = {category["id"]: i for i, category in enumerate(categories)}
+    return metadata.thing_dataset_id_to_contiguous_id
+
+
+@paused_garbage_collection()
+def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True, share: bool = False) -> dict[str, Any]:
+    """Read, check and fix a registered COCO file.
+
+    detectron2's records, the ground truth of the evaluation, the visualization and the report all use the returned
+    annotations. Each process logs each finding once.
+
+    Args:
+        name: The name of a dataset for which :func:`is_coco` is true.
+        check: The value of ``DATASETS.CHECK``. ``"error"`` raises if the check finds errors. ``"warn"`` removes the
+            entries with errors. ``"off"`` returns the content of the file without a check.
+        masks: Whether to check segmentations.
+        areas: Whether to compute missing areas. Only evaluation needs them.
+        share: Whether later calls return this content, until a file of the dataset changes.
+
+    Returns:
+        The content of a COCO file.
+
+    Raises:
+        ConfigError: If the check finds errors, and under the conditions of :func:`read_coco`.
+    """
+    key = "fixed", name, check, masks, state_of_files(name)
+    if key in SHARED:
+        return SHARED[key][0]
+    metadata = MetadataCatalog.get(name)
+    if check == "off":
+        return read_coco(metadata.json_file)
+    file = CocoFile(metadata.json_file, metadata.image_root, masks=masks)
+    findings = file.findings()
+    if file.findings("error") and (check == "error" or file.unfixable() is not None):
+        raise file.error()
+    for finding in findings:
+        level = logging.INFO if finding.severity == "note" else logging.WARNING
+        log_first_n(level, f"{file.path}: {file.describe(finding)}", name=__name__, key="message")
+    dataset = file.fixed(areas=areas)[0] if findings else file.dataset
+    if share:
+        SHARED[key] = serialized([dataset])
+    return dataset
+
+
+def ground_truth(name: str, *, check: str, masks: bool) -> COCO | None:
+    """Return the annotations of :func:`fixed_coco` for an evaluation, or None if the annotation file is used as it is.
+
+    Args:
+        name: A registered dataset.
+        check: The value of ``DATASETS.CHECK``.
+        masks: Whether the detector has masks.
+
+    Raises:
+        ConfigError: If the check rejects the annotations.
+    """
+    if check == "off" or not is_coco(name):
+        return None
+    coco = COCO()
+    coco.dataset = fixed_coco(name, check=check, masks=masks)
+    _set_classes(name, coco.dataset)
+    coco.createIndex()
+    return coco
