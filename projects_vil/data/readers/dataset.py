@@ -186,17 +186,15 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
     unsized = [record for record in records if record.size is None]
     for record, (size, _) in zip(unsized, read_sizes([record.file for record in unsized]), strict=True):
         record.size = size
-    emptied = [one.file for one in records if one.objects and not any(entry["label"] for entry in one.objects)]
     for record in records:
         objects = [in_image(one, record.size) if "mask" in one else one for one in record.objects if one["label"]]
+        found.noted["images whose objects need a class"] += [record.file] * (bool(record.objects) and not objects)
         found.skipped["objects without a class"] += [record.annotation] * (len(record.objects) - len(objects))
         found.skipped["masks without pixels in the image"] += [record.annotation] * objects.count(None)
         record.objects = [one for one in objects if one]
     skipped = sorted(found.skipped.items())
     found.notes += [f"{reason}: {len(paths):,} skipped (first: {paths[0]})" for reason, paths in skipped if paths]
-    found.notes += [f"{reason}: {len(paths):,} (first: {paths[0]})" for reason, paths in found.noted.items()]
-    advice = f"images whose objects have no class: {len(emptied):,} (first: {{}}). Add classes"
-    found.notes += map(advice.format, emptied[:1])
+    found.notes += [f"{reason}: {len(paths):,} (first: {paths[0]})" for reason, paths in found.noted.items() if paths]
     if not any(record.objects for record in records):
         unused = [f"{reason}: {len(files)}" for reason, files in found.unused.items() if files]
         details = "; ".join([*found.notes, *unused]) or ("the annotations are empty" if records else "they name none")

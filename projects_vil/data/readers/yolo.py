@@ -31,9 +31,9 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     found.classes = names = _names(path, data)
     images: dict[tuple[str | None, str], None] = {}
     for split, keys in _SPLIT_KEYS.items():
-        entries = next((data[key] for key in keys if data.get(key)), [])
         # Ultralytics needs a validation split, so datasets without one name the training images again.
-        entries = [] if split == "val" and entries == data.get("train") else entries
+        empty = (None, "", []) if split == "train" else (None, "", [], data.get("train"))
+        entries = next((data[key] for key in keys if data.get(key) not in empty), [])
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
             place = _existing(entry, bases, index)
             own = _images(place or os.path.join(index.root, entry), split, index, found)
