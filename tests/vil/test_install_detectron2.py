@@ -57,7 +57,7 @@ def run(*arguments, tmp_path, **environment):
         **{"GIT_CONFIG_VALUE_0": tool.GIT_URL, "TMPDIR": str(tmp_path / "scratch")},
     }
     (tmp_path / "scratch").mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "vil.cli", "install-detectron2", *arguments]
+    command = [sys.executable, "-m", "vil", "install-detectron2", *arguments]
     env = {**os.environ, **offline, **environment}
     result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
     # Every import of torch creates a cache there.
