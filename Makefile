@@ -14,7 +14,7 @@ TYPED = $(addprefix backbones/,__init__.py build.py checkpoint_files.py convert.
 
 # Tests of the code that depends most on the versions of torch, NumPy, Pillow and OpenCV.
 LOWEST_TESTS := vil/test_cli.py $(addprefix backbones/,attention layers test_golden.py) research/test_timm_models.py \
-	$(addprefix projects_vil/,$(addprefix data/test_,augmentation.py dataset_mapper.py detection_utils.py samplers.py) \
+	$(addprefix projects_vil/,$(addprefix data/test_,augmentation.py dataset_mapper.py detection_utils.py build.py records.py) \
 	inference/test_detector.py engine/test_train_step.py engine/test_trainer.py modeling visualization)
 
 ifneq ($(filter demo,$(MAKECMDGOALS)),)

@@ -53,13 +53,15 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
     for split, own in by_split.items():
         main = [path for path in own if not _OTHER_FILES.match(os.path.basename(path))] or own
         # Some datasets have copies of the files in another folder.
-        main = sorted({content_hash(path): path for path in reversed(main)}.values()) if len(main) > 1 else main
+        folders = {os.path.join(os.path.dirname(path), "") for path in main} if len(main) > 1 else ()
+        if sum(any(image.startswith(folder) for image in index.images) for folder in folders) < 2:
+            main = sorted({content_hash(path): path for path in reversed(main)}.values())
         found.unused["copies, captions, keypoints, panoptic and other COCO files"] += [p for p in own if p not in main]
         if len(main) > 1:
             both = f"'{main[0]}' and '{main[1]}'. Give one file or folder, or name them after train, val and test."
             raise ConfigError(f"'{index.root}' has several COCO files for {split}: {both}")
         # A single file without the name of a split may have images of several splits.
-        named = split if len(files) > 1 else split_of(index.folders_of(main[0]), Path(main[0]).stem)
+        named = split if len(by_split) > 1 else split_of(index.folders_of(main[0]), Path(main[0]).stem)
         parts[split] = _with_images(main[0], read_coco(main[0]), named, index)
     return parts
 
@@ -124,7 +126,8 @@ def compare_splits(parts: Parts) -> Iterator[str]:
         for path in filter(os.path.isfile, paths_of(content, root)):
             by_size[os.path.getsize(path)].append((split, path))
         names = {str(entry.get("id")): str(entry.get("name")) for entry in entries_of(content, "categories")}
-        for name in {names.get(str(entry.get("category_id"))) for entry in entries_of(content, "annotations")} - {None}:
+        used = {str(entry.get("category_id")) for entry in entries_of(content, "annotations")}
+        for name in [name for number, name in names.items() if number in used]:
             by_class[name].add(split)
     for files in by_size.values():
         for split, path in files if len(dict(files)) > 1 else ():

@@ -36,7 +36,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
 
 def _shape(shape: ElementTree.Element, labels: dict[str, Any], location: str) -> Shape:
     label, group, values = shape.get("label", "").strip(), shape.get("group_id"), []
-    if labels and label not in labels:
+    if labels and label not in labels and shape.tag != "tag":
         raise ConfigError(f"{location} has the unknown label {label!r}. Add it to the labels of the file.")
     degrees = number(shape.get("rotation") or 0, location)
     if shape.tag == "box":

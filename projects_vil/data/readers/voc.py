@@ -12,17 +12,18 @@ from backbones import ConfigError
 from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, size_of
 from projects_vil.data.readers.shapes import Annotations, box_object, number, numbers, polygon_object, rotated_box
 
-# Lists of images, lists of a class, and lists of other programs, such as PaddleDetection. The first kind that exists is
-# used.
+# Lists of images, lists of a class, and PaddleDetection's lists. The first kind that exists is used.
 _FOLDERS = ("/(?i:imagesets(?:/main)?)/", "/(?i:imagesets(?:/main)?)/[^/]+_", "/")
 _LISTS = [re.compile(rf"(.*){folder}({'|'.join(SPLITS)})\.txt") for folder in _FOLDERS]
+# A line of PaddleDetection: an image and its XML file
+_PADDLE_LINE = re.compile(r".*?\.\w+\s+(?=.+\.xml$)")
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
 def read(files: list[str], index: FileIndex) -> Annotations:
     """Read a dataset in Pascal VOC's format, which has one XML file per image."""
     # The classes of PaddleDetection
-    found = Annotations(classes=next((read_lines(p) for p in index.files if p.endswith("label_list.txt")), []))
+    found = Annotations(classes=next((read_lines(p) for p in index.files if p.endswith("/label_list.txt")), []))
     for path in _read_lists(files, index, found):
         annotation, stem = parse_xml(path, found), Path(path).stem
         name = annotation.findtext("filename", "").strip()
@@ -48,12 +49,13 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
     for file in files:
         by_stem[Path(file).stem].append(file)
     kinds = [[match for match in map(kind.fullmatch, index.files) if match] for kind in _LISTS]
+    kinds[2] = [match for match in kinds[2] if any(map(_PADDLE_LINE.match, read_lines(match[0])))]
     lists = next(filter(None, kinds), [])
     # trainval comes last. What it has besides train is val, and the other way round.
     for match in sorted(lists, key=lambda match: match[2] == "trainval"):
-        (root, name), listed = match.groups(), splits[match[1]]
-        is_rest = name == "trainval" and "train" in listed.values() and "val" not in listed.values()
-        split = "val" if is_rest else SPLITS[name]
+        root, name = match.groups()
+        listed, others = splits[root], {SPLITS[one[2]] for one in lists if one[1] == root and one[2] != "trainval"}
+        split = "val" if name == "trainval" and "train" in others and "val" not in others else SPLITS[name]
         for file in (file for line in read_lines(match[0]) for file in _files_of(line, root, by_stem)):
             other = listed.setdefault(file, split)
             if other != split and (name != "trainval" or other == "test"):
@@ -76,15 +78,15 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
 
 def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
     """Return the files that a line of a list names, with or without a path, a suffix, a tag such as -1 or a comment."""
-    # PaddleDetection writes the image and its XML file.
-    line = re.sub(r"^\S+\.\w+\s+(?=\S+\.xml$)", "", line)
+    line = _PADDLE_LINE.sub("", line)
     before = line.partition("#")[0].strip()
     texts = [text for one in (line, before) for text in (one, *one.split()[:1])]
     for name in (name for text in texts for name in (text, os.path.splitext(text)[0])):
         *folders, stem = name.replace("\\", "/").split("/")
         if files := [file for file in by_stem.get(stem, ()) if file.startswith(root + os.sep)]:
-            end = os.sep + os.sep.join([*folders, stem])
-            return [file for file in files if os.path.splitext(file)[0].endswith(end)] or files
+            # The folders of an image and of its annotation often differ in a part.
+            common = [len({*folders} & {*file.split(os.sep)}) for file in files]
+            return [file for file, number in zip(files, common, strict=True) if number == max(common)]
     return before.split()[:1]
 
 

@@ -29,11 +29,11 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     path, found = files[0], Annotations()
     bases, data = _settings(path, index)
     found.classes = names = _names(path, data)
+    if (own := str(data.get("path", ""))) and not os.path.exists(os.path.join(os.path.dirname(path), own)):
+        found.notes.append(f"path is '{bases[0]}', because {own!r} does not exist")
     images: dict[tuple[str | None, str], None] = {}
     for split, keys in _SPLIT_KEYS.items():
-        # Ultralytics needs a validation split, so datasets without one name the training images again.
-        empty = (None, "", []) if split == "train" else (None, "", [], data.get("train"))
-        entries = next((data[key] for key in keys if data.get(key) not in empty), [])
+        entries = next((data[key] for key in keys if data.get(key)), [])
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
             place = _existing(entry, bases, index)
             own = _images(place or os.path.join(index.root, entry), split, index, found)
@@ -44,6 +44,11 @@ def read(files: list[str], index: FileIndex) -> Annotations:
             if PureWindowsPath(entry).anchor and own and place and not os.path.exists(entry):
                 found.notes.append(f"{split} is '{place}', because {entry!r} does not exist")
             images |= dict.fromkeys((split, image) for image in own)
+    train, val = ({image for own, image in images if own == split} for split in ("train", "val"))
+    # Ultralytics needs a validation split, so datasets without one name the training images again.
+    if train and train == val:
+        images = {(split, image): None for split, image in images if split != "val"}
+        found.notes.append("val has the same images as train, so it is not used")
     labels = {image: [*filter(None, map(index.find, _label_paths(image)))] for _, image in images}
     texts = [file for file in index.files if file.lower().endswith(".txt") and os.path.basename(file) not in _NO_LABELS]
     if not any(labels.values()):
@@ -146,7 +151,7 @@ def _existing(entry: str, bases: list[str], index: FileIndex) -> str | None:
     # Windows paths have both kinds of slashes.
     path = PureWindowsPath(entry)
     parts = path.parts[bool(path.anchor) :]
-    ends = (parts[start:] for start in range(len(parts)) if path.anchor or {*parts[:start]} <= {"..", "data"})
+    ends = (parts[i:] for i in range(len(parts)) if path.anchor or {*parts[:i]} <= {"..", "data", "datasets"})
     # The end must have the folder of the split, if there is one.
     names = (os.path.join(*end) for end in ends if split_of(end) == split_of(parts))
     paths = (os.path.join(base, name) for name in (path.as_posix(), *names) for base in bases)

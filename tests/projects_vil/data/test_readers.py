@@ -234,7 +234,7 @@ def test_kinds_of_files(kind, tmp_path):
     annotation = contents["train"]["annotations"][0]
     np.testing.assert_allclose(annotation["bbox"], BOX, atol=0.01)
     assert all((dataset.splits["train"][1] / image["file_name"]).is_file() for image in contents["train"]["images"])
-    assert all((word in dataset.line()) == (word in kind) for word in ("skeleton", "tag:"))
+    assert all((word in dataset.line()) == (word in kind) for word in ("skeleton", "tag:", "path is"))
     assert ("val" in dataset.splits) == ("splits" in kind)
     # Another format has the same objects.
     output_format = LABEL_FORMATS[sorted(KINDS).index(kind) % len(LABEL_FORMATS)]
@@ -433,6 +433,10 @@ def test_a_failed_fix_leaves_no_files(tmp_path):
         (
             {"train/a.png": 1, "train/b.png": 2, "train.json": coco_text("a.png"), "val.json": coco_text("b.png")},
             "Cannot find the images",
+        ),
+        (
+            {f"{d}/{n}": t for d in "xy" for n, t in (("a.png", ord(d)), ("c.json", coco_text("a.png")))},
+            "several COCO",
         ),
         ({"a.png": 1, "l/b.xml": voc_text("", "a.png"), "m/c.xml": voc_text("", "a.png")}, "l/b.xml' and '"),
         ({"a.png": 1, "a.xml": voc_text(bndbox(1, 2, 5, 6, ""), "a.png")}, "whose objects need a class: 1"),
