@@ -281,7 +281,7 @@ class Backbone(nn.Module, abc.ABC):
         return None
 
     def _num_global_tokens(self, index: int) -> int:
-        return getattr(self.variant.stages[index], "global_tokens", 0)
+        return 0
 
     def _table_size(self, index: int, resizing: str, *, unit: int | None = None) -> tuple[int, int]:
         """Return the height and width in tokens of a stage's tables.

@@ -98,7 +98,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--workers", "data loader processes (default: at most 4)", type=not_negative)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
-    has_coco = Path(os.environ.get("DETECTRON2_DATASETS", "datasets"), "coco").is_dir()
+    has_coco = Path(os.environ.get("DETECTRON2_DATASETS", "datasets"), "coco").expanduser().is_dir()
     if not (has_coco or any(arguments.get(name) for name in ("data", "config", "resume", "DATASETS.TRAIN"))):
         parser.error("DATA is missing. Give a dataset folder, or set DETECTRON2_DATASETS to a folder with coco/")
 
@@ -193,6 +193,7 @@ def _check_model(parser: ToolParser, model: str, data: str | None) -> None:
     """Print an error unless ``model`` can be a model. ``data`` is the next argument, which may be the model."""
     is_run = [Path(path or "", "config.yaml").is_file() for path in (model, data)]
     is_file = Path(model).suffix in (".pth", ".safetensors", ".yaml", *choices.EXPORT_SUFFIXES)
+    is_file &= Path(model).name != "data.yaml"  # of a YOLO dataset
     if data and is_run == [False, True] and Path(model).exists() and not is_file:
         parser.error(f"'{model}' is not a model, but '{data}' is. Write {parser.prog} {data} {model}")
     parser.check("MODEL", model_source, model)
@@ -680,6 +681,7 @@ def _draw_data(args: argparse.Namespace) -> list[str]:
     from projects_vil.engine import check_values
     from projects_vil.visualization import draw_samples
 
+    args.weights = args.weights or (args.model and "none")  # a run without weights has samples, too
     cfg, _ = _found_model(args.parser, args)
     check_values(cfg, args.opts[::2])
     register_datasets(cfg)
@@ -707,8 +709,7 @@ def _draw_results(args: argparse.Namespace) -> list[str]:
     dataset = args.dataset or next(iter(cfg.DATASETS.TEST), "")
     drawing = Path(args.output) if args.output else run / "predictions.png"
     options = {"num_images": args.num_images, "score_threshold": args.score_threshold}
-    records = load_dataset(cfg, [dataset], train=False)
-    draw_results(dataset, records, predictions_file(run, dataset), drawing, **options)
+    draw_results(dataset, load_dataset(cfg, [dataset], train=False), predictions_file(run, dataset), drawing, **options)
     return [f"wrote {drawing}"]
 
 

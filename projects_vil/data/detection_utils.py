@@ -68,7 +68,7 @@ class UnreadableImage(ConfigError):
     """
 
     def __init__(self, path: str | Path, reason: str) -> None:
-        super().__init__(f"Cannot read image '{path}': {reason}. Fix or remove it.")
+        super().__init__(f"Cannot read image '{path}': {reason}." + " Fix or remove it." * ("Run `" not in reason))
         self.path, self.reason = str(path), reason
 
 

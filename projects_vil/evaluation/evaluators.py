@@ -163,11 +163,13 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
             # detectron2's constructor always reads the annotation file, which may have errors that ``truth`` has not.
             self._logger = logging.getLogger(coco_evaluation.__name__)
             self._distributed, self._output_dir, self._use_fast_impl = True, output_dir, False
-            self._max_dets_per_image, self._tasks = [1, 10, max_dets_per_image], None
+            self._max_dets_per_image = [1, 10, max_dets_per_image]
             self._cpu_device = torch.device("cpu")
             self._metadata, self._coco_api = MetadataCatalog.get(dataset_name), truth
             self._do_evaluation, self._kpt_oks_sigmas = "annotations" in truth.dataset, ()
         objects = self._coco_api.dataset.get("annotations", ())
+        # The tasks if there are no detections. Otherwise the detections determine them.
+        self._tasks = ["bbox", "segm"] if masks and all("segmentation" in one for one in objects) else ["bbox"]
         numbers = Counter(one["image_id"] for one in objects if not one.get("iscrowd")).values()
         if (most := max(numbers, default=0)) > max_dets_per_image:
             share = sum(min(number, max_dets_per_image) for number in numbers) / sum(numbers)
@@ -248,7 +250,7 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
             return {}
         own = [tasks for number, tasks in self._images.items() if number not in repeated]
         results, classes = {}, self._metadata.get("thing_classes")
-        for task in sorted(set().union(*comm.all_gather(set().union(*own)))) or ["bbox"]:
+        for task in sorted(set().union(*comm.all_gather(set().union(*own)))) or self._tasks:
             parts = comm.gather(self._join([tasks.pop(task) for tasks in own if task in tasks]))
             if comm.is_main_process():
                 if not (parts := list(filter(None, parts))):

@@ -89,9 +89,9 @@ def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:
     for task, metrics in results.items():
         ap, undefined = metrics.get("AP", math.inf), [name for name, value in metrics.items() if math.isnan(value)]
         if undefined:
-            names = f"{first_of(undefined, 5)} {'is' if len(undefined) == 1 else 'are'}"
-            names, what = ("AP is", "(LVIS: or no detections)") if math.isnan(ap) else (names, "of this size or class")
-            lines.append(f"{task}: {names} undefined, because the dataset has no ground truth {what}")
+            names = "AP is" if math.isnan(ap) else f"{first_of(undefined, 5)} {'is' if len(undefined) == 1 else 'are'}"
+            what = ". On LVIS, AP also needs detections" if math.isnan(ap) else " of this size or class"
+            lines.append(f"{task}: {names} undefined, because the dataset has no ground truth{what}")
         if ap < _LOW_AP:
             lines.append(
                 f"{task}: AP is {ap:.3f}: possible reasons are few iterations, a different class order than in the "

@@ -24,8 +24,8 @@ TABLES = (".csv", ".parquet")
 LISTS = (".txt", *TABLES)
 COLUMNS = ("path", "file_name", "url", "image", "image_url")  # the default columns of tables, in order of preference
 FORMATS = f"Supported formats: {', '.join((*IMAGE_SUFFIXES, *LISTS, *ARCHIVES))}."
-# A folder's images of other types, such as HEIC, are in the results as skipped.
-LISTED = (*IMAGE_SUFFIXES, *UNSUPPORTED_SUFFIXES.difference(VIDEO_SUFFIXES))
+# Photos of other types, such as HEIC or camera raw, are in the results as skipped. Documents are other files.
+LISTED = (*IMAGE_SUFFIXES, *UNSUPPORTED_SUFFIXES.difference(VIDEO_SUFFIXES, (".svg", ".dcm", ".pdf")))
 MAX_MEMBER_SIZE = 2**30  # bytes of an image in a tar file
 _logger = logging.getLogger(__name__)
 Listed = Iterator[tuple[str, str]]  # names and paths
@@ -271,7 +271,7 @@ def _read_tar(path: str) -> Iterator[tuple[str, bytes | OSError]]:
                     hint = "The file is several archives in a row, or some of its images are lost."
                     _logger.warning("'%s' has zero blocks at byte %d. %s", name, member.zeros, hint)
                     has_zeros = True
-                is_image = member.name.lower().endswith(IMAGE_SUFFIXES) and not member.isdir()
+                is_image = member.name.lower().endswith(LISTED) and not member.isdir()
                 if is_image and not os.path.basename(member.name).startswith("."):
                     num_images += 1
                     hint = "Create the archive with 'tar --dereference --hard-dereference'."

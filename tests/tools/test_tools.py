@@ -102,16 +102,14 @@ def test_visualize(shapes, trained_run, photo, tmp_path):
     image = ["--input", photo, "--output", tmp_path]
     lit = ["--config-file", CONFIG, *SMALL["retinanet"], "MODEL.TRANSFORMER.VARIANT", "lit_ti"]
     attention, token = "photo_vil_tiny_1_1_3_1_rpb_stage{}.png".format, ["--stage", 3, "--block", 2, "--point", 20, 30]
+    data = ["data", "--config-file", CONFIGS["mask_rcnn"], "--output", tmp_path / "data", "--number", 2]
     strong = ["INPUT.AUGMENTATION", "lsj_copy_paste", "INPUT.LSJ.SIZE", 64, "SOLVER.IMS_PER_BATCH", 2]
     for words, pattern in (
         (["results", trained_run, "--output", tmp_path / "results.png", "--num-images", 3], "results.png"),
         (["attention", trained_run, *image, *token], attention("3_block2_20_30")),
         (["attention", trained_run, *image], attention("4_block1_center")),
         (["offsets", *lit, *image, "--points", 2], "photo_offsets.png"),
-        (
-            ["data", "--config-file", CONFIGS["mask_rcnn"], "--output", tmp_path / "data", "--number", 2, *strong],
-            "data/*",
-        ),
+        ([*data, *strong], "data/*"),
     ):
         status, out, err = run_tool("visualize.py", *words)
         paths = list(tmp_path.glob(pattern))
@@ -162,9 +160,12 @@ def test_other_tools_name_what_is_wrong(trained_run, photo, shapes, tmp_path, mo
     (tmp_path / "run").mkdir()
     assert "config.yaml" in error_of("visualize.py", "results", "run")
     shutil.copy(trained_run / "config.yaml", "run")
+    (tmp_path / "data.yaml").touch()
     for words, name in (
         (["export_model.py", *small], "MODEL.WEIGHTS"),
         (["visualize.py", "results", "SOLVER.MAXITER", 3, "run"], "SOLVER.MAXITER"),
+        (["visualize.py", "data", "SOLVER.MAXITER", 3, "run", "--output", "made"], "SOLVER.MAXITER"),
+        (["predict.py", "data.yaml", "run"], "'data.yaml' is not a model, but 'run' is"),
         (["visualize.py", "results", "run", "--dataset", "shapes_vall"], "'shapes_val'"),
         (["visualize.py", "offsets", *small, "--input", photo, "--points", 2, "--point", 1, 2], "--point"),
         (["visualize.py", "offsets", *small, *lit, "--input", photo, "--point", 50, 0], "Point 50 0 is outside"),

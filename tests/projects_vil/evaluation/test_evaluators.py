@@ -58,9 +58,9 @@ def test_perfect_predictions_below_wrong_ones(shapes, tmp_path, caplog, limit, n
 @pytest.mark.parametrize("api", ["pycocotools", "faster_coco_eval"])
 def test_the_ap_without_detections_is_zero(shapes, tmp_path, caplog, api):
     pytest.importorskip(api)
-    cfg = small_config("retinanet", "TEST.COCO_API", api)
-    metrics = evaluate(cfg, tmp_path, lambda _: ([], torch.zeros(0), torch.zeros(0, dtype=int)))["bbox"]
-    assert metrics["AP"] == metrics["AP-triangle"] == 0 and "has no detections. Train longer" in caplog.text
+    cfg = small_config("mask_rcnn", "TEST.COCO_API", api)
+    results = evaluate(cfg, tmp_path, lambda _: ([], torch.zeros(0), torch.zeros(0, dtype=int)))
+    assert results["segm"]["AP"] == results["bbox"]["AP-triangle"] == 0 and "no detections. Train longer" in caplog.text
 
 
 @pytest.mark.parametrize("api", ["pycocotools", "faster_coco_eval"])
