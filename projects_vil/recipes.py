@@ -50,6 +50,8 @@ _PAPER_EPOCHS = 50
 # The share of the objects that the chosen size and anchors match, at this IoU.
 TARGET_SHARE = 0.98
 MATCH_IOU = 0.5
+# A size below 256 pixels is chosen only if half of the objects have a side of at least 48 pixels.
+SMALL_SIZE, SMALL_SIDE = 256, 48
 # The longer side of an image is at most this multiple of the image size.
 LONGER_SIDE = 5 / 3
 # Factors of the sizes of the config's anchors.
@@ -259,6 +261,8 @@ def objects_of(content: Mapping[str, Any]) -> np.ndarray:
 def choose_size(cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit: bool = True) -> SizeChoice:
     """Return the first image size at which the anchors match ``TARGET_SHARE`` of the objects, or else the last one.
 
+    Sizes below ``SMALL_SIZE`` are skipped if the median side of the objects would be below ``SMALL_SIDE``.
+
     Args:
         cfg: The config of a detector with anchors.
         objects: The result of :func:`objects_of`, at least one.
@@ -287,7 +291,7 @@ def choose_size(cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit:
             anchors = {"MODEL.ANCHOR_GENERATOR.SIZES": ladder, "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS": [ratios]}
         share, sides = float(np.mean(ious >= MATCH_IOU)), np.sqrt(boxes[:, 2] * boxes[:, 3])
         choice = SizeChoice(size, share, tuple(np.percentile(sides, (10, 50, 90)).tolist()), number, anchors)
-        if share >= TARGET_SHARE:
+        if share >= TARGET_SHARE and (size >= SMALL_SIZE or choice.sides[1] >= SMALL_SIDE):
             break
     return choice
 
