@@ -50,8 +50,8 @@ _PAPER_EPOCHS = 50
 # The share of the objects that the chosen size and anchors match, at this IoU.
 TARGET_SHARE = 0.98
 MATCH_IOU = 0.5
-# A size below 256 pixels is chosen only if half of the objects have a side of at least 48 pixels.
-SMALL_SIZE, SMALL_SIDE = 256, 48
+# A size below 256 pixels is chosen only if half of the objects have a side of at least 50 pixels.
+SMALL_SIZE, SMALL_SIDE = 256, 50
 # The longer side of an image is at most this multiple of the image size.
 LONGER_SIDE = 5 / 3
 # Factors of the sizes of the config's anchors.
