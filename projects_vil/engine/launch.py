@@ -1,4 +1,4 @@
-"""Start the processes of a run, or join those of torchrun, and train or evaluate in them."""
+"""Start the processes of a run, or join the processes of torchrun, and train or evaluate in them."""
 
 import contextlib
 import dataclasses
