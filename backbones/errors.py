@@ -69,7 +69,7 @@ def check_file(path: str | Path, description: str, *, key: str = "") -> None:
     """
     named_by = f" ({key})" if key else ""
     if Path(path).is_dir():
-        raise ConfigError(f"'{path}' is a folder, not a {description}{named_by}. Give a file.")
+        raise ConfigError(f"'{path}' is a folder, not a {description}{named_by}. Give a file in it.")
     if not Path(path).is_file():
         # To read a pipe or a device may take forever.
         problem = "is a pipe or a device" if Path(path).exists() else "does not exist"
