@@ -368,10 +368,7 @@ class SlidingChunkAttention(TokenAttention):
         }
         shift = self.shift if self.training else None
         options = {"chunk_size": self.chunk_size, "mode": self.mode, "shift": shift}
-        backend = self.backend
-        if backend == "triton" or tokens.device.type == "cuda":
-            backend = resolve_backend(backend, tensors, **options)
-        output = BACKENDS[backend](**tensors, **options)
+        output = BACKENDS[resolve_backend(self.backend, tensors, **options)](**tensors, **options)
         output = merge_heads(output).flatten(1, 2)
         if not self.update_globals:
             return self.proj(output)

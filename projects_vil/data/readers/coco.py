@@ -16,8 +16,9 @@ from projects_vil.utils import read_json
 
 # COCO's other annotation files of the same images
 _OTHER_FILES = re.compile("^(captions|labels|person_keypoints|panoptic|stuff|image_info)_")
-# By split: the content of a COCO file, its path or None if it must be written, and the image folder
-Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]
+# The content of a COCO file, its path or None if it must be written, and the image folder
+Part = tuple[dict[str, Any], Path | None, Path]
+Parts = dict[str, Part]
 
 
 def read_coco(path: str | Path) -> dict[str, Any]:
@@ -53,8 +54,8 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
     for split, own in by_split.items():
         main = [path for path in own if not _OTHER_FILES.match(os.path.basename(path))] or own
         # Some datasets have copies of the files in another folder.
-        folders = {os.path.join(os.path.dirname(path), "") for path in main} if len(main) > 1 else ()
-        if sum(any(image.startswith(folder) for image in index.images) for folder in folders) < 2:
+        folders = {os.path.join(os.path.dirname(path), "") for path in main if len(main) > 1}
+        if folders and sum(any(image.startswith(folder) for image in index.images) for folder in folders) < 2:
             main = sorted({content_hash(path): path for path in reversed(main)}.values())
         found.unused["copies, captions, keypoints, panoptic and other COCO files"] += [p for p in own if p not in main]
         if len(main) > 1:
@@ -66,7 +67,7 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
     return parts
 
 
-def _with_images(path: str, content: dict[str, Any], split: str | None, index: FileIndex) -> tuple:
+def _with_images(path: str, content: dict[str, Any], split: str | None, index: FileIndex) -> Part:
     """Return the content of a COCO file with valid file names, its path or None if they changed, and the folder."""
     entries = {entry["file_name"]: entry for entry in entries_of(content, "images")}
     # Almost always, all images are in one folder.

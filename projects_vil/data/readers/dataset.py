@@ -106,9 +106,12 @@ def read_dataset(
         raise ConfigError(f"val_fraction is {val}. Give a fraction between 0 and 1, such as {VAL_FRACTION}.")
     source = Path(source)
     name, files, index, others = _detect_format(source, None if images is None else Path(images))
-    found = _READERS[name](files, index) if name in _READERS else Annotations()
-    folder_of_new = os.path.abspath(extracted or Path(folder, "images"))
-    parts = _to_coco(source, found, index, folder_of_new) if name in _READERS else find_coco(files, index, found)
+    if name == "COCO":
+        found = Annotations()
+        parts = find_coco(files, index, found)
+    else:
+        found = _READERS[name](files, index)
+        parts = _to_coco(source, found, index, os.path.abspath(extracted or Path(folder, "images")))
     _count_unused(source, parts, index, found.unused)
     found.unused["JSON or XML files that are not annotations"] = others
     parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
