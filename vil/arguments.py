@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -219,12 +220,15 @@ class ToolParser(argparse.ArgumentParser):
         name = choices.NAMES_OF_OTHERS.get(name, name)
         same = f"--{name.replace('_', '-')}"
         if (action := self._option_string_actions.get(same)) is not None:
-            return f". Write {same} {value or 'VALUE'}" if action.nargs is None else f". Write {same}"
+            values = value or self._get_formatter()._format_args(action, "VALUE")
+            return f". Write {same} {values}".rstrip()
         if any(name == action.dest and not action.option_strings for action in self._actions):
             return f". Write {value}" if value else f". Write the path without '{flag}'"
-        if key := name if name.isupper() else _FLAGS.get(same):
-            return f". Write {key} {value or 'VALUE'}"
-        return closest(flag, {*SECTIONS, *self._option_string_actions})
+        return self._key_hint(name, value) or closest(flag, self._option_string_actions, cutoff=0.7)
+
+    def _key_hint(self, name: str, value: str) -> str:
+        """Return advice for an unknown argument that may be meant as a config key."""
+        return ""
 
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith((".", "?")) else "."
@@ -268,6 +272,12 @@ class ConfigToolParser(ToolParser):
             default = "; default: the device of the config, or cpu without a GPU" if "cuda" in devices else ""
             self.add("--device", f"{' or '.join(devices)} (config key MODEL.DEVICE{default})", metavar="DEVICE")
 
+    def _key_hint(self, name: str, value: str) -> str:
+        is_key = name.isupper() or ("." in name and _is_key(name.upper()))
+        if key := name.upper() if is_key else _FLAGS.get(f"--{name}"):
+            return f". Write {key} {value or 'VALUE'}"
+        return ". Write config keys as KEY VALUE, such as SOLVER.BASE_LR 5e-5" if value else ""
+
     def _parse(self, words: Sequence[str]) -> argparse.Namespace:
         words, overrides = self._split(words)
         parsed = super()._parse(words)
@@ -300,10 +310,11 @@ class ConfigToolParser(ToolParser):
         for word in left:
             action = self._option_string_actions.get(arguments[-1]) if arguments else None
             is_value = action is not None and action.nargs is None
-            if word == "--opts":
+            if word in ("--opts", "--cfg-options"):
                 continue
             if is_value or not _is_key(word) or Path(word).exists():
-                if re.match("[a-z]\\w*=", word) and not (is_value or Path(word).exists()):
+                is_file = is_value or Path(word).exists()
+                if not is_file and (re.match(r"[a-z][\w.]*=", word) or ("_" in word and _is_key(word.upper()))):
                     self.error(f"unknown argument '{word}'{self._hint(word)}")
                 arguments.append(word)
                 continue
@@ -401,6 +412,7 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
     * A child process was killed: ``error: ...``, exit status 1 or the status of the child process
     * Ctrl-C: ``interrupted``, exit status 130
     * Another signal: ``ended by SIGTERM``, exit status 128 plus the number of the signal
+    * The reader of stdout ended, as in ``vil check photos | head``: no message, exit status 141
     * Any other exception: a traceback
 
     Temporary files are deleted in all cases. Under torchrun, only the first process on each machine prints the error.
@@ -425,6 +437,12 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
         if isinstance(end.code, int) and end.code > 128:
             print(f"ended by {signal.Signals(end.code - 128).name}", file=sys.stderr)
         raise
+    except BrokenPipeError as error:
+        stdout = select.poll()
+        stdout.register(1, 0)  # reports only errors
+        if error.filename is None and not stdout.poll(0):
+            raise
+        sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         reason = _explain(error)
         if reason is None:

@@ -656,7 +656,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     command = add(_draw_results, "predictions of a run next to the ground truth", config_file=False, devices=())
     command.add("run", "output directory of a training run", type=existing_path, metavar="RUN")
     command.add("--dataset", "dataset (default: the first of DATASETS.TEST)", metavar="NAME")
-    command.add("--output", "file (default: RUN/predictions.png)", type=output_file, metavar="PNG")
+    command.add("--output", "PNG or JPEG file, or a folder for predictions.png (default: RUN)", type=local_path)
     command.add("--num-images", "images, one per row (default 8)", type=positive, default=8)
     threshold = choices.SCORE_THRESHOLD
     threshold_help = f"minimum score of detections (default {threshold})"
@@ -707,7 +707,8 @@ def _draw_results(args: argparse.Namespace) -> list[str]:
     cfg = load_config(run / "config.yaml", args.opts)
     register_datasets(cfg)
     dataset = args.dataset or next(iter(cfg.DATASETS.TEST), "")
-    drawing = Path(args.output) if args.output else run / "predictions.png"
+    drawing = Path(args.output or run)
+    drawing /= "" if drawing.suffix.lower() in (".png", ".jpg", ".jpeg") else "predictions.png"
     options = {"num_images": args.num_images, "score_threshold": args.score_threshold}
     draw_results(dataset, load_dataset(cfg, [dataset], train=False), predictions_file(run, dataset), drawing, **options)
     return [f"wrote {drawing}"]
