@@ -35,10 +35,8 @@ _FLAGS |= {"--batch": "SOLVER.IMS_PER_BATCH", "--epochs": "SOLVER.EPOCHS", "--im
 _FLAGS |= {"--lr": "SOLVER.BASE_LR", "--output": "OUTPUT_DIR", "--workers": "DATALOADER.NUM_WORKERS"}
 # First parts of all config keys.
 SECTIONS = frozenset(
-    (
-        *("CUDNN_BENCHMARK", "DATALOADER", "DATASETS", "FLOAT32_PRECISION", "GLOBAL", "INFERENCE", "INPUT", "LOGGING"),
-        *("MODEL", "OUTPUT_DIR", "OVERWRITE_OUTPUT_DIR", "SEED", "SOLVER", "TEST", "VERSION", "VIS_PERIOD"),
-    )
+    "CUDNN_BENCHMARK DATALOADER DATASETS FLOAT32_PRECISION GLOBAL INFERENCE INPUT LOGGING MODEL OUTPUT_DIR "
+    "OVERWRITE_OUTPUT_DIR SEED SOLVER TEST VERSION VIS_PERIOD".split()
 )
 # A misspelled key such as SOLVR.BASE_LR is accepted as a key, so that the error suggests the closest one.
 _LIKE_A_KEY = re.compile(r"([A-Z][A-Z0-9_]+)(\.[A-Z][A-Z0-9_]*)+")
@@ -69,7 +67,8 @@ def weights_file(text: str) -> str:
         if text in names:
             return text
         raise argparse.ArgumentTypeError(f"'{text}' is not a path or a name in the model zoo{closest(text, names)}")
-    hub = ". To load from the Hugging Face Hub, use Detector.from_pretrained" if text.count("/") == 1 else ""
+    is_hub = text.count("/") == 1 and not Path(text).parent.exists()
+    hub = ". To load from the Hugging Face Hub, use Detector.from_pretrained" if is_hub else ""
     raise argparse.ArgumentTypeError(f"'{text}' does not exist. Check the path{hub}")
 
 
@@ -210,7 +209,7 @@ class ToolParser(argparse.ArgumentParser):
         """Suggest the closest choice."""
         if action.choices is not None and value not in action.choices:
             name = choices.NAMES_OF_OTHERS.get(str(value).lower(), str(value).lower())
-            hint = closest(name, action.choices) or f". Choose from {', '.join(action.choices)}"
+            hint = closest(name, action.choices, cutoff=0.6) or f". Choose from {', '.join(action.choices)}"
             raise argparse.ArgumentError(action, f"unknown value '{value}'{hint}")
 
     def _hint(self, word: str) -> str:
@@ -259,7 +258,7 @@ class ConfigToolParser(ToolParser):
         devices: Sequence[str] = choices.DEVICES,
         **options: Any,
     ) -> None:
-        epilog = "KEY VALUE pairs, such as SOLVER.BASE_LR 5e-5, override config keys. They can be in any position."
+        epilog = "KEY VALUE pairs in any position override config keys (docs/training.md), such as SOLVER.BASE_LR 5e-5."
         super().__init__(description, epilog=epilog, **options)
         self.set_defaults(devices=tuple(devices))
         if config_file:

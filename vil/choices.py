@@ -39,7 +39,7 @@ PREDICTION_FORMATS = ("coco", "parquet")
 LABEL_FORMATS = ("coco", "yolo", "voc", "labelme", "cvat")
 # Images in a Parquet file.
 PART_SIZE = 1024
-# Lowest score of a detection in a drawing.
+# Lowest score of a detection in a drawing. It is low because RetinaNet's scores are low early in training.
 SCORE_THRESHOLD = 0.3
 BENCHMARK_PARTS = ("attention", "backbone", "detector", "train-step")
 DTYPES = ("float32", "bfloat16", "float16")

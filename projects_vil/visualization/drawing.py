@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, ConfigError, check_replaceable, printable
-from vil.choices import SCORE_THRESHOLD
 
-# The default score threshold of all drawings. It is low because RetinaNet's scores are low early in training.
-DRAW_THRESHOLD = SCORE_THRESHOLD
 LABEL_HEIGHT, FONT_SIZE, MARGIN = 17, 12.5, 2  # pixels
 MASK_ALPHA, LABEL_ALPHA = 0.3, 0.6  # opacity of the color of a class
 PANEL_WIDTH, PANEL_HEIGHT = 480, 560  # pixels of one image in a grid
@@ -77,12 +75,9 @@ class Canvas:
         width = round(self.font.getlength(text)) + 2 * MARGIN
         left, top, right, bottom = (round(side * self.scale) for side in box)
         tops = (top - height, top, bottom - height, bottom)
-        places = [
-            (min(max(x, 0), max(cols - width, 0)), min(max(y, 0), max(rows - height, 0)))
-            for x in (left, right - width)
-            for y in (tops[::-1] if below else tops)
-        ]
-        areas = [np.s_[y : y + height, x : x + width] for x, y in places]
+        corners = list(product((left, right - width), tops[::-1] if below else tops))
+        corners = np.clip(corners, 0, np.maximum((cols - width, rows - height), 0))
+        areas = [np.s_[y : y + height, x : x + width] for x, y in corners]
         area = next((area for area in areas if not self.has_label[area].any()), areas[0])
         part, self.has_label[area] = self.image[area], True
         background = Image.fromarray((part * 0.2).astype(np.uint8))
@@ -99,11 +94,11 @@ def load_font(size: float = 1) -> ImageFont.FreeTypeFont:
 
 def shorten(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
     """Replace the middle of a text by an ellipsis if the text is wider than ``width`` pixels."""
-    kept, short = len(text), text
-    while kept > 1 and font.getlength(short) > width:
-        kept -= 1
-        short = f"{text[: kept // 2]}…{text[len(text) - (kept - kept // 2) :]}"
-    return short
+    half = len(text) // 2
+    while half > 1 and font.getlength(text) > width:
+        half -= 1
+        text = f"{text[:half]}…{text[-half:]}"
+    return text
 
 
 def draw_instances(
@@ -180,15 +175,14 @@ def write_image(path: Path, image: np.ndarray) -> None:
     # The comment lets a later command replace the file.
     info = PngInfo()
     info.add_text("Description", GENERATOR)
-    options: dict[str, Any] = {"format": "PNG", "pnginfo": info, "compress_level": 1}
-    if path.suffix.lower() in (".jpg", ".jpeg"):
-        options = {"format": "JPEG", "comment": GENERATOR, "quality": 95}
+    options: dict[str, Any] = {"pnginfo": info, "compress_level": 1, "comment": GENERATOR, "quality": 95}
+    file_format = "JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"Cannot write '{path}': {error.strerror}. Choose another folder.") from error
     with atomic_write(path, sync=False) as partial:
-        Image.fromarray(image).save(partial, **options)
+        Image.fromarray(image).save(partial, file_format, **options)
 
 
 def _corners(item: dict) -> np.ndarray:
