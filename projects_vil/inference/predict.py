@@ -296,7 +296,7 @@ def _write_coco(
     lines = [f"{counted(num_images, source.unit)}, {total}" + f", {counted(len(tracks), 'track')}" * bool(tracker)]
     if drawer is not None and num_detections:
         highest = "" if num_drawn else f"; the highest score is {highest_score:.3g}"
-        lines.append(f"{num_drawn} of {total} drawn (score >= {threshold:g}){highest}")
+        lines.append(f"{num_drawn:,} of {total} drawn (score >= {threshold:g}){highest}")
     written = [output / RESULTS_FILE, output / IMAGES_FILE]
     written += [output / DRAWINGS_FOLDER] * (drawer is not None and num_images > 0)
     lines.append(f"wrote {', '.join(map(str, written))}")
