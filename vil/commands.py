@@ -247,7 +247,6 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--score-threshold", threshold_help, type=float, metavar="T")
     labels_help = "also write OUTPUT/dataset with copies of the images, for corrections in an annotation tool"
     parser.add("--save-labels", labels_help, choices=choices.LABEL_FORMATS)
-    parser.add("--draw-workers", "processes for drawings (default 0: the main process draws)", type=not_negative)
     args = parser.parse_args(words)
     positional = [word for word in (args.model, *args.input) if word]
     model, source, weights = args.config_file, args.named_input, args.weights
