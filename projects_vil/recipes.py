@@ -22,14 +22,15 @@ from projects_vil.config import (
     with_overrides,
 )
 from projects_vil.modeling import TIMM_PREFIX
+from projects_vil.solver import longest_warmup
 
 # Models that are trained without --model, with and without pretrained weights.
 STARTER, STARTER_WEIGHTS = "timm:tf_efficientnet_lite0", "efficientnet_lite0_in1k"
 SMALL_MODEL = "vil_tiny_1_1_3_1_rpb"
 # The learning rate of a recipe is for batches up to this size.
 _REFERENCE_BATCH = 4
-# The learning rate of a pretrained transformer is this factor of the recipe's.
-_TRANSFORMER_FACTOR = 0.2
+# The learning rate of a pretrained transformer, or of a detector with the same classes, is this factor of the recipe's.
+_LOW_RATE_FACTOR = 0.2
 # Sizes of the training images, as factors of the image size.
 _SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
 # Values by device: the image sizes to choose from in pixels, the batch size, the number of images that a run trains on,
@@ -43,8 +44,6 @@ _IMAGES = {"cpu": 720, "cuda": 3200}
 _EPOCHS = {"cpu": (3, 100), "cuda": (12, 100)}
 # Random weights need more images than pretrained ones.
 _SCRATCH_FACTOR = 1.5
-# The longest warm-up of a run with a given number of iterations, as with a number of epochs
-_WARMUP_SHARE = 0.05
 # Epochs of the recipe "paper" on your own data. The schedules for COCO count iterations.
 _PAPER_EPOCHS = 50
 # The share of the objects that the chosen size and anchors match, at this IoU.
@@ -68,6 +67,8 @@ def with_recipe(
     image_size: int | str | None,
     given: Set[str],
     num_processes: int,
+    keep_anchors: bool = False,
+    low_rate: bool = False,
 ) -> CfgNode:
     """Return a config with the image size, the anchors and the recipe for a dataset, and print them.
 
@@ -79,6 +80,8 @@ def with_recipe(
             the config with the recipe ``"paper"`` or with an image size in ``given``, and otherwise ``"auto"``.
         given: Config keys that the user has set, and that keep their values.
         num_processes: Number of processes.
+        keep_anchors: Whether the weights are a detector with the anchors of the config.
+        low_rate: Whether the weights are a detector of the same classes. A high learning rate would ruin it.
     """
     device = "cuda" if cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available() else "cpu"
     is_paper, objects = recipe == "paper", objects_of(content) if content else ()
@@ -89,20 +92,20 @@ def with_recipe(
         values["SOLVER.GRADIENT_ACCUMULATION_STEPS"] = "auto"
     if len(objects) and (is_auto or not is_paper):
         # The heads of a pretrained detector need the anchors of its config.
-        is_detector = is_zoo_name(cfg.MODEL.WEIGHTS) and zoo_entry(cfg.MODEL.WEIGHTS).config is not None
+        keep_anchors |= is_zoo_name(cfg.MODEL.WEIGHTS) and zoo_entry(cfg.MODEL.WEIGHTS).config is not None
         has_anchors = any(key.startswith("MODEL.ANCHOR_GENERATOR.") for key in given)
         number, least = len(content["images"]), _EPOCHS[device][0]
         chosen = cfg.SOLVER.EPOCHS * number or cfg.SOLVER.MAX_ITER * batch * ("SOLVER.MAX_ITER" in given)
         is_long = device == "cpu" and chosen > max(_IMAGES[device], least * number)
         sizes = (_SIZES_OF_LONG_RUNS if is_long else IMAGE_SIZES[device]) if is_auto else [size]
-        choice = choose_size(cfg, objects, sizes=sizes, fit=not (is_paper or is_detector or has_anchors))
+        choice = choose_size(cfg, objects, sizes=sizes, fit=not (is_paper or keep_anchors or has_anchors))
         print(choice.line(), flush=True)
         size = choice.size
         values |= choice.anchors | (size_values(size) if is_auto else {})
     if is_paper:
         values |= {"SOLVER.EPOCHS": cfg.SOLVER.EPOCHS or _PAPER_EPOCHS} if content else {}
     else:
-        values |= _recipe_values(cfg, recipe, size, batch)
+        values |= _recipe_values(cfg, recipe, size, batch, low_rate=low_rate)
         if any(key in given and not cfg.TEST[key[5:]] for key in ("TEST.EVAL_PERIOD", "TEST.BEST_METRIC")):
             values |= {"TEST.BEST_METRIC": "", "SOLVER.EARLY_STOPPING_PATIENCE": 0}
         if content:
@@ -113,9 +116,7 @@ def with_recipe(
     if "SOLVER.MAX_ITER" in given:
         values.pop("SOLVER.EPOCHS", None)
         if not is_paper:
-            values["SOLVER.WARMUP_ITERS"] = min(
-                values["SOLVER.WARMUP_ITERS"], round(_WARMUP_SHARE * cfg.SOLVER.MAX_ITER)
-            )
+            values["SOLVER.WARMUP_ITERS"] = min(values["SOLVER.WARMUP_ITERS"], longest_warmup(cfg.SOLVER.MAX_ITER))
     cfg = with_overrides(cfg, values, keep=given)
     if not is_paper:
         epochs, rate = cfg.SOLVER.EPOCHS, cfg.SOLVER.BASE_LR
@@ -128,7 +129,7 @@ def with_recipe(
     return cfg
 
 
-def _recipe_values(cfg: CfgNode, recipe: str, size: int, batch: int) -> dict[str, Any]:
+def _recipe_values(cfg: CfgNode, recipe: str, size: int, batch: int, *, low_rate: bool) -> dict[str, Any]:
     """Return the config keys of a recipe for a model, an image size and a batch size."""
     content = config_items(load_yaml_with_base(config_path(f"base/recipe_{recipe}")))
     values = {key: value for key, value in content if not isinstance(value, dict)}
@@ -136,10 +137,13 @@ def _recipe_values(cfg: CfgNode, recipe: str, size: int, batch: int) -> dict[str
     values |= {"INPUT.MIN_SIZE_TRAIN": sizes, "INPUT.MAX_SIZE_TRAIN": round(max(sizes) * LONGER_SIDE)}
     values["SOLVER.IMS_PER_BATCH"] = batch
     values["SOLVER.BASE_LR"] *= max(math.sqrt(batch / _REFERENCE_BATCH), 1)
-    if recipe == "finetune" and not cfg.MODEL.TRANSFORMER.VARIANT.startswith(TIMM_PREFIX):
-        values["SOLVER.BASE_LR"] *= _TRANSFORMER_FACTOR
-    if not cfg.MODEL.TRANSFORMER.NORM:
+    is_timm, has_batch_norm = cfg.MODEL.TRANSFORMER.VARIANT.startswith(TIMM_PREFIX), bool(cfg.MODEL.TRANSFORMER.NORM)
+    if recipe == "finetune" and (low_rate or not is_timm):
+        values["SOLVER.BASE_LR"] *= _LOW_RATE_FACTOR
+    if not has_batch_norm:
         values.pop("MODEL.TRANSFORMER.NORM", None)
+    if not (is_timm and has_batch_norm):
+        values.pop("MODEL.BACKBONE.FREEZE_AT", None)
     if cfg.MODEL.MASK_ON:
         values["TEST.BEST_METRIC"] = "segm/AP"
     if not cfg.DATASETS.TEST:

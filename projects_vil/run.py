@@ -131,8 +131,9 @@ def train(
         workers: data loader processes (``DATALOADER.NUM_WORKERS``).
         images: the folder with the images, if it is not the folder of ``data``.
         val_fraction: fraction of the images for validation if ``data`` has no validation images (default 0.2).
-        weights: a checkpoint, a name of the model zoo, or ``"none"`` for random weights. With ``data``, the default is
-            the best available weights of the model.
+        weights: a checkpoint, a run's output directory, a name of the model zoo, or ``"none"`` for random weights. A
+            run also sets the model, the detector and the anchors. With ``data``, the default is the best available
+            weights of the model.
         output: output directory (default ``output/DATA_MODEL_DETECTOR``).
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one. Training on a GPU uses mixed precision
             unless ``config`` is given or ``SOLVER.AMP.ENABLED`` is False.
@@ -192,10 +193,17 @@ def train(
     if model is not None and is_random:
         # timm would load the weights of the tag.
         model = model.partition(".")[0]
-    chosen = model
-    if model is None and config is None and data is not None:
-        chosen = default_model(given.get("MODEL.WEIGHTS", ""), is_random=is_random or recipe == "scratch")
-    base, name = _choose_config(chosen, detector, schedule, config)
+    trained = None if config is not None else _trained_detector(str(given.get("MODEL.WEIGHTS", "")), model, detector)
+    if trained is not None:
+        # Its heads need its architecture and its anchors.
+        base, name = _choose_config(trained.MODEL.TRANSFORMER.VARIANT, _kind_of(trained), schedule, None)
+        given["MODEL.WEIGHTS"] = trained.MODEL.WEIGHTS
+        base = with_overrides(base, {"MODEL": with_overrides(trained.MODEL, {"DEVICE": base.MODEL.DEVICE})})
+    else:
+        chosen = model
+        if model is None and config is None and data is not None:
+            chosen = default_model(given.get("MODEL.WEIGHTS", ""), is_random=is_random or recipe == "scratch")
+        base, name = _choose_config(chosen, detector, schedule, config)
     folder = given.pop("OUTPUT_DIR", "")
     cfg = merge_overrides(base, given)
     defaults: dict[str, object] = {}
@@ -263,6 +271,9 @@ def train(
             recipe = recipe or ("finetune" if is_pretrained else "scratch")
             fixed = given.keys() - (size_values(1).keys() if pixels else ())
             options = {"image_size": image_size, "given": fixed, "num_processes": processes.world_size}
+            if trained is not None and data is not None:
+                options["keep_anchors"] = True
+                options["low_rate"] = set(dataset.classes) <= set(_classes_of(cfg.MODEL.WEIGHTS) or ())
             cfg = with_recipe(cfg, recipe, contents.get("train"), **options)
         contents.clear()  # frees its memory during the training
         launch_run(cfg, processes, resume=resume, overridden=given)
@@ -362,13 +373,18 @@ def evaluate(
     return Run(folder).results
 
 
+def _classes_of(weights: str) -> Sequence[str] | None:
+    """Return the classes of a checkpoint, or None if they are unknown."""
+    return CheckpointMetadata.from_contents(read_checkpoint(weights)).classes if os.path.isfile(weights) else None
+
+
 def _write_classes(weights: str, folder: Path, data: str | Path, labels: Sequence[str]) -> Path | None:
     """Write the classes of a checkpoint as a COCO file without images. Return None if they are unknown.
 
     Raises:
         ConfigError: if ``labels``, the classes of ``data``, are not all classes of the checkpoint.
     """
-    names = CheckpointMetadata.from_contents(read_checkpoint(weights)).classes if os.path.isfile(weights) else None
+    names = _classes_of(weights)
     if names is None:
         return None
     if unknown := [name for name in labels if name not in names]:
@@ -473,6 +489,28 @@ def _choose_config(
     family = f"{model[:3]}_" if model.startswith(("lit", "cvt")) else ""
     cfg = load_config(config_path(f"{folder}/{own}_{schedule}", f"base/{family}{folder}_{schedule}"))
     return with_overrides(cfg, values | {"MODEL.TRANSFORMER.VARIANT": model}), f"{model}_{detector}".replace(":", "_")
+
+
+def _trained_detector(weights: str, model: str | None, detector: str | None) -> CfgNode | None:
+    """Return the config of a trained detector, with its checkpoint as ``MODEL.WEIGHTS``.
+
+    None for weights without a config in their folder, and if ``model`` or ``detector`` is another one.
+
+    Args:
+        weights: a checkpoint, or the output directory of a run.
+    """
+    path = Path(weights).expanduser()
+    if not weights or not ((path if path.is_dir() else path.parent) / CONFIG_FILE).is_file():
+        return None
+    config, checkpoint = find_model(path)
+    cfg = with_overrides(load_config(config), {"MODEL.WEIGHTS": str(checkpoint)})
+    is_same = model in (None, cfg.MODEL.TRANSFORMER.VARIANT) and detector in (None, _kind_of(cfg))
+    return cfg if is_same and _kind_of(cfg) in DETECTORS else None
+
+
+def _kind_of(cfg: CfgNode) -> str:
+    """Return the name of a detector as in ``DETECTORS``, such as "mask_rcnn"."""
+    return detector_name(cfg).lower().replace(" ", "_").replace("-", "")
 
 
 def _register(dataset: Dataset, name: str, *, train: str = "train", test: str = "val") -> dict[str, Any]:

@@ -22,9 +22,10 @@ LR_SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGamm
 # Modules with SOLVER.WEIGHT_DECAY_NORM. detectron2 has the same list, local to a function. Batch and instance norms are
 # subclasses of _NormBase.
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm)
-# SOLVER.EPOCHS: largest share of the warm-up in the run. Evaluations follow each epoch of 1000 or more iterations;
-# shorter epochs are evaluated every 100 iterations, at most 20 times.
-_WARMUP_SHARE = 0.05
+# SOLVER.EPOCHS: largest share of the warm-up in the run. A short run has 20 iterations, or half of its iterations:
+# AdamW's first steps at the full rate would ruin pretrained weights. Evaluations follow each epoch of 1000 or more
+# iterations; shorter epochs are evaluated every 100 iterations, at most 20 times.
+_WARMUP_SHARE, _SHORT_WARMUP = 0.05, 20
 _LONG_EPOCH = 1000
 _MIN_PERIOD = 100
 _MAX_EVALUATIONS = 20
@@ -237,6 +238,11 @@ def main_group(optimizer: torch.optim.Optimizer) -> int:
 # -- schedules that depend on the data and the batch -----------------------------------------------
 
 
+def longest_warmup(iterations: int) -> int:
+    """Return the longest warm-up: 5 % of the iterations, or 20 (at most half of them) if 20 is more."""
+    return max(math.ceil(_WARMUP_SHARE * iterations), min(_SHORT_WARMUP, iterations // 2))
+
+
 def resolve_schedule(cfg: CfgNode, num_images: int, overridden: Collection[str] = ()) -> tuple[CfgNode, list[str]]:
     """Replace ``SOLVER.EPOCHS`` by iterations, and scale the learning rate from ``SOLVER.REFERENCE_BATCH_SIZE``.
 
@@ -244,7 +250,7 @@ def resolve_schedule(cfg: CfgNode, num_images: int, overridden: Collection[str] 
 
     - ``SOLVER.MAX_ITER`` is set to the length of all epochs.
     - ``SOLVER.STEPS`` keep their fractions of ``MAX_ITER``. Schedules without steps keep their shape anyway.
-    - ``SOLVER.WARMUP_ITERS`` is limited to 5 % of ``MAX_ITER``.
+    - ``SOLVER.WARMUP_ITERS`` is limited to :func:`longest_warmup`.
     - ``TEST.EVAL_PERIOD`` and ``SOLVER.CHECKPOINT_PERIOD`` are one epoch of 1000 iterations or more. For shorter epochs
       they are the number of epochs that takes at least 100 iterations and a twentieth of the run.
 
@@ -276,7 +282,7 @@ def resolve_schedule(cfg: CfgNode, num_images: int, overridden: Collection[str] 
         period = min(math.ceil(epoch * (1 if epoch >= _LONG_EPOCH else short)), iterations)
         values = {
             "SOLVER.MAX_ITER": iterations,
-            "SOLVER.WARMUP_ITERS": min(solver.WARMUP_ITERS, math.ceil(_WARMUP_SHARE * iterations)),
+            "SOLVER.WARMUP_ITERS": min(solver.WARMUP_ITERS, longest_warmup(iterations)),
             "TEST.EVAL_PERIOD": period,
             "SOLVER.CHECKPOINT_PERIOD": period,
         }

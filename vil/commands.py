@@ -75,7 +75,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.section("Model")
     parser.add("--model", f"{_VARIANT} (default: a small model with ImageNet weights)", metavar="NAME")
     parser.add("--detector", "detector (default retinanet)", choices=choices.DETECTORS)
-    weights_help = "checkpoint, name in the model zoo, or none (config key MODEL.WEIGHTS; default: the best available)"
+    weights_help = "output directory of a run, checkpoint, name in the model zoo, or none (default: the best available)"
     parser.add("--weights", weights_help, metavar="FILE")
     config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
     parser.add("--config", config_help, type=config_name, metavar="NAME")

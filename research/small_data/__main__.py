@@ -38,7 +38,7 @@ ABLATIONS = {
     "lr_1e-3": "--lr 1e-3",
     "batch_4": "--batch 4",
     "larger_images": "--image-size {larger}",
-    "frozen_stages": "MODEL.BACKBONE.FREEZE_AT 2",
+    "no_frozen_stages": "MODEL.BACKBONE.FREEZE_AT 0",
     "giou": "MODEL.RETINANET.BBOX_REG_LOSS_TYPE giou",
     "random_lr_5e-4": "--weights none --lr 5e-4",
     "random_lr_2e-3": "--weights none --lr 2e-3",

@@ -48,7 +48,7 @@ def test_the_default_of_own_photos(start, capsys):
     assert cfg.INPUT.MIN_SIZE_TRAIN == (64,)
     rates = [start(batch=batch).SOLVER.BASE_LR for batch in (1, 4, 16)]
     assert rates[0] == rates[1] == pytest.approx(rates[2] / 2)
-    assert start(**{"SOLVER.MAX_ITER": 40}).SOLVER.WARMUP_ITERS == 2
+    assert start(**{"SOLVER.MAX_ITER": 400}).SOLVER.WARMUP_ITERS == 20
     cfg = start(lr=0.5, detector="mask_rcnn")
     assert (cfg.SOLVER.BASE_LR, cfg.TEST.BEST_METRIC) == (0.5, "segm/AP")
 
@@ -105,6 +105,24 @@ def test_weights_that_can_be_downloaded(start, monkeypatch, capsys):
     cfg = start(model="lit_ti")
     assert cfg.MODEL.WEIGHTS == "lit_ti_in1k" and cfg.MODEL.ANCHOR_GENERATOR != anchors
     assert "Cannot download 'lit_ti_retinanet_1x'" in capsys.readouterr().out
+
+
+def test_weights_of_an_own_detector(start, tmp_path):
+    """Its heads need its architecture and its anchors, and with the same classes a lower learning rate."""
+    own, rates = start(detector="faster_rcnn", **{"MODEL.FPN.OUT_CHANNELS": 64, "MODEL.RPN.CONV_DIMS": [64]}), []
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(own.dump())
+    for classes in (["circle"], ["circle", "square", "triangle", "star"]):
+        torch.save({"model": {"a": torch.zeros(1)}, "vil_detectron2": {"classes": classes}}, "run/model_best.pth")
+        for weights in ("run", "run/model_best.pth"):
+            cfg = start(weights=weights, image_size=96)
+            assert cfg.MODEL.WEIGHTS == "run/model_best.pth" and cfg.INPUT.MIN_SIZE_TEST == 96
+            for section in ("ANCHOR_GENERATOR", "FPN", "RPN", "TRANSFORMER", "ROI_HEADS"):
+                assert cfg.MODEL[section] == own.MODEL[section]
+        rates.append(cfg.SOLVER.BASE_LR)
+    assert rates == [own.SOLVER.BASE_LR, pytest.approx(own.SOLVER.BASE_LR / 5)]
+    cfg = start(weights="run/model_best.pth", detector="retinanet")
+    assert cfg.MODEL.FPN.OUT_CHANNELS == 128 and cfg.MODEL.ANCHOR_GENERATOR != own.MODEL.ANCHOR_GENERATOR
 
 
 # -- image size and anchors ------------------------------------------------------------------------
