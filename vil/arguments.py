@@ -273,7 +273,7 @@ class ConfigToolParser(ToolParser):
 
     def _key_hint(self, name: str, value: str) -> str:
         is_key = name.isupper() or ("." in name and _is_key(name.upper()))
-        if key := name.upper() if is_key else _FLAGS.get(f"--{name}"):
+        if key := name.upper() if is_key else _FLAGS.get(f"--{name.replace('_', '-')}"):
             return f". Write {key} {value or 'VALUE'}"
         return ". Write config keys as KEY VALUE, such as SOLVER.BASE_LR 5e-5" if value else ""
 

@@ -181,6 +181,7 @@ def test_short_forms_are_their_keys(tmp_path):
         ("--solver.base-lr=1", "Write SOLVER.BASE_LR 1"),
         ("--data-path photos", "Write the path without '--data-path'"),
         ("--work-dir out", "Write --output VALUE"),
+        ("--imgsz 640", "Write INPUT.MIN_SIZE_TEST VALUE"),
         ("--half", "Unknown argument '--half'. Add --help"),
         ("--iou 0.5", "Write MODEL.RETINANET.NMS_THRESH_TEST VALUE"),
         ("--device 0", "MODEL.DEVICE is '0'. Use cpu or cuda:0"),
