@@ -30,7 +30,8 @@ def get_variant(name: str, options: Mapping[str, object] | None = None, *, keywo
             valid name or keyword.
     """
     if name not in VARIANTS:
-        hint = closest(str(name), VARIANTS) or ". Use one of backbones.list_variants(), such as 'vil_tiny_rpb'."
+        such_as = ". Use a variant of the README, such as 'vil_tiny_rpb', or one of backbones.list_variants()."
+        hint = closest(str(name), VARIANTS) or such_as
         raise ConfigError(f"Unknown variant {name!r}{hint}")
     variant, given = VARIANTS[name], {}
     for option, value in (options or {}).items():

@@ -35,15 +35,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def closest(word: str, candidates: Iterable[str], *, most: int = 1) -> str:
+def closest(word: str, candidates: Iterable[str], *, most: int = 1, cutoff: float = 0.5) -> str:
     """Return ``". Did you mean 'vil_small'?"`` with the candidates closest to ``word``, or an empty string.
 
     Args:
         word: An invalid value.
         candidates: The valid values.
         most: Largest number of suggestions.
+        cutoff: Least similarity, from 0 to 1.
     """
-    matches = difflib.get_close_matches(word, list(candidates), n=most, cutoff=0.5)
+    matches = difflib.get_close_matches(word, list(candidates), n=most, cutoff=cutoff)
     return f". Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 

@@ -50,7 +50,7 @@ def main() -> None:
         steps = solver.STEPS if solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR" else ()
         lengths = (solver.MAX_ITER, ", ".join(map(str, steps)) or "-", solver.WARMUP_ITERS)
         rows.append((epochs, *lengths, plan.TEST.EVAL_PERIOD, solver.CHECKPOINT_PERIOD))
-        plans.append((" ".join([*batch, "SOLVER.EPOCHS", str(epochs)]), lines[-1].partition(" is ")[2]))
+        plans.append((" ".join([*batch, "SOLVER.EPOCHS", str(epochs)]), lines[-1].partition(" sets ")[2]))
     print(f"{num_images} training images, {cfg.SOLVER.IMS_PER_BATCH} per iteration. Columns after epochs: iterations.")
     print(tabulate(rows, COLUMNS, tablefmt="plain", disable_numparse=True, stralign="right"))
     print("\nTo train with one of these schedules, add its line to the command of tools/train_net.py:")

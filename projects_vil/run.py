@@ -137,8 +137,9 @@ def train(
         output: output directory (default ``output/DATA_MODEL_DETECTOR``).
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one. Training on a GPU uses mixed precision
             unless ``config`` is given or ``SOLVER.AMP.ENABLED`` is False.
-        resume: continue the interrupted run in ``output`` with its recipe and images. If there is none, ``data``,
-            ``model``, ``detector`` or ``config`` starts a new run, so that a job has the same command for each start.
+        resume: continue the interrupted run in ``output`` with its recipe and images. If ``output`` has no run,
+            ``data``, ``model``, ``detector`` or ``config`` starts a new one, so that a job has the same command for
+            each start.
         num_gpus: processes on this machine, as for detectron2's ``launch``. New processes do not import your script. If
             it registers datasets or models, start it with ``torchrun`` instead.
         num_machines: as for detectron2's ``launch``.
@@ -239,9 +240,14 @@ def train(
         if data is not None:
             _check_same_data(data, images, val_fraction, begun, output)
         data, cfg = None, with_overrides(merge_overrides(begun, given), {"OUTPUT_DIR": str(output)})
-    elif resume and not (data or model or detector or config) and "DATASETS.TRAIN" not in given:
-        # Without these arguments, the output is probably wrong. A new run would train the default model on COCO.
-        raise ConfigError(f"'{output}' has no run to resume. Correct --output, or add DATA or --config for a new run.")
+    elif resume and not (folder and (data or model or detector or config or "DATASETS.TRAIN" in given)):
+        # A new run would train from the start. Without DATA, it would train the default model on COCO.
+        runs = [path for path in output.parent.glob("*") if checkpoints_of(path) and (path / CONFIG_FILE).exists()]
+        newest = f", such as '{max(runs, key=os.path.getmtime)}'" if runs else ""
+        raise ConfigError(
+            f"'{output}' has no run to resume. Give the output directory of a run with --output{newest}. "
+            "For a new run, give DATA or --config, without --resume."
+        )
     # Errors of the arguments come before the data, which may take long to read.
     cfg = choose_device(cfg, requested="MODEL.DEVICE" in given)
     with cleanup_on_failure(output):

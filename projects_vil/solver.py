@@ -294,7 +294,7 @@ def resolve_schedule(cfg: CfgNode, num_images: int, overridden: Collection[str] 
             values.pop(key, None)
         length = f"{num_images} training images, {batch} per iteration, {epoch:.4g} iterations per epoch"
         words = " ".join(f"{key} {shlex.quote(str(value))}" for key, value in values.items())
-        lines += [f"SOLVER.EPOCHS {epochs}: {length}", f"SOLVER.EPOCHS {epochs} is {words}"]
+        lines += [f"SOLVER.EPOCHS {epochs}: {length}", f"SOLVER.EPOCHS {epochs} sets {words}"]
     if reference:
         rates = {f"SOLVER.{key}": solver[key] * batch / reference for key in ("BASE_LR", "BASE_LR_END")}
         values |= rates

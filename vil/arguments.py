@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -34,10 +35,8 @@ _FLAGS |= {"--batch": "SOLVER.IMS_PER_BATCH", "--epochs": "SOLVER.EPOCHS", "--im
 _FLAGS |= {"--lr": "SOLVER.BASE_LR", "--output": "OUTPUT_DIR", "--workers": "DATALOADER.NUM_WORKERS"}
 # First parts of all config keys.
 SECTIONS = frozenset(
-    (
-        *("CUDNN_BENCHMARK", "DATALOADER", "DATASETS", "FLOAT32_PRECISION", "GLOBAL", "INFERENCE", "INPUT", "LOGGING"),
-        *("MODEL", "OUTPUT_DIR", "OVERWRITE_OUTPUT_DIR", "SEED", "SOLVER", "TEST", "VERSION", "VIS_PERIOD"),
-    )
+    "CUDNN_BENCHMARK DATALOADER DATASETS FLOAT32_PRECISION GLOBAL INFERENCE INPUT LOGGING MODEL OUTPUT_DIR "
+    "OVERWRITE_OUTPUT_DIR SEED SOLVER TEST VERSION VIS_PERIOD".split()
 )
 # A misspelled key such as SOLVR.BASE_LR is accepted as a key, so that the error suggests the closest one.
 _LIKE_A_KEY = re.compile(r"([A-Z][A-Z0-9_]+)(\.[A-Z][A-Z0-9_]*)+")
@@ -68,7 +67,8 @@ def weights_file(text: str) -> str:
         if text in names:
             return text
         raise argparse.ArgumentTypeError(f"'{text}' is not a path or a name in the model zoo{closest(text, names)}")
-    hub = ". To load from the Hugging Face Hub, use Detector.from_pretrained" if text.count("/") == 1 else ""
+    is_hub = text.count("/") == 1 and not Path(text).parent.exists()
+    hub = ". To load from the Hugging Face Hub, use Detector.from_pretrained" if is_hub else ""
     raise argparse.ArgumentTypeError(f"'{text}' does not exist. Check the path{hub}")
 
 
@@ -209,7 +209,7 @@ class ToolParser(argparse.ArgumentParser):
         """Suggest the closest choice."""
         if action.choices is not None and value not in action.choices:
             name = choices.NAMES_OF_OTHERS.get(str(value).lower(), str(value).lower())
-            hint = closest(name, action.choices) or f". Choose from {', '.join(action.choices)}"
+            hint = closest(name, action.choices, cutoff=0.6) or f". Choose from {', '.join(action.choices)}"
             raise argparse.ArgumentError(action, f"unknown value '{value}'{hint}")
 
     def _hint(self, word: str) -> str:
@@ -219,12 +219,15 @@ class ToolParser(argparse.ArgumentParser):
         name = choices.NAMES_OF_OTHERS.get(name, name)
         same = f"--{name.replace('_', '-')}"
         if (action := self._option_string_actions.get(same)) is not None:
-            return f". Write {same} {value or 'VALUE'}" if action.nargs is None else f". Write {same}"
+            values = value or self._get_formatter()._format_args(action, "VALUE")
+            return f". Write {same} {values}".rstrip()
         if any(name == action.dest and not action.option_strings for action in self._actions):
             return f". Write {value}" if value else f". Write the path without '{flag}'"
-        if key := name if name.isupper() else _FLAGS.get(same):
-            return f". Write {key} {value or 'VALUE'}"
-        return closest(flag, {*SECTIONS, *self._option_string_actions})
+        return self._key_hint(name, value) or closest(flag, self._option_string_actions, cutoff=0.7)
+
+    def _key_hint(self, name: str, value: str) -> str:
+        """Return advice for an unknown argument that may be meant as a config key."""
+        return ""
 
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith((".", "?")) else "."
@@ -255,7 +258,7 @@ class ConfigToolParser(ToolParser):
         devices: Sequence[str] = choices.DEVICES,
         **options: Any,
     ) -> None:
-        epilog = "KEY VALUE pairs, such as SOLVER.BASE_LR 5e-5, override config keys. They can be in any position."
+        epilog = "KEY VALUE pairs in any position override config keys (docs/training.md), such as SOLVER.BASE_LR 5e-5."
         super().__init__(description, epilog=epilog, **options)
         self.set_defaults(devices=tuple(devices))
         if config_file:
@@ -267,6 +270,12 @@ class ConfigToolParser(ToolParser):
         if devices:
             default = "; default: the device of the config, or cpu without a GPU" if "cuda" in devices else ""
             self.add("--device", f"{' or '.join(devices)} (config key MODEL.DEVICE{default})", metavar="DEVICE")
+
+    def _key_hint(self, name: str, value: str) -> str:
+        is_key = name.isupper() or ("." in name and _is_key(name.upper()))
+        if key := name.upper() if is_key else _FLAGS.get(f"--{name.replace('_', '-')}"):
+            return f". Write {key} {value or 'VALUE'}"
+        return ". Write config keys as KEY VALUE, such as SOLVER.BASE_LR 5e-5" if value else ""
 
     def _parse(self, words: Sequence[str]) -> argparse.Namespace:
         words, overrides = self._split(words)
@@ -300,10 +309,11 @@ class ConfigToolParser(ToolParser):
         for word in left:
             action = self._option_string_actions.get(arguments[-1]) if arguments else None
             is_value = action is not None and action.nargs is None
-            if word == "--opts":
+            if word in ("--opts", "--cfg-options"):
                 continue
             if is_value or not _is_key(word) or Path(word).exists():
-                if re.match("[a-z]\\w*=", word) and not (is_value or Path(word).exists()):
+                is_file = is_value or Path(word).exists()
+                if not is_file and (re.match(r"[a-z][\w.]*=", word) or ("_" in word and _is_key(word.upper()))):
                     self.error(f"unknown argument '{word}'{self._hint(word)}")
                 arguments.append(word)
                 continue
@@ -401,6 +411,7 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
     * A child process was killed: ``error: ...``, exit status 1 or the status of the child process
     * Ctrl-C: ``interrupted``, exit status 130
     * Another signal: ``ended by SIGTERM``, exit status 128 plus the number of the signal
+    * The reader of stdout ended, as in ``vil check photos | head``: no message, exit status 141
     * Any other exception: a traceback
 
     Temporary files are deleted in all cases. Under torchrun, only the first process on each machine prints the error.
@@ -425,6 +436,12 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
         if isinstance(end.code, int) and end.code > 128:
             print(f"ended by {signal.Signals(end.code - 128).name}", file=sys.stderr)
         raise
+    except BrokenPipeError as error:
+        stdout = select.poll()
+        stdout.register(1, 0)  # reports only errors
+        if error.filename is None and not stdout.poll(0):
+            raise
+        sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         reason = _explain(error)
         if reason is None:

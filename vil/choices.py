@@ -15,14 +15,21 @@ RECIPES = ("finetune", "scratch", "paper")
 # Smallest and largest image size of `vil train`, in pixels.
 IMAGE_SIZES = (64, 4096)
 # Commands, arguments and values of other programs, and the ones or the config keys with the same effect.
-NAMES_OF_OTHERS = {"batch_size": "batch", "cfg": "config", "dataset": "data", "num_workers": "workers"}
-NAMES_OF_OTHERS |= {"learning_rate": "lr", "lr0": "lr"} | dict.fromkeys(("output_dir", "project", "name"), "output")
-NAMES_OF_OTHERS |= {"iou": "MODEL.RETINANET.NMS_THRESH_TEST", "weight_decay": "SOLVER.WEIGHT_DECAY"}
-NAMES_OF_OTHERS |= {"pascal": "voc", "pascal_voc": "voc", "pt": "torchscript", "tensorrt": "onnx", "engine": "onnx"}
-NAMES_OF_OTHERS |= {"detect": "predict", "test": "eval"}
-NAMES_OF_OTHERS |= dict.fromkeys(("img", "img_size", "imgsz", "resolution"), "image_size")
-NAMES_OF_OTHERS |= {"conf": "score_threshold", "source": "input", "amp": "SOLVER.AMP.ENABLED", "seed": "SEED"}
-NAMES_OF_OTHERS |= {"optimizer": "SOLVER.OPTIMIZER", "patience": "SOLVER.EARLY_STOPPING_PATIENCE"}
+_OTHERS = {
+    **{"batch": "batch_size", "config": "cfg", "lr": "learning_rate lr0", "workers": "num_workers"},
+    **{"data": "dataset dataset_dir data_dir data_path coco_path", "weights": "load_from checkpoint pretrained"},
+    **{
+        "output": "output_dir out_dir out work_dir save_dir project name",
+        "image_size": "img img_size imgsz resolution",
+    },
+    **{"score_threshold": "conf conf_thres threshold score_thr", "input": "source", "save_labels": "save_txt"},
+    **{"num_gpus": "gpu gpus launcher", "resume": "resume_from", "precision": "half", "format": "include"},
+    **{"voc": "pascal pascal_voc", "torchscript": "pt", "onnx": "tensorrt engine", "predict": "detect", "eval": "test"},
+    **{"SEED": "seed", "SOLVER.AMP.ENABLED": "amp", "SOLVER.OPTIMIZER": "optimizer", "SOLVER.MAX_ITER": "max_iter"},
+    **{"SOLVER.WEIGHT_DECAY": "weight_decay", "SOLVER.EARLY_STOPPING_PATIENCE": "patience"},
+    **{"SOLVER.CHECKPOINT_PERIOD": "save_period", "MODEL.RETINANET.NMS_THRESH_TEST": "iou iou_thres"},
+}
+NAMES_OF_OTHERS = {other: ours for ours, others in _OTHERS.items() for other in others.split()}
 EXPORT_FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
 # Suffixes of exported files: TorchScript, ONNX, torch.export and AOTInductor, OpenVINO.
 EXPORT_SUFFIXES = (".ts", ".onnx", ".pt2", ".xml")
@@ -32,7 +39,7 @@ PREDICTION_FORMATS = ("coco", "parquet")
 LABEL_FORMATS = ("coco", "yolo", "voc", "labelme", "cvat")
 # Images in a Parquet file.
 PART_SIZE = 1024
-# Lowest score of a detection in a drawing.
+# Lowest score of a detection in a drawing. It is low because RetinaNet's scores are low early in training.
 SCORE_THRESHOLD = 0.3
 BENCHMARK_PARTS = ("attention", "backbone", "detector", "train-step")
 DTYPES = ("float32", "bfloat16", "float16")

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 _DEVICE = "cpu or cuda (config key MODEL.DEVICE; default: the GPU if there is one)"
 _TILES = "predict in overlapping tiles of N x N pixels (default: as in training)"
 _IMAGES = "folder with the images, if it is not in DATA"
+_VARIANT = "variant, such as vil_tiny_rpb or litv2_s, or timm:NAME for a timm model"
 _DATA = "dataset folder or annotation file: COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA"
 _MODEL = "output directory of a run, checkpoint with config.yaml in its folder, or name in the model zoo"
 _INPUT = "images, folder, video, camera number, URL, list (.txt, .csv, .parquet), or tar files: shards-{000..127}.tar"
@@ -68,15 +68,12 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--batch", "images per iteration (default: by recipe and device)", type=positive)
     size_help = "shorter side of the images in pixels, or auto (default): chosen from the sizes of the objects"
     parser.add("--image-size", size_help, type=image_size, metavar="PX")
-    parser.add(
-        "--tiles", "train and predict in tiles of N x N pixels, for small objects in large images", type=positive
-    )
+    parser.add("--tiles", "train and predict in tiles of N x N pixels, for small objects", type=positive)
     parser.add("--output", "output directory (default: output/DATA_MODEL_DETECTOR)", type=local_path, metavar="DIR")
     parser.add("--device", _DEVICE, metavar="DEVICE")
     add_resume_argument(parser)
     parser.section("Model")
-    model_help = "variant, or timm:NAME for a timm model (default: a small model with ImageNet weights)"
-    parser.add("--model", model_help, metavar="NAME")
+    parser.add("--model", f"{_VARIANT} (default: a small model with ImageNet weights)", metavar="NAME")
     parser.add("--detector", "detector (default retinanet)", choices=choices.DETECTORS)
     weights_help = "output directory of a run, checkpoint, name in the model zoo, or none (default: the best available)"
     parser.add("--weights", weights_help, metavar="FILE")
@@ -131,7 +128,7 @@ def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--output", "output directory (default: output/DATA_tune)", type=local_path, metavar="DIR")
     parser.add("--epochs", "epochs of each trial (default: as for vil train)", type=positive)
     parser.add("--device", _DEVICE, metavar="DEVICE")
-    parser.add("--model", "variant, or timm:NAME (default: as for vil train)", metavar="NAME")
+    parser.add("--model", f"{_VARIANT} (default: as for vil train)", metavar="NAME")
     parser.add("--detector", "detector (default retinanet)", choices=choices.DETECTORS)
     parser.add("--recipe", "recipe of the first trial (default: as for vil train)", choices=choices.RECIPES[:2])
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
@@ -163,10 +160,7 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     predictions_help = "evaluate Parquet files from vil predict, or folders with such files, instead of a model"
     parser.add("--predictions", predictions_help, nargs="+", default=[], type=existing_path, metavar="PATH")
-    output_help = (
-        "output folder (default: the folder of MODEL, or a folder in it such as evaluation_DATA with DATA, "
-        "evaluation_overrides with KEY VALUE, or evaluation_model_0000099 with an earlier checkpoint)"
-    )
+    output_help = "output folder (default: the folder of MODEL, or evaluation_DATA or another new folder in it)"
     parser.add("--output", output_help, type=local_path, metavar="DIR")
     parser.add("--tiles", _TILES, dest="TEST.TILE_SIZE", default=argparse.SUPPRESS, type=positive)
     add_process_arguments(parser)
@@ -230,28 +224,21 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("model", f"exported file, {_MODEL}", nargs="?", metavar="MODEL")
     parser.add("input", _INPUT, nargs="*", metavar="INPUT")
     parser.add("--input", "the same as INPUT", dest="named_input", metavar="INPUT")
-    output_help = (
-        "output folder (default: predictions). Replaces earlier results of the same format, and keeps other drawings"
-    )
+    output_help = "output folder (default: predictions). Replaces earlier results, and keeps other drawings"
     parser.add("--output", output_help, type=local_path, default="predictions", metavar="DIR")
     parser.add("--batch", "maximum images per batch (default 1)", dest="batch_size", type=positive, default=1)
     parser.add("--device", _DEVICE, metavar="DEVICE")
     parser.add("--tiles", _TILES, type=positive)
     parser.add("--tta", "test-time augmentation: predict on several sizes and flips of each image", action="store_true")
-    track_help = "track objects through a video or a folder of frames (needs supervision and trackers)"
-    parser.add("--track", track_help, action="store_true")
-    annotations_help = (
-        "COCO file for the folder INPUT. Reads only its images, and uses its ids and categories in the results"
-    )
+    parser.add("--track", "track objects through a video or a folder of frames", action="store_true")
+    annotations_help = "COCO file: predicts only its images in the folder INPUT, and uses its ids in the results"
     parser.add("--annotations", annotations_help, type=existing_path, metavar="FILE")
     format_help = "format of the results: coco (default), or parquet (part files, no drawings)"
     parser.add("--format", format_help, dest="file_format", choices=choices.PREDICTION_FORMATS)
     parser.add("--part-size", f"images (rows) per Parquet file (default {choices.PART_SIZE})", type=positive)
-    shard_help = "predict only shard I of N shards, numbered from 0; needs --format parquet"
-    parser.add("--shard", shard_help, type=shard, metavar="I/N")
+    parser.add("--shard", "predict only shard I of N, from 0; needs --format parquet", type=shard, metavar="I/N")
     parser.add("--column", "column of INPUT with paths or URLs (default: path, file_name or url)", metavar="NAME")
-    ray_help = "predict with Ray on the cluster at RAY_ADDRESS, or on this machine, and write Parquet files"
-    parser.add("--ray", ray_help, action="store_true")
+    parser.add("--ray", "predict with Ray (RAY_ADDRESS, or this machine) to Parquet files", action="store_true")
     workers_help = "minimum and maximum number of Ray workers (default: 1 and one per GPU, or CPU cores minus 1)"
     parser.add("--ray-workers", workers_help, nargs=2, type=positive, metavar=("MIN", "MAX"))
     parser.add("--workers-per-gpu", "with --ray: workers that share a GPU (default 1)", type=positive, metavar="N")
@@ -260,8 +247,6 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--score-threshold", threshold_help, type=float, metavar="T")
     labels_help = "also write OUTPUT/dataset with copies of the images, for corrections in an annotation tool"
     parser.add("--save-labels", labels_help, choices=choices.LABEL_FORMATS)
-    drawing_help = "processes for drawings (default 0: draw in the main process between batches)"
-    parser.add("--draw-workers", drawing_help, type=not_negative)
     args = parser.parse_args(words)
     positional = [word for word in (args.model, *args.input) if word]
     model, source, weights = args.config_file, args.named_input, args.weights
@@ -315,15 +300,13 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--fixed-detections", fixed_help, action="store_true")
     _add_image_size(parser, "fixed size of the input images (default: any size)", dest="size")
     parser.add("--opset", "ONNX opset, at least 18 (default 20)", type=positive)
-    images_help = "images for the parity check (default: synthetic images)"
     parity = {"dest": "images", "nargs": "+", "type": existing_path, "default": [], "metavar": "FILE"}
-    parser.add("--parity-images", images_help, **parity)
+    parser.add("--parity-images", "images for the parity check (default: synthetic images)", **parity)
     parser.add("--evaluate", "also compare the AP on the images of DATASETS.TEST", action="store_true")
     calibration_help = "maximum number of images from DATASETS.TRAIN for int8 calibration (default 100)"
     parser.add("--calibration-images", calibration_help, type=positive, default=100)
     parser.add("--accept-drop", "accept an int8 model that loses more than 1 AP", action="store_true")
-    triton_help = "also write a model for the model repository of Triton Inference Server"
-    parser.add("--triton", triton_help, metavar="REPOSITORY/NAME")
+    parser.add("--triton", "also write a model for Triton Inference Server", metavar="REPOSITORY/NAME")
     args = parser.parse_args(words)
     cfg, path = _found_model(parser, args)
 
@@ -380,10 +363,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("data", "folder or annotation file of a dataset", type=existing_path, metavar="DATA")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     parser.add("--json", "write findings and unused files as JSON", type=output_file, metavar="FILE")
-    fix_help = (
-        "new folder for a corrected copy, with a COCO file per split; or a new file, if DATA is a COCO file and "
-        "--images is used"
-    )
+    fix_help = "new folder for a corrected copy in COCO format; for a COCO file with --images, a new file"
     parser.add("--fix", fix_help, type=local_path, metavar="OUT")
     parser.add("--deep", "decode every image, even if there are more than 2,000", action="store_true")
     parser.add("--boxes", "ignore masks, for detectors without masks", action="store_true")
@@ -482,13 +462,9 @@ def convert(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("source", "official checkpoint: a file, or a name in the model zoo", type=weights_file, metavar="SOURCE")
     parser.add("output", "file to write, .pth or .safetensors", type=output_file, metavar="OUTPUT")
     parser.add("--model", "variant, such as vil_small_rpb; not needed for a name in the model zoo", metavar="VARIANT")
-    size_help = (
-        "resize position tables for images of up to H x W pixels. For a detector, give the longer side twice, because "
-        "images can be landscape or portrait. Default: 1333 x 1333 for ViL's absolute positions, otherwise no resizing"
-    )
-    _add_image_size(parser, size_help)
-    classifier_help = "write a classifier for create_classifier. --image-size is its input size"
-    parser.add("--classifier", classifier_help, action="store_true")
+    size_help = "largest image, for the size of position tables. For a detector, give the longer side twice"
+    _add_image_size(parser, f"{size_help} (default: 1333 1333 for ViL's absolute positions, otherwise no resizing)")
+    parser.add("--classifier", "write a classifier with the input size --image-size", action="store_true")
     parser.add("--json", "write a report of all tensors as JSON", type=output_file, metavar="REPORT")
     args = parser.parse_args(words)
 
@@ -619,36 +595,31 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
         vil visualize results output/demo_retinanet --num-images 8
     """
     commands = parser.add_subparsers(required=True, metavar="WHAT", parser_class=ConfigToolParser)
+    model: dict[str, Any] = {"weights": True, "devices": ("cpu",), "config_required": False}
 
     def add(render: Callable[[argparse.Namespace], list[str]], summary: str, **options: Any) -> ConfigToolParser:
         name = render.__name__.removeprefix("_draw_")
-        command = commands.add_parser(name, help=summary, description=render.__doc__, **options)
+        command = commands.add_parser(name, help=summary, description=render.__doc__, **(options or model))
         command.set_defaults(render=render, parser=command)
+        if not options:
+            command.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
+            command.add("--output", "output folder", required=True, type=local_path, metavar="DIR")
         return command
 
-    add_image = partial(ConfigToolParser.add_argument, required=True, type=existing_path, metavar="IMAGE")
-    add_folder = partial(ConfigToolParser.add_argument, required=True, type=local_path, metavar="DIR")
-
-    model: dict[str, Any] = {"weights": True, "devices": ("cpu",), "config_required": False}
-    command = add(_draw_attention, "attention of one token, one heat map per head", **model)
-    command.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
-    add_image(command, "--input", help="image file")
-    add_folder(command, "--output", help="output folder")
+    image = {"required": True, "type": existing_path, "metavar": "IMAGE"}
+    command = add(_draw_attention, "attention of one token, one heat map per head")
+    command.add("--input", "image file", **image)
     command.add("--stage", "stage of the backbone, counted from 1 (default: the last)", type=int, metavar="S")
     command.add("--block", "block of the stage, counted from 1 (default: the last)", type=int, metavar="B")
     point_help = "position in the image in pixels (default: the center)"
     command.add("--point", point_help, type=int, nargs=2, metavar=("Y", "X"))
 
-    command = add(_draw_data, "training samples after augmentation", **model)
-    command.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
-    add_folder(command, "--output", help="output folder, one PNG per sample")
+    command = add(_draw_data, "training samples after augmentation")
     command.add("--number", "number of samples (default 16)", type=positive, default=16)
     command.add("--seed", "random seed (default: SEED in the config, or 0)", type=int, metavar="S")
 
-    command = add(_draw_offsets, "sampling points of LIT's deformable token merging", **model)
-    command.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
-    add_image(command, "--input", nargs="+", help="image files, one PNG per image")
-    add_folder(command, "--output", help="output folder")
+    command = add(_draw_offsets, "sampling points of LIT's deformable token merging")
+    command.add("--input", "image files, one PNG per image", nargs="+", **image)
     points = command.add_mutually_exclusive_group()
     points.add_argument("--points", type=positive, default=8, metavar="N", help="number of positions (default 8)")
     points.add_argument("--point", type=int, nargs=2, metavar=("Y", "X"), help="draw only the position at this pixel")
@@ -656,11 +627,11 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     command = add(_draw_results, "predictions of a run next to the ground truth", config_file=False, devices=())
     command.add("run", "output directory of a training run", type=existing_path, metavar="RUN")
     command.add("--dataset", "dataset (default: the first of DATASETS.TEST)", metavar="NAME")
-    command.add("--output", "file (default: RUN/predictions.png)", type=output_file, metavar="PNG")
+    command.add("--output", "PNG or JPEG file, or a folder for predictions.png (default: RUN)", type=local_path)
     command.add("--num-images", "images, one per row (default 8)", type=positive, default=8)
-    threshold = choices.SCORE_THRESHOLD
-    threshold_help = f"minimum score of detections (default {threshold})"
-    command.add("--score-threshold", threshold_help, type=float, default=threshold, metavar="T")
+    default = choices.SCORE_THRESHOLD
+    threshold_help = f"minimum score of detections (default {default})"
+    command.add("--score-threshold", threshold_help, type=float, default=default, metavar="T")
 
     args = parser.parse_args(words)
     show(*args.render(args))
@@ -707,7 +678,8 @@ def _draw_results(args: argparse.Namespace) -> list[str]:
     cfg = load_config(run / "config.yaml", args.opts)
     register_datasets(cfg)
     dataset = args.dataset or next(iter(cfg.DATASETS.TEST), "")
-    drawing = Path(args.output) if args.output else run / "predictions.png"
+    drawing = Path(args.output or run)
+    drawing /= "" if drawing.suffix.lower() in (".png", ".jpg", ".jpeg") else "predictions.png"
     options = {"num_images": args.num_images, "score_threshold": args.score_threshold}
     draw_results(dataset, load_dataset(cfg, [dataset], train=False), predictions_file(run, dataset), drawing, **options)
     return [f"wrote {drawing}"]

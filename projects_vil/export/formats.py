@@ -333,7 +333,7 @@ def _load_onnx(path: Path, *, device: str = "cpu") -> Loaded:
             f"Device {device} cannot run '{path}' in this onnxruntime. Install onnxruntime-gpu instead of onnxruntime, "
             "with its CUDA and cuDNN libraries, or use device cpu."
         )
-    _logger.info("%s runs in onnxruntime %s with %s", path, onnxruntime.__version__, provider)
+    _logger.info("%s runs in onnxruntime %s with %s", Path(path).name, onnxruntime.__version__, provider)
     name = session.get_inputs()[0].name
 
     def run(images: Tensor) -> tuple[Tensor, ...]:

@@ -11,15 +11,12 @@ import json
 import logging
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from backbones import ConfigError
@@ -73,7 +70,6 @@ def predict(
     annotations: str | os.PathLike | None = None,
     drawings: bool = True,
     score_threshold: float | None = None,
-    draw_workers: int | None = None,
     save_labels: str | None = None,
     part_size: int | None = None,
     shard: tuple[int, int] | None = None,
@@ -116,7 +112,6 @@ def predict(
         drawings: whether to write drawings.
         score_threshold: lowest score in drawings and labels, in [0, 1]; 0.3 by default. The results contain all
             detections.
-        draw_workers: processes that draw while the detector runs. With 0 (default) this process draws between batches.
         save_labels: the format of ``dataset/``: ``"coco"``, ``"yolo"``, ``"voc"``, ``"labelme"`` or ``"cvat"``. The
             input is an image or a folder.
         part_size: number of rows in a Parquet file; 1024 by default.
@@ -143,7 +138,6 @@ def predict(
     for name, value, *flags in (
         ("annotations", annotations, "--format coco"),
         ("score_threshold", score_threshold, "--format coco"),
-        ("draw_workers", draw_workers, "--format coco"),
         ("save_labels", save_labels, "--format coco"),
         ("track", track or None, "--format coco"),
         ("part_size", part_size, "--format parquet", "--ray"),
@@ -205,7 +199,7 @@ def predict(
         opened.total = opened.total or number_of_images(source, exclude=output)
     threshold = SCORE_THRESHOLD if score_threshold is None else score_threshold
     folder, root = output / DRAWINGS_FOLDER, source if is_single else ""
-    drawer = _drawer(folder, root, opened, workers=draw_workers or 0, threshold=threshold) if drawings else None
+    drawer = _drawer(folder, root, opened, threshold=threshold) if drawings else None
     frame_rate = getattr(opened, "frame_rate", DEFAULT_FRAME_RATE)
     tracker = Tracker(frame_rate=frame_rate, threshold=threshold) if track else None
     labels: list[tuple[dict, list[dict]]] | None = [] if save_labels else None
@@ -296,7 +290,7 @@ def _write_coco(
     lines = [f"{counted(num_images, source.unit)}, {total}" + f", {counted(len(tracks), 'track')}" * bool(tracker)]
     if drawer is not None and num_detections:
         highest = "" if num_drawn else f"; the highest score is {highest_score:.3g}"
-        lines.append(f"{num_drawn} of {total} drawn (score >= {threshold:g}){highest}")
+        lines.append(f"{num_drawn:,} of {total} drawn (score >= {threshold:g}){highest}")
     written = [output / RESULTS_FILE, output / IMAGES_FILE]
     written += [output / DRAWINGS_FOLDER] * (drawer is not None and num_images > 0)
     lines.append(f"wrote {', '.join(map(str, written))}")
@@ -365,35 +359,16 @@ def _annotated_images(detector: Detector, folder: Path, annotations: Path) -> tu
 
 @contextlib.contextmanager
 def _drawer(
-    folder: Path, source: str, images: ImageBatches | Video, *, workers: int, threshold: float
+    folder: Path, source: str, images: ImageBatches | Video, *, threshold: float
 ) -> Iterator[Callable[[dict, Detections], None]]:
-    """Yield a function that draws detections, in other processes if there are workers, and writes them in order."""
-    pending: deque[tuple[dict, Future]] = deque()
-    options = {"score_threshold": threshold, "longer_side": MIN_DRAWING_SIDE}
+    """Yield a function that draws detections, and writes the drawing to a file or to a video."""
     if isinstance(images, Video):
         writer = _video_writer(folder, images)
     else:
         writer = contextlib.nullcontext(functools.partial(_write_drawing, folder, Path(source)))
-    pool = ProcessPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) if workers else None
-    with writer as write, pool or contextlib.nullcontext():
-        if pool is not None:
-            # Starts the processes before this process has threads, whose locks they would copy.
-            pool.submit(int)
-
-        def draw(entry: dict, detections: Detections) -> None:
-            if pool is None:
-                write(entry, detections.draw(**options))
-                return
-            pending.append((entry, pool.submit(functools.partial(detections.draw, **options))))
-            flush(2 * workers)
-
-        def flush(most: int) -> None:
-            while len(pending) > most:
-                entry, drawn = pending.popleft()
-                write(entry, drawn.result())
-
-        yield draw
-        flush(0)
+    options = {"score_threshold": threshold, "longer_side": MIN_DRAWING_SIDE}
+    with writer as write:
+        yield lambda entry, detections: write(entry, detections.draw(**options))
 
 
 def _write_drawing(folder: Path, source: Path, entry: dict, drawn: np.ndarray) -> None:

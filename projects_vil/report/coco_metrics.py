@@ -14,7 +14,7 @@ from pycocotools.cocoeval import COCOeval
 from backbones.errors import ConfigError
 from projects_vil.evaluation import check_finite
 from projects_vil.utils import read_json
-from projects_vil.visualization import DRAW_THRESHOLD
+from vil.choices import SCORE_THRESHOLD
 
 IOU_THRESHOLD = 0.5  # smallest IoU of true positives in the confusion matrix and in drawings
 
@@ -157,7 +157,7 @@ def _run_cocoeval(coco: COCO, detections: list[dict[str, Any]], task: str, max_d
 def _best_threshold(matches: list[Match], num_objects: int) -> tuple[float, float]:
     """Return the score with the highest F1, and this F1. Without true positives, keep one detection per object."""
     if not matches:
-        return DRAW_THRESHOLD, 0.0
+        return SCORE_THRESHOLD, 0.0
     scores = np.array([detection["score"] for detection, _ in matches])
     true_positives = np.cumsum([target is not None for _, target in matches])
     f1 = 2 * true_positives / (np.arange(1, len(matches) + 1) + num_objects)

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from projects_vil.data import read_image
 from projects_vil.evaluation import LOSS_TASK
 from projects_vil.report.coco_metrics import DetectionMetrics
-from projects_vil.visualization import Canvas, draw_label
+from projects_vil.visualization import Canvas
 
 SIZE = (5.2, 3.3)  # inches of 72 points, so that text is legible on a phone
 # Color-blind safe, with a contrast of at least 3 on white. Further curves have other line styles.
@@ -27,7 +27,7 @@ INK, LINES = "#1b1f24", "#d8dee4"
 MAX_CLASS_CURVES = 6
 MAX_SIDE = 480  # pixels of an image
 TASK_NAMES = {"bbox": "boxes", "segm": "masks", "sem_seg": "labels"}
-MATCH_COLORS = {"true positive": "#0f7a45", "false positive": "#b3400a", "missed object": "#1d5bbf"}
+MATCH_COLORS = {"true positive": (15, 122, 69), "false positive": (179, 64, 10), "missed object": (29, 91, 191)}
 _STYLE = {
     **{"svg.fonttype": "none", "font.size": 11, "legend.frameon": False, "legend.fontsize": 10},
     **{"axes.edgecolor": LINES, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK},
@@ -109,7 +109,7 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
     for index in np.unique(np.linspace(0, len(candidates) - 1, number).round().astype(int)) if candidates else ():
         image, matches = candidates[index]
         pixels = read_image(folder / image["file_name"])
-        visualizer = Canvas(pixels, scale=MAX_SIDE / max(pixels.shape[:2]))
+        canvas = Canvas(pixels, scale=MAX_SIDE / max(pixels.shape[:2]))
         numbers = dict.fromkeys(MATCH_COLORS, 0)
         # True positives are drawn last, on top.
         for detection, target in sorted(matches, key=lambda match: (match[0] is not None) + (None not in match)):
@@ -118,11 +118,11 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
             numbers[label] += 1
             left, top, width, height = item["bbox"]
             box, color, is_missed = (left, top, left + width, top + height), MATCH_COLORS[label], detection is None
-            visualizer.draw_box(box, edge_color=color, alpha=1, line_style="--" if is_missed else "-")
+            canvas.draw_box(box, color, dashed=is_missed)
             text = names[item["category_id"]] + ("" if is_missed else f" {item['score']:.0%}")
             # Otherwise the label of a missed object could cover the label of a detection.
-            draw_label(visualizer, text, box, color, below=is_missed)
-        encoded = cv2.imencode(".jpg", visualizer.output.get_image()[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 82])[1]
+            canvas.draw_label(text, box, color, below=is_missed)
+        encoded = cv2.imencode(".jpg", canvas.image[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 82])[1]
         counts = ", ".join(f"{label}s: {number}" for label, number in numbers.items())
         figures.append(PageFigure(_url("image/jpeg", encoded.tobytes()), image["file_name"], counts))
     return figures

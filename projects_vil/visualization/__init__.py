@@ -1,6 +1,6 @@
 """Draw datasets, predictions, attention maps and sampling positions."""
 
-from projects_vil.visualization.drawing import DRAW_THRESHOLD, Canvas, draw_instances, draw_label, write_image
+from projects_vil.visualization.drawing import Canvas, draw_instances, write_image
 from projects_vil.visualization.inspection import draw_attention, draw_offsets
 from projects_vil.visualization.predictions import (
     draw_evaluation,

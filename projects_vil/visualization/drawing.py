@@ -1,39 +1,104 @@
 """Draw boxes, masks and labels on an image, and arrange images in a grid."""
 
 from collections.abc import Sequence
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import cv2
+import matplotlib
 import numpy as np
-from detectron2.data.catalog import Metadata
 from detectron2.structures import BoxMode
 from detectron2.utils.colormap import colormap
-from detectron2.utils.visualizer import GenericMask, VisImage, Visualizer
-from matplotlib.colors import to_rgb
-from PIL import Image
+from detectron2.utils.visualizer import GenericMask
+from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import GENERATOR, ConfigError, check_replaceable
-from vil.choices import SCORE_THRESHOLD
+from backbones.errors import GENERATOR, ConfigError, check_replaceable, printable
 
-# The default score threshold of all drawings. It is low because RetinaNet's scores are low early in training.
-DRAW_THRESHOLD = SCORE_THRESHOLD
-LABEL_POINTS = 9
-LABEL_HEIGHT, CHARACTER_WIDTH = 17, 7.6  # approximate size in pixels of a label with LABEL_POINTS
+LABEL_HEIGHT, FONT_SIZE, MARGIN = 17, 12.5, 2  # pixels
 MASK_ALPHA, LABEL_ALPHA = 0.3, 0.6  # opacity of the color of a class
 PANEL_WIDTH, PANEL_HEIGHT = 480, 560  # pixels of one image in a grid
 HEADER, GAP = 28, 8  # pixels of a title, and between images
 
 
-class Canvas(Visualizer):
-    """detectron2's visualizer without math text, because class names may contain ``$``."""
+class Canvas:
+    """An image with masks, boxes and labels. It is faster than detectron2's ``Visualizer``, which uses Matplotlib.
 
-    def draw_text(self, *args: Any, **kwargs: Any) -> VisImage:
-        output = super().draw_text(*args, **kwargs)
-        output.ax.texts[-1].set_parse_math(False)
-        return output
+    Coordinates are in pixels of the image before scaling, and colors are RGB from 0 to 255.
+
+    Args:
+        image: (H, W, 3) uint8 RGB.
+        scale: scale of the image. The size of the labels does not depend on it.
+        label_size: size of the labels, as a multiple of 17 pixels.
+
+    Attributes:
+        image: the drawing, about (H * scale, W * scale, 3).
+    """
+
+    def __init__(self, image: np.ndarray, *, scale: float = 1, label_size: float = 1) -> None:
+        size = [max(1, round(side * scale)) for side in image.shape[1::-1]]
+        self.image = cv2.resize(image, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR)
+        self.scale, self.line = scale, max(2, round(max(size) / 350))
+        self.font, self.label_height = load_font(label_size), round(LABEL_HEIGHT * label_size)
+        self.has_label = np.zeros(self.image.shape[:2], bool)
+
+    def draw_mask(self, mask: np.ndarray, color: Sequence[int], *, alpha: float = MASK_ALPHA) -> None:
+        """Draw a mask (H, W) with its outline and its holes."""
+        mask = cv2.resize(mask.astype(np.uint8), self.image.shape[1::-1], interpolation=cv2.INTER_NEAREST)
+        left, top, width, height = cv2.boundingRect(mask)
+        part = self.image[top : top + height, left : left + width]
+        inside = mask[top : top + height, left : left + width] > 0
+        part[inside] = part[inside] * (1 - alpha) + np.array(color) * alpha
+        outlines, _ = cv2.findContours(mask, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE)
+        cv2.drawContours(self.image, outlines, -1, color, max(1, self.line // 2), cv2.LINE_AA)
+
+    def draw_box(self, box: Sequence[float], color: Sequence[int], *, dashed: bool = False) -> None:
+        """Draw a box of left, top, right and bottom."""
+        left, top, right, bottom = (round(side * self.scale) for side in box)
+        drawn = cv2.rectangle(
+            self.image.copy() if dashed else self.image, (left, top), (right, bottom), color, self.line
+        )
+        if dashed:
+            stripes = np.indices(drawn.shape[:2]).sum(axis=0) // (4 * self.line) % 2 == 0
+            self.image[stripes] = drawn[stripes]
+
+    def draw_label(self, text: str, box: Sequence[float], color: Sequence[int], *, below: bool = False) -> None:
+        """Write a label above a box or below it, in a lighter color.
+
+        The label is inside the image, and does not cover earlier labels if there is a free place around the box.
+        """
+        (rows, cols), height = self.image.shape[:2], self.label_height
+        text = shorten(printable(text), self.font, cols - 2 * MARGIN)
+        width = round(self.font.getlength(text)) + 2 * MARGIN
+        left, top, right, bottom = (round(side * self.scale) for side in box)
+        tops = (top - height, top, bottom - height, bottom)
+        corners = list(product((left, right - width), tops[::-1] if below else tops))
+        corners = np.clip(corners, 0, np.maximum((cols - width, rows - height), 0))
+        areas = [np.s_[y : y + height, x : x + width] for x, y in corners]
+        area = next((area for area in areas if not self.has_label[area].any()), areas[0])
+        part, self.has_label[area] = self.image[area], True
+        background = Image.fromarray((part * 0.2).astype(np.uint8))
+        light = tuple((value + 255) // 2 for value in color)
+        ImageDraw.Draw(background).text((MARGIN, height / 2), text, fill=light, font=self.font, anchor="lm")
+        part[:] = background
+
+
+@cache
+def load_font(size: float = 1) -> ImageFont.FreeTypeFont:
+    """Return Matplotlib's font for labels and titles, which has Latin, Greek, Cyrillic and Arabic letters."""
+    return ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", FONT_SIZE * size)
+
+
+def shorten(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
+    """Replace the middle of a text by an ellipsis if the text is wider than ``width`` pixels."""
+    half = len(text) // 2
+    while half > 1 and font.getlength(text) > width:
+        half -= 1
+        text = f"{text[:half]}…{text[-half:]}"
+    return text
 
 
 def draw_instances(
@@ -49,47 +114,22 @@ def draw_instances(
         instances: annotations of detectron2's dataset dicts, or COCO results. ``category_id`` is the class index, and
             ``segmentation`` may also be a mask (H, W). ``track_id`` is written on the label and sets the color.
         metadata: the metadata of the dataset: ``thing_classes``, and optionally ``thing_colors``.
-        scale: scale of the image. The size of the labels does not depend on it.
-        label_size: size of the labels, as a multiple of 9 points.
+        scale, label_size: see :class:`Canvas`.
     """
-    visualizer = Canvas(image, metadata, scale=scale)
-    colors = np.array(metadata.get("thing_colors", colormap(rgb=True, maximum=255))) / 255
+    canvas = Canvas(image, scale=scale, label_size=label_size)
+    colors = _colors(metadata, "thing_colors")
     for item in sorted(instances, key=lambda item: -np.prod(np.diff(_corners(item).reshape(2, 2), axis=0))):
         color = colors[item.get("track_id", item["category_id"]) % len(colors)]
         if item.get("segmentation") is not None and len(item["segmentation"]):
-            mask = GenericMask(item["segmentation"], *image.shape[:2]).mask
-            visualizer.draw_binary_mask(mask, color, alpha=MASK_ALPHA, area_threshold=0)
-        visualizer.draw_box(_corners(item), edge_color=color, alpha=1)
+            canvas.draw_mask(GenericMask(item["segmentation"], *image.shape[:2]).mask, color)
+        canvas.draw_box(_corners(item), color)
     for item in instances:
         label = metadata.thing_classes[item["category_id"]] + (" (crowd)" if item.get("iscrowd") else "")
         label = f"{label} {item['score']:.0%}" if "score" in item else label
         label = f"#{item['track_id']} {label}" if "track_id" in item else label
         color = colors[item.get("track_id", item["category_id"]) % len(colors)]
-        draw_label(visualizer, label, _corners(item), color, size=label_size)
-    return visualizer.output.get_image()
-
-
-def draw_label(
-    visualizer: Visualizer, label: str, box: Sequence[float], color, *, size: float = 1, below: bool = False
-) -> None:
-    """Write a label above a box or below it, but inside the image.
-
-    detectron2's labels shrink with the box and the image, and are not legible on small images.
-
-    Args:
-        visualizer: the visualizer of the image.
-        label: the text.
-        box: left, top, right and bottom in pixels of the image before scaling.
-        color: a matplotlib color. The label has a lighter shade.
-        size: size of the label, as a multiple of 9 points.
-        below: whether the label is below the box.
-    """
-    output, unit = visualizer.output, size / visualizer.output.scale
-    left = min(box[0], output.width - len(label) * CHARACTER_WIDTH * unit)
-    top = min(box[3] if below else box[1] - LABEL_HEIGHT * unit, output.height - LABEL_HEIGHT * unit)
-    light = (1 + np.array(to_rgb(color))) / 2
-    position = max(left, 0), max(top, 0)
-    visualizer.draw_text(label, position, font_size=LABEL_POINTS * unit, color=light, horizontal_alignment="left")
+        canvas.draw_label(label, _corners(item), color)
+    return canvas.image
 
 
 def draw_labels(image: np.ndarray, labels: np.ndarray, metadata, *, scale: float = 1) -> np.ndarray:
@@ -101,11 +141,16 @@ def draw_labels(image: np.ndarray, labels: np.ndarray, metadata, *, scale: float
         metadata: the metadata of the dataset: ``stuff_classes``, and optionally ``stuff_colors``.
         scale: scale of the image.
     """
-    colors = metadata.get("stuff_colors", colormap(rgb=True, maximum=255))
-    classes = [name.partition(",")[0] for name in metadata.stuff_classes]
-    colors = [colors[index % len(colors)] for index in range(len(classes))]
-    visualizer = Canvas(image, Metadata(stuff_classes=classes, stuff_colors=colors), scale=scale)
-    return visualizer.draw_sem_seg(labels, alpha=LABEL_ALPHA).get_image()
+    canvas, colors, names = Canvas(image, scale=scale), _colors(metadata, "stuff_colors"), metadata.stuff_classes
+    present = [index for index in np.unique(labels).tolist() if index < len(names)]
+    for index in present:
+        canvas.draw_mask(labels == index, colors[index % len(colors)], alpha=LABEL_ALPHA)
+    for index in present:
+        # The label is on the largest part of the class.
+        _, parts, sizes, _ = cv2.connectedComponentsWithStats((labels == index).astype(np.uint8))
+        y, x = np.median(np.nonzero(parts == 1 + sizes[1:, cv2.CC_STAT_AREA].argmax()), axis=1)
+        canvas.draw_label(names[index].partition(",")[0], (x, y, x, y), colors[index % len(colors)])
+    return canvas.image
 
 
 def sheet(title: str, rows: Sequence[Sequence[tuple[str, np.ndarray]]]) -> np.ndarray:
@@ -130,15 +175,14 @@ def write_image(path: Path, image: np.ndarray) -> None:
     # The comment lets a later command replace the file.
     info = PngInfo()
     info.add_text("Description", GENERATOR)
-    options: dict[str, Any] = {"format": "PNG", "pnginfo": info, "compress_level": 1}
-    if path.suffix.lower() in (".jpg", ".jpeg"):
-        options = {"format": "JPEG", "comment": GENERATOR, "quality": 95}
+    options: dict[str, Any] = {"pnginfo": info, "compress_level": 1, "comment": GENERATOR, "quality": 95}
+    file_format = "JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"Cannot write '{path}': {error.strerror}. Choose another folder.") from error
     with atomic_write(path, sync=False) as partial:
-        Image.fromarray(image).save(partial, **options)
+        Image.fromarray(image).save(partial, file_format, **options)
 
 
 def _corners(item: dict) -> np.ndarray:
@@ -146,10 +190,15 @@ def _corners(item: dict) -> np.ndarray:
     return np.array(BoxMode.convert(list(item["bbox"]), item.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS))
 
 
+def _colors(metadata, key: str) -> list[tuple[int, ...]]:
+    return [tuple(map(int, color)) for color in metadata.get(key) or colormap(rgb=True, maximum=255)]
+
+
 def _titled(title: str, image: np.ndarray) -> np.ndarray:
     width = max(PANEL_WIDTH, image.shape[1])
-    header = np.full((HEADER, width, 3), 255, np.uint8)
-    cv2.putText(header, title, (4, HEADER - 9), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (0, 0, 0), 1, cv2.LINE_AA)
+    header = Image.new("RGB", (width, HEADER), "white")
+    text = shorten(printable(title), load_font(), width - 8)
+    ImageDraw.Draw(header).text((4, HEADER / 2), text, fill="black", font=load_font(), anchor="lm")
     return np.vstack([header, _pad(image, len(image), width)])
 
 

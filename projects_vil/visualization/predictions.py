@@ -17,7 +17,6 @@ from projects_vil.config import is_panoptic, is_segmentor, with_overrides
 from projects_vil.data import IGNORED_LABEL, build_train_loader, label_reader, load_dataset, read_image
 from projects_vil.utils import read_json
 from projects_vil.visualization.drawing import (
-    DRAW_THRESHOLD,
     PANEL_HEIGHT,
     PANEL_WIDTH,
     draw_instances,
@@ -25,6 +24,7 @@ from projects_vil.visualization.drawing import (
     sheet,
     write_image,
 )
+from vil.choices import SCORE_THRESHOLD
 
 DRAWINGS_FOLDER = "drawings"
 MIN_SAMPLE_SIDE = 640  # smaller samples are enlarged to this many pixels, so that labels are legible
@@ -37,7 +37,7 @@ def draw_results(
     output: str | Path,
     *,
     num_images: int = 8,
-    score_threshold: float = DRAW_THRESHOLD,
+    score_threshold: float = SCORE_THRESHOLD,
 ) -> None:
     """Draw the ground truth and the predictions of images that are evenly distributed over a dataset.
 

@@ -292,8 +292,10 @@ def test_a_resume_continues_the_same_run_only(data, request):
     # Without DATA and without a run, the default would be a new run on COCO.
     (data.parent / "work/typo").mkdir()
     for folder in ("rnu", "typo"):
-        assert f"'{folder}' has no run to resume" in message(train, output=folder, resume=True, **KEYS)
+        text = message(train, output=folder, resume=True, **KEYS)
+        assert f"'{folder}' has no run to resume" in text and "--output, such as 'run'." in text
     assert not list(Path("typo").iterdir()) and not Path("rnu").exists()
+    assert "has no run to resume" in message(train, voc, resume=True, **(options | {"output": None}))
     started = train(voc, batch=2, resume=True, **(options | {"output": "typo"}))
     assert (started.folder / "model_final.pth").exists()
     # With a model or a detector, it is the first start of a job on COCO.

@@ -199,7 +199,7 @@ def test_iterations_of_epochs(num_images, batch, epochs, expected):
     assert (solver.MAX_ITER, solver.STEPS, solver.WARMUP_ITERS, cfg.TEST.EVAL_PERIOD) == expected
     assert solver.CHECKPOINT_PERIOD == cfg.TEST.EVAL_PERIOD and solver.EPOCHS == 0 and cfg.is_frozen()
     # The logged overrides have the same effect.
-    overrides = shlex.split(lines[1].partition(" is ")[2])
+    overrides = shlex.split(lines[1].partition(" sets ")[2])
     assert load_config(ONE_X, [*overrides, "SOLVER.IMS_PER_BATCH", str(batch)]) == cfg
 
 

@@ -176,6 +176,13 @@ def test_short_forms_are_their_keys(tmp_path):
         ("--kind yolo", "Choose from retinanet, mask_rcnn, faster_rcnn"),
         ("--kind fasterrcnn", "Did you mean 'faster_rcnn'?"),
         ("--kind Pascal", "Did you mean 'voc'?"),
+        ("--cfg-options optimizer.lr=1", "Write config keys as KEY VALUE"),
+        ("Solver.base_lr 1", "Write SOLVER.BASE_LR VALUE"),
+        ("--solver.base-lr=1", "Write SOLVER.BASE_LR 1"),
+        ("--data-path photos", "Write the path without '--data-path'"),
+        ("--work-dir out", "Write --output VALUE"),
+        ("--imgsz 640", "Write INPUT.MIN_SIZE_TEST VALUE"),
+        ("--half", "Unknown argument '--half'. Add --help"),
         ("--iou 0.5", "Write MODEL.RETINANET.NMS_THRESH_TEST VALUE"),
         ("--device 0", "MODEL.DEVICE is '0'. Use cpu or cuda:0"),
         ("--size 20", "'20' is not auto or a whole number from 64 to 4096"),
@@ -308,16 +315,19 @@ run_tool(main)
         (">&-", 0, []),
         ("2>&-", 0, None),
         (">/dev/full", 1, ["error: standard output: No space left on device"]),
+        ("| true; exit $PIPESTATUS", 141, []),
+        ("| true; exit $PIPESTATUS  # unbuffered", 141, None),
     ],
 )
 def test_streams_that_are_closed_full_or_narrow_and_what_controls_terminals(redirected, status, errors):
     command = ["bash", "-c", f'"$0" "$@" {redirected}', sys.executable, "-c", _STREAMS.format(root=str(ROOT))]
     env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PATH": os.environ["PATH"]}
+    env["PYTHONUNBUFFERED"] = "1" * ("unbuffered" in redirected)
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == status
     expected = [] if errors is None else [r"warning: a\x1b[31m\nb", *errors]
     assert result.stderr.splitlines() == expected
-    assert result.stdout == ("" if ">" in redirected and "2" not in redirected else "\\xfc a\\x1b[31m\\nb\n")
+    assert result.stdout == ("" if redirected[:1] in (">", "|") else "\\xfc a\\x1b[31m\\nb\n")
 
 
 def test_log_records_go_to_stderr_while_a_tool_runs(capsys, monkeypatch):

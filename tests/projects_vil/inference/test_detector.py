@@ -14,10 +14,10 @@ from projects_vil import Detector
 from projects_vil.checkpoint import Categories
 from projects_vil.inference import Detections, runners
 from projects_vil.inference.image_loading import ImageBatches, ImageSource
-from projects_vil.visualization import DRAW_THRESHOLD
 from tests.projects_vil.helpers import CONFIGS, assert_same_detections
 from tests.projects_vil.inference.helpers import ANY, HalfRunner, picture, save, save_run
 from tests.selection import slow_except
+from vil.choices import SCORE_THRESHOLD
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_images_of_other_types(image, named):
 def test_repr_and_the_score_threshold_of_a_call(request, trained_run, photos, name):
     folder = trained_run if name == "model_final.pth" else request.getfixturevalue("exported_run")
     detector, model = Detector.load(folder / name, device="cpu"), "RetinaNet with vil_tiny_1_1_3_1_rpb on cpu"
-    for fact in (model, "3 classes (circle, square, triangle)", str(folder / name), "0.001", f"{DRAW_THRESHOLD}"):
+    for fact in (model, "3 classes (circle, square, triangle)", str(folder / name), "0.001", f"{SCORE_THRESHOLD}"):
         assert fact in repr(detector) and "\n" not in repr(detector)
     found = detector(photos[0])
     middle = float(found.scores[len(found) // 2])

@@ -16,10 +16,10 @@ from projects_vil import Detector
 from projects_vil.checkpoint import METADATA_KEY, Categories
 from projects_vil.evaluation import write_results
 from projects_vil.inference import hub
-from projects_vil.visualization import DRAW_THRESHOLD
 from tests.projects_vil.helpers import assert_same_detections, contents_of
 from tests.projects_vil.inference.helpers import HalfRunner, picture, save_run
 from tests.selection import slow_except
+from vil.choices import SCORE_THRESHOLD
 
 CLASSES = Categories((3, 7, 9), ("round | flat", "square", "triangle"))
 EVALUATION = {"bbox": {"AP": 12.345, "AP50": 20.0, "APl": float("nan"), "AP-square": 1.0}}
@@ -99,7 +99,7 @@ def test_a_second_save_with_other_options(detector, tmp_path):
     assert (tmp_path / "README.md").read_text() == "mine"
     again = Detector.from_pretrained(tmp_path)
     assert again.runner.cfg.MODEL.RETINANET.SCORE_THRESH_TEST == 0.25 and again.runner.cfg.INPUT.MIN_SIZE_TEST == 96
-    assert again.runner.tta is False and again.draw_threshold == DRAW_THRESHOLD
+    assert again.runner.tta is False and again.draw_threshold == SCORE_THRESHOLD
     assert Detector.from_pretrained(tmp_path, tta=True, score_threshold=0.2, device="cpu").draw_threshold == 0.2
 
 

@@ -205,17 +205,6 @@ def test_frames_of_a_stream_that_changes_its_size(tmp_path, monkeypatch):
     assert [[item.index for item in batch] for batch in batches] == [[0, 1], [2], [3, 4], [5]]
 
 
-@pytest.mark.slow
-def test_drawing_workers_write_the_same_drawings(shapes, tmp_path):
-    """Also the frames of a video, in order."""
-    write_video(tmp_path / "clip.avi", 7)
-    for source in (shapes / "val", tmp_path / "clip.avi"):
-        for workers in (0, 2):
-            run_on(source, tmp_path / str(workers), drawings=True, batch_size=3, draw_workers=workers)
-        files = [sorted((tmp_path / name / "drawings").iterdir()) for name in ("0", "2")]
-        assert len({tuple((path.name, path.read_bytes()) for path in listed) for listed in files}) == 1
-
-
 def test_unreadable_files_are_skipped_and_damaged_ones_are_used(tmp_path, capsys, caplog):
     source = tmp_path / "in"
     save(source / "b.png", picture(40, 60))

@@ -10,7 +10,7 @@ import numpy as np
 import pycocotools.mask as mask_util
 import pytest
 import torch
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import DatasetCatalog
 from detectron2.data.catalog import Metadata
 from detectron2.structures import Boxes, Instances
 from PIL import Image
@@ -21,7 +21,7 @@ from projects_vil.config import load_config
 from projects_vil.data import IGNORED_LABEL, label_reader, load_dataset, register_datasets
 from projects_vil.engine import Trainer
 from projects_vil.visualization import draw_evaluation, draw_instances, draw_results, draw_samples, write_image
-from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH
+from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH, sheet
 from projects_vil.visualization.predictions import MIN_SAMPLE_SIDE, draw_sample
 from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import panoptic_config
@@ -92,9 +92,9 @@ def test_holes_of_masks_are_kept():
     mask = np.zeros((60, 90), bool)
     mask[5:55, 10:80] = True
     mask[20:40, 30:60] = False
-    metadata = MetadataCatalog.get("a_hole_in_a_mask").set(thing_classes=[""], thing_colors=[(0, 0, 255)])
+    metadata = Metadata(thing_classes=["a"], thing_colors=[(0, 0, 255)])
     drawn = draw_instances(image, [{"bbox": [10, 5, 70, 50], "category_id": 0, "segmentation": mask}], metadata)
-    assert (drawn[25:35, 35:55] == 100).all() and (drawn[:3] == 100).all()
+    assert (drawn[25:35, 35:55] == 100).all() and (drawn[:3, 40:] == 100).all()
     assert (drawn[45:50, 20:70, 2] > 130).all() and (drawn[45:50, 20:70, :2] < 90).all()
 
 
@@ -126,13 +126,21 @@ def test_a_drawing_may_be_replaced_by_a_later_one(tmp_path, name):
         np.testing.assert_allclose(np.asarray(opened), image, atol=0 if name.endswith("png") else 10)
 
 
-def test_class_names_are_not_math_text():
-    drawn = set()
-    for name in (r"$\frac{$", r"$\alpha$", "a"):
-        objects = [{"bbox": [10, 20, 60, 30], "category_id": 0}]
-        drawing = draw_instances(np.zeros((60, 80, 3), np.uint8), objects, Metadata(thing_classes=[name]), scale=4)
-        drawn.add(drawing.tobytes())
-    assert len(drawn) == 3
+@pytest.mark.parametrize("names", [("$\\frac{$", "$\\alpha$"), ("a" * 80, "a" * 79 + "b"), ("left\nright", "рука")])
+def test_labels_have_the_class_names_and_do_not_overlap(names):
+    """The names are not math text, and long names keep their ends."""
+    image, metadata = np.zeros((70, 90, 3), np.uint8), Metadata(thing_classes=names, thing_colors=[(0, 0, 255)])
+
+    def draw_objects(*classes: int) -> np.ndarray:
+        objects = [{"bbox": [1, 30, 88, 20], "category_id": index} for index in classes]
+        return draw_instances(image, objects, metadata, scale=4)
+
+    first, second, both = (draw_objects(*classes) for classes in ((0,), (1,), (0, 1)))
+    titled = [sheet(name, [[("", image)]]) for name in names]
+    assert (first != second).any() and (titled[0] != titled[1]).any()
+    # Labels have red pixels, and boxes have none.
+    (rows,) = np.any(first != both, axis=(1, 2)).nonzero()
+    assert len(rows) and (first[rows.min() - 1 : rows.max() + 2, ..., 0] == 0).all()
 
 
 def test_drawings_of_an_evaluation(trained_run, shapes, tmp_path, caplog):
