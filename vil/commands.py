@@ -414,7 +414,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
             show(*file.lines())
         train = files["train"].dataset if "train" in files else {"images": ()}
         if dataset and "val" not in files and len(train["images"]) > 1:
-            train, val = split_by_hash(dataset.source, train, VAL_FRACTION)
+            train, val = split_by_hash(dataset.source, train, VAL_FRACTION).values()
             show(f"no validation split: 'vil train' validates on {len(val['images']):,} of the images (--val-fraction)")
         elif dataset and "val" not in files:
             show("no validation split: 'vil train' needs a second image for it")

@@ -14,7 +14,9 @@ from backbones.checkpoint_files import atomic_write
 from backbones.errors import counted
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import Dataset, read_dataset
+from projects_vil.data.readers.coco import entries_of, with_images
 from projects_vil.data.readers.dataset import annotation_format
+from projects_vil.data.readers.index import FileIndex
 from projects_vil.data.segmentation import count_masks
 from projects_vil.utils import paused_garbage_collection
 
@@ -50,6 +52,12 @@ def check_dataset(
         if images is None or Path(data).is_dir() or annotation_format(str(data)) not in ("COCO", None):
             extracted = None if fixed is None else Path(fixed, "images")
             dataset = read_dataset(data, folder, val=0, images=images, contents=contents, extracted=extracted)
+        else:
+            # The names in the fixed copy are relative to the given folder.
+            contents[""], _, root = with_images(str(data), None, FileIndex(Path(images)))
+            prefix = os.path.relpath(root, images)
+            for image in entries_of(contents[""], "images") if prefix != "." else ():
+                image["file_name"] = os.path.join(prefix, image["file_name"])
         splits = dataset.splits if dataset else {"": (data, images)}
         if dataset and options.get("masks") is None:
             options["masks"] = dataset.has_masks

@@ -63,12 +63,21 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
             raise ConfigError(f"'{index.root}' has several COCO files for {split}: {both}")
         # A single file without the name of a split may have images of several splits.
         named = split if len(by_split) > 1 else split_of(index.folders_of(main[0]), Path(main[0]).stem)
-        parts[split] = _with_images(main[0], read_coco(main[0]), named, index)
+        content, _, root = parts[split] = with_images(main[0], named, index)
+        if named is None:
+            names = [os.path.split(path)[0] for path in paths_of(content, root)]
+            splits = {folder: index.split_of(folder + os.sep) or "train" for folder in set(names)}
+            if len({*splits.values()}) > 1:
+                found.notes.append("the folders of the images decide their splits")
+                ids = [str(image.get("id")) for image in entries_of(content, "images")]
+                divided = _divided(content, dict(zip(ids, map(splits.get, names), strict=True)))
+                parts = {split: (part, None, root) for split, part in divided.items()}
     return parts
 
 
-def _with_images(path: str, content: dict[str, Any], split: str | None, index: FileIndex) -> Part:
+def with_images(path: str, split: str | None, index: FileIndex) -> Part:
     """Return the content of a COCO file with valid file names, its path or None if they changed, and the folder."""
+    content = read_coco(path)
     entries = {entry["file_name"]: entry for entry in entries_of(content, "images")}
     # Almost always, all images are in one folder.
     ends = [os.sep + os.path.normpath(name) for name in entries]
@@ -94,8 +103,19 @@ def _with_images(path: str, content: dict[str, Any], split: str | None, index: F
     return content, None if any(name != new for name, new in changed.items()) else Path(path), Path(root)
 
 
-def split_by_hash(source: Path, content: dict[str, Any], fraction: float) -> list[dict[str, Any]]:
-    """Split the content of a COCO file in two. The second part has the given fraction of the images."""
+def _divided(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the content of a COCO file by split. The keys of ``splits`` are image ids as text."""
+    parts = {split: content | {"images": [], "annotations": []} for split in dict.fromkeys(splits.values())}
+    first = next(iter(parts))
+    for key, id_key in (("images", "id"), ("annotations", "image_id")):
+        for entry in content.get(key, ()):
+            split = splits.get(str(entry.get(id_key))) if isinstance(entry, dict) else None
+            parts[split or first][key].append(entry)
+    return parts
+
+
+def split_by_hash(source: Path, content: dict[str, Any], fraction: float) -> dict[str, dict[str, Any]]:
+    """Split the content of a COCO file into train and val, which has the given fraction of the images."""
 
     def order(image: dict[str, Any]) -> str:
         return hashlib.sha256(os.path.basename(image["file_name"]).encode()).hexdigest() + image["file_name"]
@@ -104,12 +124,8 @@ def split_by_hash(source: Path, content: dict[str, Any], fraction: float) -> lis
     if len(images) < 2:
         raise ConfigError(f"'{source}' has only one image. Add another, because training and validation need one each.")
     number = min(max(round(fraction * len(images)), 1), len(images) - 1)
-    chosen = {str(image.get("id")) for image in images[:number]}
-    halves = [content | {"images": [], "annotations": []} for _ in range(2)]
-    for key, id_key in (("images", "id"), ("annotations", "image_id")):
-        for entry in content.get(key, ()):
-            halves[isinstance(entry, dict) and str(entry.get(id_key)) in chosen][key].append(entry)
-    return halves
+    ids = [str(image.get("id")) for image in images]
+    return _divided(content, dict.fromkeys(ids[number:], "train") | dict.fromkeys(ids[:number], "val"))
 
 
 def paths_of(content: dict[str, Any], root: Path) -> list[str]:

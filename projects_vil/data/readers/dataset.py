@@ -33,6 +33,7 @@ _READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, 
 _COCO_LIST = rb'"(images|annotations|categories)"\s*:\s*\['
 _MOST_PARSED_BYTES, _NUM_READ_BYTES = 32 * 2**20, 4096
 _KNOWN = "*.json of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml of Pascal VOC or CVAT"
+_KNOWN += ". Export other formats, such as CreateML or the JSON format of Label Studio, as COCO"
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def read_dataset(
     content, _, root = parts["train"]
     if "val" not in parts and val != 0:
         halves = split_by_hash(source, content, VAL_FRACTION if val is None else val)
-        parts |= {split: (half, None, root) for split, half in zip(("train", "val"), halves, strict=True)}
+        parts |= {split: (half, None, root) for split, half in halves.items()}
         found.notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
         raise ConfigError(f"'{source}' already has a validation split. Leave out val_fraction.")
@@ -201,8 +202,11 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
     if not any(record.objects for record in records):
         unused = [f"{reason}: {len(files)}" for reason, files in found.unused.items() if files]
         details = "; ".join([*found.notes, *unused]) or ("the annotations are empty" if records else "they name none")
-        missing = "no object in its images" if records else "no image of its annotations"
-        raise ConfigError(f"'{source}' has {missing} ({details}). Add them, or give their folder with --images.")
+        missing, advice = "no image of its annotations", "Add them, or give their folder with --images"
+        if records:
+            missing = f"no box or polygon in its {counted(len(records), 'image')}"
+            advice = "Annotate objects" if "missing" not in details else "Add missing images, or use --images"
+        raise ConfigError(f"'{source}' has {missing} ({details}). {advice}.")
     labels = *filter(None, found.classes), *sorted({one["label"] for record in records for one in record.objects})
     ids = {label: index for index, label in enumerate(dict.fromkeys(labels), start=1)}
     categories = [{"id": index, "name": label} for label, index in ids.items()]
@@ -244,23 +248,24 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
     own = [str(source)] if source.is_file() else [f for f in index.files if f.startswith(below) and os.path.isfile(f)]
     for path in own:
         found[annotation_format(path)].append(path)
-    unknown = found.pop(None, [])
+    others = [path for path in found.pop(None, []) if path.lower().endswith((".json", ".xml"))]
     if not found:
         classes = [path for path in own if os.path.basename(path) in yolo.CLASS_FILES]
-        darknet = [path for path in own if path.endswith(".data") and b"names" in Path(path).read_bytes()]
-        found |= {"YOLO": darknet or classes} if darknet or classes else {}
+        darknet = [p for p in own if p.endswith(".data") and re.search(rb"(?m)^\s*train\s*=", Path(p).read_bytes())]
+        labels = darknet or classes or yolo.without_names(own)
+        found |= {"YOLO": labels} if labels else {}
     if not found:
         # A file that is no JSON at all has a better message.
-        for path in [path for path in unknown if path.lower().endswith(".json")][:1]:
+        for path in [path for path in others if path.lower().endswith(".json")][:1]:
             read_json(path)
-        others = [path for path in own if path not in index.images]
-        images, more = counted(len(own) - len(others), "image"), f"Not read: {first_of(others, 3) or 'none'}."
-        raise ConfigError(f"'{source}' has {images}, but no annotations of a known format. Use {_KNOWN}. {more}")
+        unread = [*others, *(path for path in own if path not in index.images and path not in others)]
+        images = f"{counted(len(own) - len(unread), 'image')}, but " if len(own) > len(unread) else ""
+        more = f" Not read: {first_of(unread, 3)}." if unread else ""
+        raise ConfigError(f"'{source}' has {images}no annotations of a known format. Use {_KNOWN}.{more}")
     if len(found) > 1:
         each = " and ".join(f"{name} ({os.path.relpath(files[0], root)})" for name, files in found.items())
         raise ConfigError(f"'{source}' has several formats: {each}. Give the file or the folder of one format.")
     name, files = found.popitem()
-    others = [path for path in unknown if path.lower().endswith((".json", ".xml"))]
     # These formats have one annotation file per image.
     stems = {Path(path).stem for path in index.images if name in ("LabelMe", "Pascal VOC")}
     damaged = [path for path in others if path.lower().endswith(Path(files[0]).suffix.lower())]

@@ -110,6 +110,8 @@ def _object(entry: ElementTree.Element, offset: int, path: str) -> dict[str, Any
 def parse_xml(path: str, found: Annotations) -> ElementTree.Element:
     """Return the root of an XML file in the declared encoding, or in UTF-8 if only UTF-8 fits or gives a shorter text.
 
+    A file in an unknown encoding is read as UTF-8.
+
     Raises:
         ConfigError: If the file is not XML.
     """
@@ -124,7 +126,7 @@ def parse_xml(path: str, found: Annotations) -> ElementTree.Element:
             roots.setdefault(text, (encoding, ElementTree.fromstring(text)))
         except (ElementTree.ParseError, ValueError, LookupError) as error:
             reason = reason or error
-    if not roots or isinstance(reason, LookupError):
+    if not roots:
         raise ConfigError(f"'{path}' is not XML: {reason}. Repair or remove it.") from reason
     # A character of Chinese text has two bytes in GB 18030 and three in UTF-8.
     encoding, root = roots[min(roots, key=len)]

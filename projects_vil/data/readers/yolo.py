@@ -18,6 +18,8 @@ CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
 _SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",), None: (".",)}
 # The path and the first line of a label file, which may be a line of DOTA
 _LABEL = re.compile(r"(?i).*/label(s|txt)/|.*\n(imagesource:|\S+(\s+[-+.\de]+){4})")
+_PIXELS = "label files with values larger than 1, but YOLO labels are fractions of the image size"
+_NUMBER = re.compile(r"[-+.\deE]+")
 _NO_LABELS = (*CLASS_FILES, "train.txt", "val.txt", "valid.txt", "test.txt")
 
 
@@ -28,7 +30,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         raise ConfigError(f"'{index.root}' has several YOLO files, '{files[0]}' and '{files[1]}'. Give one file.")
     path, found = files[0], Annotations()
     bases, data = _settings(path, index)
-    found.classes = names = _names(path, data)
+    found.classes = names = _names(path, data) if data.keys() != {"."} else []
     if (own := str(data.get("path", ""))) and not os.path.exists(os.path.join(os.path.dirname(path), own)):
         found.notes.append(f"path is '{bases[0]}', because {own!r} does not exist")
     images: dict[tuple[str | None, str], None] = {}
@@ -69,6 +71,8 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     for split, image in images:
         own = [_object(row[:5] if has_points else row, names, sizes[image], line) for row, line in rows[image]]
         found.records.append(Record(image, (), sizes[image], split=split, objects=own, file=image))
+        if any(one["bbox"][2] > 2 * sizes[image][1] for one in own):
+            found.noted[_PIXELS] += labels[image]
     found.unused["other label files of an image"] += [file for files in labels.values() for file in files[1:]]
     used = {file for files in labels.values() for file in files}
     folders = {*map(os.path.dirname, used)}
@@ -90,7 +94,23 @@ def settings_of(path: str) -> dict[str, Any] | None:
             raise ConfigError(f"'{path}' is not YAML: {' '.join(str(error).split())}. Repair it.") from error
         return None
     # The arguments of a training run have "val", but neither "train" nor "names".
-    return data if isinstance(data, dict) and ("train" in data or {"names", "val"} <= data.keys()) else None
+    is_yolo = isinstance(data, dict) and (isinstance(data.get("train"), str | list) or {"names", "val"} <= data.keys())
+    return data if is_yolo else None
+
+
+def without_names(files: list[str]) -> list[str]:
+    """Return a label file of DOTA, whose lines have class names, or an empty list.
+
+    Raises:
+        ConfigError: If there are only other label files.
+    """
+    rows = {path: row for path in files if path.lower().endswith(".txt") for row, _ in _rows(path)[:1]}
+    dota = [path for path, row in rows.items() if _is_dota(row[:9])]
+    labels = [path for path, row in rows.items() if len(row) >= 5 and all(map(_NUMBER.fullmatch, row))]
+    if labels and not dota:
+        advice = "Write them to classes.txt, one per line, in the folder of the dataset."
+        raise ConfigError(f"The YOLO labels, such as '{labels[0]}', need class names. {advice}")
+    return dota[:1]
 
 
 def _settings(path: str, index: FileIndex) -> tuple[list[str], dict[str, Any]]:
@@ -98,10 +118,14 @@ def _settings(path: str, index: FileIndex) -> tuple[list[str], dict[str, Any]]:
     folder = os.path.dirname(path)
     if os.path.basename(path) in CLASS_FILES:
         return [index.root], {"names": [*filter(None, read_lines(path))], ".": "."}
+    if path.lower().endswith(".txt"):
+        return [index.root], {".": "."}
     if path.endswith(".data"):
         data: dict[str, Any] = dict(re.split(r"\s*=\s*", line, maxsplit=1) for line in read_lines(path) if "=" in line)
-        names = _existing(data.get("names", "obj.names"), [folder, index.root], index)
-        return [folder, index.root], data | {"names": [*filter(None, read_lines(names))] if names else []}
+        entry = data.get("names", "obj.names")
+        if not (names := _existing(entry, [folder, index.root], index)):
+            raise ConfigError(f"'{path}' needs '{entry}', which does not exist. Add it, with one class name per line.")
+        return [folder, index.root], data | {"names": [*filter(None, read_lines(names))]}
     data = settings_of(path) or {}
     # The path may be outdated if the dataset was moved from another computer.
     return [_existing(str(data.get("path", "")), [folder, index.root], index) or folder, folder, index.root], data
@@ -171,6 +195,12 @@ def _rows(label: str) -> list[tuple[list[str], str]]:
     return [(row, location) for row, location in rows if row and not row[0].startswith(("imagesource:", "gsd:"))]
 
 
+def _is_dota(row: list[str]) -> bool:
+    """Return whether a row has four corners in pixels, a class name, and perhaps the difficulty."""
+    has_name = len(row) >= 9 and not _NUMBER.fullmatch(row[8]) and all(map(_NUMBER.fullmatch, row[:8]))
+    return len(row) == 10 or has_name
+
+
 def _are_poses(rows: list[list[str]]) -> bool:
     """Return whether all rows are a class, a box, and points with a visibility of 0, 1 or 2."""
     (length, *others), visible = {len(row) for row in rows} - {5} or {0}, {word for row in rows for word in row[7::3]}
@@ -178,8 +208,7 @@ def _are_poses(rows: list[list[str]]) -> bool:
 
 
 def _object(row: list[str], names: list[str], size: tuple[int, int], location: str) -> dict[str, Any]:
-    if len(row) >= 9 and row[8] in names:
-        # DOTA: four corners in pixels, the class and the difficulty
+    if _is_dota(row) and (row[8] in names or not names):
         return box_object(row[8], [number(word, location) for word in row[:8]])
     index, *values = (number(word, location) for word in row)
     if index not in range(len(names)):

@@ -336,7 +336,9 @@ def test_labels_beside_images_and_files_that_do_not_match(source, tmp_path, read
     next((root / "images/train").iterdir()).rename(root / "images/train/photo.heic")
     assert "label files whose image is missing: 1 (first: " in read(root).line()
     (root / "data.yaml").write_text((root / "data.yaml").read_text().replace("val: images/val", "val: images/train"))
-    assert "label files whose image is not used: 8 (first: " in read(root).line()
+    next((root / "labels/train").glob("[0-9]*.txt")).write_text("0 30 20 9 9")
+    lines = read(root).line()
+    assert "label files whose image is not used: 8 (first: " in lines and "values larger than 1, " in lines
     root = write(tmp_path / "labelme", *source, "LabelMe")
     next(root.rglob("*.json")).unlink()
     assert "images that the annotations do not name: 1 (first: " in read(root).line()
@@ -376,7 +378,7 @@ def replace(pattern: str, old: str, new: str):
 
 BOMB = '<!DOCTYPE a [<!ENTITY a0 "ha">' + "".join(f'<!ENTITY a{i} "{f"&a{i - 1};" * 10}">' for i in range(1, 10)) + "]>"
 WRONG = {
-    "no annotations": ("YOLO", lambda root: (root / "data.yaml").unlink(), "no annotations of a known format"),
+    "no annotations": ("YOLO", lambda root: (root / "data.yaml").unlink(), "need class names"),
     "two formats": ("Pascal VOC", lambda root: (root / "data.yaml").write_text("names: []\ntrain: ."), "Pascal VOC ("),
     "a class index": ("YOLO", replace("labels/val/*.txt", "", "7 0.5 0.5 0.5 0.5\n"), "line 1: class 7"),
     "too few numbers": ("YOLO", replace("labels/val/*.txt", "", "1 0.5 0.5 0.5\n"), "line 1: 4 numbers"),
@@ -387,7 +389,7 @@ WRONG = {
     "no labels": ("YOLO", lambda root: shutil.rmtree(root / "labels"), "label file"),
     "XML": ("Pascal VOC", replace("Annotations/*.xml", "</size>", ""), ".xml' is not XML"),
     "an entity": ("Pascal VOC", replace("Annotations/*.xml", "<annotation>", f"{BOMB}<annotation>&a9;"), "not XML"),
-    "an encoding": ("CVAT", replace("*.xml", "^", '<?xml version="1.0" encoding="utf-99"?>'), ".xml' is not XML"),
+    "only tags": ("CVAT", replace("*.xml", "(?s)(<image[^>]*>).*</image>", r"\1<tag/></image>"), "no box or polygon in"),
     "a number in VOC": ("Pascal VOC", replace("Annotations/*.xml", "<xmin>", "<xmin>x"), "xmin: "),
     "a listed file": ("Pascal VOC", replace("ImageSets/Main/val.txt", "^", "absent\n"), "no absent.xml"),
     "JSON": ("LabelMe", replace("val/*.json", '"label"', '"name"'), ".json' is not a valid LabelMe file"),

@@ -441,6 +441,8 @@ def test_a_failed_fix_leaves_no_files(tmp_path):
         ({"a.png": 1, "l/b.xml": voc_text("", "a.png"), "m/c.xml": voc_text("", "a.png")}, "l/b.xml' and '"),
         ({"a.png": 1, "a.xml": voc_text(bndbox(1, 2, 5, 6, ""), "a.png")}, "whose objects need a class: 1"),
         ({"a.png": 1, "b.png": 1, "boxes.csv": ""}, "has 2 images, but no annotations of a known format"),
+        ({"notes.txt": "hi"}, "has no annotations of a known format"),
+        ({"a.png": 1, "obj.data": "train = a.txt\nnames = my.names"}, "obj.data' needs 'my.names'"),
         (
             {"a.png": 1, "a.xml": voc_text(""), **{f"ImageSets/Main/{split}.txt": "a" for split in ("train", "val")}},
             "for train and for val",
