@@ -336,7 +336,8 @@ def test_labels_beside_images_and_files_that_do_not_match(source, tmp_path, read
     next((root / "images/train").iterdir()).rename(root / "images/train/photo.heic")
     assert "label files whose image is missing: 1 (first: " in read(root).line()
     (root / "data.yaml").write_text((root / "data.yaml").read_text().replace("val: images/val", "val: images/train"))
-    next((root / "labels/train").glob("[0-9]*.txt")).write_text("0 30 20 9 9")
+    for label in (root / "labels/train").glob("[0-9]*.txt"):
+        label.write_text("0 30 20 9 9")
     lines = read(root).line()
     assert "label files whose image is not used: 8 (first: " in lines and "values larger than 1, " in lines
     root = write(tmp_path / "labelme", *source, "LabelMe")
@@ -389,7 +390,7 @@ WRONG = {
     "no labels": ("YOLO", lambda root: shutil.rmtree(root / "labels"), "label file"),
     "XML": ("Pascal VOC", replace("Annotations/*.xml", "</size>", ""), ".xml' is not XML"),
     "an entity": ("Pascal VOC", replace("Annotations/*.xml", "<annotation>", f"{BOMB}<annotation>&a9;"), "not XML"),
-    "only tags": ("CVAT", replace("*.xml", "(?s)(<image[^>]*>).*</image>", r"\1<tag/></image>"), "no box or polygon in"),
+    "only tags": ("CVAT", replace("*.xml", "(?s)(<image[^>]*>).*</image>", r"\1<tag/></image>"), "no box or polygon"),
     "a number in VOC": ("Pascal VOC", replace("Annotations/*.xml", "<xmin>", "<xmin>x"), "xmin: "),
     "a listed file": ("Pascal VOC", replace("ImageSets/Main/val.txt", "^", "absent\n"), "no absent.xml"),
     "JSON": ("LabelMe", replace("val/*.json", '"label"', '"name"'), ".json' is not a valid LabelMe file"),
