@@ -15,7 +15,7 @@ from projects_vil.data.readers.shapes import Annotations
 from projects_vil.utils import read_json
 
 # COCO's other annotation files of the same images
-_OTHER_FILES = re.compile("^(captions|labels|person_keypoints|panoptic|stuff|image_info)_")
+_OTHER_FILES = re.compile("(captions|labels|person_keypoints|panoptic|stuff|image_info)_|(.*[^a-z])?trainval")
 # The content of a COCO file, its path or None if it must be written, and the image folder
 Part = tuple[dict[str, Any], Path | None, Path]
 Parts = dict[str, Part]
@@ -64,14 +64,13 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
         # A single file without the name of a split may have images of several splits.
         named = split if len(by_split) > 1 else split_of(index.folders_of(main[0]), Path(main[0]).stem)
         content, _, root = parts[split] = with_images(main[0], named, index)
-        if named is None:
-            names = [os.path.split(path)[0] for path in paths_of(content, root)]
-            splits = {folder: index.split_of(folder + os.sep) or "train" for folder in set(names)}
-            if len({*splits.values()}) > 1:
-                found.notes.append("the folders of the images decide their splits")
-                ids = [str(image.get("id")) for image in entries_of(content, "images")]
-                divided = _divided(content, dict(zip(ids, map(splits.get, names), strict=True)))
-                parts = {split: (part, None, root) for split, part in divided.items()}
+        ids = (str(image.get("id")) for image in entries_of(content, "images") if named is None)
+        folders = [os.path.join(os.path.dirname(path), "") for path in paths_of(content, root)]
+        by_folder = {folder: index.split_of(folder) or "train" for folder in {*folders}}
+        splits = {number: by_folder[folder] for number, folder in zip(ids, folders, strict=False)}
+        if len({*splits.values()}) > 1:
+            found.notes.append("the folders of the images decide their splits")
+            parts = {split: (part, None, root) for split, part in _divided(content, splits).items()}
     return parts
 
 
@@ -106,11 +105,10 @@ def with_images(path: str, split: str | None, index: FileIndex) -> Part:
 def _divided(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Return the content of a COCO file by split. The keys of ``splits`` are image ids as text."""
     parts = {split: content | {"images": [], "annotations": []} for split in dict.fromkeys(splits.values())}
-    first = next(iter(parts))
     for key, id_key in (("images", "id"), ("annotations", "image_id")):
         for entry in content.get(key, ()):
             split = splits.get(str(entry.get(id_key))) if isinstance(entry, dict) else None
-            parts[split or first][key].append(entry)
+            parts[split or next(iter(parts))][key].append(entry)
     return parts
 
 

@@ -66,9 +66,13 @@ class Dataset:
         numbers = f"{counted(sum(self.sizes.values()), 'image')}, {counted(len(self.classes), 'class')}"
         what = f"{numbers}, boxes{' and masks' * self.has_masks}"
         sizes = ", ".join(f"{split} {size:,}" for split, size in self.sizes.items())
-        unused = [f"{reason}: {len(files):,} (first: {files[0]})" for reason, files in self.unused.items()]
         advice = ["add missing images, or give their folder with --images"] * any("missing" in r for r in self.unused)
-        return "\n    ".join([f"{self.source} is {self.format}: {what}; {sizes}", *self.notes, *unused, *advice])
+        first = f"{self.source} is {self.format}: {what}; {sizes}"
+        return "\n    ".join([first, *self.notes, *_counts(self.unused), *advice])
+
+
+def _counts(files: dict[str, list[str]]) -> list[str]:
+    return [f"{reason}: {len(paths):,} (first: {paths[0]})" for reason, paths in files.items() if paths]
 
 
 @paused_garbage_collection()
@@ -115,6 +119,7 @@ def read_dataset(
         parts = _to_coco(source, found, index, os.path.abspath(extracted or Path(folder, "images")))
     _count_unused(source, parts, index, found.unused)
     found.unused["JSON or XML files that are not annotations"] = others
+    found.unused["text files with the name of an image"] = index.texts() if name != "YOLO" else []
     parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
     if "train" not in parts:
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
@@ -193,20 +198,15 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
     for record in records:
         objects = [in_image(one, record.size) if "mask" in one else one for one in record.objects if one["label"]]
         found.noted["images whose objects need a class"] += [record.file] * (bool(record.objects) and not objects)
-        found.skipped["objects without a class"] += [record.annotation] * (len(record.objects) - len(objects))
-        found.skipped["masks without pixels in the image"] += [record.annotation] * objects.count(None)
+        found.noted["skipped objects without a class"] += [record.annotation] * (len(record.objects) - len(objects))
+        found.noted["skipped masks without pixels in the image"] += [record.annotation] * objects.count(None)
         record.objects = [one for one in objects if one]
-    skipped = sorted(found.skipped.items())
-    found.notes += [f"{reason}: {len(paths):,} skipped (first: {paths[0]})" for reason, paths in skipped if paths]
-    found.notes += [f"{reason}: {len(paths):,} (first: {paths[0]})" for reason, paths in found.noted.items() if paths]
+    found.notes += _counts(dict(sorted(found.noted.items())))
     if not any(record.objects for record in records):
-        unused = [f"{reason}: {len(files)}" for reason, files in found.unused.items() if files]
-        details = "; ".join([*found.notes, *unused]) or ("the annotations are empty" if records else "they name none")
-        missing, advice = "no image of its annotations", "Add them, or give their folder with --images"
-        if records:
-            missing = f"no box or polygon in its {counted(len(records), 'image')}"
-            advice = "Annotate objects" if "missing" not in details else "Add missing images, or use --images"
-        raise ConfigError(f"'{source}' has {missing} ({details}). {advice}.")
+        details = "; ".join([*found.notes, *_counts(found.unused)]) or "the annotations are empty"
+        what = f"box or polygon in its {counted(len(records), 'image')}" if records else "image of its annotations"
+        advice = "Add images, or give their folder with --images" if "missing" in details else "Annotate objects"
+        raise ConfigError(f"'{source}' has no {what} ({details}). {advice}.")
     labels = *filter(None, found.classes), *sorted({one["label"] for record in records for one in record.objects})
     ids = {label: index for index, label in enumerate(dict.fromkeys(labels), start=1)}
     categories = [{"id": index, "name": label} for label, index in ids.items()]
@@ -252,7 +252,7 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
     if not found:
         classes = [path for path in own if os.path.basename(path) in yolo.CLASS_FILES]
         darknet = [p for p in own if p.endswith(".data") and re.search(rb"(?m)^\s*train\s*=", Path(p).read_bytes())]
-        labels = darknet or classes or yolo.without_names(own)
+        labels = darknet or classes or yolo.label_files(own)[:1]
         found |= {"YOLO": labels} if labels else {}
     if not found:
         # A file that is no JSON at all has a better message.

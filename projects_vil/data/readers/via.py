@@ -47,10 +47,8 @@ def images_of(content: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _regions(image: dict[str, Any]) -> list[dict[str, Any]]:
-    regions = list(found.values() if isinstance(found := image["regions"] or [], dict) else found)
-    if not all(isinstance(r, dict) and isinstance(r.get("region_attributes") or {}, dict) for r in regions):
-        raise ConfigError(f"The regions of {image['filename']!r} are not in VIA's format. Export them again.")
-    return regions
+    regions = image["regions"] or []
+    return list(regions.values() if isinstance(regions, dict) else regions)
 
 
 def _shape(label: str, shape: dict[str, Any], location: str) -> Shape:

@@ -36,7 +36,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         texts = [entry.findtext(f"bndbox/{side}", "") for entry in entries for side in _SIDES]
         offset = 0 if any(re.search(r"\.0*[1-9]", text) for text in texts) else 1
         objects = [_object(entry, offset, path) for entry in entries]
-        found.skipped["objects without a box or a polygon"] += [path] * objects.count(None)
+        found.noted["skipped objects without a box or a polygon"] += [path] * objects.count(None)
         sides = (number(annotation.findtext(f"size/{side}") or 0, f"{path}: size") for side in ("height", "width"))
         size, hint = size_of(*map(int, sides)), hint.strip()
         found.records.append(Record(path, names, size, True, hint=hint, objects=[*filter(None, objects)]))
@@ -65,7 +65,7 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
         if wrong := [name for name in missing if listed[name] != "test" and lists is not kinds[2]]:
             raise ConfigError(f"'{root}' has no {wrong[0]}.xml, which ImageSets/Main lists. Add the file.")
         # The annotations of test images are often not published.
-        found.skipped["listed images without annotations"] += missing
+        found.noted["skipped images of lists without annotations"] += missing
         found.listed |= listed
     used = found.listed.keys() & {*files}
     found.notes += [f"splits from lists such as '{lists[0][0]}'"] if used and not kinds[0] else []

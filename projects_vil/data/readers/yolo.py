@@ -16,8 +16,6 @@ from projects_vil.data.readers.shapes import Annotations, box_object, number, po
 CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
 # The keys of the splits. With only a file of class names, the key is ".", and the folders of the images decide.
 _SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",), None: (".",)}
-# The path and the first line of a label file, which may be a line of DOTA
-_LABEL = re.compile(r"(?i).*/label(s|txt)/|.*\n(imagesource:|\S+(\s+[-+.\de]+){4})")
 _PIXELS = "label files with values larger than 1, but YOLO labels are fractions of the image size"
 _NUMBER = re.compile(r"[-+.\deE]+")
 _NO_LABELS = (*CLASS_FILES, "train.txt", "val.txt", "valid.txt", "test.txt")
@@ -76,10 +74,11 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     found.unused["other label files of an image"] += [file for files in labels.values() for file in files[1:]]
     used = {file for files in labels.values() for file in files}
     folders = {*map(os.path.dirname, used)}
-    # Opening a pipe would block.
     others = {label for image in index.images.keys() - labels.keys() for label in _label_paths(image)}
-    for file in [file for file in texts if file not in used and os.path.isfile(file)]:
-        if os.path.dirname(file) in folders or _LABEL.match("\n".join([file, *read_lines(file)[:1]])):
+    texts = [file for file in texts if file not in used]
+    folders |= {*map(os.path.dirname, label_files(texts))}
+    for file in texts:
+        if os.path.dirname(file) in folders or re.search("(?i)/label(s|txt)/", file):
             found.unused[f"label files whose image is {'not used' if file in others else 'missing'}"].append(file)
     return found
 
@@ -98,19 +97,12 @@ def settings_of(path: str) -> dict[str, Any] | None:
     return data if is_yolo else None
 
 
-def without_names(files: list[str]) -> list[str]:
-    """Return a label file of DOTA, whose lines have class names, or an empty list.
-
-    Raises:
-        ConfigError: If there are only other label files.
-    """
-    rows = {path: row for path in files if path.lower().endswith(".txt") for row, _ in _rows(path)[:1]}
-    dota = [path for path, row in rows.items() if _is_dota(row[:9])]
-    labels = [path for path, row in rows.items() if len(row) >= 5 and all(map(_NUMBER.fullmatch, row))]
-    if labels and not dota:
-        advice = "Write them to classes.txt, one per line, in the folder of the dataset."
-        raise ConfigError(f"The YOLO labels, such as '{labels[0]}', need class names. {advice}")
-    return dota[:1]
+def label_files(files: list[str]) -> list[str]:
+    """Return the text files whose first row is a label of YOLO or DOTA."""
+    # Opening a pipe would block.
+    texts = [path for path in files if path.lower().endswith(".txt") and os.path.isfile(path)]
+    rows = [(path, row) for path in texts for row, _ in _rows(path)[:1]]
+    return [path for path, row in rows if len(row) >= 5 and all(map(_NUMBER.fullmatch, row[:5]))]
 
 
 def _settings(path: str, index: FileIndex) -> tuple[list[str], dict[str, Any]]:
@@ -138,6 +130,8 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
     if not valid or len(valid) != len(names) or str(data.get("nc", len(valid))) != str(len(valid)):
         found = f"{len(valid)} different names" + f", but nc is {data.get('nc')}" * ("nc" in data)
         raise ConfigError(f"'{path}' has {found}. Under names, list nc different names, or map 0, 1, ... to them.")
+    if garbled := [name for name in valid if "\ufffd" in name]:
+        raise ConfigError(f"The class names of '{path}', such as {garbled[0]!r}, are not UTF-8. Save them as UTF-8.")
     return valid
 
 
@@ -195,12 +189,6 @@ def _rows(label: str) -> list[tuple[list[str], str]]:
     return [(row, location) for row, location in rows if row and not row[0].startswith(("imagesource:", "gsd:"))]
 
 
-def _is_dota(row: list[str]) -> bool:
-    """Return whether a row has four corners in pixels, a class name, and perhaps the difficulty."""
-    has_name = len(row) >= 9 and not _NUMBER.fullmatch(row[8]) and all(map(_NUMBER.fullmatch, row[:8]))
-    return len(row) == 10 or has_name
-
-
 def _are_poses(rows: list[list[str]]) -> bool:
     """Return whether all rows are a class, a box, and points with a visibility of 0, 1 or 2."""
     (length, *others), visible = {len(row) for row in rows} - {5} or {0}, {word for row in rows for word in row[7::3]}
@@ -208,11 +196,14 @@ def _are_poses(rows: list[list[str]]) -> bool:
 
 
 def _object(row: list[str], names: list[str], size: tuple[int, int], location: str) -> dict[str, Any]:
-    if _is_dota(row) and (row[8] in names or not names):
+    is_dota = len(row) == 10 or (len(row) == 9 and not _NUMBER.fullmatch(row[8]))
+    if is_dota and (row[8] in names or not names):
+        # Four corners in pixels, the class and the difficulty
         return box_object(row[8], [number(word, location) for word in row[:8]])
     index, *values = (number(word, location) for word in row)
     if index not in range(len(names)):
-        raise ConfigError(f"{location}: class {row[0]} does not exist. Use 0 to {len(names) - 1}, or add its name.")
+        advice = "Add all class names to data.yaml, or to classes.txt, one per line"
+        raise ConfigError(f"{location}: class {row[0]} has no name. {advice}.")
     label, pixels = names[int(index)], [value * size[1 - axis % 2] for axis, value in enumerate(values)]
     if len(pixels) == 4:
         x, y, width, height = pixels

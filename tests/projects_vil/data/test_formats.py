@@ -321,7 +321,7 @@ def test_difficult_objects_are_not_counted(written, read):
     text = path.read_text().replace("<difficult>0", "<difficult>1", 1)
     path.write_text(re.sub(r"<xmin>\d+", "<xmin>0", text, count=1))
     dataset = read(root)
-    assert "without annotations: 1 skipped (first: " in dataset.line() and list(dataset.splits) == ["train", "val"]
+    assert "without annotations: 1 (first: " in dataset.line() and list(dataset.splits) == ["train", "val"]
     annotations = content_of(dataset, "val")["annotations"][-number:]
     assert [a["iscrowd"] for a in annotations] == [1] + [0] * (number - 1) and annotations[0]["bbox"][0] == 0
 
@@ -353,7 +353,7 @@ def test_skipped_shapes_are_reported(written, read):
     box = {"label": "box", "points": [[9, 8], [3, 4]], "shape_type": "rectangle", "group_id": None}
     path.write_text(json.dumps(entry | {"shapes": [*entry["shapes"], *others, box]}))
     dataset = read(path.parents[1])
-    skipped = re.findall(r"(\w[\w ]*): 1 skipped \(first: \S+\.json\)", dataset.line())
+    skipped = re.findall(r"skipped (\w[\w ]*): 1 \(first: \S+\.json\)", dataset.line())
     assert skipped == ["__ignore__", "objects without a class", "polygon of 2 points"]
     # The masks stay, and the circle is a polygon. The check gives the rectangle a mask.
     assert dataset.classes == ("box", *CLASSES[:1], "hole", *CLASSES[1:]) and dataset.has_masks
@@ -379,7 +379,7 @@ def replace(pattern: str, old: str, new: str):
 
 BOMB = '<!DOCTYPE a [<!ENTITY a0 "ha">' + "".join(f'<!ENTITY a{i} "{f"&a{i - 1};" * 10}">' for i in range(1, 10)) + "]>"
 WRONG = {
-    "no annotations": ("YOLO", lambda root: (root / "data.yaml").unlink(), "need class names"),
+    "no annotations": ("YOLO", lambda root: (root / "data.yaml").unlink(), "has no name"),
     "two formats": ("Pascal VOC", lambda root: (root / "data.yaml").write_text("names: []\ntrain: ."), "Pascal VOC ("),
     "a class index": ("YOLO", replace("labels/val/*.txt", "", "7 0.5 0.5 0.5 0.5\n"), "line 1: class 7"),
     "too few numbers": ("YOLO", replace("labels/val/*.txt", "", "1 0.5 0.5 0.5\n"), "line 1: 4 numbers"),
