@@ -166,7 +166,7 @@ class CocoFile:
         more = f" and {len(errors) - 1} more type{'s' * (len(errors) > 2)} of errors" if len(errors) > 1 else ""
         info = self.dataset.get("info")
         source = info.get(SOURCE) if isinstance(info, dict) else None
-        data = [self.path, self.image_root] if source is None else [str(source)]
+        data = [self.path, "--images", self.image_root] if source is None else [str(source)]
         command = shlex.join([*data, *([] if self.masks else ["--boxes"])])
         return ConfigError(
             f"'{data[0]}' has {self._counted(errors[0])}{more}. Run 'vil check {command}' to list all errors, and add "

@@ -63,18 +63,16 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
             raise ConfigError(f"'{index.root}' has several COCO files for {split}: {both}")
         # A single file without the name of a split may have images of several splits.
         named = split if len(by_split) > 1 else split_of(index.folders_of(main[0]), Path(main[0]).stem)
-        content, _, root = parts[split] = with_images(main[0], named, index)
-        ids = (str(image.get("id")) for image in entries_of(content, "images") if named is None)
-        folders = [os.path.join(os.path.dirname(path), "") for path in paths_of(content, root)]
-        by_folder = {folder: index.split_of(folder) or "train" for folder in {*folders}}
-        splits = {number: by_folder[folder] for number, folder in zip(ids, folders, strict=False)}
+        content, _, root = parts[split] = _with_images(main[0], named, index)
+        pairs = zip(entries_of(content, "images"), paths_of(content, root) if named is None else (), strict=False)
+        splits = {str(image.get("id")): index.split_of(path) or "train" for image, path in pairs}
         if len({*splits.values()}) > 1:
             found.notes.append("the folders of the images decide their splits")
             parts = {split: (part, None, root) for split, part in _divided(content, splits).items()}
     return parts
 
 
-def with_images(path: str, split: str | None, index: FileIndex) -> Part:
+def _with_images(path: str, split: str | None, index: FileIndex) -> Part:
     """Return the content of a COCO file with valid file names, its path or None if they changed, and the folder."""
     content = read_coco(path)
     entries = {entry["file_name"]: entry for entry in entries_of(content, "images")}
@@ -85,9 +83,8 @@ def with_images(path: str, split: str | None, index: FileIndex) -> Part:
     bases = [base for base in bases if all(base + end in index.images for end in ends)]
     if len(bases) == 1:
         return content, Path(path), Path(bases[0])
-    records = [
-        Record(path, (name,), size_of(e.get("height"), e.get("width")), split=split) for name, e in entries.items()
-    ]
+    sizes = {name: size_of(entry.get("height"), entry.get("width")) for name, entry in entries.items()}
+    records = [Record(path, (name,), size, split=split) for name, size in sizes.items()]
     index.find_images(records)
     found = {record.names[0]: record.file for record in records if record.file}
     if not found:
@@ -141,8 +138,7 @@ def compare_splits(parts: Parts) -> Iterator[str]:
         for path in filter(os.path.isfile, paths_of(content, root)):
             by_size[os.path.getsize(path)].append((split, path))
         names = {str(entry.get("id")): str(entry.get("name")) for entry in entries_of(content, "categories")}
-        used = {str(entry.get("category_id")) for entry in entries_of(content, "annotations")}
-        for name in [name for number, name in names.items() if number in used]:
+        for name in {names.get(str(entry.get("category_id"))) for entry in entries_of(content, "annotations")} - {None}:
             by_class[name].add(split)
     for files in by_size.values():
         for split, path in files if len(dict(files)) > 1 else ():

@@ -111,12 +111,9 @@ def read_dataset(
         raise ConfigError(f"val_fraction is {val}. Give a fraction between 0 and 1, such as {VAL_FRACTION}.")
     source = Path(source)
     name, files, index, others = _detect_format(source, None if images is None else Path(images))
-    if name == "COCO":
-        found = Annotations()
-        parts = find_coco(files, index, found)
-    else:
-        found = _READERS[name](files, index)
-        parts = _to_coco(source, found, index, os.path.abspath(extracted or Path(folder, "images")))
+    extracted = os.path.abspath(extracted or Path(folder, "images"))
+    found = Annotations() if name == "COCO" else _READERS[name](files, index)
+    parts = find_coco(files, index, found) if name == "COCO" else _to_coco(source, found, index, extracted)
     _count_unused(source, parts, index, found.unused)
     found.unused["JSON or XML files that are not annotations"] = others
     found.unused["text files with the name of an image"] = index.texts() if name != "YOLO" else []
@@ -187,10 +184,9 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
     index.find_images([record for record in found.records if record.file is None])
     for record in found.records:
         record.file = record.file or found.write_image(record.annotation, index, folder)
-        if record.file is None and record.is_only:
-            found.unused["annotation files whose image is missing"].append(record.annotation)
-        elif record.file is None:
-            found.unused["missing images that an annotation file names"].append(record.names[0])
+    missing = [record for record in found.records if record.file is None]
+    found.unused["annotation files whose image is missing"] += [r.annotation for r in missing if r.is_only]
+    found.unused["missing images that an annotation file names"] += [r.names[0] for r in missing if not r.is_only]
     records = sorted((record for record in found.records if record.file), key=lambda record: Path(record.file))
     unsized = [record for record in records if record.size is None]
     for record, (size, _) in zip(unsized, read_sizes([record.file for record in unsized]), strict=True):
@@ -260,8 +256,8 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
             read_json(path)
         unread = [*others, *(path for path in own if path not in index.images and path not in others)]
         images = f"{counted(len(own) - len(unread), 'image')}, but " if len(own) > len(unread) else ""
-        more = f" Not read: {first_of(unread, 3)}." if unread else ""
-        raise ConfigError(f"'{source}' has {images}no annotations of a known format. Use {_KNOWN}.{more}")
+        text = f"'{source}' has {images}no annotations of a known format. Use {_KNOWN}."
+        raise ConfigError(text + f" Not read: {first_of(unread, 3)}." * bool(unread))
     if len(found) > 1:
         each = " and ".join(f"{name} ({os.path.relpath(files[0], root)})" for name, files in found.items())
         raise ConfigError(f"'{source}' has several formats: {each}. Give the file or the folder of one format.")

@@ -42,8 +42,13 @@ def images_of(content: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Return the entries of the images in the content of a JSON file, or None if it is not VIA's format."""
     metadata = content.get("_via_img_metadata")
     entries = list((metadata if isinstance(metadata, dict) else content).values())
-    is_via = all(isinstance(e, dict) and isinstance(e.get("filename"), str) and "regions" in e for e in entries)
-    return entries if entries and is_via else None
+    return entries if entries and all(map(_is_image, entries)) else None
+
+
+def _is_image(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("filename"), str) or "regions" not in entry:
+        return False
+    return all(isinstance(r, dict) and isinstance(r.get("region_attributes") or {}, dict) for r in _regions(entry))
 
 
 def _regions(image: dict[str, Any]) -> list[dict[str, Any]]:

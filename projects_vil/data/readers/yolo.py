@@ -16,7 +16,6 @@ from projects_vil.data.readers.shapes import Annotations, box_object, number, po
 CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
 # The keys of the splits. With only a file of class names, the key is ".", and the folders of the images decide.
 _SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",), None: (".",)}
-_PIXELS = "label files with values larger than 1, but YOLO labels are fractions of the image size"
 _NUMBER = re.compile(r"[-+.\deE]+")
 _NO_LABELS = (*CLASS_FILES, "train.txt", "val.txt", "valid.txt", "test.txt")
 
@@ -70,13 +69,12 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         own = [_object(row[:5] if has_points else row, names, sizes[image], line) for row, line in rows[image]]
         found.records.append(Record(image, (), sizes[image], split=split, objects=own, file=image))
         if any(one["bbox"][2] > 2 * sizes[image][1] for one in own):
-            found.noted[_PIXELS] += labels[image]
+            found.noted["label files with values larger than 1, which are not fractions of the image"] += labels[image]
     found.unused["other label files of an image"] += [file for files in labels.values() for file in files[1:]]
     used = {file for files in labels.values() for file in files}
-    folders = {*map(os.path.dirname, used)}
     others = {label for image in index.images.keys() - labels.keys() for label in _label_paths(image)}
     texts = [file for file in texts if file not in used]
-    folders |= {*map(os.path.dirname, label_files(texts))}
+    folders = {os.path.dirname(file) for file in (*used, *label_files(texts))}
     for file in texts:
         if os.path.dirname(file) in folders or re.search("(?i)/label(s|txt)/", file):
             found.unused[f"label files whose image is {'not used' if file in others else 'missing'}"].append(file)
@@ -202,8 +200,7 @@ def _object(row: list[str], names: list[str], size: tuple[int, int], location: s
         return box_object(row[8], [number(word, location) for word in row[:8]])
     index, *values = (number(word, location) for word in row)
     if index not in range(len(names)):
-        advice = "Add all class names to data.yaml, or to classes.txt, one per line"
-        raise ConfigError(f"{location}: class {row[0]} has no name. {advice}.")
+        raise ConfigError(f"{location}: class {row[0]} has no name. Add it to data.yaml, or to classes.txt as a line.")
     label, pixels = names[int(index)], [value * size[1 - axis % 2] for axis, value in enumerate(values)]
     if len(pixels) == 4:
         x, y, width, height = pixels
