@@ -106,9 +106,7 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
     for what in ("images", "annotations", "categories"):
         if file.dataset.get(what) and not dataset.get(what):
             reason = next(map(file.describe, file.findings("error")), "no error")
-            raise ConfigError(
-                f"A fixed copy of '{file.path}' would have none of the {what} ({reason}). Repair the file."
-            )
+            raise ConfigError(f"A fixed copy of '{file.path}' would have none of the {what} ({reason}). Repair it.")
     num_masks = 0 if file.masks else count_masks(dataset.get("annotations", ()))[0]
     for entry in dataset["annotations"] if num_masks else ():
         entry.pop("segmentation", None)

@@ -70,8 +70,7 @@ def convert_dataset(
             for one in [] if file.masks else content.get("annotations", []):
                 one.pop("segmentation", None)
             parts[split] = content, Path(file.image_root)
-        lines = write_dataset(parts, output, output_format)
-    return [*dataset.line().splitlines(), *lines]
+        return [*dataset.line().splitlines(), *write_dataset(parts, output, output_format)]
 
 
 def write_detections(

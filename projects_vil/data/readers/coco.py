@@ -138,14 +138,14 @@ def compare_splits(parts: Parts) -> Iterator[str]:
         for path in filter(os.path.isfile, paths_of(content, root)):
             by_size[os.path.getsize(path)].append((split, path))
         names = {str(entry.get("id")): str(entry.get("name")) for entry in entries_of(content, "categories")}
-        for name in {names.get(str(entry.get("category_id"))) for entry in entries_of(content, "annotations")} - {None}:
-            by_class[name].add(split)
+        for entry in entries_of(content, "annotations"):
+            by_class[names.get(str(entry.get("category_id")), "")].add(split)
     for files in by_size.values():
         for split, path in files if len(dict(files)) > 1 else ():
             by_content[content_hash(path)][split] = path
     if shared := [files for files in by_content.values() if len(files) > 1]:
         first = [f"'{path}' in {split}" for split, path in shared[0].items()]
         yield f"images in several splits: {len(shared):,}, such as {' and '.join(first)}"
-    alone = [f"{name!r} ({min(own)})" for name, own in by_class.items() if len(own) == 1]
+    alone = [f"{name!r} ({min(own)})" for name, own in by_class.items() if name and len(own) == 1]
     if alone and len(set().union(*by_class.values())) > 1:
         yield f"only one split has objects of {first_of(alone, 5)}"

@@ -33,8 +33,8 @@ def read(files: list[str], index: FileIndex) -> Annotations:
                 if len(more) > 1:
                     raise ConfigError(f"{location} has a region of the classes {label!r} and {more[0]!r}. Choose one.")
             shapes.append(_shape(str(label or "").strip(), region.get("shape_attributes") or {}, location))
-        names, objects = (entry["filename"],), found.objects_of(shapes, path)
-        found.records.append(Record(path, names, split=split_of_file(path, files), objects=objects))
+        split, objects = split_of_file(path, files), found.objects_of(shapes, path)
+        found.records.append(Record(path, (entry["filename"],), split=split, objects=objects))
     return found
 
 

@@ -30,7 +30,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         # The name in the file is often outdated, so an image with the stem of the annotation has priority. If it has
         # another suffix, it may be a mask.
         names = tuple(dict.fromkeys((f"{stem}{Path(name).suffix or '.'}", name or f"{stem}.", f"{stem}.")))
-        hint = annotation.findtext("path") or f"{annotation.findtext('folder', '')}/{name}"
+        hint = (annotation.findtext("path") or f"{annotation.findtext('folder', '')}/{name}").strip()
         entries = [entry for entry in annotation.iter("object") if entry.findtext("deleted", "").strip() != "1"]
         # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0.
         texts = [entry.findtext(f"bndbox/{side}", "") for entry in entries for side in _SIDES]
@@ -38,7 +38,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         objects = [_object(entry, offset, path) for entry in entries]
         found.noted["skipped objects without a box or a polygon"] += [path] * objects.count(None)
         sides = (number(annotation.findtext(f"size/{side}") or 0, f"{path}: size") for side in ("height", "width"))
-        size, hint = size_of(*map(int, sides)), hint.strip()
+        size = size_of(*map(int, sides))
         found.records.append(Record(path, names, size, True, hint=hint, objects=[*filter(None, objects)]))
     return found
 
@@ -80,7 +80,7 @@ def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
     """Return the files that a line of a list names, with or without a path, a suffix, a tag such as -1 or a comment."""
     line = _PADDLE_LINE.sub("", line)
     before = line.partition("#")[0].strip()
-    texts = [text for one in (line, before) for text in (one, *one.split()[:1])]
+    texts = line, *line.split()[:1], before, *before.split()[:1]
     for name in (name for text in texts for name in (text, os.path.splitext(text)[0])):
         *folders, stem = name.replace("\\", "/").split("/")
         if files := [file for file in by_stem.get(stem, ()) if file.startswith(root + os.sep)]:

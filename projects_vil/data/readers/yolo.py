@@ -189,8 +189,8 @@ def _rows(label: str) -> list[tuple[list[str], str]]:
 
 def _are_poses(rows: list[list[str]]) -> bool:
     """Return whether all rows are a class, a box, and points with a visibility of 0, 1 or 2."""
-    (length, *others), visible = {len(row) for row in rows} - {5} or {0}, {word for row in rows for word in row[7::3]}
-    return not others and length % 3 == 2 and all(re.fullmatch(r"[012](\.0*)?", word) for word in visible)
+    lengths, visible = {len(row) for row in rows} - {5}, {word for row in rows for word in row[7::3]}
+    return len(lengths) == 1 and max(lengths) % 3 == 2 and all(re.fullmatch(r"[012](\.0*)?", word) for word in visible)
 
 
 def _object(row: list[str], names: list[str], size: tuple[int, int], location: str) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _object(row: list[str], names: list[str], size: tuple[int, int], location: s
         return box_object(row[8], [number(word, location) for word in row[:8]])
     index, *values = (number(word, location) for word in row)
     if index not in range(len(names)):
-        raise ConfigError(f"{location}: class {row[0]} has no name. Add it to data.yaml, or to classes.txt as a line.")
+        raise ConfigError(f"{location}: class {row[0]} has no name. Write all names to classes.txt, one per line.")
     label, pixels = names[int(index)], [value * size[1 - axis % 2] for axis, value in enumerate(values)]
     if len(pixels) == 4:
         x, y, width, height = pixels

@@ -333,16 +333,11 @@ def test_labels_beside_images_and_files_that_do_not_match(source, tmp_path, read
         path.rename(root / "images/val" / path.name)
     assert content_of(read(root), "val") == expected and "label files" not in read(root).line()
     (root / "labels/train/classes.txt").write_text("circle")
-    next((root / "images/train").iterdir()).rename(root / "images/train/photo.heic")
+    min((root / "images/train").iterdir()).rename(root / "images/train/photo.heic")
     assert "label files whose image is missing: 1 (first: " in read(root).line()
     (root / "data.yaml").write_text((root / "data.yaml").read_text().replace("val: images/val", "val: images/train"))
-    for label in (root / "labels/train").glob("[0-9]*.txt"):
-        label.write_text("0 30 20 9 9")
-    lines = read(root).line()
-    assert "label files whose image is not used: 8 (first: " in lines and "values larger than 1, " in lines
-    root = write(tmp_path / "labelme", *source, "LabelMe")
-    next(root.rglob("*.json")).unlink()
-    assert "images that the annotations do not name: 1 (first: " in read(root).line()
+    max((root / "labels/train").glob("[0-9]*.txt")).write_text("0 30 20 9 9")
+    assert re.search("(?s)values larger than 1, .*files whose image is not used: 8 .first: ", read(root).line())
 
 
 def test_skipped_shapes_are_reported(written, read):

@@ -442,7 +442,6 @@ def test_a_failed_fix_leaves_no_files(tmp_path):
         ({"a.png": 1, "a.xml": voc_text(bndbox(1, 2, 5, 6, ""), "a.png")}, "whose objects need a class: 1"),
         ({"a.png": 1, "b.png": 1, "boxes.csv": ""}, "has 2 images, but no annotations of a known format"),
         ({"a.png": 1, "a.txt": YOLO_ROW, "classes.txt": "ma\udce7a"}, "not UTF-8"),
-        ({"notes.txt": "hi"}, "has no annotations of a known format"),
         ({"a.png": 1, "obj.data": "train = a.txt\nnames = my.names"}, "obj.data' needs 'my.names'"),
         (
             {"a.png": 1, "a.xml": voc_text(""), **{f"ImageSets/Main/{split}.txt": "a" for split in ("train", "val")}},
