@@ -200,7 +200,7 @@ def _object(row: list[str], names: list[str], size: tuple[int, int], location: s
         return box_object(row[8], [number(word, location) for word in row[:8]])
     index, *values = (number(word, location) for word in row)
     if index not in range(len(names)):
-        raise ConfigError(f"{location}: class {row[0]} has no name. Write all names to classes.txt, one per line.")
+        raise ConfigError(f"{location}: class {row[0]} has no name. Add it to data.yaml, or as a line to classes.txt.")
     label, pixels = names[int(index)], [value * size[1 - axis % 2] for axis, value in enumerate(values)]
     if len(pixels) == 4:
         x, y, width, height = pixels
