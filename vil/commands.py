@@ -1,6 +1,7 @@
 """The commands of ``vil``. Each command parses its arguments, imports the library and calls one function."""
 
 import argparse
+import contextlib
 import math
 import os
 import shlex
@@ -358,23 +359,25 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     Example:
         vil check photos
         vil check photos --fix photos_coco
-        vil check mine/train.json --images mine/images --deep --fix mine/train_clean.json
+        vil check mine/train.json --images mine/images --deep --fix mine_coco
     """
     parser.add("data", "folder or annotation file of a dataset", type=existing_path, metavar="DATA")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     parser.add("--json", "write findings and unused files as JSON", type=output_file, metavar="FILE")
-    fix_help = "new folder for a corrected copy in COCO format; for a COCO file with --images, a new file"
+    fix_help = "new folder for a corrected copy, with a COCO file per split"
     parser.add("--fix", fix_help, type=local_path, metavar="OUT")
     parser.add("--deep", "decode every image, even if there are more than 2,000", action="store_true")
     parser.add("--boxes", "ignore masks, for detectors without masks", action="store_true")
     args = parser.parse_args(words)
     if args.fix and os.path.lexists(args.fix):
-        parser.error(f"argument --fix: '{args.fix}' already exists. Give a new file or folder")
+        parser.error(f"argument --fix: '{args.fix}' already exists. Give a new folder")
+    if str(args.fix).endswith(".json"):
+        parser.error(f"argument --fix: '{args.fix}' is the name of a file. Give a new folder")
 
     import torch
 
     from projects_vil.config import config_path, load_config
-    from projects_vil.data import check_dataset, removed_on_error, write_fixed
+    from projects_vil.data import check_dataset, write_fixed
     from projects_vil.data.readers.coco import split_by_hash
     from projects_vil.data.readers.dataset import VAL_FRACTION
     from projects_vil.recipes import IMAGE_SIZES, choose_size, objects_of
@@ -386,25 +389,25 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     options: dict[str, Any] = {"masks": False if args.boxes else None, "pixels": args.deep, "progress": progress}
     if args.json:
         options |= {"num_examples": math.inf, "report": args.json}
-    with removed_on_error(args.fix):
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(shutil.rmtree, args.fix or "", ignore_errors=True)
         dataset, files = check_dataset(args.data, args.images, fixed=args.fix, **options)
-        if dataset:
-            show(*dataset.line().splitlines())
+        show(*dataset.line().splitlines())
         for file in files.values():
             show(*file.lines())
-        train = files["train"].dataset if "train" in files else {"images": ()}
-        if dataset and "val" not in files and len(train["images"]) > 1:
-            train, val = split_by_hash(dataset.source, train, VAL_FRACTION)
+        train = files["train"].dataset
+        if "val" not in files and len(train["images"]) > 1:
+            train, val = split_by_hash(dataset.source, train, VAL_FRACTION).values()
             show(f"no validation split: 'vil train' validates on {len(val['images']):,} of the images (--val-fraction)")
-        elif dataset and "val" not in files:
+        elif "val" not in files:
             show("no validation split: 'vil train' needs a second image for it")
         if len(objects := objects_of(train)):
             sizes = IMAGE_SIZES["cuda" if torch.cuda.is_available() else "cpu"]
             show(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=sizes).line())
         found = {split: file.to_json() for split, file in files.items()}
-        unused = {"notes": dataset.notes, "unused": dataset.unused} if dataset else {}
-        write_json(args.json, found.get("") or {"splits": found, **unused})
+        write_json(args.json, {"splits": found, "notes": dataset.notes, "unused": dataset.unused})
         show(*write_fixed(files, args.fix))
+        on_error.pop_all()
 
 
 def convert_data(parser: ToolParser, words: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from projects_vil.data.catalog import (
     read_categories,
     register_datasets,
 )
-from projects_vil.data.check import check_dataset, removed_on_error, write_cleaned, write_fixed
+from projects_vil.data.check import check_dataset, write_cleaned, write_fixed
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.dataset_mapper import Mapper, check_crop
 from projects_vil.data.detection_utils import (

@@ -148,11 +148,11 @@ class CocoFile:
         lines.append(f"objects per class: {', '.join(objects)}")
         for check in self.findings():
             count = len(self.found[check.name])
-            lines.append(f"{check.severity}: {check.name}: {check.what}: {count:,}")
+            lines.append(f"{check.severity.replace('fixed', 'note')}: {check.name}: {check.what}: {count:,}")
             lines += [f"    {_example_text(example)}" for example in self.examples[check.name][:NUM_EXAMPLES]]
             if count > NUM_EXAMPLES:
                 lines.append(f"    and {count - NUM_EXAMPLES:,} more, which --json FILE lists")
-            lines.append(f"    {'effect' if check.severity == 'note' else 'fix'}: {check.effect}")
+            lines.append(f"    {'fix' if check.severity == 'error' else 'effect'}: {check.effect}")
         return lines
 
     def error(self) -> ConfigError:
@@ -166,7 +166,7 @@ class CocoFile:
         more = f" and {len(errors) - 1} more type{'s' * (len(errors) > 2)} of errors" if len(errors) > 1 else ""
         info = self.dataset.get("info")
         source = info.get(SOURCE) if isinstance(info, dict) else None
-        data = [self.path, self.image_root] if source is None else [str(source)]
+        data = [self.path, "--images", self.image_root] if source is None else [str(source)]
         command = shlex.join([*data, *([] if self.masks else ["--boxes"])])
         return ConfigError(
             f"'{data[0]}' has {self._counted(errors[0])}{more}. Run 'vil check {command}' to list all errors, and add "
@@ -484,7 +484,7 @@ class Check:
     Attributes:
         name: The name of the check.
         severity: ``"error"`` stops a run unless ``DATASETS.CHECK`` is ``"warn"``. ``"fixed"`` has only one possible
-            meaning and is always fixed. ``"note"`` is harmless.
+            meaning, which is always read. ``"note"`` is harmless.
         what: A description of the findings, in the plural.
         fix: The function that fixes a finding, or None.
         effect: The effect of the fix, or the meaning of a note.
@@ -537,12 +537,12 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("invalid_annotation_entry", "error", "annotations that are not JSON objects", remove, _OUT),
         ("unknown_image_id", "error", "annotations with an unknown image_id", remove, _OUT),
         ("image_id_type_mismatch", "fixed", "annotations whose image_id has another type than the id of the image",
-         set_image_id, "replaced by the id of the image"),
+         set_image_id, "read as the id of the image"),
         ("unknown_category_id", "error", "annotations with an unknown category_id", remove, _OUT),
         ("category_id_type_mismatch", "fixed", "annotations whose category_id is text or has a decimal point",
          convert("category_id", as_int), _INT),
         ("missing_iscrowd", "fixed", "annotations whose iscrowd is missing or text",
-         convert("iscrowd", lambda crowd: int(crowd or 0)), "read as an integer, or set to 0"),
+         convert("iscrowd", lambda crowd: int(crowd or 0)), "read as an integer, or as 0"),
         ("invalid_iscrowd", "error", "annotations whose iscrowd is neither 0 nor 1", remove, _OUT),
         ("boxes_in_xyxy_format", "error", "boxes that fit their images only as [left, top, right, bottom]", None,
          "convert them to [left, top, width, height]"),
@@ -551,7 +551,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("missing_bbox_and_mask", "error", "annotations without a bbox and without a valid mask", remove, _OUT),
         ("bbox_as_text", "fixed", "boxes with numbers as text",
          convert("bbox", lambda box: [*map(float, box)]), "read as numbers"),
-        ("missing_bbox", "fixed", "annotations without a bbox but with a mask", box_of_mask, "set to the mask's box"),
+        ("missing_bbox", "fixed", "annotations without a bbox but with a mask", box_of_mask, "read as the mask's box"),
         ("invalid_bbox", "error", "boxes that are not four finite numbers", box_of_mask, _BOX),
         ("swapped_bbox_corners", "fixed", "boxes with a negative width or height", ordered_corners,
          "read as boxes between the same corners"),
@@ -563,7 +563,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("duplicate_object", "note", "objects with the box, category and mask of another one", None,
          "used as separate objects"),
         ("missing_segmentation", "fixed", "annotations without a segmentation in a file with masks", valid_mask,
-         "set to the rectangle of the box"),
+         "read as the rectangle of the box"),
         ("flat_segmentation", "fixed", "segmentations that are one list of numbers", valid_mask, "read as one polygon"),
         ("invalid_segmentation", "error", "segmentations that are neither polygons of finite numbers nor RLE",
          valid_mask, _MASK),
@@ -571,18 +571,18 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("polygon_far_outside_image", "error", "masks with a polygon more than ten image sides beyond the image",
          valid_mask, _MASK),
         ("empty_polygon", "fixed", "masks with a polygon of fewer than three points or outside the image",
-         valid_mask, "the other polygons are kept"),
+         valid_mask, "only the other polygons are read"),
         ("invalid_rle", "error", "RLE whose size or counts do not match the image", valid_mask, _MASK),
         ("rle_without_iscrowd", "note", "RLE masks of objects that are not crowds", None,
          "all masks of the image are read as bitmaps"),
         ("ignore_flag", "error", "annotations with ignore, which detectron2 does not support",
          as_crowd, "changed to a crowd (iscrowd 1): ignored in training and evaluation"),
         ("invalid_annotation_id", "fixed", "annotations without an id above 0, which COCO's evaluation needs", new_id,
-         "replaced by a new id"),
+         "read with a new id"),
         ("duplicate_annotation_id", "error", "annotations whose id is not unique", new_id_unless_equal,
          "an equal annotation is removed, and a different one gets a new id"),
         ("missing_or_invalid_area", "fixed", "annotations whose area is missing or does not fit the box",
-         area_of_mask_or_box, "set to the area of the mask, or of the box without a mask"),
+         area_of_mask_or_box, "read as the area of the mask, or of the box without a mask"),
     ),
 }.items() for row in rows}
 # fmt: on

@@ -69,9 +69,8 @@ def convert_dataset(
             content = file.fixed()[0]
             for one in [] if file.masks else content.get("annotations", []):
                 one.pop("segmentation", None)
-            parts[split or "train"] = content, Path(file.image_root)
-        lines = write_dataset(parts, output, output_format)
-    return [*dataset.line().splitlines(), *lines] if dataset else lines
+            parts[split] = content, Path(file.image_root)
+        return [*dataset.line().splitlines(), *write_dataset(parts, output, output_format)]
 
 
 def write_detections(

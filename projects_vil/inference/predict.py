@@ -278,7 +278,8 @@ def _write_coco(
         results_file.write("]")
         if skipped and not num_images:
             # The files of an earlier prediction are kept.
-            raise ConfigError(f"None of {len(skipped)} files, such as '{skipped[0].name}', can be read. Check them.")
+            first = f"'{skipped[0].name}' ({skipped[0].reason})"
+            raise ConfigError(f"None of {counted(len(skipped), 'file')} can be read, such as {first}. Check them.")
         categories = zip(detector.categories.ids, detector.names, strict=True)
         skipped.sort(key=lambda item: item.index)
         tail = {

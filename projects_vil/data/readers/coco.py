@@ -15,7 +15,7 @@ from projects_vil.data.readers.shapes import Annotations
 from projects_vil.utils import read_json
 
 # COCO's other annotation files of the same images
-_OTHER_FILES = re.compile("^(captions|labels|person_keypoints|panoptic|stuff|image_info)_")
+_OTHER_FILES = re.compile("(captions|labels|person_keypoints|panoptic|stuff|image_info)_|(.*[^a-z])?trainval")
 # The content of a COCO file, its path or None if it must be written, and the image folder
 Part = tuple[dict[str, Any], Path | None, Path]
 Parts = dict[str, Part]
@@ -63,12 +63,18 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
             raise ConfigError(f"'{index.root}' has several COCO files for {split}: {both}")
         # A single file without the name of a split may have images of several splits.
         named = split if len(by_split) > 1 else split_of(index.folders_of(main[0]), Path(main[0]).stem)
-        parts[split] = _with_images(main[0], read_coco(main[0]), named, index)
+        content, _, root = parts[split] = _with_images(main[0], named, index)
+        pairs = zip(entries_of(content, "images"), paths_of(content, root) if named is None else (), strict=False)
+        splits = {str(image.get("id")): index.split_of(path) or "train" for image, path in pairs}
+        if len({*splits.values()}) > 1:
+            found.notes.append("the folders of the images decide their splits")
+            parts = {split: (part, None, root) for split, part in _divided(content, splits).items()}
     return parts
 
 
-def _with_images(path: str, content: dict[str, Any], split: str | None, index: FileIndex) -> Part:
+def _with_images(path: str, split: str | None, index: FileIndex) -> Part:
     """Return the content of a COCO file with valid file names, its path or None if they changed, and the folder."""
+    content = read_coco(path)
     entries = {entry["file_name"]: entry for entry in entries_of(content, "images")}
     # Almost always, all images are in one folder.
     ends = [os.sep + os.path.normpath(name) for name in entries]
@@ -77,9 +83,8 @@ def _with_images(path: str, content: dict[str, Any], split: str | None, index: F
     bases = [base for base in bases if all(base + end in index.images for end in ends)]
     if len(bases) == 1:
         return content, Path(path), Path(bases[0])
-    records = [
-        Record(path, (name,), size_of(e.get("height"), e.get("width")), split=split) for name, e in entries.items()
-    ]
+    sizes = {name: size_of(entry.get("height"), entry.get("width")) for name, entry in entries.items()}
+    records = [Record(path, (name,), size, split=split) for name, size in sizes.items()]
     index.find_images(records)
     found = {record.names[0]: record.file for record in records if record.file}
     if not found:
@@ -94,8 +99,18 @@ def _with_images(path: str, content: dict[str, Any], split: str | None, index: F
     return content, None if any(name != new for name, new in changed.items()) else Path(path), Path(root)
 
 
-def split_by_hash(source: Path, content: dict[str, Any], fraction: float) -> list[dict[str, Any]]:
-    """Split the content of a COCO file in two. The second part has the given fraction of the images."""
+def _divided(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the content of a COCO file by split. The keys of ``splits`` are image ids as text."""
+    parts = {split: content | {"images": [], "annotations": []} for split in dict.fromkeys(splits.values())}
+    for key, id_key in (("images", "id"), ("annotations", "image_id")):
+        for entry in content.get(key, ()):
+            split = splits.get(str(entry.get(id_key))) if isinstance(entry, dict) else None
+            parts[split or next(iter(parts))][key].append(entry)
+    return parts
+
+
+def split_by_hash(source: Path, content: dict[str, Any], fraction: float) -> dict[str, dict[str, Any]]:
+    """Split the content of a COCO file into train and val, which has the given fraction of the images."""
 
     def order(image: dict[str, Any]) -> str:
         return hashlib.sha256(os.path.basename(image["file_name"]).encode()).hexdigest() + image["file_name"]
@@ -104,12 +119,8 @@ def split_by_hash(source: Path, content: dict[str, Any], fraction: float) -> lis
     if len(images) < 2:
         raise ConfigError(f"'{source}' has only one image. Add another, because training and validation need one each.")
     number = min(max(round(fraction * len(images)), 1), len(images) - 1)
-    chosen = {str(image.get("id")) for image in images[:number]}
-    halves = [content | {"images": [], "annotations": []} for _ in range(2)]
-    for key, id_key in (("images", "id"), ("annotations", "image_id")):
-        for entry in content.get(key, ()):
-            halves[isinstance(entry, dict) and str(entry.get(id_key)) in chosen][key].append(entry)
-    return halves
+    ids = [str(image.get("id")) for image in images]
+    return _divided(content, dict.fromkeys(ids[number:], "train") | dict.fromkeys(ids[:number], "val"))
 
 
 def paths_of(content: dict[str, Any], root: Path) -> list[str]:
@@ -127,15 +138,14 @@ def compare_splits(parts: Parts) -> Iterator[str]:
         for path in filter(os.path.isfile, paths_of(content, root)):
             by_size[os.path.getsize(path)].append((split, path))
         names = {str(entry.get("id")): str(entry.get("name")) for entry in entries_of(content, "categories")}
-        used = {str(entry.get("category_id")) for entry in entries_of(content, "annotations")}
-        for name in [name for number, name in names.items() if number in used]:
-            by_class[name].add(split)
+        for entry in entries_of(content, "annotations"):
+            by_class[names.get(str(entry.get("category_id")), "")].add(split)
     for files in by_size.values():
         for split, path in files if len(dict(files)) > 1 else ():
             by_content[content_hash(path)][split] = path
     if shared := [files for files in by_content.values() if len(files) > 1]:
         first = [f"'{path}' in {split}" for split, path in shared[0].items()]
         yield f"images in several splits: {len(shared):,}, such as {' and '.join(first)}"
-    alone = [f"{name!r} ({min(own)})" for name, own in by_class.items() if len(own) == 1]
+    alone = [f"{name!r} ({min(own)})" for name, own in by_class.items() if name and len(own) == 1]
     if alone and len(set().union(*by_class.values())) > 1:
         yield f"only one split has objects of {first_of(alone, 5)}"

@@ -23,7 +23,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         # The points of a skeleton are labels with a parent.
         labels = [label for label in content.iterfind("meta//labels/label") if not label.findtext("parent")]
         own = {label.findtext("name", "").strip(): label.findtext("type") for label in labels}
-        classes |= {label: None for label, label_type in own.items() if label_type != "skeleton"}
+        classes |= {label: None for label, label_type in own.items() if label_type not in ("skeleton", "tag")}
         for image in content.iter("image"):
             name, subset = image.get("name", ""), image.get("subset", "")
             size = tuple(map(int, numbers(image.get, f"{path}: {name}", "height", "width")))

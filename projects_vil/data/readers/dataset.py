@@ -33,6 +33,7 @@ _READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, 
 _COCO_LIST = rb'"(images|annotations|categories)"\s*:\s*\['
 _MOST_PARSED_BYTES, _NUM_READ_BYTES = 32 * 2**20, 4096
 _KNOWN = "*.json of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml of Pascal VOC or CVAT"
+_KNOWN += ". Export other formats, such as CreateML or the JSON format of Label Studio, as COCO"
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,13 @@ class Dataset:
         numbers = f"{counted(sum(self.sizes.values()), 'image')}, {counted(len(self.classes), 'class')}"
         what = f"{numbers}, boxes{' and masks' * self.has_masks}"
         sizes = ", ".join(f"{split} {size:,}" for split, size in self.sizes.items())
-        unused = [f"{reason}: {len(files):,} (first: {files[0]})" for reason, files in self.unused.items()]
         advice = ["add missing images, or give their folder with --images"] * any("missing" in r for r in self.unused)
-        return "\n    ".join([f"{self.source} is {self.format}: {what}; {sizes}", *self.notes, *unused, *advice])
+        first = f"{self.source} is {self.format}: {what}; {sizes}"
+        return "\n    ".join([first, *self.notes, *_counts(self.unused), *advice])
+
+
+def _counts(files: dict[str, list[str]]) -> list[str]:
+    return [f"{reason}: {len(paths):,} (first: {paths[0]})" for reason, paths in files.items() if paths]
 
 
 @paused_garbage_collection()
@@ -106,21 +111,19 @@ def read_dataset(
         raise ConfigError(f"val_fraction is {val}. Give a fraction between 0 and 1, such as {VAL_FRACTION}.")
     source = Path(source)
     name, files, index, others = _detect_format(source, None if images is None else Path(images))
-    if name == "COCO":
-        found = Annotations()
-        parts = find_coco(files, index, found)
-    else:
-        found = _READERS[name](files, index)
-        parts = _to_coco(source, found, index, os.path.abspath(extracted or Path(folder, "images")))
+    extracted = os.path.abspath(extracted or Path(folder, "images"))
+    found = Annotations() if name == "COCO" else _READERS[name](files, index)
+    parts = find_coco(files, index, found) if name == "COCO" else _to_coco(source, found, index, extracted)
     _count_unused(source, parts, index, found.unused)
     found.unused["JSON or XML files that are not annotations"] = others
+    found.unused["text files with the name of an image"] = index.texts() if name != "YOLO" else []
     parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
     if "train" not in parts:
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
     content, _, root = parts["train"]
     if "val" not in parts and val != 0:
         halves = split_by_hash(source, content, VAL_FRACTION if val is None else val)
-        parts |= {split: (half, None, root) for split, half in zip(("train", "val"), halves, strict=True)}
+        parts |= {split: (half, None, root) for split, half in halves.items()}
         found.notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
         raise ConfigError(f"'{source}' already has a validation split. Leave out val_fraction.")
@@ -181,10 +184,9 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
     index.find_images([record for record in found.records if record.file is None])
     for record in found.records:
         record.file = record.file or found.write_image(record.annotation, index, folder)
-        if record.file is None and record.is_only:
-            found.unused["annotation files whose image is missing"].append(record.annotation)
-        elif record.file is None:
-            found.unused["missing images that an annotation file names"].append(record.names[0])
+    missing = [record for record in found.records if record.file is None]
+    found.unused["annotation files whose image is missing"] += [r.annotation for r in missing if r.is_only]
+    found.unused["missing images that an annotation file names"] += [r.names[0] for r in missing if not r.is_only]
     records = sorted((record for record in found.records if record.file), key=lambda record: Path(record.file))
     unsized = [record for record in records if record.size is None]
     for record, (size, _) in zip(unsized, read_sizes([record.file for record in unsized]), strict=True):
@@ -192,17 +194,15 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
     for record in records:
         objects = [in_image(one, record.size) if "mask" in one else one for one in record.objects if one["label"]]
         found.noted["images whose objects need a class"] += [record.file] * (bool(record.objects) and not objects)
-        found.skipped["objects without a class"] += [record.annotation] * (len(record.objects) - len(objects))
-        found.skipped["masks without pixels in the image"] += [record.annotation] * objects.count(None)
+        found.noted["skipped objects without a class"] += [record.annotation] * (len(record.objects) - len(objects))
+        found.noted["skipped masks without pixels in the image"] += [record.annotation] * objects.count(None)
         record.objects = [one for one in objects if one]
-    skipped = sorted(found.skipped.items())
-    found.notes += [f"{reason}: {len(paths):,} skipped (first: {paths[0]})" for reason, paths in skipped if paths]
-    found.notes += [f"{reason}: {len(paths):,} (first: {paths[0]})" for reason, paths in found.noted.items() if paths]
+    found.notes += _counts(dict(sorted(found.noted.items())))
     if not any(record.objects for record in records):
-        unused = [f"{reason}: {len(files)}" for reason, files in found.unused.items() if files]
-        details = "; ".join([*found.notes, *unused]) or ("the annotations are empty" if records else "they name none")
-        missing = "no object in its images" if records else "no image of its annotations"
-        raise ConfigError(f"'{source}' has {missing} ({details}). Add them, or give their folder with --images.")
+        details = "; ".join([*found.notes, *_counts(found.unused)]) or "the annotations are empty"
+        what = f"box or polygon in its {counted(len(records), 'image')}" if records else "image of its annotations"
+        advice = "Add images, or give their folder with --images" if "missing" in details else "Annotate objects"
+        raise ConfigError(f"'{source}' has no {what} ({details}). {advice}.")
     labels = *filter(None, found.classes), *sorted({one["label"] for record in records for one in record.objects})
     ids = {label: index for index, label in enumerate(dict.fromkeys(labels), start=1)}
     categories = [{"id": index, "name": label} for label, index in ids.items()]
@@ -244,23 +244,24 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
     own = [str(source)] if source.is_file() else [f for f in index.files if f.startswith(below) and os.path.isfile(f)]
     for path in own:
         found[annotation_format(path)].append(path)
-    unknown = found.pop(None, [])
+    others = [path for path in found.pop(None, []) if path.lower().endswith((".json", ".xml"))]
     if not found:
         classes = [path for path in own if os.path.basename(path) in yolo.CLASS_FILES]
-        darknet = [path for path in own if path.endswith(".data") and b"names" in Path(path).read_bytes()]
-        found |= {"YOLO": darknet or classes} if darknet or classes else {}
+        darknet = [p for p in own if p.endswith(".data") and re.search(rb"(?m)^\s*train\s*=", Path(p).read_bytes())]
+        labels = darknet or classes or yolo.label_files(own)[:1]
+        found |= {"YOLO": labels} if labels else {}
     if not found:
         # A file that is no JSON at all has a better message.
-        for path in [path for path in unknown if path.lower().endswith(".json")][:1]:
+        for path in [path for path in others if path.lower().endswith(".json")][:1]:
             read_json(path)
-        others = [path for path in own if path not in index.images]
-        images, more = counted(len(own) - len(others), "image"), f"Not read: {first_of(others, 3) or 'none'}."
-        raise ConfigError(f"'{source}' has {images}, but no annotations of a known format. Use {_KNOWN}. {more}")
+        unread = [*others, *(path for path in own if path not in index.images and path not in others)]
+        images = f"{counted(len(own) - len(unread), 'image')}, but " if len(own) > len(unread) else ""
+        text = f"'{source}' has {images}no annotations of a known format. Use {_KNOWN}."
+        raise ConfigError(text + f" Not read: {first_of(unread, 3)}." * bool(unread))
     if len(found) > 1:
         each = " and ".join(f"{name} ({os.path.relpath(files[0], root)})" for name, files in found.items())
         raise ConfigError(f"'{source}' has several formats: {each}. Give the file or the folder of one format.")
     name, files = found.popitem()
-    others = [path for path in unknown if path.lower().endswith((".json", ".xml"))]
     # These formats have one annotation file per image.
     stems = {Path(path).stem for path in index.images if name in ("LabelMe", "Pascal VOC")}
     damaged = [path for path in others if path.lower().endswith(Path(files[0]).suffix.lower())]

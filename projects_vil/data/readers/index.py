@@ -155,6 +155,11 @@ class FileIndex:
             groups[f"{os.path.splitext(name)[0]}."].append(path)
         return groups
 
+    def texts(self) -> list[str]:
+        """Return the text files that have the stem of an image."""
+        texts = [path for path in self.files if path.lower().endswith(".txt")]
+        return [path for path in texts if normalized(f"{Path(path).stem}.") in self._by_name]
+
     def find(self, path: str) -> str | None:
         """Return the file or folder with this path, which may differ in case and Unicode form, or None."""
         own = path if os.path.exists(path) else self._by_path.get(normalized(os.path.normpath(path)))

@@ -46,14 +46,12 @@ def _shape(shape: dict[str, Any], path: str) -> Shape:
 
 
 def _write_image(path: str, index: FileIndex, folder: str) -> str | None:
-    """Write the image that is inside a JSON file, and return its path, or None if there is none."""
-    if not (content := read_json(path).get("imageData")):
-        return None
+    """Write the image that is inside a JSON file, and return its path, or None if there is no valid image."""
     try:
-        image = base64.b64decode(content, validate=True)
+        image = base64.b64decode(read_json(path).get("imageData"), validate=True)
         suffix = (Image.open(io.BytesIO(image)).format or "").lower()
-    except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(f"The imageData of '{path}' is not an image. Add the image file.") from error
+    except (ValueError, TypeError, OSError):
+        return None
     output = Path(folder, f"{os.path.splitext(os.path.relpath(path, index.root))[0]}.{suffix}")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(image)

@@ -28,9 +28,8 @@ class Annotations:
         classes: The class names, if the format defines their order.
         listed: The split of each annotation file that a list of the dataset names.
         write_image: Writes the image inside an annotation file to a folder, and returns its path, or None.
-        skipped: The annotation file of each skipped entry, by description.
         unused: The annotation files that are not used, by reason.
-        noted: The files of each choice, by description.
+        noted: The files of each choice and each skipped entry, by description.
         notes: Messages about choices.
     """
 
@@ -38,7 +37,6 @@ class Annotations:
     classes: list[str] = field(default_factory=list)
     listed: dict[str, str] = field(default_factory=dict)
     write_image: Callable[[str, FileIndex, str], str | None] = lambda path, index, folder: None
-    skipped: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     unused: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     noted: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     notes: list[str] = field(default_factory=list)
@@ -69,7 +67,7 @@ class Annotations:
                 groups[label, f"shape {index}" if group is None else group].append(values)
             else:
                 has_points = shape_type in ("rectangle", "polygon", "circle")
-                self.skipped[f"{shape_type} of {num_points} points" if has_points else shape_type].append(path)
+                self.noted[f"skipped {shape_type}{f' of {num_points} points' * has_points}"].append(path)
         return objects + [polygon_object(label, polygons) for (label, _), polygons in groups.items()]
 
 

@@ -33,8 +33,8 @@ def read(files: list[str], index: FileIndex) -> Annotations:
                 if len(more) > 1:
                     raise ConfigError(f"{location} has a region of the classes {label!r} and {more[0]!r}. Choose one.")
             shapes.append(_shape(str(label or "").strip(), region.get("shape_attributes") or {}, location))
-        names, objects = (entry["filename"],), found.objects_of(shapes, path)
-        found.records.append(Record(path, names, split=split_of_file(path, files), objects=objects))
+        split, objects = split_of_file(path, files), found.objects_of(shapes, path)
+        found.records.append(Record(path, (entry["filename"],), split=split, objects=objects))
     return found
 
 
@@ -42,15 +42,18 @@ def images_of(content: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Return the entries of the images in the content of a JSON file, or None if it is not VIA's format."""
     metadata = content.get("_via_img_metadata")
     entries = list((metadata if isinstance(metadata, dict) else content).values())
-    is_via = all(isinstance(e, dict) and isinstance(e.get("filename"), str) and "regions" in e for e in entries)
-    return entries if entries and is_via else None
+    return entries if entries and all(map(_is_image, entries)) else None
+
+
+def _is_image(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("filename"), str) or "regions" not in entry:
+        return False
+    return all(isinstance(r, dict) and isinstance(r.get("region_attributes") or {}, dict) for r in _regions(entry))
 
 
 def _regions(image: dict[str, Any]) -> list[dict[str, Any]]:
-    regions = list(found.values() if isinstance(found := image["regions"] or [], dict) else found)
-    if not all(isinstance(r, dict) and isinstance(r.get("region_attributes") or {}, dict) for r in regions):
-        raise ConfigError(f"The regions of {image['filename']!r} are not in VIA's format. Export them again.")
-    return regions
+    regions = image["regions"] or []
+    return list(regions.values() if isinstance(regions, dict) else regions)
 
 
 def _shape(label: str, shape: dict[str, Any], location: str) -> Shape:

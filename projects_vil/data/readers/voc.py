@@ -30,15 +30,15 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         # The name in the file is often outdated, so an image with the stem of the annotation has priority. If it has
         # another suffix, it may be a mask.
         names = tuple(dict.fromkeys((f"{stem}{Path(name).suffix or '.'}", name or f"{stem}.", f"{stem}.")))
-        hint = annotation.findtext("path") or f"{annotation.findtext('folder', '')}/{name}"
+        hint = (annotation.findtext("path") or f"{annotation.findtext('folder', '')}/{name}").strip()
         entries = [entry for entry in annotation.iter("object") if entry.findtext("deleted", "").strip() != "1"]
         # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0.
         texts = [entry.findtext(f"bndbox/{side}", "") for entry in entries for side in _SIDES]
         offset = 0 if any(re.search(r"\.0*[1-9]", text) for text in texts) else 1
         objects = [_object(entry, offset, path) for entry in entries]
-        found.skipped["objects without a box or a polygon"] += [path] * objects.count(None)
+        found.noted["skipped objects without a box or a polygon"] += [path] * objects.count(None)
         sides = (number(annotation.findtext(f"size/{side}") or 0, f"{path}: size") for side in ("height", "width"))
-        size, hint = size_of(*map(int, sides)), hint.strip()
+        size = size_of(*map(int, sides))
         found.records.append(Record(path, names, size, True, hint=hint, objects=[*filter(None, objects)]))
     return found
 
@@ -65,7 +65,7 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
         if wrong := [name for name in missing if listed[name] != "test" and lists is not kinds[2]]:
             raise ConfigError(f"'{root}' has no {wrong[0]}.xml, which ImageSets/Main lists. Add the file.")
         # The annotations of test images are often not published.
-        found.skipped["listed images without annotations"] += missing
+        found.noted["skipped images of lists without annotations"] += missing
         found.listed |= listed
     used = found.listed.keys() & {*files}
     found.notes += [f"splits from lists such as '{lists[0][0]}'"] if used and not kinds[0] else []
@@ -80,7 +80,7 @@ def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
     """Return the files that a line of a list names, with or without a path, a suffix, a tag such as -1 or a comment."""
     line = _PADDLE_LINE.sub("", line)
     before = line.partition("#")[0].strip()
-    texts = [text for one in (line, before) for text in (one, *one.split()[:1])]
+    texts = line, *line.split()[:1], before, *before.split()[:1]
     for name in (name for text in texts for name in (text, os.path.splitext(text)[0])):
         *folders, stem = name.replace("\\", "/").split("/")
         if files := [file for file in by_stem.get(stem, ()) if file.startswith(root + os.sep)]:
@@ -110,6 +110,8 @@ def _object(entry: ElementTree.Element, offset: int, path: str) -> dict[str, Any
 def parse_xml(path: str, found: Annotations) -> ElementTree.Element:
     """Return the root of an XML file in the declared encoding, or in UTF-8 if only UTF-8 fits or gives a shorter text.
 
+    A file in an unknown encoding is read as UTF-8.
+
     Raises:
         ConfigError: If the file is not XML.
     """
@@ -124,7 +126,7 @@ def parse_xml(path: str, found: Annotations) -> ElementTree.Element:
             roots.setdefault(text, (encoding, ElementTree.fromstring(text)))
         except (ElementTree.ParseError, ValueError, LookupError) as error:
             reason = reason or error
-    if not roots or isinstance(reason, LookupError):
+    if not roots:
         raise ConfigError(f"'{path}' is not XML: {reason}. Repair or remove it.") from reason
     # A character of Chinese text has two bytes in GB 18030 and three in UTF-8.
     encoding, root = roots[min(roots, key=len)]

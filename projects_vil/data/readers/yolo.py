@@ -16,8 +16,7 @@ from projects_vil.data.readers.shapes import Annotations, box_object, number, po
 CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
 # The keys of the splits. With only a file of class names, the key is ".", and the folders of the images decide.
 _SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",), None: (".",)}
-# The path and the first line of a label file, which may be a line of DOTA
-_LABEL = re.compile(r"(?i).*/label(s|txt)/|.*\n(imagesource:|\S+(\s+[-+.\de]+){4})")
+_NUMBER = re.compile(r"[-+.\deE]+")
 _NO_LABELS = (*CLASS_FILES, "train.txt", "val.txt", "valid.txt", "test.txt")
 
 
@@ -28,7 +27,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         raise ConfigError(f"'{index.root}' has several YOLO files, '{files[0]}' and '{files[1]}'. Give one file.")
     path, found = files[0], Annotations()
     bases, data = _settings(path, index)
-    found.classes = names = _names(path, data)
+    found.classes = names = _names(path, data) if data.keys() != {"."} else []
     if (own := str(data.get("path", ""))) and not os.path.exists(os.path.join(os.path.dirname(path), own)):
         found.notes.append(f"path is '{bases[0]}', because {own!r} does not exist")
     images: dict[tuple[str | None, str], None] = {}
@@ -69,13 +68,15 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     for split, image in images:
         own = [_object(row[:5] if has_points else row, names, sizes[image], line) for row, line in rows[image]]
         found.records.append(Record(image, (), sizes[image], split=split, objects=own, file=image))
+        if any(one["bbox"][2] > 2 * sizes[image][1] for one in own):
+            found.noted["label files with values larger than 1, which are not fractions of the image"] += labels[image]
     found.unused["other label files of an image"] += [file for files in labels.values() for file in files[1:]]
     used = {file for files in labels.values() for file in files}
-    folders = {*map(os.path.dirname, used)}
-    # Opening a pipe would block.
     others = {label for image in index.images.keys() - labels.keys() for label in _label_paths(image)}
-    for file in [file for file in texts if file not in used and os.path.isfile(file)]:
-        if os.path.dirname(file) in folders or _LABEL.match("\n".join([file, *read_lines(file)[:1]])):
+    texts = [file for file in texts if file not in used]
+    folders = {os.path.dirname(file) for file in (*used, *label_files(texts))}
+    for file in texts:
+        if os.path.dirname(file) in folders or re.search("(?i)/label(s|txt)/", file):
             found.unused[f"label files whose image is {'not used' if file in others else 'missing'}"].append(file)
     return found
 
@@ -90,7 +91,16 @@ def settings_of(path: str) -> dict[str, Any] | None:
             raise ConfigError(f"'{path}' is not YAML: {' '.join(str(error).split())}. Repair it.") from error
         return None
     # The arguments of a training run have "val", but neither "train" nor "names".
-    return data if isinstance(data, dict) and ("train" in data or {"names", "val"} <= data.keys()) else None
+    is_yolo = isinstance(data, dict) and (isinstance(data.get("train"), str | list) or {"names", "val"} <= data.keys())
+    return data if is_yolo else None
+
+
+def label_files(files: list[str]) -> list[str]:
+    """Return the text files whose first row is a label of YOLO or DOTA."""
+    # Opening a pipe would block.
+    texts = [path for path in files if path.lower().endswith(".txt") and os.path.isfile(path)]
+    rows = [(path, row) for path in texts for row, _ in _rows(path)[:1]]
+    return [path for path, row in rows if len(row) >= 5 and all(map(_NUMBER.fullmatch, row[:5]))]
 
 
 def _settings(path: str, index: FileIndex) -> tuple[list[str], dict[str, Any]]:
@@ -98,10 +108,14 @@ def _settings(path: str, index: FileIndex) -> tuple[list[str], dict[str, Any]]:
     folder = os.path.dirname(path)
     if os.path.basename(path) in CLASS_FILES:
         return [index.root], {"names": [*filter(None, read_lines(path))], ".": "."}
+    if path.lower().endswith(".txt"):
+        return [index.root], {".": "."}
     if path.endswith(".data"):
         data: dict[str, Any] = dict(re.split(r"\s*=\s*", line, maxsplit=1) for line in read_lines(path) if "=" in line)
-        names = _existing(data.get("names", "obj.names"), [folder, index.root], index)
-        return [folder, index.root], data | {"names": [*filter(None, read_lines(names))] if names else []}
+        entry = data.get("names", "obj.names")
+        if not (names := _existing(entry, [folder, index.root], index)):
+            raise ConfigError(f"'{path}' needs '{entry}', which does not exist. Add it, with one class name per line.")
+        return [folder, index.root], data | {"names": [*filter(None, read_lines(names))]}
     data = settings_of(path) or {}
     # The path may be outdated if the dataset was moved from another computer.
     return [_existing(str(data.get("path", "")), [folder, index.root], index) or folder, folder, index.root], data
@@ -114,6 +128,8 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
     if not valid or len(valid) != len(names) or str(data.get("nc", len(valid))) != str(len(valid)):
         found = f"{len(valid)} different names" + f", but nc is {data.get('nc')}" * ("nc" in data)
         raise ConfigError(f"'{path}' has {found}. Under names, list nc different names, or map 0, 1, ... to them.")
+    if garbled := [name for name in valid if "\ufffd" in name]:
+        raise ConfigError(f"The class names of '{path}', such as {garbled[0]!r}, are not UTF-8. Save them as UTF-8.")
     return valid
 
 
@@ -173,17 +189,18 @@ def _rows(label: str) -> list[tuple[list[str], str]]:
 
 def _are_poses(rows: list[list[str]]) -> bool:
     """Return whether all rows are a class, a box, and points with a visibility of 0, 1 or 2."""
-    (length, *others), visible = {len(row) for row in rows} - {5} or {0}, {word for row in rows for word in row[7::3]}
-    return not others and length % 3 == 2 and all(re.fullmatch(r"[012](\.0*)?", word) for word in visible)
+    lengths, visible = {len(row) for row in rows} - {5}, {word for row in rows for word in row[7::3]}
+    return len(lengths) == 1 and max(lengths) % 3 == 2 and all(re.fullmatch(r"[012](\.0*)?", word) for word in visible)
 
 
 def _object(row: list[str], names: list[str], size: tuple[int, int], location: str) -> dict[str, Any]:
-    if len(row) >= 9 and row[8] in names:
-        # DOTA: four corners in pixels, the class and the difficulty
+    is_dota = len(row) == 10 or (len(row) == 9 and not _NUMBER.fullmatch(row[8]))
+    if is_dota and (row[8] in names or not names):
+        # Four corners in pixels, the class and the difficulty
         return box_object(row[8], [number(word, location) for word in row[:8]])
     index, *values = (number(word, location) for word in row)
     if index not in range(len(names)):
-        raise ConfigError(f"{location}: class {row[0]} does not exist. Use 0 to {len(names) - 1}, or add its name.")
+        raise ConfigError(f"{location}: class {row[0]} has no name. Add it to data.yaml, or as a line to classes.txt.")
     label, pixels = names[int(index)], [value * size[1 - axis % 2] for axis, value in enumerate(values)]
     if len(pixels) == 4:
         x, y, width, height = pixels

@@ -231,8 +231,8 @@ def test_check_dataset(copy, tmp_path):
     result = run_tool("check_dataset.py", *arguments)
     assert str(copy / "annotations.json") in error_line(result) and "error: invalid_bbox" in result.stdout
     assert "and 3 more, which --json" in result.stdout and "objects per class: " in result.stdout
-    (found,) = json.loads((tmp_path / "found.json").read_text())["found"]
+    (found,) = json.loads((tmp_path / "found.json").read_text())["splits"]["train"]["found"]
     assert found["name"] == "invalid_bbox" and [one["annotation"] for one in found["examples"]] == list(range(1, 9))
-    result = run_tool("check_dataset.py", *arguments, "--fix", tmp_path / "clean.json", "--deep")
+    result = run_tool("check_dataset.py", *arguments, "--fix", tmp_path / "clean", "--deep")
     assert result.returncode == 0 and "changed 8" in result.stdout.splitlines()[-1], result.stderr
-    assert run_tool("check_dataset.py", tmp_path / "clean.json", "--images", copy / "images").returncode == 0
+    assert run_tool("check_dataset.py", tmp_path / "clean").returncode == 0

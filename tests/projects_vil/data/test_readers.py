@@ -234,7 +234,7 @@ def test_kinds_of_files(kind, tmp_path):
     annotation = contents["train"]["annotations"][0]
     np.testing.assert_allclose(annotation["bbox"], BOX, atol=0.01)
     assert all((dataset.splits["train"][1] / image["file_name"]).is_file() for image in contents["train"]["images"])
-    assert all((word in dataset.line()) == (word in kind) for word in ("skeleton", "tag:", "path is"))
+    assert all((word in dataset.line()) == (word in kind) for word in ("skeleton", "tag:", "path is", "text files"))
     assert ("val" in dataset.splits) == ("splits" in kind)
     # Another format has the same objects.
     output_format = LABEL_FORMATS[sorted(KINDS).index(kind) % len(LABEL_FORMATS)]
@@ -278,7 +278,7 @@ def write_files(root: Path, files: dict[str, object]) -> None:
         if isinstance(content, int):
             Image.new("RGB", IMAGE, (content,) * 3).save(root / name)
         else:
-            (root / name).write_text(content)
+            (root / name).write_text(content, errors="surrogateescape")
 
 
 BOX_TEXT = bndbox(11, 21, 50, 50)
@@ -441,6 +441,8 @@ def test_a_failed_fix_leaves_no_files(tmp_path):
         ({"a.png": 1, "l/b.xml": voc_text("", "a.png"), "m/c.xml": voc_text("", "a.png")}, "l/b.xml' and '"),
         ({"a.png": 1, "a.xml": voc_text(bndbox(1, 2, 5, 6, ""), "a.png")}, "whose objects need a class: 1"),
         ({"a.png": 1, "b.png": 1, "boxes.csv": ""}, "has 2 images, but no annotations of a known format"),
+        ({"a.png": 1, "a.txt": YOLO_ROW, "classes.txt": "ma\udce7a"}, "not UTF-8"),
+        ({"a.png": 1, "obj.data": "train = a.txt\nnames = my.names"}, "obj.data' needs 'my.names'"),
         (
             {"a.png": 1, "a.xml": voc_text(""), **{f"ImageSets/Main/{split}.txt": "a" for split in ("train", "val")}},
             "for train and for val",
