@@ -6,6 +6,7 @@ own checkpoint (``ray.data.checkpoint``) is not used, because it does not notice
 
 import hashlib
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -15,14 +16,17 @@ from typing import Any
 import numpy as np
 
 from backbones import ConfigError
+from backbones.checkpoint_files import atomic_write
 from backbones.errors import pip_install
+from projects_vil.config import first_of
 from projects_vil.inference.detector import Detector
 from projects_vil.inference.image_listing import ARCHIVES, FORMATS, list_paths, load_listed, suffix_of
-from projects_vil.inference.image_loading import BATCHING_WINDOW, ImageBatches
+from projects_vil.inference.image_loading import BATCHING_WINDOW, ImageBatches, without_password
 from projects_vil.inference.parquet_writer import (
     SCHEMA,
     describe_runner,
     failed_rows,
+    file_versions,
     read_part,
     schema_of,
     summarize,
@@ -30,6 +34,7 @@ from projects_vil.inference.parquet_writer import (
     write_part,
 )
 from projects_vil.inference.predict import Summary
+from projects_vil.utils import read_json
 from vil.choices import EXPORT_SUFFIXES
 
 try:
@@ -38,6 +43,9 @@ try:
     from pyarrow import parquet
 except ImportError as missing:
     raise ConfigError(f"Ray Data is not installed. {pip_install('ray', 'pyarrow')}") from missing
+
+# The sizes and times of the tar files of an output. Readers of Parquet folders skip names that begin with "_".
+VERSIONS_FILE = "_tar_files.json"
 
 
 def predict_on_ray(
@@ -76,7 +84,8 @@ def predict_on_ray(
         The totals over all files of the output directory.
 
     Raises:
-        ConfigError: if an argument is invalid, the input has no images, or the output is of another model.
+        ConfigError: if an argument is invalid, the input has no images, the output is of another model, or a tar file
+            was replaced.
     """
     if isinstance(model, Detector):
         raise ConfigError("With Ray each worker loads the model. Pass a name or path, not a Detector.")
@@ -104,11 +113,14 @@ def predict_on_ray(
             f"Ray has room for {free} workers on {available} {unit}s, but ray_workers is {smallest} {largest}. Use "
             "fewer workers or a larger cluster."
         )
-    finished = ray.put(np.unique(np.concatenate([_keys([]), *keys])))
+    keys = np.concatenate([_keys([]), *keys])
+    keys.sort()
+    finished = ray.put(keys)
     # One block of paths is one task. Blocks are in Ray's object store, which spills to disk.
     rows = 1 if suffix_of(first[1]) in ARCHIVES else min(part_size, BATCHING_WINDOW)
-    paths, blocks = itertools.chain([first], paths), []
+    paths, blocks, archives = itertools.chain([first], paths), [], {}
     while block := list(itertools.islice(paths, rows)):
+        archives |= {without_password(name): path for name, path in block if suffix_of(path) in ARCHIVES}
         # Bytes, because not all file names are UTF-8.
         columns = [pa.array(map(os.fsencode, texts), pa.binary()) for texts in zip(*block, strict=True)]
         blocks.append(ray.put(pa.Table.from_arrays(columns, ["name", "path"])))
@@ -120,6 +132,8 @@ def predict_on_ray(
     listed = ray.data.from_arrow_refs(blocks)
     detected = listed.map_batches(_Worker, compute=pool, batch_size=rows, batch_format="pyarrow", **arguments)
     output.mkdir(parents=True, exist_ok=True)
+    if archives:
+        _check_versions(output / VERSIONS_FILE, file_versions(archives, strict=False))
     detected.write_parquet(str(output), schema=schema_of(detector.categories, made_of), min_rows_per_file=part_size)
     files = output.glob("*.parquet")
     summary = summarize(output, (parquet.read_table(path, columns=["scores", "error"]) for path in files))
@@ -147,6 +161,18 @@ class _Worker:
         key = _keys([name])
         position = np.searchsorted(self.finished, key)[0]
         return key[0] in self.finished[position : position + 1]
+
+
+def _check_versions(path: Path, versions: dict[str, list | None]) -> None:
+    """Raise a :class:`ConfigError` if a tar file was replaced since its images were predicted. Write the versions."""
+    before = read_json(path) if path.exists() else {}
+    if changed := [name for name, version in versions.items() if version and version != before.get(name, version)]:
+        raise ConfigError(
+            f"{first_of(changed, 5)} changed after the prediction to '{path.parent}' began, and its rows may be of the "
+            "old images. Choose another output directory."
+        )
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps(before | {name: one for name, one in versions.items() if one}))
 
 
 def _finished(path: Path, made_of: dict[str, str]) -> np.ndarray:

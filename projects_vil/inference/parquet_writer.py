@@ -227,10 +227,8 @@ def write_parts(
 
     def parts() -> Iterator[pa.Table]:
         yield from parts_of(f"{prefix}part-", load_listed(split_listed(paths, archives, shard)))
-        with ThreadPoolExecutor(NUM_REQUESTS) as pool:
-            # Several jobs must agree on the sizes of all tar files.
-            found = pool.map(file_version, archives.values(), itertools.repeat(shard is not None))
-            versions.update(zip(archives, found, strict=True))
+        # Several jobs must agree on the sizes of all tar files.
+        versions.update(file_versions(archives, strict=shard is not None))
         for name in archives_of_shard({name: (one or [0])[0] for name, one in versions.items()}, shard or (0, 1)):
             yield from parts_of(_stem(name), load_listed([(name, archives[name])]), name)
 
@@ -249,6 +247,12 @@ def write_parts(
     line = f"{output}: {len(archives) - len(incomplete)} of {counted(len(archives), 'tar file')} complete"
     line += f"; incomplete: {first_of(incomplete, 10)}" if incomplete else ""
     return dataclasses.replace(summary, lines=(*summary.lines, line))
+
+
+def file_versions(archives: Mapping[str, str], *, strict: bool) -> dict[str, list | None]:
+    """Return the :func:`~projects_vil.inference.image_loading.file_version` of each tar file by its name."""
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        return dict(zip(archives, pool.map(file_version, archives.values(), itertools.repeat(strict)), strict=True))
 
 
 def _stem(archive: str) -> str:

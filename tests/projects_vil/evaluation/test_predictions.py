@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import cv2
@@ -12,7 +13,7 @@ from detectron2.evaluation.coco_evaluation import COCOEvaluator
 
 from projects_vil.run import evaluate
 from tests.projects_vil.evaluation.test_coco_matches import HEIGHT, WIDTH, drawn, feed
-from tests.projects_vil.helpers import message, vil
+from tests.projects_vil.helpers import PATIENCE, message, vil
 
 parquet = pytest.importorskip("pyarrow.parquet")
 pa = pytest.importorskip("pyarrow")
@@ -119,6 +120,20 @@ def test_non_finite_detections(case, key, value):
     text = message(evaluate, None, "mine", predictions=["found"], output="out")
     assert "found/a.parquet" in text and changed["file_name"] in text and "finite" in text
     assert not Path("out/evaluation.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_in_one_process_ends_the_other_at_once(case, rank, monkeypatch):
+    """The processes share the rows in turns of 64. After the grace period, the other process would be killed."""
+    monkeypatch.setattr("projects_vil.engine.launch.GRACE_PERIOD", 2 * PATIENCE)
+    rows, _ = case
+    others = [row("elsewhere/unknown.jpg", []) for _ in range(64 * 500)]
+    next(one for one in rows if one["scores"])["scores"][0] = math.inf
+    write(Path("found/a.parquet"), [*others[: 64 * rank], *rows, *others])
+    start = time.monotonic()
+    text = message(evaluate, None, "mine", predictions=["found"], output="out", num_gpus=2)
+    assert "finite" in text and "\n" not in text and time.monotonic() - start < PATIENCE
 
 
 @pytest.mark.parametrize("number", [None, 1])

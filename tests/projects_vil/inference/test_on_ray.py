@@ -169,3 +169,6 @@ def test_temporary_errors_are_predicted_again(inputs, cluster, trained_run, tmp_
         tar.add(inputs / "list.txt", "list.txt")
     with pytest.raises(ConfigError, match="has no images"):
         predict_on_ray(trained_run, tmp_path / "empty.tar", tmp_path / "other")
+    os.utime(tmp_path / "empty.tar", (0, 0))
+    with pytest.raises(ConfigError, match="empty.tar changed after the prediction"):
+        predict_on_ray(trained_run, tmp_path / "empty.tar", tmp_path / "other")
