@@ -137,8 +137,8 @@ def atomic_write(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
     """Yield a temporary path next to ``path``, which replaces ``path`` at the end of the block.
 
     If the block fails or the machine crashes, ``path`` is unchanged. If ``path`` is a link or a pipe, it is replaced,
-    and its target is unchanged. Give ``torch.save`` an open file instead of the path, because its own writer does not
-    report the cause of a failure.
+    and its target is unchanged. A missing folder is created. Give ``torch.save`` an open file instead of the path,
+    because its own writer does not report the cause of a failure.
 
     Args:
         path: the file to write.
@@ -155,6 +155,7 @@ def atomic_write(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
     # A file name has at most 255 bytes.
     partial = path.with_name(f".{path.name[:60]}.{os.getpid()}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         if sync:
             _sync(partial)
@@ -170,6 +171,12 @@ def atomic_write(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file in UTF-8, atomically."""
+    with atomic_write(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def _sync(path: Path) -> None:

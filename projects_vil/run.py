@@ -17,7 +17,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import ConfigError
 from backbones.build import VARIANTS, get_variant
-from backbones.checkpoint_files import atomic_write, read_checkpoint
+from backbones.checkpoint_files import read_checkpoint, write_text
 from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
 from projects_vil.config import (
@@ -395,9 +395,7 @@ def _write_classes(weights: str, folder: Path, data: str | Path, labels: Sequenc
     path = folder / f"{CLASSES}.json"
     check_replaceable(path, advice="Choose another output directory.")
     categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as partial:
-        partial.write_text(json.dumps({"info": {"description": GENERATOR}, "images": [], "categories": categories}))
+    write_text(path, json.dumps({"info": {"description": GENERATOR}, "images": [], "categories": categories}))
     return path
 
 

@@ -397,11 +397,10 @@ def show(*lines: object) -> None:
 def write_json(path: str | None, content: object) -> None:
     """Write ``content`` as JSON if ``path`` is set. A list is written as the value of ``rows``."""
     if path:
-        from backbones.checkpoint_files import atomic_write
+        from backbones.checkpoint_files import write_text
 
         content = {"generator": GENERATOR} | (content if isinstance(content, dict) else {"rows": content})
-        with atomic_write(path) as partial:
-            partial.write_text(json.dumps(content, indent=2) + "\n")
+        write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def run_tool(main: Callable[[], None], *, log: bool = True) -> None:

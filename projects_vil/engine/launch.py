@@ -30,7 +30,7 @@ from torch.distributed import DistNetworkError, FileStore, PrefixStore, Store, T
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
+from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_replaceable, counted
 from projects_vil import data
 from projects_vil.checkpoint import Checkpointer, remove_run
@@ -191,8 +191,7 @@ def _set_up_run(cfg: CfgNode, *, eval_only: bool) -> None:
 def save_config(cfg: CfgNode, trainer: type[Trainer]) -> None:
     """Write ``config.yaml`` in rank 0."""
     if comm.is_main_process():
-        with atomic_write(Path(cfg.OUTPUT_DIR) / CONFIG_FILE) as partial:
-            partial.write_text(f"# {GENERATOR}\n{trainer.dump_config(cfg)}")
+        write_text(Path(cfg.OUTPUT_DIR) / CONFIG_FILE, f"# {GENERATOR}\n{trainer.dump_config(cfg)}")
 
 
 def run_training(

@@ -233,7 +233,6 @@ def _write_coco(
     is_stream = getattr(source, "is_stream", False)
     if is_stream:
         logging.getLogger(__name__).info("Reading %s. Press Ctrl-C to stop and to write the results.", source.name)
-    output.mkdir(parents=True, exist_ok=True)
     with (
         atomic_write(output / RESULTS_FILE) as results_path,
         atomic_write(output / IMAGES_FILE) as images_path,

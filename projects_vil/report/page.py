@@ -20,7 +20,7 @@ from detectron2.data import MetadataCatalog
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
+from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_file, check_whole
 from projects_vil.config import config_items, default_config, detector_name, first_of, load_config
 from projects_vil.data import check_files, fixed_coco, is_coco, register_datasets
@@ -86,8 +86,7 @@ def write_report(
         with run.omit_on_error("evaluation on the datasets"):
             register_datasets(run.cfg)
     page = _render(run, _datasets(run, num_images=num_images))
-    with atomic_write(path) as partial:
-        partial.write_text(page, encoding="utf-8")
+    write_text(path, page)
     for line in run.omitted:
         logging.getLogger(__name__).info("Omitted: %s", line)
     return path

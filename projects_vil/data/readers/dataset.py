@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
+from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_replaceable, counted
 from projects_vil.config import first_of
 from projects_vil.data.detection_utils import is_image, read_sizes
@@ -157,9 +157,7 @@ def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: d
         content, path, images = parts[split]
         if path is None:
             path, content = written[split], info | content | info
-            folder.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path) as partial:
-                partial.write_text(json.dumps(content), encoding="utf-8")
+            write_text(path, json.dumps(content))
         contents[split], splits[split] = content, (path, images)
     return splits
 
