@@ -79,12 +79,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"'{path}' is damaged: {error}. {_GET_AGAIN}") from error
     except Exception as error:  # A damaged file may raise anything.
         # torch's own message recommends to load the file without weights_only.
-        unsafe = re.search(r"GLOBAL (\S+)", str(error))
-        if unsafe is None:
-            raise ConfigError(f"'{path}' is not a PyTorch checkpoint, or is truncated. {_GET_AGAIN}") from error
-        raise ConfigError(
-            f"'{path}' refers to {unsafe[1]}, which could run code. Use a checkpoint of tensors."
-        ) from error
+        if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
+            advice = "Use a checkpoint of tensors."
+            raise ConfigError(f"'{path}' refers to {unsafe[1]}, which could run code. {advice}") from error
+        raise ConfigError(f"'{path}' is not a PyTorch checkpoint, or is truncated. {_GET_AGAIN}") from error
     if isinstance(loaded, dict) and not any(key in loaded for key in STATE_DICT_KEYS):
         loaded = {"model": loaded}
     state_dict = state_dict_of(loaded) if isinstance(loaded, dict) else None

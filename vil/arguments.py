@@ -262,9 +262,7 @@ class ConfigToolParser(ToolParser):
         super().__init__(description, epilog=epilog, **options)
         self.set_defaults(devices=tuple(devices))
         if config_file:
-            self.add(
-                "--config-file", "config of the model", required=config_required, type=existing_path, metavar="FILE"
-            )
+            self.add("--config-file", "model config", required=config_required, type=existing_path, metavar="FILE")
         if weights:
             self.add("--weights", "checkpoint, or name in the model zoo (config key MODEL.WEIGHTS)", metavar="FILE")
         if devices:
@@ -356,9 +354,7 @@ def add_process_arguments(parser: ToolParser) -> None:
     # As in detectron2, the default port depends on the user.
     user = os.getuid() if sys.platform != "win32" else 1
     url = f"tcp://127.0.0.1:{2**15 + 2**14 + hash(user) % 2**14}"
-    parser.add(
-        "--dist-url", "tcp://HOST:PORT of the first machine; needed with several machines", default=url, metavar="URL"
-    )
+    parser.add("--dist-url", "tcp://HOST:PORT of the first of several machines", default=url, metavar="URL")
     timeout_help = "seconds to wait for the other machines at the start (default 600)"
     parser.add("--dist-timeout", timeout_help, type=positive, default=600, metavar="S")
 

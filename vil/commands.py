@@ -492,9 +492,8 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
         vil analyze --variants vil_tiny lit --json variants.json
     """
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--config-file", nargs="+", type=existing_path, metavar="FILE", help="count detectors with these configs"
-    )
+    config_help = "count detectors with these configs"
+    what.add_argument("--config-file", nargs="+", type=existing_path, metavar="FILE", help=config_help)
     variants_help = "count backbones: all variants, or variants whose names start with PREFIX"
     what.add_argument("--variants", nargs="*", metavar="PREFIX", help=variants_help)
     _add_image_size(parser, "image size (default 800 1333)")

@@ -223,9 +223,7 @@ def _with_fpn(cfg: CfgNode, bottom_up: nn.Module) -> FPN:
 # -- measurements ----------------------------------------------------------------------------------
 
 
-def measure(
-    cases: Sequence[BenchmarkCase], *, reference: int = 0, runs: int = 5, memory: bool = True
-) -> list[dict[str, Any]]:
+def measure(cases: Sequence[BenchmarkCase], *, reference: int = 0, runs: int = 5, memory: bool = True) -> list[dict]:
     """Measure the time and memory of cases, after one warm-up of each.
 
     Args:

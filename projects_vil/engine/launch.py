@@ -116,9 +116,7 @@ class Processes:
             if env.world_size > 1:
                 _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         except (KeyError, ValueError) as error:
-            raise ConfigError(
-                f"torchrun's variables are invalid ({error}). Start with torchrun, or unset RANK."
-            ) from error
+            raise ConfigError(f"torchrun's variables are invalid ({error}). Use torchrun, or unset RANK.") from error
         self.world_size, self.is_first = env.world_size, env.rank == 0
 
     def check(self, device: str) -> None:
@@ -356,9 +354,7 @@ def _spawn(run: Callable[..., object], arguments: tuple, processes: Processes, d
             raise SystemExit(128 + received[0])
 
 
-def _worker(
-    local_rank: int, run: Callable[..., object], arguments: tuple, processes: Processes, device: str, url: str
-) -> None:
+def _worker(local_rank: int, run: Callable, arguments: tuple, processes: Processes, device: str, url: str) -> None:
     # This resets the start method to the default. Otherwise data loader workers would be spawned, which takes seconds.
     multiprocessing.set_start_method(None, force=True)
     rank, count = processes.machine_rank * processes.num_gpus + local_rank, processes.num_gpus

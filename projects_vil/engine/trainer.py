@@ -155,9 +155,7 @@ class TrainStep(SimpleTrainer):
         if syncs_now or (self.iter + 1) % self.sync_period == 0:
             self.flush()
 
-    def _backward(
-        self, images: list[dict[str, Any]], weighting: MicroBatches, step: _Step
-    ) -> tuple[list[Tensor], Tensor]:
+    def _backward(self, images: list[dict], weighting: MicroBatches, step: _Step) -> tuple[list[Tensor], Tensor]:
         """Compute the gradients of all micro-batches.
 
         Returns:

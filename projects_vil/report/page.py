@@ -232,13 +232,11 @@ def _render(run: RunFolder, datasets: list[dict[str, Any]]) -> str:
     defaults = dict(config_items(default_config()))
     values = [(key, value) for key, value in config_items(run.cfg) if not isinstance(value, CfgNode)]
     times = [line["time"] for line in run.metrics if line.get("time", 0) > 0]
-    title = (
-        f"{detector_name(run.cfg)} with {run.cfg.MODEL.TRANSFORMER.VARIANT}" if run.cfg else run.folder.resolve().name
-    )
+    model = f"{detector_name(run.cfg)} with {run.cfg.MODEL.TRANSFORMER.VARIANT}" if run.cfg else ""
     return environment.get_template("page.html").render(
         generator=GENERATOR,
         run=run,
-        title=title,
+        title=model or run.folder.resolve().name,
         now=f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
         task_names=TASK_NAMES,
         last=next((line for line in reversed(run.metrics) if "total_loss" in line), None),

@@ -58,9 +58,8 @@ class Canvas:
     def draw_box(self, box: Sequence[float], color: Sequence[int], *, dashed: bool = False) -> None:
         """Draw a box of left, top, right and bottom."""
         left, top, right, bottom = (round(side * self.scale) for side in box)
-        drawn = cv2.rectangle(
-            self.image.copy() if dashed else self.image, (left, top), (right, bottom), color, self.line
-        )
+        drawn = self.image.copy() if dashed else self.image
+        cv2.rectangle(drawn, (left, top), (right, bottom), color, self.line)
         if dashed:
             stripes = np.indices(drawn.shape[:2]).sum(axis=0) // (4 * self.line) % 2 == 0
             self.image[stripes] = drawn[stripes]
