@@ -378,8 +378,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
 
     from projects_vil.config import config_path, load_config
     from projects_vil.data import check_dataset, write_fixed
-    from projects_vil.data.readers.coco import split_by_hash
-    from projects_vil.data.readers.dataset import VAL_FRACTION
+    from projects_vil.data.splits import VAL_FRACTION, split_by_hash
     from projects_vil.recipes import IMAGE_SIZES, choose_size, objects_of
 
     def progress(number: int) -> None:

@@ -19,13 +19,13 @@ from backbones.errors import GENERATOR, check_replaceable, counted
 from projects_vil.config import first_of
 from projects_vil.data.detection_utils import is_image, read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
-from projects_vil.data.readers.coco import Parts, compare_splits, entries_of, find_coco, paths_of, split_by_hash
+from projects_vil.data.readers.coco import Parts, entries_of, find_coco, paths_of
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex
 from projects_vil.data.readers.shapes import Annotations, in_image
 from projects_vil.data.segmentation import count_masks
+from projects_vil.data.splits import VAL_FRACTION, compare_splits, split_by_hash
 from projects_vil.utils import paused_garbage_collection, read_json
 
-VAL_FRACTION = 0.2
 # The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
 _READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
