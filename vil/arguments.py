@@ -159,9 +159,8 @@ class ToolParser(argparse.ArgumentParser):
     """
 
     def __init__(self, description: str | None, **options: Any) -> None:
-        super().__init__(
-            description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
-        )
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=formatter, allow_abbrev=False, **options)
         self._section: argparse._ActionsContainer = self
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]

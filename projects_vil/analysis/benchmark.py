@@ -297,9 +297,7 @@ def _peak_on_gpu(step: Callable[[], None], device: str) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def tune_attention(
-    cases: Sequence[BenchmarkCase], *, runs: int = 5, measure: Callable[..., tuple] = measure_steps
-) -> list[str]:
+def tune_attention(cases: Sequence[BenchmarkCase], *, runs: int = 5, measure: Callable = measure_steps) -> list[str]:
     """Measure the attention backends on the shapes of models, and store the faster one as the choice of ``"auto"``.
 
     A step is a forward and a backward pass of a backbone with all feature maps. The Triton kernels are chosen if they
