@@ -64,13 +64,11 @@ class Variant:
 
     def with_options(self, **options: object) -> "Variant":
         """Return the variant with other fields. A field of the stages takes one value, or one value per stage."""
-        own = {field.name for field in dataclasses.fields(self)}
+        own = options.keys() & {field.name for field in dataclasses.fields(self)}
         stages = self.stages
         for name in options.keys() - own:
             stages = with_stage_values(stages, name, options[name])
-        return dataclasses.replace(
-            self, stages=stages, **{name: value for name, value in options.items() if name in own}
-        )
+        return dataclasses.replace(self, stages=stages, **{name: options[name] for name in own})
 
 
 def with_stage_values(stages: tuple[Any, ...], name: str, value: object) -> tuple[Any, ...]:

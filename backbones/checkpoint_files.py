@@ -79,12 +79,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"'{path}' is damaged: {error}. {_GET_AGAIN}") from error
     except Exception as error:  # A damaged file may raise anything.
         # torch's own message recommends to load the file without weights_only.
-        unsafe = re.search(r"GLOBAL (\S+)", str(error))
-        if unsafe is None:
-            raise ConfigError(f"'{path}' is not a PyTorch checkpoint, or is truncated. {_GET_AGAIN}") from error
-        raise ConfigError(
-            f"'{path}' refers to {unsafe[1]}, which could run code. Use a checkpoint of tensors."
-        ) from error
+        if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
+            advice = "Use a checkpoint of tensors."
+            raise ConfigError(f"'{path}' refers to {unsafe[1]}, which could run code. {advice}") from error
+        raise ConfigError(f"'{path}' is not a PyTorch checkpoint, or is truncated. {_GET_AGAIN}") from error
     if isinstance(loaded, dict) and not any(key in loaded for key in STATE_DICT_KEYS):
         loaded = {"model": loaded}
     state_dict = state_dict_of(loaded) if isinstance(loaded, dict) else None
@@ -137,8 +135,8 @@ def atomic_write(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
     """Yield a temporary path next to ``path``, which replaces ``path`` at the end of the block.
 
     If the block fails or the machine crashes, ``path`` is unchanged. If ``path`` is a link or a pipe, it is replaced,
-    and its target is unchanged. Give ``torch.save`` an open file instead of the path, because its own writer does not
-    report the cause of a failure.
+    and its target is unchanged. A missing folder is created. Give ``torch.save`` an open file instead of the path,
+    because its own writer does not report the cause of a failure.
 
     Args:
         path: the file to write.
@@ -155,6 +153,7 @@ def atomic_write(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
     # A file name has at most 255 bytes.
     partial = path.with_name(f".{path.name[:60]}.{os.getpid()}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         if sync:
             _sync(partial)
@@ -170,6 +169,12 @@ def atomic_write(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file in UTF-8, atomically."""
+    with atomic_write(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def _sync(path: Path) -> None:

@@ -32,9 +32,7 @@ HEAD = "the classification head and its norm are not part of a backbone"
 
 _FAMILIES: dict[type[nn.Module], ModuleType] = {vil.ViL: vil, lit.LIT: lit, litv2.LITv2: litv2}
 _WRAPPERS = ("module.", "backbone.bottom_up.")
-_VIL_NAME = re.compile(
-    r"layer[1-4]\.(0\.(proj|norm_embed|cls_token|cls_pos_embed|[xy]_pos_embed)|\d+\.(attn|mlp|norm)\.)"
-)
+_VIL_NAME = re.compile(r"layer[1-4]\.(0\.(proj|norm_embed|cls_token|(cls|[xy])_pos_embed)|\d+\.(attn|mlp|norm)\.)")
 _LIT_NAME = re.compile(r"(block[1-4]|layers\.[0-3]\.blocks)\.\d+\.|layers\.[0-3]\.downsample\.|pos_embed[1-4]$")
 _LONG_SHORT = ("to_dynamic_projection", "dual_ln_full", "dual_ln_dp")
 _SEGMENTATION_HEADS = ("decode_head.", "auxiliary_head.")

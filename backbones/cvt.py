@@ -122,9 +122,7 @@ class CvT(Backbone):
         )
 
 
-def _cvt(
-    *stages: tuple[int, int, int], chunk_sizes: tuple[int, int, int] = (8, 4, 2), img_size: int = 224
-) -> CvTVariant:
+def _cvt(*stages: tuple[int, int, int], chunk_sizes: tuple[int, ...] = (8, 4, 2), img_size: int = 224) -> CvTVariant:
     """Return a variant from stages (blocks, channels, heads), with r of appendix D for 224 x 224."""
     numbers = zip(stages, (64, 16, 4), chunk_sizes, strict=True)
     sizes = tuple(CvTStage(n, d, h, r, w) for (n, d, h), r, w in numbers)

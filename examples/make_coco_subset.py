@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--num-images", type=positive, default=8, metavar="N", help="number of images (default 8)")
     args = parser.parse_args()
 
-    from backbones.checkpoint_files import atomic_write
+    from backbones.checkpoint_files import write_text
     from projects_vil.data.readers import read_coco
 
     dataset = read_coco(args.source)
@@ -31,8 +31,7 @@ def main() -> None:
     chosen = [images[index * len(images) // count] for index in range(count)]
     ids = {image["id"] for image in chosen}
     annotations = [annotation for annotation in dataset["annotations"] if annotation["image_id"] in ids]
-    with atomic_write(args.output) as partial:
-        partial.write_text(json.dumps(dataset | {"images": chosen, "annotations": annotations}))
+    write_text(args.output, json.dumps(dataset | {"images": chosen, "annotations": annotations}))
     fewer = f" (--num-images is {args.num_images}, but no other images have annotations)"
     print(f"wrote {args.output}: {count} images{fewer * (count < args.num_images)}")
 

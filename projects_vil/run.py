@@ -17,7 +17,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import ConfigError
 from backbones.build import VARIANTS, get_variant
-from backbones.checkpoint_files import atomic_write, read_checkpoint
+from backbones.checkpoint_files import read_checkpoint, write_text
 from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
 from projects_vil.config import (
@@ -252,6 +252,7 @@ def train(
     cfg = choose_device(cfg, requested="MODEL.DEVICE" in given)
     with cleanup_on_failure(output):
         contents: dict[str, dict[str, Any]] = {}
+        options: dict[str, Any] = {"image_size": image_size, "num_processes": processes.world_size}
         if data is not None:
             with run_lock(output) if processes.is_first else contextlib.nullcontext():
                 check_output_dir(cfg, resume=resume)
@@ -265,16 +266,15 @@ def train(
             if config is None and "MODEL.WEIGHTS" not in given and recipe != "scratch":
                 values["MODEL.WEIGHTS"] = best_weights(cfg)
             cfg = with_overrides(cfg, values, keep=given)
+            if trained is not None:
+                options["keep_anchors"] = True
+                options["low_rate"] = set(dataset.classes) <= set(_classes_of(cfg.MODEL.WEIGHTS) or ())
         if not (is_begun or isinstance(config, CfgNode)):
             # Models of timm with a tag start from its weights.
             is_pretrained = cfg.MODEL.WEIGHTS or "." in cfg.MODEL.TRANSFORMER.VARIANT
             recipe = recipe or ("finetune" if is_pretrained else "scratch")
             fixed = given.keys() - (size_values(1).keys() if pixels else ())
-            options = {"image_size": image_size, "given": fixed, "num_processes": processes.world_size}
-            if trained is not None and data is not None:
-                options["keep_anchors"] = True
-                options["low_rate"] = set(dataset.classes) <= set(_classes_of(cfg.MODEL.WEIGHTS) or ())
-            cfg = with_recipe(cfg, recipe, contents.get("train"), **options)
+            cfg = with_recipe(cfg, recipe, contents.get("train"), given=fixed, **options)
         contents.clear()  # frees its memory during the training
         launch_run(cfg, processes, resume=resume, overridden=given)
     return Run(output)
@@ -395,9 +395,7 @@ def _write_classes(weights: str, folder: Path, data: str | Path, labels: Sequenc
     path = folder / f"{CLASSES}.json"
     check_replaceable(path, advice="Choose another output directory.")
     categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as partial:
-        partial.write_text(json.dumps({"info": {"description": GENERATOR}, "images": [], "categories": categories}))
+    write_text(path, json.dumps({"info": {"description": GENERATOR}, "images": [], "categories": categories}))
     return path
 
 

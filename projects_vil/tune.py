@@ -15,7 +15,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import Trial, TrialState
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
+from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR
 from projects_vil.checkpoint import checkpoints_of
 from projects_vil.config import CONFIG_FILE, load_config
@@ -158,5 +158,4 @@ def _write_best(config: Path, path: Path, title: str) -> None:
     for key in _OF_A_RUN:
         section, _, name = key.rpartition(".")
         (content[section] if section else content).pop(name, None)
-    with atomic_write(path) as partial:
-        partial.write_text(f"# {GENERATOR}, {title}\n{yaml.safe_dump(content)}")
+    write_text(path, f"# {GENERATOR}, {title}\n{yaml.safe_dump(content)}")

@@ -159,9 +159,8 @@ class ToolParser(argparse.ArgumentParser):
     """
 
     def __init__(self, description: str | None, **options: Any) -> None:
-        super().__init__(
-            description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
-        )
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=formatter, allow_abbrev=False, **options)
         self._section: argparse._ActionsContainer = self
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
@@ -262,9 +261,7 @@ class ConfigToolParser(ToolParser):
         super().__init__(description, epilog=epilog, **options)
         self.set_defaults(devices=tuple(devices))
         if config_file:
-            self.add(
-                "--config-file", "config of the model", required=config_required, type=existing_path, metavar="FILE"
-            )
+            self.add("--config-file", "model config", required=config_required, type=existing_path, metavar="FILE")
         if weights:
             self.add("--weights", "checkpoint, or name in the model zoo (config key MODEL.WEIGHTS)", metavar="FILE")
         if devices:
@@ -356,9 +353,7 @@ def add_process_arguments(parser: ToolParser) -> None:
     # As in detectron2, the default port depends on the user.
     user = os.getuid() if sys.platform != "win32" else 1
     url = f"tcp://127.0.0.1:{2**15 + 2**14 + hash(user) % 2**14}"
-    parser.add(
-        "--dist-url", "tcp://HOST:PORT of the first machine; needed with several machines", default=url, metavar="URL"
-    )
+    parser.add("--dist-url", "tcp://HOST:PORT of the first of several machines", default=url, metavar="URL")
     timeout_help = "seconds to wait for the other machines at the start (default 600)"
     parser.add("--dist-timeout", timeout_help, type=positive, default=600, metavar="S")
 
@@ -397,11 +392,10 @@ def show(*lines: object) -> None:
 def write_json(path: str | None, content: object) -> None:
     """Write ``content`` as JSON if ``path`` is set. A list is written as the value of ``rows``."""
     if path:
-        from backbones.checkpoint_files import atomic_write
+        from backbones.checkpoint_files import write_text
 
         content = {"generator": GENERATOR} | (content if isinstance(content, dict) else {"rows": content})
-        with atomic_write(path) as partial:
-            partial.write_text(json.dumps(content, indent=2) + "\n")
+        write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def run_tool(main: Callable[[], None], *, log: bool = True) -> None:

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 # The folder of the package in a wheel, or of the repository in an editable installation.
-_PACKAGE, _REPOSITORY = Path(__file__).parents[1] / "projects_vil", Path(__file__).parents[1]
-CONFIGS, EXAMPLES = (
-    _PACKAGE / name if (_PACKAGE / name).is_dir() else _REPOSITORY / name for name in ("configs", "examples")
-)
+_PACKAGE = Path(__file__).parents[1] / "projects_vil"
+_ROOT = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
+CONFIGS, EXAMPLES = _ROOT / "configs", _ROOT / "examples"
 ZOO = _PACKAGE / "checkpoint/zoo.yaml"
 DETECTORS = ("retinanet", "mask_rcnn", "faster_rcnn")
 DEVICES = ("cpu", "cuda")

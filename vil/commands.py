@@ -378,8 +378,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
 
     from projects_vil.config import config_path, load_config
     from projects_vil.data import check_dataset, write_fixed
-    from projects_vil.data.readers.coco import split_by_hash
-    from projects_vil.data.readers.dataset import VAL_FRACTION
+    from projects_vil.data.splits import VAL_FRACTION, split_by_hash
     from projects_vil.recipes import IMAGE_SIZES, choose_size, objects_of
 
     def progress(number: int) -> None:
@@ -492,9 +491,8 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
         vil analyze --variants vil_tiny lit --json variants.json
     """
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--config-file", nargs="+", type=existing_path, metavar="FILE", help="count detectors with these configs"
-    )
+    config_help = "count detectors with these configs"
+    what.add_argument("--config-file", nargs="+", type=existing_path, metavar="FILE", help=config_help)
     variants_help = "count backbones: all variants, or variants whose names start with PREFIX"
     what.add_argument("--variants", nargs="*", metavar="PREFIX", help=variants_help)
     _add_image_size(parser, "image size (default 800 1333)")

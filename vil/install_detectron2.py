@@ -158,9 +158,7 @@ def install(source: str) -> None:
         InstallError: If the installation fails.
     """
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("torchvision") is None:
-        raise InstallError(
-            f"torch or torchvision is not installed. Run '{sys.executable} -m pip install torch torchvision'."
-        )
+        raise InstallError(f"torch or torchvision is missing. Run '{sys.executable} -m pip install torch torchvision'.")
     try:
         print(f"keeping {probe()}")
         return

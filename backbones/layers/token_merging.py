@@ -60,9 +60,8 @@ class DeformableTokenMerging(DeformConv2d):
             (B, ceil(H / 2), ceil(W / 2), 2, 2, 2): merged token, row and column of its 2 x 2 tokens, (y, x).
         """
         with autocast_off(features.device):
-            return (
-                self._offset(at_least_float32(pad_to_multiple(features, 2))).permute(0, 2, 3, 1).unflatten(3, (2, 2, 2))
-            )
+            offsets = self._offset(at_least_float32(pad_to_multiple(features, 2)))
+            return offsets.permute(0, 2, 3, 1).unflatten(3, (2, 2, 2))
 
     def _merge(self, features: Tensor) -> Tensor:
         # torchvision's operator checks the channels.

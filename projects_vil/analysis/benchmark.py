@@ -31,7 +31,7 @@ from torch.utils.benchmark.utils.timer import timer
 from backbones import ConfigError
 from backbones.attention.sliding_chunk import sample_shifts
 from backbones.attention.triton_check import automatic_backend, choice_key, choices_file, read_choices
-from backbones.checkpoint_files import atomic_write
+from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_choice, closest
 from projects_vil.config import choose_device, load_config, set_precision
 from projects_vil.engine.auto_micro_batch import random_image
@@ -223,9 +223,7 @@ def _with_fpn(cfg: CfgNode, bottom_up: nn.Module) -> FPN:
 # -- measurements ----------------------------------------------------------------------------------
 
 
-def measure(
-    cases: Sequence[BenchmarkCase], *, reference: int = 0, runs: int = 5, memory: bool = True
-) -> list[dict[str, Any]]:
+def measure(cases: Sequence[BenchmarkCase], *, reference: int = 0, runs: int = 5, memory: bool = True) -> list[dict]:
     """Measure the time and memory of cases, after one warm-up of each.
 
     Args:
@@ -299,9 +297,7 @@ def _peak_on_gpu(step: Callable[[], None], device: str) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def tune_attention(
-    cases: Sequence[BenchmarkCase], *, runs: int = 5, measure: Callable[..., tuple] = measure_steps
-) -> list[str]:
+def tune_attention(cases: Sequence[BenchmarkCase], *, runs: int = 5, measure: Callable = measure_steps) -> list[str]:
     """Measure the attention backends on the shapes of models, and store the faster one as the choice of ``"auto"``.
 
     A step is a forward and a backward pass of a backbone with all feature maps. The Triton kernels are chosen if they
@@ -330,9 +326,7 @@ def tune_attention(
     sdpa, triton = medians.reshape(2, -1).sum(axis=1)
     chosen, path = "triton" if triton < 0.95 * sdpa else "sdpa", choices_file()
     key = choice_key(torch.device(cases[0].device), getattr(torch, cases[0].dtype))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as partial:
-        partial.write_text(json.dumps(read_choices() | {key: chosen}, indent=1))
+    write_text(path, json.dumps(read_choices() | {key: chosen}, indent=1))
     automatic_backend.cache_clear()
     measured = f"{key}: sdpa {1e3 * sdpa:.1f} ms, triton {1e3 * triton:.1f} ms"
     return [measured, f"ATTENTION_BACKEND auto is now {chosen}: wrote '{path}'"]

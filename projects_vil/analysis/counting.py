@@ -79,9 +79,7 @@ def count_variant(name: str) -> dict[str, Any]:
     }
 
 
-def count_detector(
-    cfg: CfgNode, name: str, *, size: tuple[int, int] = (800, 1333), with_flops: bool = True
-) -> dict[str, Any]:
+def count_detector(cfg: CfgNode, name: str, *, size: tuple[int, int] = (800, 1333), with_flops: bool = True) -> dict:
     """Count the parameters of a detector, and its multiply-adds on one image.
 
     The image is dark noise and the weights are random, so that there are few detections.

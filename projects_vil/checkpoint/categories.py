@@ -48,6 +48,10 @@ class Categories:
         colors = {} if self.colors is None else {"thing_colors": self.colors}
         return Metadata(thing_classes=list(self.names), **colors)
 
+    def to_coco(self) -> list[dict]:
+        """Return the list of categories of a COCO file."""
+        return [{"id": number, "name": name} for number, name in zip(self.ids, self.names, strict=True)]
+
 
 def known_categories(
     names: Sequence[str] | None, ids: Sequence[int] | None, *, number: int, datasets: Sequence[str] = ()

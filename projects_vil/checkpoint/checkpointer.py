@@ -20,7 +20,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim.swa_utils import AveragedModel
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write, read_checkpoint, state_dict_of
+from backbones.checkpoint_files import atomic_write, read_checkpoint, state_dict_of, write_text
 from backbones.convert import detect_format
 from backbones.errors import check_file
 from projects_vil.checkpoint.categories import (
@@ -118,8 +118,7 @@ class Checkpointer(DetectionCheckpointer):
         with atomic_write(path) as partial, partial.open("wb") as file:
             torch.save(contents | {METADATA_KEY: self.metadata.to_dict()} | kwargs, file)
         if path.name != BEST_CHECKPOINT:
-            with atomic_write(Path(self.save_dir) / LAST_CHECKPOINT) as partial:
-                partial.write_text(path.name)
+            write_text(Path(self.save_dir) / LAST_CHECKPOINT, path.name)
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
         """Resume from the last checkpoint in ``save_dir``; without one, load the weights of ``path``.

@@ -84,9 +84,7 @@ class CheckpointMetadata:
         )
 
 
-def differing_options(
-    variant: str, theirs: Mapping[str, object], ours: Mapping[str, object]
-) -> dict[str, tuple[object, object]]:
+def differing_options(variant: str, theirs: Mapping[str, object], ours: Mapping[str, object]) -> dict[str, tuple]:
     """Return the options in which two models of a variant differ: config key -> (their value, our value).
 
     The result is empty if one of the models cannot be built. ``norm`` is ignored, because its implementations give the

@@ -56,9 +56,7 @@ class AlbumentationsAugmentation:
             ) from error
         processor = getattr(pipeline, "processors", {}).get("bboxes")
         conditions = {name: getattr(processor.params, name) for name in _CONDITIONS} if processor else {}
-        boxes = A.BboxParams(
-            format="pascal_voc", label_fields=["index"], clip=True, filter_invalid_bboxes=True, **conditions
-        )
+        boxes = A.BboxParams("pascal_voc", label_fields=["index"], clip=True, filter_invalid_bboxes=True, **conditions)
         self.path, self.is_bgr, self.use_masks = path, cfg.INPUT.FORMAT == "BGR", cfg.MODEL.MASK_ON
         self.pipeline = A.Compose([pipeline], bbox_params=boxes)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
+from backbones.checkpoint_files import write_text
 from backbones.errors import counted
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import Dataset, read_dataset
@@ -72,7 +72,6 @@ def write_fixed(files: Mapping[str, CocoFile], output: str | Path | None) -> lis
         raise unfixable.error()
     lines = []
     for split, file in files.items() if output else ():
-        os.makedirs(output, exist_ok=True)
         # The output is a dataset, so its file names are relative to its folder.
         for image in file.images:
             if isinstance(image, dict) and isinstance(image.get("file_name"), str):
@@ -110,9 +109,8 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
     num_masks = 0 if file.masks else count_masks(dataset.get("annotations", ()))[0]
     for entry in dataset["annotations"] if num_masks else ():
         entry.pop("segmentation", None)
-    with atomic_write(output) as partial:
-        # json.dumps is much faster than json.dump, which writes each number separately.
-        partial.write_text(json.dumps(dataset), encoding="utf-8")
+    # json.dumps is much faster than json.dump, which writes each number separately.
+    write_text(output, json.dumps(dataset))
     left = ", ".join(counted(len(dataset.get(f"{name}s", ())), name) for name in ("image", "annotation"))
     removed = ", ".join(counted(counts[f"{name}s"], name) for name in ("image", "annotation"))
     masks = f", left out {num_masks:,} masks" * (num_masks > 0)

@@ -148,9 +148,7 @@ class Mapper(DatasetMapper):
         padding = (0, size[1] - width, 0, size[0] - height)
         record |= {"image": image, "sem_seg": F.pad(record["sem_seg"], padding, value=IGNORED_LABEL)}
 
-    def _transform_annotations(
-        self, record: dict[str, Any], transforms: T.TransformList, size: tuple[int, int]
-    ) -> None:
+    def _transform_annotations(self, record: dict, transforms: T.TransformList, size: tuple[int, int]) -> None:
         objects = record.pop("annotations")
         has_rle = self.use_instance_mask and any(isinstance(entry["segmentation"], dict) for entry in objects)
         mask_format = "bitmask" if has_rle or self.recompute_boxes else self.instance_mask_format

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention, redraw_features
 from backbones.attention.sliding_chunk import sample_shifts
-from backbones.checkpoint_files import atomic_write
+from backbones.checkpoint_files import write_text
 from projects_vil.checkpoint import remove_old
 from projects_vil.config import one_line
 from projects_vil.solver import main_group
@@ -351,8 +351,7 @@ class MetricsFile(JSONWriter):
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         kept = [line for line in lines if _iteration(line) < first_iteration]
         if len(kept) < len(lines):
-            with atomic_write(path) as partial:
-                partial.write_text("".join(f"{line}\n" for line in kept))
+            write_text(path, "".join(f"{line}\n" for line in kept))
         super().__init__(str(path), SMOOTHING_WINDOW)
         self._last_write = max(map(_iteration, kept), default=-1)
 

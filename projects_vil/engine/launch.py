@@ -30,7 +30,7 @@ from torch.distributed import DistNetworkError, FileStore, PrefixStore, Store, T
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
+from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_replaceable, counted
 from projects_vil import data
 from projects_vil.checkpoint import Checkpointer, remove_run
@@ -116,9 +116,7 @@ class Processes:
             if env.world_size > 1:
                 _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         except (KeyError, ValueError) as error:
-            raise ConfigError(
-                f"torchrun's variables are invalid ({error}). Start with torchrun, or unset RANK."
-            ) from error
+            raise ConfigError(f"torchrun's variables are invalid ({error}). Use torchrun, or unset RANK.") from error
         self.world_size, self.is_first = env.world_size, env.rank == 0
 
     def check(self, device: str) -> None:
@@ -191,8 +189,7 @@ def _set_up_run(cfg: CfgNode, *, eval_only: bool) -> None:
 def save_config(cfg: CfgNode, trainer: type[Trainer]) -> None:
     """Write ``config.yaml`` in rank 0."""
     if comm.is_main_process():
-        with atomic_write(Path(cfg.OUTPUT_DIR) / CONFIG_FILE) as partial:
-            partial.write_text(f"# {GENERATOR}\n{trainer.dump_config(cfg)}")
+        write_text(Path(cfg.OUTPUT_DIR) / CONFIG_FILE, f"# {GENERATOR}\n{trainer.dump_config(cfg)}")
 
 
 def run_training(
@@ -357,9 +354,7 @@ def _spawn(run: Callable[..., object], arguments: tuple, processes: Processes, d
             raise SystemExit(128 + received[0])
 
 
-def _worker(
-    local_rank: int, run: Callable[..., object], arguments: tuple, processes: Processes, device: str, url: str
-) -> None:
+def _worker(local_rank: int, run: Callable, arguments: tuple, processes: Processes, device: str, url: str) -> None:
     # This resets the start method to the default. Otherwise data loader workers would be spawned, which takes seconds.
     multiprocessing.set_start_method(None, force=True)
     rank, count = processes.machine_rank * processes.num_gpus + local_rank, processes.num_gpus

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention
-from backbones.checkpoint_files import atomic_write
+from backbones.checkpoint_files import write_text
 from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer
 from projects_vil.config import one_line, with_overrides
@@ -155,9 +155,7 @@ class TrainStep(SimpleTrainer):
         if syncs_now or (self.iter + 1) % self.sync_period == 0:
             self.flush()
 
-    def _backward(
-        self, images: list[dict[str, Any]], weighting: MicroBatches, step: _Step
-    ) -> tuple[list[Tensor], Tensor]:
+    def _backward(self, images: list[dict], weighting: MicroBatches, step: _Step) -> tuple[list[Tensor], Tensor]:
         """Compute the gradients of all micro-batches.
 
         Returns:
@@ -309,8 +307,7 @@ class TrainStep(SimpleTrainer):
         """Write ``nonfinite.json``: its entries before an iteration, and new ones. An empty file is deleted."""
         old = read_json(self.nonfinite_file) if self.nonfinite_file.exists() else []
         if entries := [*(entry for entry in old if entry["iteration"] < iteration), *new]:
-            with atomic_write(self.nonfinite_file) as partial:
-                partial.write_text(json.dumps(entries, indent=2) + "\n")
+            write_text(self.nonfinite_file, json.dumps(entries, indent=2) + "\n")
         else:
             self.nonfinite_file.unlink(missing_ok=True)
 

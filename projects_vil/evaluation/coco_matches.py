@@ -61,9 +61,7 @@ def match_image(
     return found, np.array(objects, [*_PAIR, ("objects", np.int32, num_areas)])
 
 
-def summarize(
-    matches: Sequence[Matches], task: str, categories: Sequence[int], max_detections: Sequence[int]
-) -> COCOeval:
+def summarize(matches: list[Matches], task: str, categories: list[int], max_detections: Sequence[int]) -> COCOeval:
     """Accumulate matches, print COCO's table and return the COCOeval.
 
     Precision, recall and scores are bitwise identical to ``COCOeval.accumulate``.

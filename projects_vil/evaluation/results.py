@@ -13,7 +13,7 @@ from detectron2.data import MetadataCatalog
 from numpy.typing import ArrayLike
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
+from backbones.checkpoint_files import write_text
 from projects_vil.config import first_of
 
 EVALUATION_FILE = "evaluation.json"
@@ -56,8 +56,7 @@ def write_results(cfg: CfgNode, results: OrderedDict) -> None:
         content[name] = {task: _as_json(metrics, classes) for task, metrics in tasks.items()}
         for line in explain_results(tasks):
             logger.info("%s, %s", name, line)
-    with atomic_write(path) as partial:
-        partial.write_text(json.dumps(content, indent=2) + "\n")
+    write_text(path, json.dumps(content, indent=2) + "\n")
     logger.info("results written to %s", path)
 
 

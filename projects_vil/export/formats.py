@@ -42,10 +42,7 @@ from projects_vil.utils import deferred_signals
 
 OPSET = 20
 # Execution providers of onnxruntime for each device, best first. TensorRT compiles the model for each image size.
-_PROVIDERS = {
-    "cpu": ("CPUExecutionProvider",),
-    "cuda": ("CUDAExecutionProvider", "TensorrtExecutionProvider"),
-}
+_PROVIDERS = {"cpu": ("CPUExecutionProvider",), "cuda": ("CUDAExecutionProvider", "TensorrtExecutionProvider")}
 _METADATA_KEY = "vil_metadata"  # in ONNX and OpenVINO files
 _METADATA_FILE = "metadata.json"  # below extra/ in TorchScript and .pt2 archives
 RunFn = Callable[[Tensor], "tuple[Tensor, ...]"]

@@ -102,11 +102,8 @@ def describe_model(
     short, longest = 0 if exportable.size else cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
     heads = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
     backbone = getattr(getattr(exportable.detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME)
-    thresholds = {
-        "score": heads.SCORE_THRESH_TEST,
-        "nms": heads.NMS_THRESH_TEST,
-        "detections_per_image": cfg.TEST.DETECTIONS_PER_IMAGE,
-    }
+    thresholds = {"score": heads.SCORE_THRESH_TEST, "nms": heads.NMS_THRESH_TEST}
+    thresholds["detections_per_image"] = cfg.TEST.DETECTIONS_PER_IMAGE
     return {
         "metadata_version": 1,
         "format": file_format,

@@ -386,11 +386,7 @@ def _box_predictors(heads: nn.Module) -> list[nn.Module]:
 
 
 def make_exportable(
-    detector: nn.Module,
-    *,
-    batched: bool = False,
-    fixed_number: int | None = None,
-    size: tuple[int, int] | None = None,
+    detector: nn.Module, *, batched: bool = False, fixed_number: int | None = None, size: tuple[int, int] | None = None
 ) -> ExportableDetector:
     """Return the exportable equivalent of a detector, in eval mode. It shares the parameters of the detector.
 

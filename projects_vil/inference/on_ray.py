@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
+from backbones.checkpoint_files import write_text
 from backbones.errors import pip_install
 from projects_vil.config import first_of
 from projects_vil.inference.detector import Detector
@@ -171,8 +171,7 @@ def _check_versions(path: Path, versions: dict[str, list | None]) -> None:
             f"{first_of(changed, 5)} changed after the prediction to '{path.parent}' began, and its rows may be of the "
             "old images. Choose another output directory."
         )
-    with atomic_write(path) as partial:
-        partial.write_text(json.dumps(before | {name: one for name, one in versions.items() if one}))
+    write_text(path, json.dumps(before | {name: one for name, one in versions.items() if one}))
 
 
 def _finished(path: Path, made_of: dict[str, str]) -> np.ndarray:

@@ -71,8 +71,7 @@ def to_row(item: Loaded | Skipped, detections: Detections | None) -> dict[str, A
 
 def schema_of(categories: Categories, made_of: Mapping[str, Any]) -> pa.Schema:
     """Return ``SCHEMA`` with the classes in COCO's format, and what the rows were made of, as JSON in its metadata."""
-    listed = [{"id": number, "name": name} for number, name in zip(categories.ids, categories.names, strict=True)]
-    return SCHEMA.with_metadata({"categories": json.dumps(listed), "made_of": json.dumps(made_of)})
+    return SCHEMA.with_metadata({"categories": json.dumps(categories.to_coco()), "made_of": json.dumps(made_of)})
 
 
 def describe_runner(runner: Runner) -> dict[str, str]:

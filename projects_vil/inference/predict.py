@@ -205,11 +205,8 @@ def predict(
     labels: list[tuple[dict, list[dict]]] | None = [] if save_labels else None
     summary = _write_coco(detector, opened, output, drawer, tracker, batch_size, threshold, labels)
     if labels:
-        categories = [
-            {"id": number, "name": name} for number, name in zip(detector.categories.ids, detector.names, strict=True)
-        ]
         root = source if os.path.isdir(source) else os.path.dirname(source)
-        lines = write_detections(labels, categories, root, output / DATASET_FOLDER, save_labels)
+        lines = write_detections(labels, detector.categories.to_coco(), root, output / DATASET_FOLDER, save_labels)
         summary = dataclasses.replace(summary, lines=(*summary.lines, *lines))
     return summary
 
@@ -233,7 +230,6 @@ def _write_coco(
     is_stream = getattr(source, "is_stream", False)
     if is_stream:
         logging.getLogger(__name__).info("Reading %s. Press Ctrl-C to stop and to write the results.", source.name)
-    output.mkdir(parents=True, exist_ok=True)
     with (
         atomic_write(output / RESULTS_FILE) as results_path,
         atomic_write(output / IMAGES_FILE) as images_path,
@@ -280,10 +276,9 @@ def _write_coco(
             # The files of an earlier prediction are kept.
             first = f"'{skipped[0].name}' ({skipped[0].reason})"
             raise ConfigError(f"None of {counted(len(skipped), 'file')} can be read, such as {first}. Check them.")
-        categories = zip(detector.categories.ids, detector.names, strict=True)
         skipped.sort(key=lambda item: item.index)
         tail = {
-            "categories": [{"id": category_id, "name": name} for category_id, name in categories],
+            "categories": detector.categories.to_coco(),
             "skipped": [{"file_name": item.name, "reason": item.reason} for item in skipped],
         }
         images_file.write("], " + json.dumps(tail)[1:])

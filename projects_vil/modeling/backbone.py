@@ -69,9 +69,7 @@ class TransformerBackbone(Backbone):
         return self.net(images)
 
     def output_shape(self) -> dict[str, ShapeSpec]:
-        return {
-            name: ShapeSpec(channels=info.channels, stride=info.stride) for name, info in self.net.feature_info.items()
-        }
+        return {name: ShapeSpec(info.channels, stride=info.stride) for name, info in self.net.feature_info.items()}
 
     @property
     def size_divisibility(self) -> int:

@@ -78,9 +78,7 @@ class RetinaNetWithTTA(GeneralizedRCNNWithTTA):
         return contextlib.nullcontext()
 
     @torch.no_grad()
-    def _batch_inference(
-        self, batched_inputs: list[dict[str, Any]], detected_instances: None = None
-    ) -> list[Instances]:
+    def _batch_inference(self, batched_inputs: list[dict[str, Any]], detected_instances=None) -> list[Instances]:
         # Without the original height and width, because boxes must be in pixels of the augmented images.
         images = [{"image": inputs["image"]} for inputs in batched_inputs]
         batches = [images[start : start + self.batch_size] for start in range(0, len(images), self.batch_size)]

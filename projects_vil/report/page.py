@@ -20,7 +20,7 @@ from detectron2.data import MetadataCatalog
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
+from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_file, check_whole
 from projects_vil.config import config_items, default_config, detector_name, first_of, load_config
 from projects_vil.data import check_files, fixed_coco, is_coco, register_datasets
@@ -86,8 +86,7 @@ def write_report(
         with run.omit_on_error("evaluation on the datasets"):
             register_datasets(run.cfg)
     page = _render(run, _datasets(run, num_images=num_images))
-    with atomic_write(path) as partial:
-        partial.write_text(page, encoding="utf-8")
+    write_text(path, page)
     for line in run.omitted:
         logging.getLogger(__name__).info("Omitted: %s", line)
     return path
@@ -233,13 +232,11 @@ def _render(run: RunFolder, datasets: list[dict[str, Any]]) -> str:
     defaults = dict(config_items(default_config()))
     values = [(key, value) for key, value in config_items(run.cfg) if not isinstance(value, CfgNode)]
     times = [line["time"] for line in run.metrics if line.get("time", 0) > 0]
-    title = (
-        f"{detector_name(run.cfg)} with {run.cfg.MODEL.TRANSFORMER.VARIANT}" if run.cfg else run.folder.resolve().name
-    )
+    model = f"{detector_name(run.cfg)} with {run.cfg.MODEL.TRANSFORMER.VARIANT}" if run.cfg else ""
     return environment.get_template("page.html").render(
         generator=GENERATOR,
         run=run,
-        title=title,
+        title=model or run.folder.resolve().name,
         now=f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
         task_names=TASK_NAMES,
         last=next((line for line in reversed(run.metrics) if "total_loss" in line), None),

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import GENERATOR, ConfigError, check_replaceable, printable
+from backbones.errors import GENERATOR, check_replaceable, printable
 
 LABEL_HEIGHT, FONT_SIZE, MARGIN = 17, 12.5, 2  # pixels
 MASK_ALPHA, LABEL_ALPHA = 0.3, 0.6  # opacity of the color of a class
@@ -58,9 +58,8 @@ class Canvas:
     def draw_box(self, box: Sequence[float], color: Sequence[int], *, dashed: bool = False) -> None:
         """Draw a box of left, top, right and bottom."""
         left, top, right, bottom = (round(side * self.scale) for side in box)
-        drawn = cv2.rectangle(
-            self.image.copy() if dashed else self.image, (left, top), (right, bottom), color, self.line
-        )
+        drawn = self.image.copy() if dashed else self.image
+        cv2.rectangle(drawn, (left, top), (right, bottom), color, self.line)
         if dashed:
             stripes = np.indices(drawn.shape[:2]).sum(axis=0) // (4 * self.line) % 2 == 0
             self.image[stripes] = drawn[stripes]
@@ -177,10 +176,6 @@ def write_image(path: Path, image: np.ndarray) -> None:
     info.add_text("Description", GENERATOR)
     options: dict[str, Any] = {"pnginfo": info, "compress_level": 1, "comment": GENERATOR, "quality": 95}
     file_format = "JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"Cannot write '{path}': {error.strerror}. Choose another folder.") from error
     with atomic_write(path, sync=False) as partial:
         Image.fromarray(image).save(partial, file_format, **options)
 

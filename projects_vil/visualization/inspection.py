@@ -38,9 +38,7 @@ def load_model(cfg: CfgNode, weights: str | Path | None = None) -> tuple[nn.Modu
     model, _ = load_detector(cfg, weights or "", complete=False)
     if not isinstance(getattr(model.backbone, "bottom_up", None), TransformerBackbone):
         name = type(getattr(model.backbone, "bottom_up", model.backbone)).__name__
-        raise ConfigError(
-            f"Cannot draw the backbone {name}. Use a variant of this project, such as vil_tiny or lit_ti."
-        )
+        raise ConfigError(f"Cannot draw backbone {name}. Use a variant of this project, such as vil_tiny or lit_ti.")
     if not weights:
         logging.getLogger(__name__).warning("The model has random weights. Use --weights to load a checkpoint.")
     return model, model.backbone.bottom_up.net

@@ -64,9 +64,7 @@ def draw_results(
         size, detections = image.shape[:2], by_image[record[key]]
         if any(tuple(item.get("segmentation", {}).get("size", size)) != size for item in detections):
             name = record["file_name"]
-            raise ConfigError(
-                f"Masks in '{predictions}' differ in size from '{name}'. Use predictions of this dataset."
-            )
+            raise ConfigError(f"Masks in '{predictions}' differ in size from '{name}'. Predict on this dataset.")
         name = f"{Path(record['file_name']).stem}, {size[0]} x {size[1]}"
         scale = min(PANEL_WIDTH / size[1], PANEL_HEIGHT / size[0])
         if is_sem_seg:

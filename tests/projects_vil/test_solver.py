@@ -12,7 +12,7 @@ from backbones import ConfigError
 from projects_vil import build_optimizer, load_config
 from projects_vil.modeling import build_on_meta
 from projects_vil.solver import build_lr_scheduler, parameter_groups, resolve_schedule
-from tests.projects_vil.helpers import CONFIGS, ROOT, error_of, run_tool, small_config
+from tests.projects_vil.helpers import CONFIGS, ROOT, error_of, message, run_tool, small_config
 
 NET = "backbone.bottom_up.net"
 ONE_X = ROOT / "configs/retinanet/vil_tiny_rpb_1x.yaml"
@@ -99,8 +99,7 @@ def test_optimizers():
     adamw, sgd = (build_optimizer(small_config("retinanet", *options, o), two_layers()) for o in ("ADAMW", "SGD"))
     assert isinstance(adamw, torch.optim.AdamW) and isinstance(sgd, torch.optim.SGD)
     assert {(group["momentum"], group["nesterov"]) for group in sgd.param_groups} == {(0.7, True)}
-    with pytest.raises(ConfigError, match="SOLVER.OPTIMIZER"):
-        build_optimizer(small_config("retinanet", *options, "ADAM"), two_layers())
+    assert "SOLVER.OPTIMIZER" in message(build_optimizer, small_config("retinanet", *options, "ADAM"), two_layers())
 
 
 # -- clipping --------------------------------------------------------------------------------------
@@ -167,8 +166,7 @@ def test_polynomial_decay(power, end):
     warm = [values[0] for values in rates(*keys, "SOLVER.WARMUP_ITERS", "4", "SOLVER.WARMUP_FACTOR", "0.01")]
     assert warm[4:] == pytest.approx(expected[4:])
     assert warm[:4] == pytest.approx([0.005 + (expected[4] - 0.005) * iteration / 4 for iteration in range(4)])
-    with pytest.raises(ConfigError, match="SOLVER.BASE_LR_END"):
-        rates("SOLVER.BASE_LR_END", "0.6")
+    assert "SOLVER.BASE_LR_END" in message(rates, "SOLVER.BASE_LR_END", "0.6")
 
 
 # -- SOLVER.EPOCHS and REFERENCE_BATCH_SIZE -----------------------------------------------------------
@@ -214,8 +212,7 @@ def test_schedules_without_epochs_and_overrides_stay(tmp_path):
     cfg, _ = plan(400, "SOLVER.MAX_ITER", 20, config=config)
     assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.EPOCHS) == (20, (60000, 80000), 0)
     assert plan(400, config=config)[0].SOLVER.MAX_ITER == 300
-    with pytest.raises(ConfigError, match="SOLVER.EPOCHS"):
-        plan(40, "SOLVER.EPOCHS", -1)
+    assert "SOLVER.EPOCHS" in message(plan, 40, "SOLVER.EPOCHS", -1)
 
 
 def test_the_tool_prints_a_table_and_overrides(datasets_root, tmp_path, monkeypatch):

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from backbones import ConfigError
 from projects_vil.data import CocoFile
 from research.benchmarks import prediction
 from research.benchmarks.annotations import NUM_OBJECTS, compare_coco_apis, write_annotations, write_images
 from research.benchmarks.prediction import format_predictions, measure_predictions
 from research.benchmarks.roofline import DeviceRates, lower_bound
-from tests.projects_vil.helpers import ROOT, run_tool
+from tests.projects_vil.helpers import ROOT, message, run_tool
 
 
 def test_synthetic_annotations_pass_the_check(tmp_path):
@@ -66,8 +65,7 @@ def test_modes_of_prediction(monkeypatch):
 
 @pytest.mark.slow
 def test_a_prediction_that_fails(tmp_path):
-    with pytest.raises(ConfigError, match="does not exist"):
-        measure_predictions(str(tmp_path / "none"), num_images=10, batch_size=1, runs=1)
+    assert "does not exist" in message(measure_predictions, str(tmp_path / "none"), num_images=10, batch_size=1, runs=1)
 
 
 # -- roofline ----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from detectron2.engine import default_argument_parser
 import vil.arguments
 from backbones import ConfigError, create_backbone
 from projects_vil.config import default_config, load_config
-from tests.projects_vil.helpers import CONFIGS, ROOT
+from tests.projects_vil.helpers import CONFIGS, ROOT, message
 from vil import choices
 from vil.arguments import ConfigToolParser, ToolParser, add_training_arguments, output_file, run_tool, write_json
 from vil.commands import COMMANDS
@@ -143,8 +143,7 @@ def test_pairs_next_to_lists_and_files(tmp_path, monkeypatch):
 def test_a_misspelled_key_is_passed_on_to_the_library():
     args = parser().parse_args([*FILE, "SOLVR.BASE_LR", "1", "--flag"])
     assert args.opts == ["SOLVR.BASE_LR", "1"] and args.flag
-    with pytest.raises(ConfigError, match="'SOLVR.BASE_LR' does not exist. Did you mean 'SOLVER.BASE_LR'"):
-        load_config(FILE[1], args.opts)
+    assert "'SOLVR.BASE_LR' does not exist. Did you mean 'SOLVER.BASE_LR'" in message(load_config, FILE[1], args.opts)
 
 
 def test_short_forms_are_their_keys(tmp_path):

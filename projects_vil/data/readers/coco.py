@@ -1,15 +1,12 @@
-"""Read COCO files, find their images, compare their splits, and make a validation split."""
+"""Read COCO files, find their images, and divide them into splits."""
 
-import hashlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from projects_vil.config import first_of
 from projects_vil.data.readers.index import FileIndex, Record, content_hash, size_of, split_of
 from projects_vil.data.readers.shapes import Annotations
 from projects_vil.utils import read_json
@@ -68,7 +65,7 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
         splits = {str(image.get("id")): index.split_of(path) or "train" for image, path in pairs}
         if len({*splits.values()}) > 1:
             found.notes.append("the folders of the images decide their splits")
-            parts = {split: (part, None, root) for split, part in _divided(content, splits).items()}
+            parts = {split: (part, None, root) for split, part in divide(content, splits).items()}
     return parts
 
 
@@ -99,7 +96,7 @@ def _with_images(path: str, split: str | None, index: FileIndex) -> Part:
     return content, None if any(name != new for name, new in changed.items()) else Path(path), Path(root)
 
 
-def _divided(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[str, Any]]:
+def divide(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Return the content of a COCO file by split. The keys of ``splits`` are image ids as text."""
     parts = {split: content | {"images": [], "annotations": []} for split in dict.fromkeys(splits.values())}
     for key, id_key in (("images", "id"), ("annotations", "image_id")):
@@ -109,43 +106,6 @@ def _divided(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[
     return parts
 
 
-def split_by_hash(source: Path, content: dict[str, Any], fraction: float) -> dict[str, dict[str, Any]]:
-    """Split the content of a COCO file into train and val, which has the given fraction of the images."""
-
-    def order(image: dict[str, Any]) -> str:
-        return hashlib.sha256(os.path.basename(image["file_name"]).encode()).hexdigest() + image["file_name"]
-
-    images = sorted(entries_of(content, "images"), key=order)
-    if len(images) < 2:
-        raise ConfigError(f"'{source}' has only one image. Add another, because training and validation need one each.")
-    number = min(max(round(fraction * len(images)), 1), len(images) - 1)
-    ids = [str(image.get("id")) for image in images]
-    return _divided(content, dict.fromkeys(ids[number:], "train") | dict.fromkeys(ids[:number], "val"))
-
-
 def paths_of(content: dict[str, Any], root: Path) -> list[str]:
     """Return the absolute paths of the images of a COCO file."""
     return [os.path.normpath(os.path.join(root, image["file_name"])) for image in entries_of(content, "images")]
-
-
-def compare_splits(parts: Parts) -> Iterator[str]:
-    """Yield a note about images that are in several splits, and a note about classes that only one split has."""
-    # The split and path of files with the same size, a file of each split with the same content, and used classes.
-    by_size: dict[int, list[tuple[str, str]]] = defaultdict(list)
-    by_content: dict[str, dict[str, str]] = defaultdict(dict)
-    by_class: dict[str, set[str]] = defaultdict(set)
-    for split, (content, _, root) in parts.items() if len(parts) > 1 else ():
-        for path in filter(os.path.isfile, paths_of(content, root)):
-            by_size[os.path.getsize(path)].append((split, path))
-        names = {str(entry.get("id")): str(entry.get("name")) for entry in entries_of(content, "categories")}
-        for entry in entries_of(content, "annotations"):
-            by_class[names.get(str(entry.get("category_id")), "")].add(split)
-    for files in by_size.values():
-        for split, path in files if len(dict(files)) > 1 else ():
-            by_content[content_hash(path)][split] = path
-    if shared := [files for files in by_content.values() if len(files) > 1]:
-        first = [f"'{path}' in {split}" for split, path in shared[0].items()]
-        yield f"images in several splits: {len(shared):,}, such as {' and '.join(first)}"
-    alone = [f"{name!r} ({min(own)})" for name, own in by_class.items() if name and len(own) == 1]
-    if alone and len(set().union(*by_class.values())) > 1:
-        yield f"only one split has objects of {first_of(alone, 5)}"

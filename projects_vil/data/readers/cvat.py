@@ -15,7 +15,7 @@ from projects_vil.data.readers.voc import parse_xml
 
 def read(files: list[str], index: FileIndex) -> Annotations:
     """Read the XML files of one or more CVAT tasks or projects."""
-    found, classes = Annotations(), {}
+    found = Annotations()
     for path in files:
         content = parse_xml(path, found)
         if content.find("track") is not None:
@@ -23,14 +23,13 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         # The points of a skeleton are labels with a parent.
         labels = [label for label in content.iterfind("meta//labels/label") if not label.findtext("parent")]
         own = {label.findtext("name", "").strip(): label.findtext("type") for label in labels}
-        classes |= {label: None for label, label_type in own.items() if label_type not in ("skeleton", "tag")}
+        found.classes += [label for label, label_type in own.items() if label_type not in ("skeleton", "tag")]
         for image in content.iter("image"):
             name, subset = image.get("name", ""), image.get("subset", "")
             size = tuple(map(int, numbers(image.get, f"{path}: {name}", "height", "width")))
             shapes = [_shape(shape, own, f"{path}: {name}: {shape.tag}") for shape in image]
             names, split = (os.path.join(subset, name),), split_of([subset]) or split_of_file(path, files)
             found.records.append(Record(path, names, size, split=split, objects=found.objects_of(shapes, path)))
-    found.classes = list(classes)
     return found
 
 

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
+from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_replaceable, counted
 from projects_vil.config import first_of
 from projects_vil.data.detection_utils import is_image, read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
-from projects_vil.data.readers.coco import Parts, compare_splits, entries_of, find_coco, paths_of, split_by_hash
+from projects_vil.data.readers.coco import Parts, entries_of, find_coco, paths_of
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex
 from projects_vil.data.readers.shapes import Annotations, in_image
 from projects_vil.data.segmentation import count_masks
+from projects_vil.data.splits import VAL_FRACTION, compare_splits, split_by_hash
 from projects_vil.utils import paused_garbage_collection, read_json
 
-VAL_FRACTION = 0.2
 # The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
 _READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
@@ -157,9 +157,7 @@ def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: d
         content, path, images = parts[split]
         if path is None:
             path, content = written[split], info | content | info
-            folder.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path) as partial:
-                partial.write_text(json.dumps(content), encoding="utf-8")
+            write_text(path, json.dumps(content))
         contents[split], splits[split] = content, (path, images)
     return splits
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from backbones import ConfigError
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from projects_vil.analysis import BenchmarkCase, benchmark, measure, tune_attention
 from projects_vil.analysis.benchmark import build_baseline
@@ -51,8 +50,7 @@ def test_inputs_of_backbones_and_attention(calls):
 def test_suffixes(calls):
     """Each step samples new shifts, activation checkpointing runs blocks twice, and backends are selected."""
     shifts = []
-    with pytest.raises(ConfigError, match="CHUNK_SIZE"):
-        case(f"{SMALL}+CHUNK_SIZ=4").build()
+    assert "CHUNK_SIZE" in message(case(f"{SMALL}+CHUNK_SIZ=4").build)
     for suffix in ("", "+shift", "+checkpointing", "+sdpa", "+ATTENTION_BACKEND=reference"):
         step = case(SMALL + suffix, backward=True).build()
         calls.clear()
@@ -125,8 +123,7 @@ def test_choice_of_the_attention_backend(monkeypatch, tmp_path, times, chosen):
 
 
 def test_there_is_no_choice_without_a_gpu():
-    with pytest.raises(ConfigError, match="--tune needs a GPU"):
-        tune_attention([case(SMALL)])
+    assert "--tune needs a GPU" in message(tune_attention, [case(SMALL)])
 
 
 # -- measurements ----------------------------------------------------------------------------------

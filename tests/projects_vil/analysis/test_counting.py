@@ -9,7 +9,7 @@ import yaml
 from detectron2.utils.analysis import parameter_count
 from torch import nn
 
-from backbones import ConfigError, create_classifier, list_variants
+from backbones import create_classifier, list_variants
 from backbones.attention.dense import DenseAttention
 from backbones.attention.efficient import GlobalMemoryAttention, PerformerAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
@@ -19,7 +19,7 @@ from projects_vil import load_config
 from projects_vil.analysis import count_detector, count_variants, counting, format_detectors
 from projects_vil.analysis.counting import PUBLISHED, count_classifier_parameters, count_flops, meta_classifier
 from research.ablations import count_norms
-from tests.projects_vil.helpers import ROOT, small_config
+from tests.projects_vil.helpers import ROOT, message, small_config
 from tests.selection import slow_except
 
 # A feature map of 3 x 4 chunks of 7 x 7 tokens; global tokens, channels and heads
@@ -170,8 +170,7 @@ def test_counts_of_variants(monkeypatch):
     monkeypatch.setattr(counting, "count_variant", lambda name: name)
     assert count_variants(["vil_tiny_1_1_3", "vil_tiny_1_1_3_1_rpb"]) == ["vil_tiny_1_1_3_1", "vil_tiny_1_1_3_1_rpb"]
     assert count_variants() == list_variants()
-    with pytest.raises(ConfigError, match="vil_tinny"):
-        count_variants(["lit", "vil_tinny"])
+    assert "vil_tinny" in message(count_variants, ["lit", "vil_tinny"])
 
 
 # -- detectors -------------------------------------------------------------------------------------

@@ -221,8 +221,7 @@ def test_heads_that_do_not_match(monkeypatch):
     for surprise in ("head.surprise.weight", "backbone.fpn_lateral2.weight", "roi_heads.extra", "keypoint_head.weight"):
         with pytest.raises(ConfigError, match=surprise):
             converted(layouts.detectron2_detector(weights, heads | {surprise: torch.ones(1)}))
-    with pytest.raises(ConfigError, match="classification head"):
-        converted(layouts.detectron2_detector(weights), classifier=True)
+    assert "classification head" in helpers.message(converted, layouts.detectron2_detector(weights), classifier=True)
     lit, others = (official_lit.official_state_dict(official_lit.S, classifier=False), layouts.mmdetection_heads(True))
     assert others.keys() <= converted(layouts.mmdetection(lit, others), "lit_relative").report.dropped.keys()
     with pytest.raises(ConfigError, match=r"surprise\.weight"):
@@ -235,8 +234,7 @@ def test_other_variants_and_other_files(tmp_path):
         assert variant in message(path, "MODEL.TRANSFORMER.VARIANT", variant)
     cvt = ["MODEL.TRANSFORMER.VARIANT", "cvt_ls_13", "MODEL.FPN.IN_FEATURES", "['stage2', 'stage3']"]
     assert "cvt_ls_13" in message(path, *cvt)
-    with pytest.raises(ConfigError, match=Path(path).name):
-        check_weights(small_config(), path, complete=True)
+    assert Path(path).name in helpers.message(check_weights, small_config(), path, complete=True)
     for wrapper in ("net", "model"):
         message(save(tmp_path, {wrapper: {"conv1.weight": torch.ones(2), "layer1.0.conv1.weight": torch.ones(2)}}))
 
@@ -308,5 +306,4 @@ def test_classifiers_that_do_not_match(tmp_path):
     assert "vil_small_rpb" in message(path, "MODEL.TRANSFORMER.VARIANT", "vil_small_rpb")
     for tokens in ("[0, 0, 0, 0]", "[2, 1, 1, 0]"):
         assert "stages.0.global_tokens" in message(path, "MODEL.TRANSFORMER.GLOBAL_TOKENS", tokens)
-    with pytest.raises(ConfigError, match=Path(path).name):
-        check_weights(small_config(), path, complete=True)
+    assert Path(path).name in helpers.message(check_weights, small_config(), path, complete=True)

@@ -11,6 +11,7 @@ from examples.slim_checkpoint import slim_checkpoint
 from projects_vil import load_config
 from projects_vil.checkpoint import METADATA_KEY, check_weights, load_detector, weights_of
 from projects_vil.checkpoint.checkpointer import read_last_checkpoint, remove_old, remove_run
+from tests.projects_vil.helpers import message
 from tests.selection import slow_except
 
 
@@ -56,12 +57,10 @@ def test_no_checkpoint_to_resume_from(run):
     assert read_last_checkpoint(run / "elsewhere") is None and weights_of(run / "elsewhere") is None
     for path in run.glob("model_*.pth"):
         path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=str(run)):
-        read_last_checkpoint(run)
+    assert str(run) in message(read_last_checkpoint, run)
     for path in run.glob("model_*.pth"):
         path.unlink()
-    with pytest.raises(ConfigError, match="last_checkpoint"):
-        read_last_checkpoint(run)
+    assert "last_checkpoint" in message(read_last_checkpoint, run)
     (run / "model_best.pth").touch()
     assert weights_of(run) == run / "model_best.pth"
 

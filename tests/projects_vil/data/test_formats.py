@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 from pycocotools import mask as mask_util
 
-from backbones import ConfigError
 from projects_vil.data import convert_dataset, read_dataset, register_datasets
 from projects_vil.data.segmentation import rle_of
 from projects_vil.data.writers import write_dataset, write_detections
@@ -271,8 +270,7 @@ def test_lists_of_images_and_test_splits(written, read, monkeypatch):
     text = root.read_text().replace("train: images", "train: ../images").replace("[images/val]", "../test/images")
     root.write_text(text)
     assert read(root.parent).sizes == {"train": 16, "val": 2}
-    with pytest.raises(ConfigError, match="already has a validation split"):
-        read(root, val=0.1)
+    assert "already has a validation split" in message(read, root, val=0.1)
     monkeypatch.chdir(root.parent)
     assert read("data.yaml").sizes == read(".").sizes == {"train": 16, "val": 2}
 
@@ -423,8 +421,7 @@ def test_invalid_validation_fractions(val, written, read):
 
 def test_registered_files_that_are_not_coco():
     assert "comma" in message(register_datasets, small_config("retinanet", "DATASETS.COCO", "[['a', 'b.json' 'c']]"))
-    with pytest.raises(ConfigError, match="comma"):
-        small_config("retinanet", "DATASETS.COCO", "[['a', 'b', 'c'] ['d', 'e', 'f']]")
+    assert "comma" in message(small_config, "retinanet", "DATASETS.COCO", "[['a', 'b', 'c'] ['d', 'e', 'f']]")
 
 
 @pytest.mark.parametrize("name", FORMATS)

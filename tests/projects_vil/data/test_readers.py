@@ -289,10 +289,7 @@ BOX_TEXT = bndbox(11, 21, 50, 50)
     [
         # A missing image is not taken from another folder: the folder of the annotation file, or the written folder.
         ({f"cam1/{stem}.xml": voc_text(BOX_TEXT, f"{stem}.png") for stem in "ab"}, ["cam1/b.png"]),
-        (
-            {f"json/{stem}.json": labelme_text({}, imagePath=f"C:\\cam1\\{stem}.png") for stem in "ab"},
-            ["cam1/b.png"],
-        ),
+        ({f"json/{stem}.json": labelme_text({}, imagePath=f"C:\\cam1\\{stem}.png") for stem in "ab"}, ["cam1/b.png"]),
         ({f"xml/cam1/{stem}.xml": voc_text(BOX_TEXT, f"{stem}.png") for stem in "ab"}, ["cam1/b.png"]),
         # A folder of the same name is not the folder of the missing image.
         (
@@ -434,10 +431,7 @@ def test_a_failed_fix_leaves_no_files(tmp_path):
             {"train/a.png": 1, "train/b.png": 2, "train.json": coco_text("a.png"), "val.json": coco_text("b.png")},
             "Cannot find the images",
         ),
-        (
-            {f"{d}/{n}": t for d in "xy" for n, t in (("a.png", ord(d)), ("c.json", coco_text("a.png")))},
-            "several COCO",
-        ),
+        ({f"{d}/{n}": t for d in "xy" for n, t in (("a.png", ord(d)), ("c.json", coco_text("a.png")))}, "several COCO"),
         ({"a.png": 1, "l/b.xml": voc_text("", "a.png"), "m/c.xml": voc_text("", "a.png")}, "l/b.xml' and '"),
         ({"a.png": 1, "a.xml": voc_text(bndbox(1, 2, 5, 6, ""), "a.png")}, "whose objects need a class: 1"),
         ({"a.png": 1, "b.png": 1, "boxes.csv": ""}, "has 2 images, but no annotations of a known format"),

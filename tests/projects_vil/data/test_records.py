@@ -176,7 +176,6 @@ def test_an_error_in_the_first_process_stops_all_processes(tmp_path):
 
 def _read_with_errors(absent: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # simulates a full disk
-    with pytest.raises(ConfigError, match="absent"):
-        read_and_share(absent.read_text)
+    assert "absent" in message(read_and_share, absent.read_text)
     with pytest.raises(ConfigError, match="Cannot write .*: File too large"):
         read_and_share(lambda: SHARED.update({("key",): serialized([{"box": 100 * [0.5]}] * 100)}))

@@ -5,14 +5,13 @@ import json
 import pytest
 import torch
 
-from backbones import ConfigError
 from examples.slim_checkpoint import slim_checkpoint
 from projects_vil.checkpoint import load_detector
 from projects_vil.data import register_datasets
 from projects_vil.engine import Trainer
 from projects_vil.engine.hooks import ExponentialAverage
 from tests.projects_vil.engine.test_resuming import RUN, train
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.helpers import message, small_config
 
 EMA = ["MODEL.EMA.ENABLED", "True", "MODEL.EMA.DECAY", "0.3", "TEST.VALIDATION_LOSS", "True", "TEST.BEST_METRIC", ""]
 EMA += ["SOLVER.CHECKPOINT_PERIOD", "1", "SOLVER.MAX_ITER", "4", "TEST.EVAL_PERIOD", "0"]
@@ -93,8 +92,7 @@ def test_a_resumed_run_trains_the_unaveraged_weights(run, shapes, tmp_path, enab
         assert all(torch.equal(value, average[name]) for name, value in contents["model"].items())
         assert trainer.averaged.n_averaged == 3
         contents["model"]["head.cls_score.bias"][0] = float("nan")
-        with pytest.raises(ConfigError, match="head.cls_score.bias"):
-            resumed(tmp_path, contents)
+        assert "head.cls_score.bias" in message(resumed, tmp_path, contents)
 
 
 def test_averaging_starts_with_a_resumed_run(run, shapes, tmp_path):

@@ -18,7 +18,7 @@ from projects_vil.engine.trainer import restore_loss_normalizer
 from projects_vil.solver import build_optimizer
 from tests.projects_vil.checkpoint.test_checkpointer import log_of
 from tests.projects_vil.engine.gloo import in_processes
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.helpers import message, small_config
 from tests.selection import slow_except
 
 RUN = [
@@ -213,8 +213,7 @@ def test_a_resumed_run_keeps_its_seed_and_has_the_rates_of_the_config(shapes, tm
     assert all(0 < group["lr"] <= 1e-5 for group in other.optimizer.param_groups)
     assert {group["weight_decay"] for group in other.optimizer.param_groups} == {0.0, 0.5}
     other = start("SOLVER.LR_MULTIPLIERS", "[['backbone.*', 0.1]]")
-    with pytest.raises(ConfigError, match="optimizer"):
-        other.resume_or_load(resume=True)
+    assert "optimizer" in message(other.resume_or_load, resume=True)
     assert resumed.seed == resumed.cfg.SEED == first.seed >= 0
     assert resumed.start_iter == 3
 

@@ -18,6 +18,7 @@ from projects_vil.export.formats import OPSET, check_onnx, format_of, import_ope
 from projects_vil.export.parity import compare_detections
 from projects_vil.modeling import export_sides
 from tests.projects_vil.export.exporting import detector, onnx_file, skip_without
+from tests.projects_vil.helpers import message
 
 BATCHES = {"batched": True, "dtype": "float32"}
 SIZES = [(64, 64), (33, 47), (101, 64), (150, 203)]
@@ -189,6 +190,7 @@ def test_ctrl_c_after_openvino_models_were_deleted(written):
     code = """
 import pathlib, signal, sys
 from projects_vil.export.formats import load_model
+from tests.projects_vil.helpers import message
 signal.signal(signal.SIGINT, signal.default_int_handler)
 first, second = (load_model(pathlib.Path(sys.argv[1]))[0] for _ in range(2))
 del first
@@ -230,8 +232,7 @@ def test_formats_by_name():
     names |= {"my.onnx.pt2": "torch_export", "model.xml": "openvino"}
     assert {name: format_of(name) for name in names} == names
     assert FORMATS["openvino"].files(Path("a/model.xml")) == [Path("a/model.xml"), Path("a/model.bin")]
-    with pytest.raises(ConfigError, match=r"model\.pth"):
-        format_of("model.pth")
+    assert "model.pth" in message(format_of, "model.pth")
 
 
 @pytest.mark.parametrize("file_format", ["torchscript", "onnx", "torch_export", "openvino"])
@@ -249,12 +250,9 @@ def test_damaged_files(written, tmp_path, file_format):
 def test_what_a_machine_lacks(monkeypatch, tmp_path):
     path = onnx_file(tmp_path, "y = Relu(x)")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match="CXX"):
-        check_format("aot_inductor")
+    assert "CXX" in message(check_format, "aot_inductor")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "onnxruntime", None)
-        with pytest.raises(ConfigError, match="onnxruntime"):
-            load_model(path)
+        assert "onnxruntime" in message(load_model, path)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.7.1+cpu"))
-    with pytest.raises(ConfigError, match=r"2\.7\.1\+cpu"):
-        check_format("torch_export")
+    assert "2.7.1+cpu" in message(check_format, "torch_export")

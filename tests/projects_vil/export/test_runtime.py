@@ -15,7 +15,7 @@ from projects_vil.export.formats import load_model
 from projects_vil.export.metadata import digest_of, metadata_path
 from tests.backbones.test_checkpoint_files import Malicious
 from tests.projects_vil.export.exporting import demo_detector
-from tests.projects_vil.helpers import ROOT, assert_same_detections
+from tests.projects_vil.helpers import ROOT, assert_same_detections, message
 from tests.selection import slow_except
 from tests.tolerances import FLOAT32
 
@@ -35,10 +35,8 @@ def test_inputs(written):
     for ours, theirs in zip(traced(image), traced(image.float()), strict=True):
         torch.testing.assert_close(ours, theirs, **FLOAT32)
     # Casting to uint8 would truncate fractions.
-    with pytest.raises(ConfigError, match="float32"):
-        model(image.float())
-    with pytest.raises(ConfigError, match="1 to 8192"):
-        model(torch.zeros(3, 4, 8193, dtype=torch.uint8))
+    assert "float32" in message(model, image.float())
+    assert "1 to 8192" in message(model, torch.zeros(3, 4, 8193, dtype=torch.uint8))
 
 
 def test_a_fixed_size_is_checked(written, tmp_path):
@@ -46,8 +44,7 @@ def test_a_fixed_size_is_checked(written, tmp_path):
     model = written("retinanet", "torchscript")
     model = ExportedModel(copy_of(model, tmp_path, input=model.metadata["input"] | {"size": [64, 96]}))
     assert model(example_image(64, 96))
-    with pytest.raises(ConfigError, match="64 x 96 pixels, not 96 x 64"):
-        model(example_image(96, 64))
+    assert "64 x 96 pixels, not 96 x 64" in message(model, example_image(96, 64))
 
 
 def test_letterboxing():
@@ -90,8 +87,7 @@ def test_the_weights_file_of_openvino(written, tmp_path):
     assert ExportedModel(path).metadata["other_files"].keys() == {weights.name}
     weights.write_bytes(weights.read_bytes()[::-1])
     for _ in range(2):
-        with pytest.raises(ConfigError, match=weights.name):
-            ExportedModel(path)
+        assert weights.name in message(ExportedModel, path)
         weights.unlink(missing_ok=True)
 
 
@@ -102,11 +98,9 @@ def test_metadata_of_another_file(written, tmp_path):
     assert ExportedModel(path).metadata == model.metadata | {"backbone": "renamed"}
     file = metadata_path(path)
     file.write_text(json.dumps(model.metadata | {"sha256": "of another file"}))
-    with pytest.raises(ConfigError, match=f"SHA-256 of '{path}'"):
-        ExportedModel(path)
+    assert f"SHA-256 of '{path}'" in message(ExportedModel, path)
     file.write_text("{")
-    with pytest.raises(ConfigError, match=file.name):
-        ExportedModel(path)
+    assert file.name in message(ExportedModel, path)
     file.unlink()
     assert ExportedModel(path).metadata == model.metadata
 

@@ -5,11 +5,10 @@ import re
 import pytest
 import torch
 
-from backbones import ConfigError
 from projects_vil import Detector
 from projects_vil.export import check_triton, example_image
 from tests.projects_vil.export.exporting import FEW_LEVELS, skip_without
-from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool, small_config, untrained_detector
+from tests.projects_vil.helpers import CONFIGS, SMALL, message, run_tool, small_config, untrained_detector
 
 OVERRIDES = ("MODEL.TRANSFORMER.VARIANT", "timm:resnet10t", "MODEL.FPN.IN_FEATURES", "['stage2', 'stage3']")
 OVERRIDES += (*FEW_LEVELS["mask_rcnn"].split(), "MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.001")
@@ -57,5 +56,4 @@ def test_the_folder_of_a_model(run, tmp_path):
 def test_a_model_that_triton_cannot_serve(tmp_path, change):
     options = {"file_format": "onnx", "batched": True, "fixed_detections": True}
     check_triton(tmp_path / "new", **options)
-    with pytest.raises(ConfigError, match="triton needs"):
-        check_triton(tmp_path / "new", **options | change)
+    assert "triton needs" in message(check_triton, tmp_path / "new", **options | change)

@@ -14,7 +14,7 @@ from projects_vil import Detector
 from projects_vil.checkpoint import Categories
 from projects_vil.inference import Detections, runners
 from projects_vil.inference.image_loading import ImageBatches, ImageSource
-from tests.projects_vil.helpers import CONFIGS, assert_same_detections
+from tests.projects_vil.helpers import CONFIGS, assert_same_detections, message
 from tests.projects_vil.inference.helpers import ANY, HalfRunner, picture, save, save_run
 from tests.selection import slow_except
 from vil.choices import SCORE_THRESHOLD
@@ -59,8 +59,7 @@ def test_networks_in_sixteen_bits(tmp_path, name, dtype):
         assert dtypes == {getattr(torch, dtype), torch.float32}
         assert {found.boxes.dtype, found.scores.dtype} == {np.dtype(np.float32)}
         np.testing.assert_allclose(found.scores[:3], expected.scores[:3], rtol=0.1)
-    with pytest.raises(ConfigError, match=r"INFERENCE\.DTYPE"):
-        Detector.load(tmp_path, dtype="int8")
+    assert "INFERENCE.DTYPE" in message(Detector.load, tmp_path, dtype="int8")
 
 
 def test_encoded_masks_equal_pycocotools(monkeypatch):
@@ -169,8 +168,7 @@ def test_repr_and_the_score_threshold_of_a_call(request, trained_run, photos, na
     assert 0 < len(fewer) < len(found) and (fewer.scores >= middle).all() and fewer.draw_threshold == middle
     assert len(detector(photos[0])) == len(found)
     for wrong in (1.5, 0.0005):
-        with pytest.raises(ConfigError, match=f"score_threshold is {wrong:g}"):
-            detector(photos[0], score_threshold=wrong)
+        assert f"score_threshold is {wrong:g}" in message(detector, photos[0], score_threshold=wrong)
 
 
 def masked(size: tuple[int, int] = (40, 61)) -> Detections:
@@ -209,8 +207,7 @@ def test_drawings(tmp_path):
     found = Detector(HalfRunner())(tmp_path / "a.png")
     assert found.draw().shape == (80, 120, 3)
     (tmp_path / "a.png").unlink()
-    with pytest.raises(ConfigError, match=r"a\.png"):
-        found.draw()
+    assert "a.png" in message(found.draw)
 
 
 # Sources

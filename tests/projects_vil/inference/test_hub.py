@@ -16,7 +16,7 @@ from projects_vil import Detector
 from projects_vil.checkpoint import METADATA_KEY, Categories
 from projects_vil.evaluation import write_results
 from projects_vil.inference import hub
-from tests.projects_vil.helpers import assert_same_detections, contents_of
+from tests.projects_vil.helpers import assert_same_detections, contents_of, message
 from tests.projects_vil.inference.helpers import HalfRunner, picture, save_run
 from tests.selection import slow_except
 from vil.choices import SCORE_THRESHOLD
@@ -105,12 +105,10 @@ def test_a_second_save_with_other_options(detector, tmp_path):
 
 def test_folders_that_are_not_written(detector, run):
     before = contents_of(run)
-    with pytest.raises(ConfigError, match=str(run)):
-        detector.save_pretrained(run)
+    assert str(run) in message(detector.save_pretrained, run)
     assert contents_of(run) == before
     for call in (Detector(HalfRunner()).save_pretrained, Detector(HalfRunner()).push_to_hub):
-        with pytest.raises(ConfigError, match="exported"):
-            call("folder")
+        assert "exported" in message(call, "folder")
     assert not os.path.exists("folder")
 
 

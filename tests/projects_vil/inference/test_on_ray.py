@@ -13,7 +13,7 @@ import pytest
 
 from backbones import ConfigError
 from projects_vil.inference import predict
-from tests.projects_vil.helpers import PATIENCE, start_tool, wait_for
+from tests.projects_vil.helpers import PATIENCE, message, start_tool, wait_for
 from tests.projects_vil.inference.helpers import assert_same, results_of, save
 
 pa = pytest.importorskip("pyarrow")
@@ -132,8 +132,7 @@ def test_resume_after_failures(inputs, cluster, trained_run, tmp_path, monkeypat
     assert [path.read_bytes() for path in kept] == before
     with pytest.raises(ConfigError, match="dtype was torch.float32, and now it is torch.bfloat16"):
         predict_on_ray(trained_run, inputs / "photos", there, dtype="bfloat16")
-    with pytest.raises(ConfigError, match="part-000000.parquet"):
-        predict_on_ray(trained_run, inputs / "photos", here)
+    assert "part-000000.parquet" in message(predict_on_ray, trained_run, inputs / "photos", here)
 
 
 @pytest.mark.parametrize("cluster", [{"num_cpus": 1, "num_gpus": 2}], indirect=True)
@@ -167,8 +166,7 @@ def test_temporary_errors_are_predicted_again(inputs, cluster, trained_run, tmp_
     assert rows_of(tmp_path / "out").keys() == {"00.png", paths[1]}
     with tarfile.open(tmp_path / "empty.tar", "w") as tar:
         tar.add(inputs / "list.txt", "list.txt")
-    with pytest.raises(ConfigError, match="has no images"):
-        predict_on_ray(trained_run, tmp_path / "empty.tar", tmp_path / "other")
+    assert "has no images" in message(predict_on_ray, trained_run, tmp_path / "empty.tar", tmp_path / "other")
     os.utime(tmp_path / "empty.tar", (0, 0))
     with pytest.raises(ConfigError, match="empty.tar changed after the prediction"):
         predict_on_ray(trained_run, tmp_path / "empty.tar", tmp_path / "other")

@@ -89,8 +89,7 @@ def test_ids_of_annotations(tmp_path):
     with pytest.raises(ConfigError, match="3 classes"):
         more = annotations_of(tmp_path / "b.json", sizes, ["left", "right", "star"])
         run_on(tmp_path / "in", tmp_path / "out", annotations=more)
-    with pytest.raises(ConfigError, match="needs the folder"):
-        run_on(tmp_path / "in/a.png", tmp_path / "out", annotations=annotations)
+    assert "needs the folder" in message(run_on, tmp_path / "in/a.png", tmp_path / "out", annotations=annotations)
 
 
 @pytest.mark.parametrize(
@@ -310,8 +309,7 @@ def test_a_camera_is_read_until_it_is_interrupted(served, tmp_path):
 
 def test_streams_that_cannot_be_opened(tmp_path):
     for source in ("97", "http://127.0.0.1:9/clip.avi"):
-        with pytest.raises(ConfigError, match=source):
-            run_on(source, tmp_path / "out")
+        assert source in message(run_on, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -332,8 +330,7 @@ def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path
     assert "16 x 64" in skipped[0]["reason"] and "32 to 256" in skipped[0]["reason"]
     assert "batch_size" in caplog.text
     write_video(tmp_path / "clip.avi", 2, size=(16, 64))
-    with pytest.raises(ConfigError, match=r"clip\.avi"):
-        predict(detector, tmp_path / "clip.avi", tmp_path / "video", drawings=False)
+    assert "clip.avi" in message(predict, detector, tmp_path / "clip.avi", tmp_path / "video", drawings=False)
 
 
 @pytest.mark.parametrize(
@@ -373,5 +370,4 @@ def test_invalid_arguments(tmp_path, source, output, options, named):
 
 
 def test_a_url_is_no_output():
-    with pytest.raises(ConfigError, match="Cannot write to the URL 's3://bucket/out'"):
-        run_on("in", "s3://bucket/out")
+    assert "Cannot write to the URL 's3://bucket/out'" in message(run_on, "in", "s3://bucket/out")
