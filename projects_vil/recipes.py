@@ -31,7 +31,7 @@ SMALL_MODEL = "vil_tiny_1_1_3_1_rpb"
 _REFERENCE_BATCH = 4
 # The learning rate of a pretrained transformer, or of a detector with the same classes, is this factor of the recipe's.
 _LOW_RATE_FACTOR = 0.2
-# Sizes of the training images, as factors of the image size.
+# Sizes of the training images of the recipe "finetune", as factors of the image size.
 _SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
 # Values by device: the image sizes to choose from in pixels, the batch size, the number of images that a run trains on,
 # and the smallest and largest number of epochs. On a CPU, 720 images of 256 pixels take about 300 s on one core. In the
@@ -42,8 +42,9 @@ _SIZES_OF_LONG_RUNS = range(192, 641, 32)
 _BATCH = {"cpu": 2, "cuda": 8}
 _IMAGES = {"cpu": 720, "cuda": 3200}
 _EPOCHS = {"cpu": (3, 100), "cuda": (12, 100)}
-# Random weights need more images than pretrained ones.
-_SCRATCH_FACTOR = 1.5
+# For random weights, the number of images is multiplied by this factor. They need more iterations than pretrained
+# weights, so the image size on a CPU is smaller.
+_SCRATCH_FACTOR, _SCRATCH_SIZES = {"cpu": 0.75, "cuda": 1.5}, (128,)
 # Epochs of the recipe "paper" on your own data. The schedules for COCO count iterations.
 _PAPER_EPOCHS = 50
 # The share of the objects that the chosen size and anchors match, at this IoU.
@@ -80,12 +81,12 @@ def with_recipe(
             the config with the recipe ``"paper"`` or with an image size in ``given``, and otherwise ``"auto"``.
         given: Config keys that the user has set, and that keep their values.
         num_processes: Number of processes.
-        keep_anchors: Whether the weights are a detector with the anchors of the config.
+        keep_anchors: Whether the weights are a detector with the image size and the anchors of the config.
         low_rate: Whether the weights are a detector of the same classes. A high learning rate would ruin it.
     """
     device = "cuda" if cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available() else "cpu"
     is_paper, objects = recipe == "paper", objects_of(content) if content else ()
-    is_auto = image_size == "auto" or not (image_size or is_paper or given & size_values(1).keys())
+    is_auto = image_size == "auto" or not (image_size or is_paper or keep_anchors or given & size_values(1).keys())
     batch, size, values = cfg.SOLVER.IMS_PER_BATCH, cfg.INPUT.MIN_SIZE_TEST, {}
     if "SOLVER.IMS_PER_BATCH" not in given:
         batch = batch if is_paper else num_processes * max(_BATCH[device] // num_processes, 1)
@@ -97,7 +98,8 @@ def with_recipe(
         number, least = len(content["images"]), _EPOCHS[device][0]
         chosen = cfg.SOLVER.EPOCHS * number or cfg.SOLVER.MAX_ITER * batch * ("SOLVER.MAX_ITER" in given)
         is_long = device == "cpu" and chosen > max(_IMAGES[device], least * number)
-        sizes = (_SIZES_OF_LONG_RUNS if is_long else IMAGE_SIZES[device]) if is_auto else [size]
+        own_sizes = _SCRATCH_SIZES if device == "cpu" and recipe == "scratch" else IMAGE_SIZES[device]
+        sizes = (_SIZES_OF_LONG_RUNS if is_long else own_sizes) if is_auto else [size]
         choice = choose_size(cfg, objects, sizes=sizes, fit=not (is_paper or keep_anchors or has_anchors))
         print(choice.line(), flush=True)
         size = choice.size
@@ -109,7 +111,7 @@ def with_recipe(
         if any(key in given and not cfg.TEST[key[5:]] for key in ("TEST.EVAL_PERIOD", "TEST.BEST_METRIC")):
             values |= {"TEST.BEST_METRIC": "", "SOLVER.EARLY_STOPPING_PATIENCE": 0}
         if content:
-            images = _IMAGES[device] * (_SCRATCH_FACTOR if recipe == "scratch" else 1)
+            images = _IMAGES[device] * (_SCRATCH_FACTOR[device] if recipe == "scratch" else 1)
             images *= (256 / size) ** 2 if device == "cpu" else 1
             least, most = _EPOCHS[device]
             values["SOLVER.EPOCHS"] = min(max(round(images / len(content["images"])), least), most)
@@ -133,7 +135,7 @@ def _recipe_values(cfg: CfgNode, recipe: str, size: int, batch: int, *, low_rate
     """Return the config keys of a recipe for a model, an image size and a batch size."""
     content = config_items(load_yaml_with_base(config_path(f"base/recipe_{recipe}")))
     values = {key: value for key, value in content if not isinstance(value, dict)}
-    sizes = tuple(round(factor * size) for factor in _SCALES)
+    sizes = tuple(round(factor * size) for factor in (_SCALES if recipe == "finetune" else (1.0,)))
     values |= {"INPUT.MIN_SIZE_TRAIN": sizes, "INPUT.MAX_SIZE_TRAIN": round(max(sizes) * LONGER_SIDE)}
     values["SOLVER.IMS_PER_BATCH"] = batch
     values["SOLVER.BASE_LR"] *= max(math.sqrt(batch / _REFERENCE_BATCH), 1)
@@ -231,7 +233,7 @@ class SizeChoice:
     def line(self) -> str:
         """Return the choice as a line of text."""
         small, median, large = self.sides
-        anchors = "fitted anchors match" if self.anchors else "the anchors of the config match"
+        anchors = "fitted anchors match" if self.anchors else "the model's anchors match"
         return (
             f"objects: {self.number:,}, with a side of {small:.0f} to {large:.0f} pixels (median {median:.0f}) at "
             f"image size {self.size}; {anchors} {self.share:.1%} of them (IoU {MATCH_IOU})"

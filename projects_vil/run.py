@@ -47,6 +47,8 @@ DETECTORS: dict[str, tuple[str, dict[str, object]]] = {
     "mask_rcnn": ("mask_rcnn", {}),
     "faster_rcnn": ("mask_rcnn", {"MODEL.MASK_ON": False}),
 }
+# The result of detector_name -> the detector
+_KINDS = {"RetinaNet": "retinanet", "Mask R-CNN": "mask_rcnn", "Faster R-CNN": "faster_rcnn"}
 DATA_FOLDER = "data"
 CLASSES = "classes"
 # Config keys that do not change the results of an evaluation.
@@ -193,12 +195,15 @@ def train(
     if model is not None and is_random:
         # timm would load the weights of the tag.
         model = model.partition(".")[0]
-    trained = None if config is not None else _trained_detector(str(given.get("MODEL.WEIGHTS", "")), model, detector)
+    trained = None
+    if given.get("MODEL.WEIGHTS") and config is None:
+        given["MODEL.WEIGHTS"], trained = _trained_detector(given["MODEL.WEIGHTS"], model, detector)
     if trained is not None:
-        # Its heads need its architecture and its anchors.
-        base, name = _choose_config(trained.MODEL.TRANSFORMER.VARIANT, _kind_of(trained), schedule, None)
-        given["MODEL.WEIGHTS"] = trained.MODEL.WEIGHTS
-        base = with_overrides(base, {"MODEL": with_overrides(trained.MODEL, {"DEVICE": base.MODEL.DEVICE})})
+        # Its heads need its architecture, its input, its image size and its anchors.
+        base, name = _choose_config(trained.MODEL.TRANSFORMER.VARIANT, _KINDS[detector_name(trained)], schedule, None)
+        own = {f"INPUT.{key}": trained.INPUT[key] for key in ("FORMAT", "MIN_SIZE_TEST", "MAX_SIZE_TEST")}
+        kept = {"MODEL.DEVICE": base.MODEL.DEVICE, "MODEL.WEIGHTS": ""} | dict([number_of_classes(base)])
+        base = with_overrides(base, {"MODEL": trained.MODEL} | own | kept)
     else:
         chosen = model
         if model is None and config is None and data is not None:
@@ -232,11 +237,9 @@ def train(
         begun = load_config(output / CONFIG_FILE)
         if schedule:
             raise ConfigError("A resumed run keeps its schedule. Remove schedule.")
-        trained, given_model = (f"{one.MODEL.TRANSFORMER.VARIANT} with {detector_name(one)}" for one in (begun, cfg))
-        if (model or detector or config) and trained != given_model:
-            raise ConfigError(
-                f"The run in '{output}' trains {trained}, not {given_model}. Omit --model, --detector and --config."
-            )
+        old, new = (f"{one.MODEL.TRANSFORMER.VARIANT} with {detector_name(one)}" for one in (begun, cfg))
+        if (model or detector or config) and old != new:
+            raise ConfigError(f"The run in '{output}' trains {old}, not {new}. Omit --model, --detector and --config.")
         if data is not None:
             _check_same_data(data, images, val_fraction, begun, output)
         data, cfg = None, with_overrides(merge_overrides(begun, given), {"OUTPUT_DIR": str(output)})
@@ -246,7 +249,7 @@ def train(
         newest = f", such as '{max(runs, key=os.path.getmtime)}'" if runs else ""
         raise ConfigError(
             f"'{output}' has no run to resume. Give the output directory of a run with --output{newest}. "
-            "For a new run, give DATA or --config, without --resume."
+            "To start a new run, omit --resume."
         )
     # Errors of the arguments come before the data, which may take long to read.
     cfg = choose_device(cfg, requested="MODEL.DEVICE" in given)
@@ -267,6 +270,7 @@ def train(
                 values["MODEL.WEIGHTS"] = best_weights(cfg)
             cfg = with_overrides(cfg, values, keep=given)
             if trained is not None:
+                print(f"Weights: {cfg.MODEL.WEIGHTS}, with its model, image size and anchors", flush=True)
                 options["keep_anchors"] = True
                 options["low_rate"] = set(dataset.classes) <= set(_classes_of(cfg.MODEL.WEIGHTS) or ())
         if not (is_begun or isinstance(config, CfgNode)):
@@ -353,7 +357,7 @@ def evaluate(
             present = [split for split in ("test", "val", "train") if split in dataset.splits]
             test = next((split for split in present if contents[split].get("annotations")), present[0])
             contents.clear()  # frees its memory
-            evaluated = "all images, including training images" if test == "train" else f"split {test}"
+            evaluated = "all images" if test == "train" else f"split {test}"
             evaluated += f" (split {present[0]} has no annotations)" if test != present[0] else ""
             print(f"{dataset.line()}\nevaluated: {evaluated}", flush=True)
             # Classes are matched by name to the classes of the checkpoint, or else of its training dataset.
@@ -489,26 +493,28 @@ def _choose_config(
     return with_overrides(cfg, values | {"MODEL.TRANSFORMER.VARIANT": model}), f"{model}_{detector}".replace(":", "_")
 
 
-def _trained_detector(weights: str, model: str | None, detector: str | None) -> CfgNode | None:
-    """Return the config of a trained detector, with its checkpoint as ``MODEL.WEIGHTS``.
+def _trained_detector(weights: str, model: str | None, detector: str | None) -> tuple[str, CfgNode | None]:
+    """Return a checkpoint, and the config of its detector.
 
-    None for weights without a config in their folder, and if ``model`` or ``detector`` is another one.
+    The config is None if the folder has no config of a detector with a backbone of this project, or if ``model`` or
+    ``detector`` is another one.
 
     Args:
-        weights: a checkpoint, or the output directory of a run.
+        weights: a checkpoint, a name of the model zoo, or the output directory of a run.
     """
     path = Path(weights).expanduser()
-    if not weights or not ((path if path.is_dir() else path.parent) / CONFIG_FILE).is_file():
-        return None
+    if not ((path if path.is_dir() else path.parent) / CONFIG_FILE).is_file():
+        return weights, None
     config, checkpoint = find_model(path)
-    cfg = with_overrides(load_config(config), {"MODEL.WEIGHTS": str(checkpoint)})
-    is_same = model in (None, cfg.MODEL.TRANSFORMER.VARIANT) and detector in (None, _kind_of(cfg))
-    return cfg if is_same and _kind_of(cfg) in DETECTORS else None
-
-
-def _kind_of(cfg: CfgNode) -> str:
-    """Return the name of a detector as in ``DETECTORS``, such as "mask_rcnn"."""
-    return detector_name(cfg).lower().replace(" ", "_").replace("-", "")
+    try:
+        cfg = load_config(config)
+    except ConfigError:
+        # Other programs also write a file of this name.
+        return str(checkpoint), None
+    kind = _KINDS.get(detector_name(cfg))
+    is_same = model in (None, cfg.MODEL.TRANSFORMER.VARIANT) and detector in (None, kind)
+    is_own = kind and cfg.MODEL.BACKBONE.NAME.endswith("transformer_fpn_backbone") and not cfg.MODEL.KEYPOINT_ON
+    return str(checkpoint), cfg if is_own and is_same else None
 
 
 def _register(dataset: Dataset, name: str, *, train: str = "train", test: str = "val") -> dict[str, Any]:

@@ -239,7 +239,7 @@ def main_group(optimizer: torch.optim.Optimizer) -> int:
 
 
 def longest_warmup(iterations: int) -> int:
-    """Return the longest warm-up: 5 % of the iterations, or 20 (at most half of them) if 20 is more."""
+    """Return the longest warm-up: 5 % of the iterations, but at least 20 or half of them, whichever is smaller."""
     return max(math.ceil(_WARMUP_SHARE * iterations), min(_SHORT_WARMUP, iterations // 2))
 
 

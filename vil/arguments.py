@@ -430,13 +430,11 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
         if isinstance(end.code, int) and end.code > 128:
             print(f"ended by {signal.Signals(end.code - 128).name}", file=sys.stderr)
         raise
-    except BrokenPipeError as error:
+    except Exception as error:
         stdout = select.poll()
         stdout.register(1, 0)  # reports only errors
-        if error.filename is None and not stdout.poll(0):
-            raise
-        sys.exit(128 + signal.SIGPIPE)
-    except Exception as error:
+        if isinstance(error, BrokenPipeError) and (error.filename == "standard output" or stdout.poll(0)):
+            sys.exit(128 + signal.SIGPIPE)
         reason = _explain(error)
         if reason is None:
             raise

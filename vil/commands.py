@@ -1,7 +1,6 @@
 """The commands of ``vil``. Each command parses its arguments, imports the library and calls one function."""
 
 import argparse
-import contextlib
 import math
 import os
 import shlex
@@ -232,7 +231,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--tiles", _TILES, type=positive)
     parser.add("--tta", "test-time augmentation: predict on several sizes and flips of each image", action="store_true")
     parser.add("--track", "track objects through a video or a folder of frames", action="store_true")
-    annotations_help = "COCO file: predicts only its images in the folder INPUT, and uses its ids in the results"
+    annotations_help = "COCO file: predict only its images, from the folder INPUT, and use its ids in the results"
     parser.add("--annotations", annotations_help, type=existing_path, metavar="FILE")
     format_help = "format of the results: coco (default), or parquet (part files, no drawings)"
     parser.add("--format", format_help, dest="file_format", choices=choices.PREDICTION_FORMATS)
@@ -388,25 +387,32 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     options: dict[str, Any] = {"masks": False if args.boxes else None, "pixels": args.deep, "progress": progress}
     if args.json:
         options |= {"num_examples": math.inf, "report": args.json}
-    with contextlib.ExitStack() as on_error:
-        on_error.callback(shutil.rmtree, args.fix or "", ignore_errors=True)
+    lines: list[str] = []
+    try:
         dataset, files = check_dataset(args.data, args.images, fixed=args.fix, **options)
-        show(*dataset.line().splitlines())
+        lines += dataset.line().splitlines()
         for file in files.values():
-            show(*file.lines())
+            lines += file.lines()
         train = files["train"].dataset
         if "val" not in files and len(train["images"]) > 1:
             train, val = split_by_hash(dataset.source, train, VAL_FRACTION).values()
-            show(f"no validation split: 'vil train' validates on {len(val['images']):,} of the images (--val-fraction)")
+            number = f"{len(val['images']):,}"
+            lines.append(f"no validation split: 'vil train' validates on {number} of the images (--val-fraction)")
         elif "val" not in files:
-            show("no validation split: 'vil train' needs a second image for it")
+            lines.append("no validation split: 'vil train' needs a second image for it")
         if len(objects := objects_of(train)):
             sizes = IMAGE_SIZES["cuda" if torch.cuda.is_available() else "cpu"]
-            show(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=sizes).line())
+            lines.append(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=sizes).line())
         found = {split: file.to_json() for split, file in files.items()}
         write_json(args.json, {"splits": found, "notes": dataset.notes, "unused": dataset.unused})
-        show(*write_fixed(files, args.fix))
-        on_error.pop_all()
+        lines += write_fixed(files, args.fix)
+    except BaseException:
+        if args.fix:
+            shutil.rmtree(args.fix, ignore_errors=True)
+        raise
+    finally:
+        # Last, because a closed pipe must not remove the fixed copy.
+        show(*lines)
 
 
 def convert_data(parser: ToolParser, words: Sequence[str]) -> None:

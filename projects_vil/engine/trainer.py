@@ -510,7 +510,7 @@ class Trainer(DefaultTrainer):
         is_single, notice = comm.get_world_size() == 1, ""
         if comm.is_main_process():
             notice = "The run saves a checkpoint after this iteration and stops."
-            notice += " Ctrl-C twice stops it at once, without a checkpoint." * is_single
+            notice += " Press Ctrl-C twice to stop it at once, without a checkpoint." * is_single
         with stop_requests(single_process=is_single, notice=notice) as self._trainer.received:
             try:
                 # An optimized TorchScript function computes other last digits, so that a resumed run would differ.

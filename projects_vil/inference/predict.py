@@ -275,7 +275,7 @@ def _write_coco(
         if skipped and not num_images:
             # The files of an earlier prediction are kept.
             first = f"'{skipped[0].name}' ({skipped[0].reason})"
-            raise ConfigError(f"None of {counted(len(skipped), 'file')} can be read, such as {first}. Check them.")
+            raise ConfigError(f"No input can be read: {counted(len(skipped), 'file')}, such as {first}. Check them.")
         skipped.sort(key=lambda item: item.index)
         tail = {
             "categories": detector.categories.to_coco(),

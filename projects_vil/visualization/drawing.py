@@ -57,7 +57,7 @@ class Canvas:
 
     def draw_box(self, box: Sequence[float], color: Sequence[int], *, dashed: bool = False) -> None:
         """Draw a box of left, top, right and bottom."""
-        left, top, right, bottom = (round(side * self.scale) for side in box)
+        left, top, right, bottom = self._pixels(box)
         drawn = self.image.copy() if dashed else self.image
         cv2.rectangle(drawn, (left, top), (right, bottom), color, self.line)
         if dashed:
@@ -72,7 +72,7 @@ class Canvas:
         (rows, cols), height = self.image.shape[:2], self.label_height
         text = shorten(printable(text), self.font, cols - 2 * MARGIN)
         width = round(self.font.getlength(text)) + 2 * MARGIN
-        left, top, right, bottom = (round(side * self.scale) for side in box)
+        left, top, right, bottom = self._pixels(box)
         tops = (top - height, top, bottom - height, bottom)
         corners = list(product((left, right - width), tops[::-1] if below else tops))
         corners = np.clip(corners, 0, np.maximum((cols - width, rows - height), 0))
@@ -83,6 +83,10 @@ class Canvas:
         light = tuple((value + 255) // 2 for value in color)
         ImageDraw.Draw(background).text((MARGIN, height / 2), text, fill=light, font=self.font, anchor="lm")
         part[:] = background
+
+    def _pixels(self, box: Sequence[float]) -> list[int]:
+        # A box may be far outside the image.
+        return np.nan_to_num(np.asarray(box) * self.scale).clip(-(2**20), 2**20).round().astype(int).tolist()
 
 
 @cache
@@ -186,7 +190,8 @@ def _corners(item: dict) -> np.ndarray:
 
 
 def _colors(metadata, key: str) -> list[tuple[int, ...]]:
-    return [tuple(map(int, color)) for color in metadata.get(key) or colormap(rgb=True, maximum=255)]
+    colors = metadata.get(key)
+    return [tuple(map(int, color)) for color in (colormap(rgb=True, maximum=255) if colors is None else colors)]
 
 
 def _titled(title: str, image: np.ndarray) -> np.ndarray:

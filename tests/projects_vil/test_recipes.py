@@ -69,6 +69,7 @@ def test_random_weights_and_the_recipes(start, monkeypatch, capsys):
     for options in ({"weights": "none"}, {"recipe": "scratch"}):
         cfg = start(**options)
         assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.WEIGHTS) == (recipes.SMALL_MODEL, "")
+        assert cfg.INPUT.MIN_SIZE_TRAIN == (128,) and not cfg.INPUT.PHOTOMETRIC_DISTORTION
     # timm has no weights without a tag, and vil_tiny's cannot be downloaded.
     cfg = start(model=f"{STARTER}.in1k", weights="none")
     assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.WEIGHTS, cfg.MODEL.TRANSFORMER.NORM) == (STARTER, "", "BN")
@@ -109,20 +110,28 @@ def test_weights_that_can_be_downloaded(start, monkeypatch, capsys):
 
 def test_weights_of_an_own_detector(start, tmp_path):
     """Its heads need its architecture and its anchors, and with the same classes a lower learning rate."""
-    own, rates = start(detector="faster_rcnn", **{"MODEL.FPN.OUT_CHANNELS": 64, "MODEL.RPN.CONV_DIMS": [64]}), []
+    keys = {"MODEL.FPN.OUT_CHANNELS": 64, "MODEL.RPN.CONV_DIMS": [64], "INPUT.FORMAT": "BGR"}
+    own, rates = start(detector="faster_rcnn", image_size=224, **keys), []
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text(own.dump())
     for classes in (["circle"], ["circle", "square", "triangle", "star"]):
         torch.save({"model": {"a": torch.zeros(1)}, "vil_detectron2": {"classes": classes}}, "run/model_best.pth")
         for weights in ("run", "run/model_best.pth"):
-            cfg = start(weights=weights, image_size=96)
-            assert cfg.MODEL.WEIGHTS == "run/model_best.pth" and cfg.INPUT.MIN_SIZE_TEST == 96
+            assert start(weights=weights, image_size=96).INPUT.MIN_SIZE_TEST == 96
+            cfg = start(weights=weights)
+            assert cfg.INPUT.MIN_SIZE_TEST == own.INPUT.MIN_SIZE_TEST == 224
+            assert (cfg.MODEL.WEIGHTS, cfg.INPUT.FORMAT) == ("run/model_best.pth", "BGR")
             for section in ("ANCHOR_GENERATOR", "FPN", "RPN", "TRANSFORMER", "ROI_HEADS"):
                 assert cfg.MODEL[section] == own.MODEL[section]
         rates.append(cfg.SOLVER.BASE_LR)
     assert rates == [own.SOLVER.BASE_LR, pytest.approx(own.SOLVER.BASE_LR / 5)]
-    cfg = start(weights="run/model_best.pth", detector="retinanet")
-    assert cfg.MODEL.FPN.OUT_CHANNELS == 128 and cfg.MODEL.ANCHOR_GENERATOR != own.MODEL.ANCHOR_GENERATOR
+    cfg = start(weights="run", detector="retinanet")
+    assert (cfg.MODEL.FPN.OUT_CHANNELS, cfg.MODEL.WEIGHTS, cfg.INPUT.FORMAT) == (128, "run/model_best.pth", "RGB")
+    # Configs of detectron2 and of other programs
+    for text in ("MODEL: {META_ARCHITECTURE: RetinaNet}\nVERSION: 2", "lr: 1"):
+        (tmp_path / "run/config.yaml").write_text(text)
+        cfg = start(weights="run/model_best.pth", model="vil_tiny_rpb")
+        assert cfg.MODEL.BACKBONE.NAME == "build_retinanet_transformer_fpn_backbone"
 
 
 # -- image size and anchors ------------------------------------------------------------------------

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from projects_vil.data.readers.index import FileIndex, Record, content_hash, size_of, split_of
+from projects_vil.data.readers.index import FileIndex, Record, content_hash, normalized, size_of, split_of
 from projects_vil.data.readers.shapes import Annotations
 from projects_vil.utils import read_json
 
 # COCO's other annotation files of the same images
-_OTHER_FILES = re.compile("(captions|labels|person_keypoints|panoptic|stuff|image_info)_|(.*[^a-z])?trainval")
+_OTHER_FILES = re.compile("(captions|labels|person_keypoints|panoptic|stuff|image_info)_")
 # The content of a COCO file, its path or None if it must be written, and the image folder
 Part = tuple[dict[str, Any], Path | None, Path]
 Parts = dict[str, Part]
@@ -50,6 +50,10 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
         by_split[split_of(index.folders_of(path), Path(path).stem) or "train"].append(path)
     for split, own in by_split.items():
         main = [path for path in own if not _OTHER_FILES.match(os.path.basename(path))] or own
+        # A file of train and val is not used beside a file of each.
+        single = [path for path in main if "trainval" not in normalized(os.path.basename(path))]
+        if "val" in by_split and any("train" in normalized(os.path.basename(path)) for path in single):
+            main = single
         # Some datasets have copies of the files in another folder.
         folders = {os.path.join(os.path.dirname(path), "") for path in main if len(main) > 1}
         if folders and sum(any(image.startswith(folder) for image in index.images) for folder in folders) < 2:
@@ -63,7 +67,7 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
         content, _, root = parts[split] = _with_images(main[0], named, index)
         pairs = zip(entries_of(content, "images"), paths_of(content, root) if named is None else (), strict=False)
         splits = {str(image.get("id")): index.split_of(path) or "train" for image, path in pairs}
-        if len({*splits.values()}) > 1:
+        if len({*splits.values()}) > 1 and "train" in splits.values():
             found.notes.append("the folders of the images decide their splits")
             parts = {split: (part, None, root) for split, part in divide(content, splits).items()}
     return parts

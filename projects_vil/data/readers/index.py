@@ -207,8 +207,10 @@ class FileIndex:
         owners: dict[str, tuple[tuple, Record]] = {}
         for rank, paths, record in sorted(matches, key=lambda match: match[0], reverse=True):
             paths = [path for path in paths if any(rank[:2]) or os.path.dirname(path) not in others]
+            # Images that fit another record better are left out.
+            paths = [path for path in paths if path not in owners or owners[path][0] <= rank]
             paths = self._without_copies(paths, record) if len(paths) > 1 else paths
-            if all(path in owners and owners[path][0] > rank for path in paths):
+            if not paths:
                 continue
             if len(paths) > 1:
                 raise ConfigError(f"{record} matches both '{paths[0]}' and '{paths[1]}'. Rename one, or use --images.")

@@ -46,14 +46,15 @@ def images_of(content: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _is_image(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not isinstance(entry.get("filename"), str) or "regions" not in entry:
-        return False
-    return all(isinstance(r, dict) and isinstance(r.get("region_attributes") or {}, dict) for r in _regions(entry))
+    is_entry = isinstance(entry, dict) and isinstance(entry.get("filename"), str) and "regions" in entry
+    return is_entry and isinstance(entry["regions"] or [], dict | list)
 
 
 def _regions(image: dict[str, Any]) -> list[dict[str, Any]]:
-    regions = image["regions"] or []
-    return list(regions.values() if isinstance(regions, dict) else regions)
+    regions = list(found.values() if isinstance(found := image["regions"] or [], dict) else found)
+    if not all(isinstance(r, dict) and isinstance(r.get("region_attributes") or {}, dict) for r in regions):
+        raise ConfigError(f"The regions of {image['filename']!r} are not in VIA's format. Export them again.")
+    return regions
 
 
 def _shape(label: str, shape: dict[str, Any], location: str) -> Shape:

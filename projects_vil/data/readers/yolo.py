@@ -16,7 +16,7 @@ from projects_vil.data.readers.shapes import Annotations, box_object, number, po
 CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
 # The keys of the splits. With only a file of class names, the key is ".", and the folders of the images decide.
 _SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",), None: (".",)}
-_NUMBER = re.compile(r"[-+.\deE]+")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _NO_LABELS = (*CLASS_FILES, "train.txt", "val.txt", "valid.txt", "test.txt")
 
 

@@ -318,6 +318,11 @@ BOX_TEXT = bndbox(11, 21, 50, 50)
             | {"data.yaml": "train: images/train\nval: images/val\nnames: [cat]"},
             ["DIR/train/c.png"],
         ),
+        # An image belongs to the annotation that it fits best, and a copy to the other one.
+        (
+            {f"{d}l/c.xml": voc_text(bndbox(1, 2, 5, 6), "c.png") for d in ("", "e/")} | {"i/c.png": 3, "e/i/c.png": 3},
+            ["e/i/c.png", "i/c.png"],
+        ),
         # If the given folder has no folders of splits, the names in the written folders decide.
         *(
             (
@@ -432,6 +437,11 @@ def test_a_failed_fix_leaves_no_files(tmp_path):
             "Cannot find the images",
         ),
         ({f"{d}/{n}": t for d in "xy" for n, t in (("a.png", ord(d)), ("c.json", coco_text("a.png")))}, "several COCO"),
+        (
+            {"a.png": 1, **{f"{n}.json": coco_text("a.png") + " " * len(n) for n in ("trainval35k", "minival")}},
+            "several COCO",
+        ),
+        ({"a.png": 1, "a.json": '{"a": {"filename": "a.png", "regions": 3}}'}, "no annotations of a known format"),
         ({"a.png": 1, "l/b.xml": voc_text("", "a.png"), "m/c.xml": voc_text("", "a.png")}, "l/b.xml' and '"),
         ({"a.png": 1, "a.xml": voc_text(bndbox(1, 2, 5, 6, ""), "a.png")}, "whose objects need a class: 1"),
         ({"a.png": 1, "b.png": 1, "boxes.csv": ""}, "has 2 images, but no annotations of a known format"),
