@@ -44,7 +44,7 @@ _IMAGES = {"cpu": 720, "cuda": 3200}
 _EPOCHS = {"cpu": (3, 100), "cuda": (12, 100)}
 # For random weights, the number of images is multiplied by this factor. They need more iterations than pretrained
 # weights, so the image size on a CPU is smaller.
-_SCRATCH_FACTOR, _SCRATCH_SIZES = {"cpu": 0.75, "cuda": 1.5}, (128,)
+_SCRATCH_FACTOR, _SCRATCH_SIZES = {"cpu": 0.6, "cuda": 1.5}, (128,)
 # Epochs of the recipe "paper" on your own data. The schedules for COCO count iterations.
 _PAPER_EPOCHS = 50
 # The share of the objects that the chosen size and anchors match, at this IoU.
