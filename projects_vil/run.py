@@ -503,7 +503,7 @@ def _trained_detector(weights: str, model: str | None, detector: str | None) -> 
         weights: a checkpoint, a name of the model zoo, or the output directory of a run.
     """
     path = Path(weights).expanduser()
-    if not ((path if path.is_dir() else path.parent) / CONFIG_FILE).is_file():
+    if not (path.exists() and ((path if path.is_dir() else path.parent) / CONFIG_FILE).is_file()):
         return weights, None
     config, checkpoint = find_model(path)
     try:
