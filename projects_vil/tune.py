@@ -123,7 +123,7 @@ def _run(trial: Trial, arguments: Sequence[str], folder: Path, metric: str) -> f
     """
     log, values, reported, is_running = folder.with_suffix(".txt"), [], 0, True
     with log.open("w") as file:
-        command = [sys.executable, "-m", "vil.cli", "train", *arguments]
+        command = [sys.executable, "-m", "vil", "train", *arguments]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
         while is_running:

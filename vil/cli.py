@@ -39,7 +39,3 @@ def _main(words: list[str]) -> None:
     if words and not words[0].startswith("-"):
         parser.error(f"unknown command '{words[0]}'{closest(NAMES_OF_OTHERS.get(words[0], words[0]), COMMANDS)}")
     parser.parse_args(words or ["--help"])
-
-
-if __name__ == "__main__":
-    main()

@@ -71,16 +71,16 @@ def write_fixed(files: Mapping[str, CocoFile], output: str | Path | None) -> lis
     if unfixable is not None:
         raise unfixable.error()
     lines = []
-    for split, file in files.items() if output else ():
-        # The output is a dataset, so its file names are relative to its folder.
-        for image in file.images:
-            if isinstance(image, dict) and isinstance(image.get("file_name"), str):
-                path = os.path.join(file.image_root, image["file_name"])
-                image["file_name"] = os.path.relpath(path, output)
-        path = os.path.join(output, f"{split}.json")
-        lines.append(f"wrote {path}: {write_cleaned(file, path)}")
-    wrong = [file for file in files.values() if file.findings("error")]
-    if wrong and not output:
+    if output:
+        for split, file in files.items():
+            # The output is a dataset, so its file names are relative to its folder.
+            for image in file.images:
+                if isinstance(image, dict) and isinstance(image.get("file_name"), str):
+                    path = os.path.join(file.image_root, image["file_name"])
+                    image["file_name"] = os.path.relpath(path, output)
+            path = os.path.join(output, f"{split}.json")
+            lines.append(f"wrote {path}: {write_cleaned(file, path)}")
+    elif wrong := [file for file in files.values() if file.findings("error")]:
         number = sum(len(file.findings("error")) for file in wrong)
         paths = " and ".join(file.path for file in wrong)
         raise ConfigError(f"{paths} has errors of {counted(number, 'type')}. Add --fix OUT to write a corrected copy.")

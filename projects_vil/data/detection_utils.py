@@ -62,14 +62,21 @@ _LARGEST_RATIO = 400
 class UnreadableImage(ConfigError):
     """Raised if an image file cannot be read.
 
-    Attributes:
+    Args:
         path: The file name.
         reason: The reason, without the file name.
+        package: The package that reads images of this format, if it is not installed.
+
+    Attributes:
+        path: The file name.
+        reason: The reason, and how to install ``package``.
     """
 
-    def __init__(self, path: str | Path, reason: str) -> None:
-        super().__init__(f"Cannot read image '{path}': {reason}." + " Fix or remove it." * ("Run `" not in reason))
-        self.path, self.reason = str(path), reason
+    def __init__(self, path: str | Path, reason: str, *, package: str | None = None) -> None:
+        advice = "Fix or remove it." if package is None else pip_install(package)
+        super().__init__(f"Cannot read image '{path}': {reason}. {advice}")
+        self.path = str(path)
+        self.reason = reason if package is None else f"{reason}. {advice.rstrip('.')}"
 
 
 class _OnlyInThisThread:
@@ -104,12 +111,13 @@ def _unreadable_image(name: str | Path) -> Iterator[None]:
         yield
     except _DAMAGED as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        package = None
         if isinstance(error, UnidentifiedImageError):
             is_empty = os.path.isfile(name) and not os.path.getsize(name)
             reason = "it is empty" if is_empty else "it is not an image of a known format"
             if str(name).lower().endswith((".heic", ".heif")) and ".heic" not in IMAGE_SUFFIXES:
-                reason += f". {pip_install('pillow-heif').rstrip('.')}"
-        raise UnreadableImage(name, reason) from error
+                package = "pillow-heif"
+        raise UnreadableImage(name, reason, package=package) from error
 
 
 def read_image(path: str | Path, image_format: str | None = "RGB", *, content: bytes | None = None) -> np.ndarray:

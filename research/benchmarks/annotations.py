@@ -86,7 +86,7 @@ def cost_of_predictions(*, num_images: int, num_detections: int = 100) -> dict[i
                 words = ["eval", f"{folder}/data", "--predictions", f"{folder}/found", "--output", output]
                 words += ["--num-gpus", str(processes), "DATASETS.CHECK", "off"]
                 start = np.array([time.perf_counter(), *os.times()[2:4]])
-                subprocess.run([sys.executable, "-m", "vil.cli", *words], check=True, stdout=subprocess.DEVNULL)
+                subprocess.run([sys.executable, "-m", "vil", *words], check=True, stdout=subprocess.DEVNULL)
                 seconds = np.array([time.perf_counter(), *os.times()[2:4]]) - start
                 own.append(np.array([seconds[0], seconds[1:].sum()]))
                 results += json.loads(Path(f"{output}/evaluation.json").read_text()).values()

@@ -240,7 +240,7 @@ def _run(commands: Sequence[tuple[str, ...]], env: dict[str, str]) -> tuple[floa
     start, peak = time.perf_counter(), 0
     with tempfile.TemporaryFile("w+") as log:
         processes = [
-            subprocess.Popen([sys.executable, "-m", "vil.cli", *command], env=env, stdout=log, stderr=log)
+            subprocess.Popen([sys.executable, "-m", "vil", *command], env=env, stdout=log, stderr=log)
             for command in commands
         ]
         while any(process.poll() is None for process in processes):

@@ -68,7 +68,7 @@ class Vil:
 
     def __init__(self, data: Path, options: str) -> None:
         self.data, self.options = data, shlex.split(options)
-        self.command = [sys.executable, "-m", "vil.cli"]
+        self.command = [sys.executable, "-m", "vil"]
 
     def train(self, folder: Path, seed: int, epochs: int | None) -> dict[str, Any]:
         """Train a detector and return the values of its row. Without ``epochs``, the recipe sets the length."""

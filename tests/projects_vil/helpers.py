@@ -112,7 +112,7 @@ def run_tool(name: str | Path, *args, datasets_root: Path | None = None, root: P
     return Result(status or 0, out.getvalue(), err.getvalue())
 
 
-vil = functools.partial(run_tool, "../vil/cli.py")
+vil = functools.partial(run_tool, "../vil/__main__.py")
 
 
 def error_of(name: str | Path, *args) -> str:

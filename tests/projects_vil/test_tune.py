@@ -9,7 +9,7 @@ pytest.importorskip("optuna", reason="optuna is not installed: pip install -e '.
 
 from projects_vil import tune  # noqa: E402  # needs optuna
 
-# Takes the place of vil.cli: writes a config, and two evaluations with an AP that is high for a low learning rate.
+# Takes the place of vil: writes a config, and two evaluations with an AP that is high for a low learning rate.
 TRAIN = """
 import json, sys
 from pathlib import Path
@@ -26,7 +26,7 @@ folder.mkdir()
 def test_the_best_config_of_a_resumed_search(tmp_path, monkeypatch, capsys):
     (tmp_path / "vil").mkdir()
     (tmp_path / "vil/__init__.py").touch()
-    (tmp_path / "vil/cli.py").write_text(TRAIN)
+    (tmp_path / "vil/__main__.py").write_text(TRAIN)
     (tmp_path / "config.yaml").write_text("OUTPUT_DIR: trial\nTEST: {}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tune, "_SECONDS_BETWEEN_READS", 0.05)

@@ -108,7 +108,7 @@ def test_resume_after_failures(inputs, cluster, trained_run, tmp_path, monkeypat
 
     def start_and_wait_for_a_file():
         number = len(list(there.glob("*.parquet")))
-        process = start_tool("../vil/cli.py", *words, folder=tmp_path)
+        process = start_tool("../vil/__main__.py", *words, folder=tmp_path)
         wait_for(lambda: len(list(there.glob("*.parquet"))) > number or not process.is_alive())
         return process
 
