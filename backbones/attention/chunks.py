@@ -12,6 +12,7 @@ import contextvars
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,30 @@ from backbones.layers.tracing import (
 MODES = ("zero_pad", "exact", "cyclic")
 _PENALTY = 1e9
 QUERY_MASK, _KEY_MASK_FLOAT16 = 256.0, -32768.0
+
+
+class WindowInputs(NamedTuple):
+    """The tensors of attention to windows. Also their gradients, or whether each needs one.
+
+    For long-short attention, the global keys and values are the projected ones, followed by those of the global tokens.
+
+    Attributes:
+        query: (B, M, H, W, D).
+        key: (B, M, H, W, D).
+        value: (B, M, H, W, D).
+        global_key: (B, M, G, D), keys that all tokens see, or None.
+        global_value: (B, M, G, D), or None.
+        local_bias: (M or 1, P, S), positions in a chunk by positions in its window, row by row, or None.
+        global_bias: (M or 1, G), or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    global_key: Tensor | None = None
+    global_value: Tensor | None = None
+    local_bias: Tensor | None = None
+    global_bias: Tensor | None = None
 
 
 def attend_chunks(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from backbones.attention.chunks import split_blocks
+from backbones.attention.chunks import WindowInputs, split_blocks
 from backbones.layers.tracing import at_least_float32, autocast_off, in_autocast_dtype, is_tracing, padding_to_multiple
 
 # Scores in a block: they fit the cache.
@@ -42,19 +42,18 @@ def is_needed(*tensors: Tensor | None) -> bool:
 
 def window_attention(
     attend: Callable[..., Tensor],
-    *tensors: Tensor | None,
+    inputs: WindowInputs,
+    *,
     chunk_size: int,
     side: int,
     shift: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Return ``attend(*tensors)``, the attention of each chunk to its window, with gradients computed by blocks.
+    """Return ``attend(inputs)``, the attention of each chunk to its window, with gradients computed by blocks.
 
     Args:
-        attend: Computes the output (B, M, H, W, D) from ``tensors`` and the function ``attention``, which it calls once
+        attend: Computes the output (B, M, H, W, D) from ``inputs`` and the function ``attention``, which it calls once
             for all chunks.
-        tensors: Queries, keys and values (B, M, H, W, D), then global keys and values (B, M, G, D) or None, the local
-            bias (M or 1, P, L * L) or None, with L = ``chunk_size + 2 * side``. The global bias (M, G) or None follows
-            if the mechanism has one.
+        inputs: The tensors. The local bias is for windows of ``chunk_size + 2 * side`` tokens per side.
         chunk_size: Side w of a chunk.
         side: Tokens of the window on each side of a chunk.
         shift: Step to the only neighboring chunk in the window, in chunks down and to the right. None for the whole
@@ -69,10 +68,10 @@ def window_attention(
             logsumexps.append(logsumexp)
             return output
 
-        return attend(*tensors, attention=attention), logsumexps[0]
+        return attend(WindowInputs(*tensors), attention=attention), logsumexps[0]
 
     backward = functools.partial(_window_gradients, chunk_size, side, shift)
-    return _RecomputedAttention.apply(forward, backward, *in_autocast_dtype(*tensors))
+    return _RecomputedAttention.apply(forward, backward, *in_autocast_dtype(*inputs))
 
 
 def map_attention(query: Tensor, key: Tensor, value: Tensor, offset_bias: Tensor, global_bias: Tensor | None) -> Tensor:
@@ -231,10 +230,8 @@ def _window_gradients(
     rows, so that a piece of one chunk is a piece of its neighbors too.
     """
     size, length = chunk_size, chunk_size + 2 * side
-    # Long-short attention has no global bias.
-    tensors, needed, num_tensors = (*tensors, None), (*needed, False), len(tensors)
     query, key, value, global_key, global_value, local_bias, global_bias = (
-        None if x is None else at_least_float32(x) for x in tensors[:7]
+        None if x is None else at_least_float32(x) for x in tensors
     )
     grad, output = at_least_float32(grad), at_least_float32(output)
     batch, heads, height, width, channels = query.shape
@@ -310,7 +307,7 @@ def _window_gradients(
     # (2, B, columns, M, rows, D) with the margins -> (B, M, H, W, D) each
     halo_grad = halo_grad.transpose(3, 4).flatten(2, 3)[:, :, side : side + width, :, side : side + height]
     key_grad, value_grad = halo_grad.permute(0, 1, 3, 4, 2, 5)
-    return (query_grad, key_grad, value_grad, *global_grads, local_bias_grad, global_bias_grad)[:num_tensors]
+    return query_grad, key_grad, value_grad, *global_grads, local_bias_grad, global_bias_grad
 
 
 def _to_chunks(x: Tensor, chunk_size: int, rows: int, cols: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import cpu_blocks, reference
 from backbones.attention.chunks import (
+    WindowInputs,
     aligned_bias,
     attend_chunks,
     extra_channels,
@@ -100,14 +101,14 @@ def long_short_attention(
     if number > 1 and local_bias is None and is_plain(query):
         local_bias = _segments_mask(chunk_size, number, side, query.dtype, query.device)
         chunk_size *= number
-    tensors = query, key, value, projected_key, projected_value, local_bias
+    inputs = WindowInputs(query, key, value, projected_key, projected_value, local_bias)
     attend = functools.partial(_attend, chunk_size=chunk_size, side=side)
     if query.device.type != "cpu" and is_plain(query) and key.numel() > _KEPT_CHANNELS:
         # The windows take as much memory as all else in a block. A backward pass makes them again.
-        return checkpoint(attend, *tensors, use_reentrant=False, preserve_rng_state=False)
-    if torch.is_grad_enabled() and cpu_blocks.is_needed(*tensors):
-        return cpu_blocks.window_attention(attend, *tensors, chunk_size=chunk_size, side=side)
-    return attend(*tensors)
+        return checkpoint(attend, inputs, use_reentrant=False, preserve_rng_state=False)
+    if torch.is_grad_enabled() and cpu_blocks.is_needed(*inputs):
+        return cpu_blocks.window_attention(attend, inputs, chunk_size=chunk_size, side=side)
+    return attend(inputs)
 
 
 @functools.lru_cache(maxsize=16)
@@ -123,18 +124,10 @@ def _segments_mask(chunk_size: int, number: int, side: int, dtype: torch.dtype, 
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    shared_key: Tensor,
-    shared_value: Tensor,
-    local_bias: Tensor | None,
-    *,
-    chunk_size: int,
-    side: int,
-    attention: Callable[..., Tensor] = pytorch_attention,
+    inputs: WindowInputs, *, chunk_size: int, side: int, attention: Callable[..., Tensor] = pytorch_attention
 ) -> Tensor:
     """Return the attention of all segments by one call of ``attention``. See :func:`.attend_chunks`."""
+    query, key, value, shared_key, shared_value, local_bias, _ = inputs
     (height, width), length = query.shape[2:4], chunk_size + 2 * side
     extra, _ = extra_channels(static_size(query.shape[4]), query.device)
     right, below = (padding_to_multiple(size, chunk_size) for size in (width, height))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from backbones.attention import cpu_blocks, reference
 from backbones.attention.chunks import (
     MODES,
+    WindowInputs,
     aligned_bias,
     attend_chunks,
     copies_windows,
@@ -80,28 +81,21 @@ def sliding_chunk_attention(
     exported model copies each window.
     """
     check_choice("attention mode", mode, MODES)
+    inputs = WindowInputs(query, key, value, global_key, global_value, local_bias, global_bias)
     if shift is None and not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * chunk_size:
-        return _whole_map_attention(
-            query, key, value, global_key, global_value, local_bias, global_bias, chunk_size=chunk_size
-        )
+        return _whole_map_attention(inputs, chunk_size)
     if mode == "exact":
-        local_bias = _hide_far_keys(_biases_or_zeros(query, global_key, local_bias, None, chunk_size)[0], chunk_size)
-    tensors = query, key, value, global_key, global_value, local_bias, global_bias
+        local_bias, _ = _biases_or_zeros(inputs, chunk_size)
+        inputs = inputs._replace(local_bias=_hide_far_keys(local_bias, chunk_size))
     options = {"chunk_size": chunk_size, "shift": shift}
     attend = functools.partial(_attend, is_cyclic=mode == "cyclic", **options)
-    if torch.is_grad_enabled() and mode != "cyclic" and cpu_blocks.is_needed(*tensors):
-        return cpu_blocks.window_attention(attend, *tensors, side=chunk_size, **options)
-    return attend(*tensors)
+    if torch.is_grad_enabled() and mode != "cyclic" and cpu_blocks.is_needed(*inputs):
+        return cpu_blocks.window_attention(attend, inputs, side=chunk_size, **options)
+    return attend(inputs)
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    global_key: Tensor | None,
-    global_value: Tensor | None,
-    local_bias: Tensor | None,
-    global_bias: Tensor | None,
+    inputs: WindowInputs,
     *,
     chunk_size: int,
     is_cyclic: bool,
@@ -109,10 +103,11 @@ def _attend(
     attention: Callable[..., Tensor] = pytorch_attention,
 ) -> Tensor:
     """Return the attention of all chunks by one call of ``attention``. See :func:`.attend_chunks`."""
-    keys, values = with_halo(key, value, chunk_size, is_cyclic=is_cyclic)
+    query, global_key, global_value = inputs.query, inputs.global_key, inputs.global_value
+    keys, values = with_halo(inputs.key, inputs.value, chunk_size, is_cyclic=is_cyclic)
     biases = None
-    if local_bias is not None or (global_key if shift is None else global_bias) is not None:
-        biases = _biases_or_zeros(query, global_key, local_bias, global_bias, chunk_size)
+    if inputs.local_bias is not None or (global_key if shift is None else inputs.global_bias) is not None:
+        biases = _biases_or_zeros(inputs, chunk_size)
     if shift is None:
         # (B * rows * M, cols, S, D + extra), S keys of three strips
         keys, values = _windows(keys, chunk_size, global_key), _windows(values, chunk_size, global_value)
@@ -124,12 +119,11 @@ def _attend(
     return attend_chunks(attention, query, keys, values, bias, chunk_size)
 
 
-def _biases_or_zeros(
-    query: Tensor, global_key: Tensor | None, local_bias: Tensor | None, global_bias: Tensor | None, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _biases_or_zeros(inputs: WindowInputs, chunk_size: int) -> tuple[Tensor, Tensor]:
     """Return the local bias (M or 1, w * w, 9 * w * w) and the global one (M or 1, G), with zeros instead of None."""
+    local_bias, global_bias, global_key = inputs.local_bias, inputs.global_bias, inputs.global_key
     if local_bias is None:
-        local_bias = query.new_zeros(1, chunk_size**2, 9 * chunk_size**2)
+        local_bias = inputs.query.new_zeros(1, chunk_size**2, 9 * chunk_size**2)
     if global_bias is None:
         global_bias = local_bias.new_zeros(1, 0 if global_key is None else static_size(global_key.shape[2]))
     return local_bias, global_bias
@@ -172,21 +166,12 @@ def _hide_far_keys(local_bias: Tensor, chunk_size: int) -> Tensor:
     return local_bias.masked_fill(~seen.reshape(local_bias.shape[1:]), float("-inf"))
 
 
-def _whole_map_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    global_key: Tensor | None,
-    global_value: Tensor | None,
-    local_bias: Tensor | None,
-    global_bias: Tensor | None,
-    *,
-    chunk_size: int,
-) -> Tensor:
+def _whole_map_attention(inputs: WindowInputs, chunk_size: int) -> Tensor:
     """Return the attention on a feature map of at most two chunks per side, where every token attends to all tokens.
 
     Source: ViL section 3.2, "equivalent to full attention", as in the last two stages at 224 x 224.
     """
+    query, key, value, global_key, global_value, local_bias, global_bias = inputs
     (heads, height, width), bias = query.shape[1:4], None
     key, value = key.flatten(2, 3), value.flatten(2, 3)
     if local_bias is not None:

@@ -15,14 +15,14 @@ import math
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from backbones.attention.chunks import MODES
+from backbones.attention.chunks import MODES, WindowInputs
 from backbones.errors import ConfigError, check_choice
 from backbones.layers.tracing import in_autocast_dtype
 
@@ -35,28 +35,6 @@ _SHARES = 1024
 _GLOBALS_BLOCK = 16
 # The lowest compute capability that the kernels are compiled for in the tests
 _LEAST_CAPABILITY = (8, 0)
-
-
-class WindowInputs(NamedTuple):
-    """The tensors of attention to windows. Also their gradients, or whether each needs one.
-
-    Attributes:
-        query: (B, M, H, W, D).
-        key: (B, M, H, W, D).
-        value: (B, M, H, W, D).
-        global_key: (B, M, G, D), keys that all tokens see, or None.
-        global_value: (B, M, G, D), or None.
-        local_bias: (M or 1, P, S), positions in a chunk by positions in its window, row by row, or None.
-        global_bias: (M or 1, G), or None.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    global_key: Tensor | None = None
-    global_value: Tensor | None = None
-    local_bias: Tensor | None = None
-    global_bias: Tensor | None = None
 
 
 def unmet_requirement(device: torch.device, channels: int = 0, dtype: torch.dtype | None = None) -> str | None:
