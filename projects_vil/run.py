@@ -32,8 +32,8 @@ from projects_vil.config import (
     with_overrides,
 )
 from projects_vil.data import SOURCE, Dataset, read_categories, read_dataset
-from projects_vil.engine import Processes, check_output_dir, launch_run
-from projects_vil.engine.launch import launch
+from projects_vil.engine import Trainer, check_output_dir, check_setup
+from projects_vil.engine.launch import Processes, launch, run_evaluation, run_training
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
 from projects_vil.modeling import TIMM_PREFIX, check_timm_name
@@ -253,6 +253,7 @@ def train(
         )
     # Errors of the arguments come before the data, which may take long to read.
     cfg = choose_device(cfg, requested="MODEL.DEVICE" in given)
+    processes.check(cfg.MODEL.DEVICE)
     with cleanup_on_failure(output):
         contents: dict[str, dict[str, Any]] = {}
         options: dict[str, Any] = {"image_size": image_size, "num_processes": processes.world_size}
@@ -280,7 +281,8 @@ def train(
             fixed = given.keys() - (size_values(1).keys() if pixels else ())
             cfg = with_recipe(cfg, recipe, contents.get("train"), given=fixed, **options)
         contents.clear()  # frees its memory during the training
-        launch_run(cfg, processes, resume=resume, overridden=given)
+        check_setup(cfg, processes=processes.world_size, resume=resume, overridden=given)
+        launch(run_training, (cfg, Trainer, resume, tuple(given)), processes, device=cfg.MODEL.DEVICE)
     return Run(output)
 
 
@@ -350,6 +352,7 @@ def evaluate(
         print(f"The results may differ from the results of the run, so they are written to '{folder}'.", flush=True)
     if not predictions:
         cfg = choose_device(cfg, requested="MODEL.DEVICE" in given)
+    processes.check("cpu" if predictions else cfg.MODEL.DEVICE)
     with cleanup_on_failure(folder):
         if data is not None:
             contents: dict[str, dict] = {}
@@ -370,10 +373,10 @@ def evaluate(
                 values["DATASETS.TRAIN"] = begun.DATASETS.TRAIN
             cfg = with_overrides(cfg, values, keep=given)
         if predictions:
-            processes.check("cpu")
             launch(evaluate_predictions, (cfg, predictions), processes, device="cpu")
         else:
-            launch_run(cfg, processes, eval_only=True, resume=resume, overridden=given)
+            check_setup(cfg, processes=processes.world_size, eval_only=True, resume=resume)
+            launch(run_evaluation, (cfg, Trainer, resume), processes, device=cfg.MODEL.DEVICE)
     return Run(folder).results
 
 

@@ -36,7 +36,7 @@ from projects_vil import data
 from projects_vil.checkpoint import Checkpointer, remove_run
 from projects_vil.config import CONFIG_FILE, set_precision, with_overrides
 from projects_vil.engine.auto_micro_batch import choose_micro_batches
-from projects_vil.engine.checks import check_output_dir, check_setup
+from projects_vil.engine.checks import check_output_dir
 from projects_vil.engine.trainer import Trainer
 from projects_vil.solver import resolve_schedule
 from projects_vil.utils import (
@@ -142,35 +142,6 @@ class Processes:
         if not 0 < here <= available and not (on_cpu and env is not None):
             unit = "CPU cores" if on_cpu else "GPUs"
             raise ConfigError(f"--num-gpus is {here}, but this machine has {available} {unit}. Use 1 to {available}.")
-
-
-def launch_run(
-    cfg: CfgNode,
-    processes: Processes,
-    *,
-    eval_only: bool = False,
-    resume: bool = False,
-    overridden: Collection[str] = (),
-) -> None:
-    """Check a config, then train or evaluate in all processes. The check takes about a second.
-
-    Args:
-        cfg: Resolved config of the run, with an available device. Its ``OUTPUT_DIR`` exists.
-        processes: Processes of the run.
-        eval_only: Evaluate instead of training.
-        resume: Continue from the last checkpoint in ``OUTPUT_DIR``.
-        overridden: Config keys that the user set for this run.
-
-    Raises:
-        ConfigError: For a mistake in the config or in a file that it names. See also :func:`launch`.
-    """
-    processes.check(cfg.MODEL.DEVICE)
-    options = {"eval_only": eval_only, "resume": resume, "overridden": overridden}
-    check_setup(cfg, processes=processes.world_size, **options)
-    if eval_only:
-        launch(run_evaluation, (cfg, Trainer, resume), processes, device=cfg.MODEL.DEVICE)
-    else:
-        launch(run_training, (cfg, Trainer, resume, tuple(overridden)), processes, device=cfg.MODEL.DEVICE)
 
 
 def _set_up_run(cfg: CfgNode, *, eval_only: bool) -> None:

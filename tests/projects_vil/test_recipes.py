@@ -24,7 +24,8 @@ def start(shapes, tmp_path, monkeypatch):
     for module in ("recipes", "checkpoint.zoo"):
         # To parse the table takes longer than the rest of most starts.
         monkeypatch.setattr(f"projects_vil.{module}.read_zoo", lambda: zoo)
-    monkeypatch.setattr("projects_vil.run.launch_run", lambda cfg, *_, **__: configs.append(cfg))
+    monkeypatch.setattr("projects_vil.run.check_setup", lambda cfg, **_: configs.append(cfg))
+    monkeypatch.setattr("projects_vil.run.launch", lambda *_, **__: None)
 
     def run(**options):
         train("mine", device="cpu", **options)

@@ -33,7 +33,8 @@ def data(shapes, tmp_path, monkeypatch):
 def started(monkeypatch) -> list:
     """Collect the configs of runs, which are not trained."""
     configs = []
-    monkeypatch.setattr("projects_vil.run.launch_run", lambda cfg, *_, **__: configs.append(cfg))
+    monkeypatch.setattr("projects_vil.run.check_setup", lambda cfg, **_: configs.append(cfg))
+    monkeypatch.setattr("projects_vil.run.launch", lambda *_, **__: None)
     return configs
 
 
@@ -186,6 +187,7 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, started, model, 
         ({"MODEL.RETINANET.NUM_CLASSES": 7}, "MODEL.RETINANET.NUM_CLASSES"),
         ({"weights": "absent.pth"}, "absent.pth"),
         ({"epochs": 0}, "epochs=0 is not valid"),
+        ({"num_gpus": 0}, "--num-gpus is 0"),
         ({"workers": -1}, "DATALOADER.NUM_WORKERS is -1"),
         ({"epochs": 3, "SOLVER.MAX_ITER": 4}, "epochs"),
     ],
