@@ -37,23 +37,7 @@ BUNDLE = "LabGym==3.1.2"
 BUNDLE_PYTHON = "3.10"
 BUNDLE_SHA256 = "a2900cff8a3fb508e1975f19b5f9abd9f261966db87b0c332697fb4138c1cb2b"
 BUNDLE_FOLDER = "LabGym/detectron2/"
-SETUP_PY = """from setuptools import find_packages, setup
-
-setup(
-    name="detectron2",
-    version="0.6+labgym3.1.2",
-    description="FAIR's detectron2 as of 2024-01-08: the pure-Python copy in LabGym 3.1.2, its module prefix removed",
-    license="Apache-2.0",
-    packages=find_packages(exclude=["detectron2.model_zoo.configs*"]),
-    package_data={"detectron2.model_zoo": ["configs/**/*.yaml", "configs/**/*.py"]},
-    # detectron2.model_zoo imports pkg_resources, which setuptools 81 does not have.
-    install_requires=[
-        "Pillow>=7.1", "matplotlib", "pycocotools>=2.0.2", "termcolor>=1.1", "yacs>=0.1.8", "tabulate", "cloudpickle",
-        "tqdm>4.29.0", "tensorboard", "fvcore>=0.1.5,<0.1.6", "iopath>=0.1.7,<0.1.10", "omegaconf>=2.1,<2.4",
-        "hydra-core>=1.1", "black", "packaging", "setuptools<81",
-    ],
-)
-"""
+PYPROJECT = Path(__file__).with_name("detectron2_pyproject.toml")
 # Runs in a new interpreter, which finds a package that was just installed. detectron2 needs torch.
 PROBE = """
 import torch, torchvision, detectron2, detectron2.engine, detectron2.model_zoo
@@ -139,7 +123,7 @@ def unpack(wheel: Path, project: Path) -> None:
                 target = project / "detectron2" / name.removeprefix(BUNDLE_FOLDER)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
-    (project / "setup.py").write_text(SETUP_PY)
+    shutil.copy(PYPROJECT, project / "pyproject.toml")
     # detectron2 has the same license as this project, Apache-2.0.
     license_file = next(file for file in importlib.metadata.files("vil-detectron2") or () if file.name == "LICENSE")
     shutil.copy(license_file.locate(), project)
