@@ -115,6 +115,7 @@ class Stage(nn.Module):
         num_global_tokens: Number G of global tokens.
         positions: A module that returns the positions for a height and a width. Its ``global_tokens`` are the positions
             of the global tokens. None for no absolute positions.
+        activation_checkpointing: Whether the backward pass recomputes the activations of each block.
     """
 
     no_weight_decay_names = ("global_tokens",)
@@ -127,9 +128,10 @@ class Stage(nn.Module):
         dim: int,
         num_global_tokens: int = 0,
         positions: nn.Module | None = None,
+        activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        self.activation_checkpointing = False
+        self.activation_checkpointing = activation_checkpointing
         self.patch_embed = patch_embed
         self.global_tokens = position_parameter(1, num_global_tokens, dim) if num_global_tokens else None
         self.positions = positions
@@ -188,15 +190,14 @@ class Backbone(nn.Module, abc.ABC):
 
     Args:
         variant: The sizes of the model.
-        settings: The other arguments. None for the defaults.
+        settings: The other arguments.
 
     Raises:
         ConfigError: If a stage or the backend is unknown, no stage is named, or ``drop_path_rate`` is not in [0, 1).
     """
 
-    def __init__(self, variant: Variant, settings: BackboneSettings | None = None) -> None:
+    def __init__(self, variant: Variant, settings: BackboneSettings) -> None:
         super().__init__()
-        settings = settings or BackboneSettings()
         names = variant.stage_names
         out_features = names if settings.out_features is None else settings.out_features
         if isinstance(out_features, str):
@@ -228,8 +229,6 @@ class Backbone(nn.Module, abc.ABC):
             if norm is not None:
                 self.output_norms[names[index]] = norm
         self.apply(init_linear)
-        if settings.activation_checkpointing:
-            self.set_activation_checkpointing(True)
         if settings.attention_backend == "triton" and not any(
             getattr(module, "backend", None) == "triton" for module in self.modules()
         ):
@@ -260,6 +259,7 @@ class Backbone(nn.Module, abc.ABC):
             dim=spec.dim,
             num_global_tokens=self._num_global_tokens(index),
             positions=positions,
+            activation_checkpointing=self.settings.activation_checkpointing,
         )
 
     @abc.abstractmethod
@@ -373,19 +373,6 @@ class Backbone(nn.Module, abc.ABC):
             for block in stage.blocks:
                 block.drop_path_rate = 0.0
         self.train(self.training)
-
-    def keep_stages(self, number: int) -> None:
-        """Remove the stages after the first ``number``. Only the last remaining stage is returned."""
-        name = f"stage{number}"
-        self.num_stages = number
-        self.stages = self.stages[:number]
-        self.output_norms = nn.ModuleDict({key: norm for key, norm in self.output_norms.items() if key == name})
-        self.feature_info = {name: FeatureInfo(self.variant.stages[number - 1].dim, self.strides[number - 1])}
-
-    def set_activation_checkpointing(self, enable: bool) -> None:
-        """Set whether the backward pass recomputes the activations of each block."""
-        for stage in self.stages:
-            stage.activation_checkpointing = enable
 
     def train(self, mode: bool = True) -> "Backbone":
         """Set the training mode, as ``nn.Module.train``. Frozen stages stay in evaluation mode."""

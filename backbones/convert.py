@@ -5,7 +5,6 @@ that are split or dropped (``convert_tensor``). :func:`convert_tensors` applies 
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -214,9 +213,7 @@ def convert_tensors(
         for key, piece in fitted.items():
             path, _, leaf = key.rpartition(".")
             owner, old, new = modules[path], tuple(piece.shape), tuple(target[key].shape)
-            # Official tables are for square feature maps.
-            side = (math.isqrt(len(piece)) + 1) // 2 if piece.ndim and isinstance(owner, GridRelativeBias) else 0
-            fitted[key] = fit_table(piece, owner, leaf, made_for=(side, side) if side else None)
+            fitted[key] = fit_table(piece, owner, leaf, is_square=isinstance(owner, GridRelativeBias))
             if fitted[key] is not piece:
                 report.resized[key] = (old, new)
             elif old != new:

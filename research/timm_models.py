@@ -5,6 +5,7 @@
 """
 
 import collections
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -173,7 +174,7 @@ class TimmClassifier(Classifier):
         if prune_norm or is_shorter:
             self.norm = nn.Identity()
         if is_shorter:
-            self.backbone.keep_stages(last + 1)
+            _keep_stages(self.backbone, last + 1)
             # Only the last stage of a classifier keeps its global tokens.
             self.pool = "mean"
             self.feature_info = _feature_info(self.backbone, range(last + 1))
@@ -184,7 +185,8 @@ class TimmClassifier(Classifier):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Set whether the backward pass recomputes the activations of each block."""
-        self.backbone.set_activation_checkpointing(enable)
+        for stage in self.backbone.stages:
+            stage.activation_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict:
         """Return timm's layers for layer-wise learning rate decay: one per block, or one per stage if ``coarse``."""
@@ -238,7 +240,18 @@ class TimmFeatures(nn.Module):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Set whether the backward pass recomputes the activations of each block."""
-        self.backbone.set_activation_checkpointing(enable)
+        for stage in self.backbone.stages:
+            stage.activation_checkpointing = enable
+
+
+def _keep_stages(backbone: Backbone, number: int) -> None:
+    """Remove the stages after the first ``number``. Only the last remaining stage is returned."""
+    name = f"stage{number}"
+    backbone.num_stages, backbone.stages = number, backbone.stages[:number]
+    backbone.output_norms = nn.ModuleDict({key: norm for key, norm in backbone.output_norms.items() if key == name})
+    (info,), sizes = backbone.feature_info.values(), backbone.variant.stages[number - 1]
+    info = dataclasses.replace(info, channels=sizes.dim, stride=backbone.strides[number - 1])
+    backbone.feature_info = {name: info}
 
 
 def _feature_info(backbone: Backbone, indices: Sequence[int]) -> FeatureInfo:

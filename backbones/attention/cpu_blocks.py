@@ -337,12 +337,7 @@ def _with_halo(key: Tensor, value: Tensor, chunk_size: int, side: int) -> Tensor
 
 
 def _map_forward(
-    size: tuple[int, int],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    offset_bias: Tensor,
-    global_bias: Tensor | None,
+    size: tuple[int, int], query: Tensor, key: Tensor, value: Tensor, offset_bias: Tensor, global_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output, which lies in memory as (B, H * W, M, D), and the log-sum-exps (B, M, H * W)."""
     height, width = size

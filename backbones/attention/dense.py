@@ -1,7 +1,5 @@
 """Full attention between all tokens (ViL section 3.3, ``a = full``), with or without a relative position bias."""
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -224,17 +222,17 @@ class DenseAttention(TokenAttention):
         bias, num_queries = self.relative_bias, query.shape[2] - height * width
         local = query[:, :, num_queries:].unflatten(2, (height, width))
         tensors = {"query": local, "key": key, "value": value}
-        parameters = {"local_bias": bias.table, "global_bias": bias.global_key_bias}
+        parameters = {"local_bias": bias.table, "global_bias": bias.local_to_global}
         backend = resolve_backend(self.backend, tensors | parameters, mode=DENSE_MODE)
         if backend == "reference" or (backend == "sdpa" and torch.compiler.is_compiling()) or not query.numel():
             return self.backends[backend](query, key, value, bias=bias(height, width))
         # On the meta device FLOPs are counted, without the alignment of a GPU.
         if backend == "sdpa" and query.device.type in ("cpu", "meta"):
             by_row_offset = bias.by_row_offset(height, width)
-            output = cpu_blocks.map_attention(local, key, value, by_row_offset, bias.global_key_bias)
+            output = cpu_blocks.map_attention(local, key, value, by_row_offset, bias.local_to_global)
         else:
             attend = triton_map_attention if backend == "triton" else map_attention
-            output = attend(local, key, value, bias.by_offset(height, width), bias.global_key_bias)
+            output = attend(local, key, value, bias.by_offset(height, width), bias.local_to_global)
         if num_queries:
             bias = bias.global_query_bias(height * width)
             globals_ = global_query_attention(query[:, :, :num_queries], key, value, bias=bias)
@@ -285,38 +283,28 @@ def map_attention(query: Tensor, key: Tensor, value: Tensor, offset_bias: Tensor
     fill = (0, 0, 0, padding_to_multiple(num_keys, 16))
     key, value = (F.pad(x.flip(2), fill) for x in (key, value))
     dtype, outputs = autocast_dtype(query.device) or query.dtype, []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor, to_global: Tensor | None) -> Tensor:
+        """Return the attention (B, M, rows * W, D) of some heads and rows."""
+        # (M, rows, W, H, W). The gradient is summed in float32.
+        bias = table.unfold(1, height, 1).unfold(2, width, 1).to(dtype, memory_format=torch.contiguous_format)
+        parts = [bias.flatten(3).flatten(1, 2)]
+        if to_global is not None:
+            parts.append(to_global.flip(1).to(dtype)[:, None].expand(-1, query.shape[2], -1))
+        hidden = key.shape[2] - num_keys
+        if hidden:
+            parts.append(bias.new_full((1, 1, 1), float("-inf")).expand(*parts[0].shape[:2], hidden))
+        return pytorch_attention(query, key, value, attn_mask=torch.cat(parts, dim=2)[None])
+
     for some_heads, rows in split_blocks((heads, height), batch * width * num_keys, _CALL_SCORES):
         table = offset_bias[some_heads, rows.start : rows.stop + height - 1]
         inputs = query[:, some_heads, rows].flatten(2, 3), key[:, some_heads], value[:, some_heads], table
         to_global = None if global_bias is None else global_bias[some_heads]
-        attend = functools.partial(_attend_with_table, height, width, dtype)
         output = checkpoint(attend, *inputs, to_global, use_reentrant=False, preserve_rng_state=False)
         if rows.start == 0:
             outputs.append([])
         outputs[-1].append(output)
     return torch.cat([torch.cat(parts, dim=2) for parts in outputs], dim=1)
-
-
-def _attend_with_table(
-    height: int,
-    width: int,
-    dtype: torch.dtype,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    offset_bias: Tensor,
-    global_bias: Tensor | None,
-) -> Tensor:
-    """Return the attention (B, M, rows * W, D) of some rows of a feature map. Keys are in reverse order and padded."""
-    # (M, rows, W, H, W). The gradient is summed in float32.
-    bias = offset_bias.unfold(1, height, 1).unfold(2, width, 1).to(dtype, memory_format=torch.contiguous_format)
-    parts = [bias.flatten(3).flatten(1, 2)]
-    if global_bias is not None:
-        parts.append(global_bias.flip(1).to(dtype)[:, None].expand(-1, query.shape[2], -1))
-    hidden = key.shape[2] - sum(part.shape[2] for part in parts)
-    if hidden:
-        parts.append(bias.new_full((1, 1, 1), float("-inf")).expand(*parts[0].shape[:2], hidden))
-    return pytorch_attention(query, key, value, attn_mask=torch.cat(parts, dim=2)[None])
 
 
 def traced_keys(key: Tensor, value: Tensor, height: int, width: int, num_global: int) -> tuple[Tensor, Tensor, Tensor]:

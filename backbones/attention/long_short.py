@@ -28,13 +28,7 @@ from backbones.attention.triton_chunks import SEGMENT_MODE, triton_long_short_at
 from backbones.errors import check_choice
 from backbones.layers.block import AutocastLayerNorm
 from backbones.layers.position import SegmentRelativeBias
-from backbones.layers.tracing import (
-    autocast_off,
-    contiguous_for_export,
-    is_tracing,
-    padding_to_multiple,
-    static_size,
-)
+from backbones.layers.tracing import autocast_off, contiguous_for_export, is_tracing, padding_to_multiple, static_size
 
 # On a GPU, segments without a bias are joined to chunks of about this side. The kernels have tiles of 64 queries.
 _CHUNKS = {"cuda": 8}
@@ -256,11 +250,7 @@ class DualNormAttention(DualNorm):
         self.relative_bias = SegmentRelativeBias(chunk_size, num_heads) if relative_bias else None
 
     def attend(
-        self,
-        query: Tensor,
-        keys_values: Tensor,
-        scores: Tensor,
-        global_keys_values: Tensor | None = None,
+        self, query: Tensor, keys_values: Tensor, scores: Tensor, global_keys_values: Tensor | None = None
     ) -> Tensor:
         """Return the output of each head, (B, M, H, W, D).
 

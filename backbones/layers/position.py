@@ -207,12 +207,11 @@ class GridRelativeBias(nn.Module):
         super().__init__()
         self.size = size
         self.resizing = resizing
-        self.num_global_tokens = num_global_tokens
         self.global_queries = global_queries and num_global_tokens > 0
         self.resize_mode = resize_mode
         self.table = position_parameter(math.prod(self.offsets), num_heads)
-        if num_global_tokens:
-            self.local_to_global = position_parameter(num_heads, num_global_tokens)
+        # The bias (M, G) of local queries at global keys
+        self.local_to_global = position_parameter(num_heads, num_global_tokens) if num_global_tokens else None
         if self.global_queries:
             self.global_to_local = position_parameter(num_heads, num_global_tokens)
             self.global_to_global = position_parameter(num_heads, num_global_tokens, num_global_tokens)
@@ -261,14 +260,9 @@ class GridRelativeBias(nn.Module):
             yield self._with_globals(bias.view(heads, num_rows * width, num_key_rows * width))
 
     def _with_globals(self, bias: Tensor) -> Tensor:
-        if not self.num_global_tokens:
+        if self.local_to_global is None:
             return bias
         return torch.cat([self.local_to_global[:, None].expand(-1, bias.shape[1], -1), bias], dim=2)
-
-    @property
-    def global_key_bias(self) -> Tensor | None:
-        """The bias (M, G) of local queries at global keys, or None without global tokens."""
-        return self.local_to_global if self.num_global_tokens else None
 
     def global_query_bias(self, tokens: int) -> Tensor:
         """Return the bias (M, G, G + tokens) of the global queries, up to a constant of each query."""
@@ -300,15 +294,15 @@ def global_query_bias(to_global: Tensor, to_local: Tensor, tokens: int) -> Tenso
     return F.pad(to_global - to_local[:, :, None], (0, tokens))
 
 
-def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, made_for: tuple[int, int] | None = None) -> Tensor:
+def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, is_square: bool = False) -> Tensor:
     """Resize a position table of another size for the module that it is loaded into.
 
     Args:
         tensor: The table of a checkpoint.
         owner: The module of this model.
         leaf: Name of the parameter in ``owner``.
-        made_for: Height and width, in tokens, of the feature map that the table of a :class:`GridRelativeBias` is made
-            for. None if they are unknown; then the feature map is assumed to be square.
+        is_square: Whether the table of a :class:`GridRelativeBias` is made for a square feature map, as all official
+            ones. A table of another size than the parameter is always assumed to be.
 
     Returns:
         ``tensor`` in the size of the parameter. It is unchanged if the parameter is no position table, or is a
@@ -316,16 +310,14 @@ def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, made_for: tuple[in
     """
     table = getattr(owner, leaf, None)
     # A bias for 2 x 14 tokens has as many rows as one for 14 x 2.
-    if not isinstance(table, Tensor) or (tensor.shape == table.shape and made_for is None):
+    if not isinstance(table, Tensor) or (tensor.shape == table.shape and not is_square):
         return tensor
     if tensor.ndim != table.ndim or tensor.shape[-1] != table.shape[-1] or not tensor.numel():
         return tensor
     if isinstance(owner, AbsolutePositions | GridPositions) and leaf != "global_tokens":
         return resize_table(tensor, table.shape[:-1])
-    rows = cols = math.isqrt(len(tensor))
-    if made_for is not None:
-        rows, cols = (2 * side - 1 for side in made_for)
+    side = math.isqrt(len(tensor))
     is_grid = isinstance(owner, GridRelativeBias | WindowRelativeBias) and leaf == "table"
-    if not is_grid or rows * cols != len(tensor) or owner.offsets == (rows, cols):
+    if not is_grid or side**2 != len(tensor) or owner.offsets == (side, side):
         return tensor
-    return resize_table(tensor.unflatten(0, (rows, cols)), owner.offsets, mode=owner.resize_mode).flatten(0, 1)
+    return resize_table(tensor.unflatten(0, (side, side)), owner.offsets, mode=owner.resize_mode).flatten(0, 1)

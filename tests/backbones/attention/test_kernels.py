@@ -74,7 +74,7 @@ def test_attention_of_a_map_as_on_a_gpu(monkeypatch, num_global, block_scores):
     inputs = [random_images(2, 2, *sizes, 4, seed=seed) for seed, sizes in enumerate([(5, 7), (tokens,), (tokens,)])]
     inputs = [x.requires_grad_() for x in inputs]
     query, key, value = inputs
-    actual = dense.map_attention(query, key, value, bias.by_offset(5, 7), bias.global_key_bias)
+    actual = dense.map_attention(query, key, value, bias.by_offset(5, 7), bias.local_to_global)
     expected = reference.attention(query.flatten(2, 3), key, value, bias=bias(5, 7))
     learned, weights = [*inputs, *bias.parameters()], torch.linspace(-1, 1, expected.numel()).view_as(expected)
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
