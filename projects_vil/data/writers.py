@@ -25,6 +25,7 @@ from projects_vil.data.check import check_dataset
 from projects_vil.data.readers.index import normalized
 from projects_vil.data.readers.shapes import area
 from projects_vil.data.segmentation import rle_of
+from projects_vil.utils import atomic_folder
 
 # The polygon of a predicted mask is simplified by at most this many pixels.
 _TOLERANCE = 1.0
@@ -120,16 +121,15 @@ def write_dataset(parts: dict[str, tuple[dict, Path]], output: str | Path, outpu
         output_format: See :func:`convert_dataset`.
 
     Raises:
-        ConfigError: If ``output`` exists, or if an image cannot be copied.
+        ConfigError: If ``output`` exists.
+        OSError: If an image cannot be copied.
     """
     check_output(output, output_format)
-    parent = Path(output).absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
     categories = _shared_categories([content["categories"] for content, _ in parts.values()])
     ids = {category["name"]: category["id"] for category in categories}
     images, used, skipped = [], defaultdict(set), Counter()
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".") as temporary:
-        partial = Path(temporary, "dataset")
+    with atomic_folder(Path(output).parent) as unfinished:
+        partial = unfinished / "dataset"
         for split, (content, root) in parts.items():
             folder, objects = _FORMATS[output_format][0].format(split=split), defaultdict(list)
             labels = {category["id"]: category["name"] for category in content["categories"]}
@@ -142,10 +142,7 @@ def write_dataset(parts: dict[str, tuple[dict, Path]], output: str | Path, outpu
                 path = PurePosixPath(folder, _new_name("_".join(names[num_common:]), used[folder]))
                 images.append(_Image(split, path, entry, objects[entry["id"]]))
                 (partial / path).parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    shutil.copyfile(root / entry["file_name"], partial / path)
-                except OSError as error:
-                    raise ConfigError(f"Cannot copy '{root / entry['file_name']}': {error.strerror}.") from error
+                shutil.copyfile(root / entry["file_name"], partial / path)
         for name, text in _FORMATS[output_format][1](images, categories, skipped).items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             (partial / name).write_text(text, encoding="utf-8")

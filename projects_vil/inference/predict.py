@@ -30,7 +30,7 @@ from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detections, Detector, check_threshold
 from projects_vil.inference.image_listing import TABLES, find_images, is_video, list_paths, number_of_images, suffix_of
 from projects_vil.inference.image_loading import DEFAULT_FRAME_RATE, ImageBatches, ImageSource, Loaded, Skipped, Video
-from projects_vil.utils import stop_requests
+from projects_vil.utils import atomic_folder, stop_requests
 from vil.choices import PART_SIZE, SCORE_THRESHOLD
 
 if TYPE_CHECKING:
@@ -382,25 +382,21 @@ def _write_drawing(folder: Path, source: Path, entry: dict, drawn: np.ndarray) -
 
 @contextlib.contextmanager
 def _video_writer(folder: Path, video: Video) -> Iterator[Callable[[dict, np.ndarray], None]]:
-    path = folder / f"{Path(video.name).stem}.mp4"
-    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial.mp4")
+    name, codec = f"{Path(video.name).stem}.mp4", cv2.VideoWriter_fourcc(*VIDEO_CODEC)
     writer, size = cv2.VideoWriter(), None
+    with atomic_folder(folder) as unfinished:
 
-    def write(entry: dict, drawn: np.ndarray) -> None:
-        nonlocal size
-        # OpenCV drops frames of another size than the first. Encoders need even sides.
-        size = size or (drawn.shape[1] // 2 * 2, drawn.shape[0] // 2 * 2)
-        if not writer.isOpened():
-            folder.mkdir(parents=True, exist_ok=True)
-            if not writer.open(str(partial), cv2.VideoWriter_fourcc(*VIDEO_CODEC), video.frame_rate, size):
-                raise ConfigError(f"OpenCV cannot encode {VIDEO_CODEC} for '{path}'. Use --no-drawings.")
-        writer.write(np.ascontiguousarray(cv2.resize(drawn, size)[..., ::-1]))
+        def write(entry: dict, drawn: np.ndarray) -> None:
+            nonlocal size
+            # OpenCV drops frames of another size than the first. Encoders need even sides.
+            size = size or (drawn.shape[1] // 2 * 2, drawn.shape[0] // 2 * 2)
+            if not writer.isOpened() and not writer.open(str(unfinished / name), codec, video.frame_rate, size):
+                raise ConfigError(f"OpenCV cannot encode {VIDEO_CODEC} for '{folder / name}'. Use --no-drawings.")
+            writer.write(np.ascontiguousarray(cv2.resize(drawn, size)[..., ::-1]))
 
-    try:
-        yield write
-        writer.release()
-        if partial.exists():
-            partial.replace(path)
-    finally:
-        writer.release()
-        partial.unlink(missing_ok=True)
+        try:
+            yield write
+        finally:
+            writer.release()
+        if (unfinished / name).exists():
+            (unfinished / name).replace(folder / name)
