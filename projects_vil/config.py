@@ -380,7 +380,7 @@ def _explain(error: Exception, cfg: CfgNode) -> str:
         return f"{mismatch[4]} is {value}. It must be {expected}.{hint}"
     unknown = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if unknown is None:
-        return f"{one_line(message).rstrip('.')}. Correct it."
+        return f"{one_line(message)}. Correct it."
     known = [key for key, _ in config_items(cfg)]
     if unknown[1] in known:
         return f"The key {unknown[1]} is written with dots. In a file, write each part as a section of its own."
@@ -407,8 +407,8 @@ def first_of(names: Sequence[str], number: int) -> str:
 
 
 def one_line(message: object) -> str:
-    """Return a message of a library on one line. A long message is cut in the middle."""
-    line = " ".join(str(message).split())
+    """Return a message of a library on one line, without its final period. A long message is cut in the middle."""
+    line = " ".join(str(message).split()).rstrip(".")
     return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"
 
 

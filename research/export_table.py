@@ -33,13 +33,11 @@ from projects_vil.export import (
     FORMATS,
     ExportedModel,
     check_format,
-    compare_detections,
     eager_detections,
     example_image,
     export_detector,
-    is_equal,
-    measure_latency,
 )
+from projects_vil.export.parity import compare_detections, is_equal, measure_latency
 from projects_vil.utils import peak_in_new_process
 from vil.arguments import ConfigToolParser, output_file, positive, run_tool, write_json
 from vil.choices import PRECISIONS

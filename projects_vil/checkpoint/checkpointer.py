@@ -158,8 +158,8 @@ class Checkpointer(DetectionCheckpointer):
                 # Keeps a copy, which detectron2 then reads
                 self.path_manager.get_local_path(path)
             except (OSError, ValueError, AssertionError, http.client.HTTPException) as error:
-                reason = one_line(error).rstrip(".")
-                raise ConfigError(f"Cannot download MODEL.WEIGHTS '{path}': {reason}. Check the URL.") from error
+                message = f"Cannot download MODEL.WEIGHTS '{path}': {one_line(error)}. Check the URL."
+                raise ConfigError(message) from error
         elif path:
             check_file(path, "weights file", key="MODEL.WEIGHTS")
         if path.endswith(EXPORT_SUFFIXES):

@@ -70,8 +70,8 @@ def read_zoo() -> dict[str, ZooEntry]:
                 known = {key: row.get(key) for key in ("config", "img_size", "chunk_size")}
                 zoo[name] = ZooEntry(row["variant"], url, params=row["params"], figures=figures, group=group, **known)
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = one_line(error).rstrip(".")
-        raise ConfigError(f"The table of weights '{path}' (VIL_ZOO) is not valid: {reason}. Fix the file.") from error
+        message = f"The table of weights '{path}' (VIL_ZOO) is not valid: {one_line(error)}. Fix the file."
+        raise ConfigError(message) from error
     return zoo
 
 
@@ -123,7 +123,7 @@ def find_weights(weights: str) -> str:
         try:
             _download(entry.url, path)
         except (OSError, http.client.HTTPException, ConfigError) as error:
-            reason = (one_line(error) or type(error).__name__).rstrip(".")
+            reason = one_line(error) or type(error).__name__
             raise ConfigError(
                 f"Cannot download '{weights}' from {entry.url}: {reason}. Save the file as '{path}'."
             ) from error

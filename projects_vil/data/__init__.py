@@ -26,7 +26,6 @@ from projects_vil.data.detection_utils import (
     IGNORED_LABEL,
     IMAGE_SUFFIXES,
     UNSUPPORTED_SUFFIXES,
-    UnreadableImage,
     label_reader,
     read_for_testing,
     read_image,

@@ -49,10 +49,9 @@ class AlbumentationsAugmentation:
         try:
             pipeline = A.load(path, data_format="json" if Path(path).suffix == ".json" else "yaml")
         except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = one_line(error).rstrip(".")
             raise ConfigError(
-                f"{_KEY} '{path}' is not a pipeline of Albumentations: {reason}. Write the file with A.save(pipeline, "
-                f"{path!r}, data_format='yaml')."
+                f"{_KEY} '{path}' is not a pipeline of Albumentations: {one_line(error)}. Write the file with "
+                f"A.save(pipeline, {path!r}, data_format='yaml')."
             ) from error
         processor = getattr(pipeline, "processors", {}).get("bboxes")
         conditions = {name: getattr(processor.params, name) for name in _CONDITIONS} if processor else {}
@@ -92,10 +91,8 @@ class AlbumentationsAugmentation:
         try:
             outputs = self.pipeline(**inputs)
         except Exception as error:  # Transforms raise many types, for example for a crop that is larger than the image.
-            reason = one_line(error).rstrip(".")
-            raise ConfigError(
-                f"{_KEY} '{self.path}' fails for {height} x {width} pixels: {reason}. Change the file."
-            ) from error
+            size = f"{height} x {width} pixels"
+            raise ConfigError(f"{_KEY} '{self.path}' fails for {size}: {one_line(error)}. Change the file.") from error
         image = np.asarray(outputs["image"])
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
             raise ConfigError(

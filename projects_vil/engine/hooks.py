@@ -205,8 +205,7 @@ class PeriodicCheckpointer(HookBase):
 class PeriodicWriter(hooks.PeriodicWriter):
     """detectron2's hook, which also writes the first iteration to the log, and every evaluation.
 
-    The writers are built at the start of the training, when the first iteration of a resumed run is known. At the end
-    each writer is closed, even if another writer fails.
+    The writers are built at the start of the training, when the first iteration of a resumed run is known.
     """
 
     def before_train(self) -> None:
@@ -222,12 +221,6 @@ class PeriodicWriter(hooks.PeriodicWriter):
             # A writer writes an iteration once.
             if is_evaluated or is_first:
                 writer.write()
-
-    def after_train(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for writer in reversed(self._writers):
-                stack.callback(writer.close)
-                stack.callback(writer.write)
 
 
 class ProgressBar(HookBase):
@@ -404,8 +397,7 @@ def wandb_writer(cfg: CfgNode) -> ServiceWriter:
     try:
         run = wandb.init(project=cfg.LOGGING.WANDB_PROJECT, group=group, dir=cfg.OUTPUT_DIR, config=config)
     except wandb.errors.Error as error:
-        reason = one_line(error).rstrip(".")
-        raise ConfigError(f"LOGGING.WANDB_PROJECT: {reason}. Fix this, or set WANDB_MODE=offline.") from error
+        raise ConfigError(f"LOGGING.WANDB_PROJECT: {one_line(error)}. Fix this, or set WANDB_MODE=offline.") from error
     return ServiceWriter(lambda values, iteration: run.log(values, step=iteration), run.finish)
 
 
@@ -423,8 +415,7 @@ def mlflow_writer(cfg: CfgNode) -> ServiceWriter:
         run_id = client.create_run(experiment, run_name=Path(cfg.OUTPUT_DIR).resolve().name).info.run_id
         client.log_text(run_id, cfg.dump(), "config.yaml")
     except mlflow.exceptions.MlflowException as error:
-        reason = one_line(error).rstrip(".")
-        raise ConfigError(f"LOGGING.MLFLOW_EXPERIMENT: {reason}. Check MLFLOW_TRACKING_URI.") from error
+        raise ConfigError(f"LOGGING.MLFLOW_EXPERIMENT: {one_line(error)}. Check MLFLOW_TRACKING_URI.") from error
 
     def log(values: dict[str, float], iteration: int) -> None:
         try:

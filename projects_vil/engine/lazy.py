@@ -108,7 +108,7 @@ def _explained_errors(path: str | Path) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        reason = f"{one_line(error).rstrip('.') or 'an assertion failed'} ({type(error).__name__})"
+        reason = f"{one_line(error) or 'an assertion failed'} ({type(error).__name__})"
         raise ConfigError(f"The LazyConfig '{path}' is not valid: {reason}. Correct it.") from error
 
 

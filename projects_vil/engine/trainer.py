@@ -175,7 +175,7 @@ class TrainStep(SimpleTrainer):
                     with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
                         terms = self.model(micro_batch)
                 except FloatingPointError as error:  # detectron2 raises it for non-finite proposals.
-                    step.error = one_line(error).removesuffix(" Training has diverged.")
+                    step.error = one_line(error).removesuffix(". Training has diverged")
                     terms = {"total_loss": torch.full((), math.nan, device=self.device)}
                 step.names = list(terms)
                 losses = [] if step.error else losses
@@ -518,13 +518,11 @@ class Trainer(DefaultTrainer):
                     return super().train()
             except StoppedEarly:
                 return None
-            except RuntimeError as error:
+            except RuntimeError:
                 if self._trainer.received:
                     # Another process received the signal first and has ended.
                     terminate(self._trainer.received[0])
-                if "DataLoader worker" not in str(error):
-                    raise
-                raise ConfigError(f"{one_line(error)} If memory is short, lower DATALOADER.NUM_WORKERS.") from error
+                raise
             finally:
                 # A traceback may keep the iterator alive, and with it the workers.
                 if hasattr(self._trainer.data_loader, "stop"):

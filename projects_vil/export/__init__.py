@@ -3,14 +3,7 @@
 from projects_vil.export.exporter import export_detector
 from projects_vil.export.formats import FORMATS, check_format
 from projects_vil.export.metadata import describe_model, digest_of, metadata_path
-from projects_vil.export.parity import (
-    compare_detections,
-    describe_report,
-    eager_detections,
-    example_image,
-    is_equal,
-    measure_latency,
-)
+from projects_vil.export.parity import describe_report, eager_detections, example_image
 from projects_vil.export.runtime import ExportedModel, letterbox_size, pad_image, paste_masks, to_instances
 from projects_vil.export.traceable import make_exportable
 from projects_vil.export.triton_repository import check_triton, write_triton_model

@@ -140,17 +140,14 @@ def export_detector(
         source = new.with_name(f"float{entry.suffix}") if is_int8 else new
         options = {"quantizes": is_int8} if "int8" in entry.precisions else {}
         options |= {"opset": opset} if opset else {}
-        try:
-            entry.write(exportable, example, source, **options)
-            if is_int8:
-                quantize(source, new, file_format, calibration, read)
-                metadata["quantization"] = {"calibration_images": len(calibration), "float_layers": FLOAT_LAYERS}
-            entry.embed(new, metadata)
-            own, *others = entry.files(new)
-            digests = {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
-            metadata_path(new).write_text(json.dumps(metadata | digests, indent=2) + "\n")
-        except OSError as error:
-            raise ConfigError(f"Cannot write '{path}': {error.strerror or error}. Check the free space.") from error
+        entry.write(exportable, example, source, **options)
+        if is_int8:
+            quantize(source, new, file_format, calibration, read)
+            metadata["quantization"] = {"calibration_images": len(calibration), "float_layers": FLOAT_LAYERS}
+        entry.embed(new, metadata)
+        own, *others = entry.files(new)
+        digests = {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
+        metadata_path(new).write_text(json.dumps(metadata | digests, indent=2) + "\n")
         report = check_export(cfg, reference, ExportedModel(new), compared, evaluate=evaluate, accept_drop=accept_drop)
         low_threshold = with_overrides(cfg, dict.fromkeys(_SCORE_THRESHOLDS, 0.0))
         has_detections = any(row["detections"] + row["detections_exported"] for row in report["images"])

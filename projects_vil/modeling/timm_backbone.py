@@ -156,7 +156,7 @@ class TimmBackbone(Backbone):
             # With the head, because timm does not check the names of a model without one.
             model = timm.create_model(self.name, pretrained=True, pretrained_cfg_overlay=overlay, **self.options)
         except Exception as error:  # The Hub's client and timm's conversion raise many types.
-            raise ConfigError(f"{one_line(error).rstrip('.')} ({type(error).__name__}).") from error
+            raise ConfigError(f"{one_line(error)} ({type(error).__name__}).") from error
         own = self.net.model.state_dict()
         return {f"model.{key}": tensor for key, tensor in model.state_dict().items() if key in own}
 
@@ -203,8 +203,9 @@ def _create(name: str, **options: object) -> nn.Module:
     try:
         return timm.create_model(model, features_only=True, feature_cls="getter", **options)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
-        reason = one_line(error).rstrip(".")
-        raise ConfigError(f"timm cannot build {name} as a backbone: {reason}. Choose another model.") from error
+        raise ConfigError(
+            f"timm cannot build {name} as a backbone: {one_line(error)}. Choose another model."
+        ) from error
 
 
 def _indices(name: str, net: nn.Module) -> dict[str, int]:

@@ -62,14 +62,9 @@ print(json.dumps(results))
 
 def test_help_and_mistakes_need_no_torch():
     calls = [(name, arguments) for name in TOOLS for arguments in ("--help", "--bogus", ABSENT.get(name)) if arguments]
-    calls += [
-        ("../vil/__main__.py", f"{command} {word}") for command in ("", *COMMANDS) for word in ("--help", "--bogus")
-    ]
-    calls += [
-        ("../vil/__main__.py", arguments) for arguments in ("absent", "train absent", "predict . absent --batch 2")
-    ]
-    absent = ("predict absent .", "eval absent", "export absent", "train . --config absent")
-    calls += [("../vil/__main__.py", arguments) for arguments in absent]
+    words = [f"{command} {word}" for command in ("", *COMMANDS) for word in ("--help", "--bogus")]
+    words += ["absent", "train absent", "predict . absent --batch 2", "predict absent .", "eval absent"]
+    calls += [("../vil/__main__.py", one) for one in (*words, "export absent", "train . --config absent")]
     options = {"cwd": ROOT / "tools", "env": os.environ | {"PYTHONPATH": str(ROOT)}, "input": json.dumps(calls)}
     printed = subprocess.run([sys.executable, "-c", _RUN], **options, check=True, capture_output=True, text=True).stdout
     for (name, arguments), (status, imported, out, err) in zip(calls, json.loads(printed), strict=True):
