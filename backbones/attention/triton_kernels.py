@@ -40,6 +40,13 @@ def _own_tokens(chunk, block, height, width, WINDOW: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
+def _tokens_of_program(height, width, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the result of :func:`_own_tokens` for a grid whose first axis is chunks by blocks of positions."""
+    BLOCKS: tl.constexpr = (WINDOW * WINDOW + BLOCK - 1) // BLOCK
+    return _own_tokens(tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, height, width, WINDOW, BLOCK)
+
+
+@triton.jit
 def _along_axis(slot, chunk, size, WINDOW: tl.constexpr, SIDE: tl.constexpr, MODE: tl.constexpr):
     """Return the positions of slots around a chunk along an axis of ``size`` tokens, and which of them are tokens."""
     position = chunk * WINDOW - SIDE + slot
@@ -179,10 +186,7 @@ def forward_kernel(
     """Compute outputs and log-sum-exps. Grid: chunks by blocks of positions, heads, images."""
     head, batch = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
-    BLOCKS: tl.constexpr = (WINDOW * WINDOW + POSITIONS_BLOCK - 1) // POSITIONS_BLOCK
-    chunk_row, chunk_col, position, row, col, is_token = _own_tokens(
-        tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, height, width, WINDOW, POSITIONS_BLOCK
-    )
+    chunk_row, chunk_col, position, row, col, is_token = _tokens_of_program(height, width, WINDOW, POSITIONS_BLOCK)
     query += batch.to(tl.int64) * query_b + head.to(tl.int64) * query_m
     key += batch.to(tl.int64) * key_b + head.to(tl.int64) * key_m
     value += batch.to(tl.int64) * value_b + head.to(tl.int64) * value_m
@@ -233,10 +237,7 @@ def query_grad_kernel(
     """Compute the gradients of queries, and delta, the product of the output and its gradient. Grid: as forward."""
     head, batch = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
-    BLOCKS: tl.constexpr = (WINDOW * WINDOW + POSITIONS_BLOCK - 1) // POSITIONS_BLOCK
-    chunk_row, chunk_col, position, row, col, is_token = _own_tokens(
-        tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, height, width, WINDOW, POSITIONS_BLOCK
-    )
+    chunk_row, chunk_col, position, row, col, is_token = _tokens_of_program(height, width, WINDOW, POSITIONS_BLOCK)
     query += batch.to(tl.int64) * query_b + head.to(tl.int64) * query_m
     key += batch.to(tl.int64) * key_b + head.to(tl.int64) * key_m
     value += batch.to(tl.int64) * value_b + head.to(tl.int64) * value_m
@@ -294,10 +295,7 @@ def key_grad_kernel(
     """
     head, batch = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
-    BLOCKS: tl.constexpr = (WINDOW * WINDOW + POSITIONS_BLOCK - 1) // POSITIONS_BLOCK
-    chunk_row, chunk_col, position, row, col, is_token = _own_tokens(
-        tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, height, width, WINDOW, POSITIONS_BLOCK
-    )
+    chunk_row, chunk_col, position, row, col, is_token = _tokens_of_program(height, width, WINDOW, POSITIONS_BLOCK)
     query += batch.to(tl.int64) * query_b + head.to(tl.int64) * query_m
     key += batch.to(tl.int64) * key_b + head.to(tl.int64) * key_m
     value += batch.to(tl.int64) * value_b + head.to(tl.int64) * value_m

@@ -88,16 +88,11 @@ class TiledDetector(nn.Module):
             size = (math.ceil(height / step), math.ceil(width / step))
             inputs["image"] = F.interpolate(tile[None].float(), size, mode="bilinear", antialias=True)[0]
         instances = self.model([inputs])[0]["instances"]
-        boxes, margin = instances.pred_boxes.tensor, side * _MARGIN
-        is_cut = torch.zeros(len(boxes), dtype=torch.bool, device=boxes.device)
-        if left:
-            is_cut |= boxes[:, 0] < margin
-        if top:
-            is_cut |= boxes[:, 1] < margin
-        if left + width < image.shape[2]:
-            is_cut |= boxes[:, 2] > width - margin
-        if top + height < image.shape[1]:
-            is_cut |= boxes[:, 3] > height - margin
+        boxes = instances.pred_boxes.tensor
+        # The distances to the edges of the tile, and whether another tile is behind each edge
+        distances = torch.cat([boxes[:, :2], boxes.new_tensor([width, height]) - boxes[:, 2:]], dim=1)
+        has_next = [left > 0, top > 0, left + width < image.shape[2], top + height < image.shape[1]]
+        is_cut = ((distances < side * _MARGIN) & torch.tensor(has_next, device=boxes.device)).any(dim=1)
         instances.boxes = boxes + boxes.new_tensor([left, top, left, top])
         return instances[~is_cut]
 
