@@ -158,6 +158,7 @@ def train(
         >>> run = train("photos", epochs=10, output="out")
         >>> detections = run.detector()("holiday.jpg")
     """
+    # -- the config keys that the user has set --
     given = _overrides_of(train, overrides)
     for argument, value in {"epochs": epochs, "batch": batch, "tiles": tiles}.items():
         check_whole(argument, 1 if value is None else value)
@@ -169,7 +170,7 @@ def train(
     if pixels is not None and not (isinstance(pixels, int) and least <= pixels <= most):
         argument = "tiles" if tiles else "image_size"
         raise ConfigError(f"{argument} is {pixels!r}. Give a whole number from {least} to {most}.")
-    named = {
+    of_arguments = {
         "OUTPUT_DIR": output,
         "SOLVER.EPOCHS": epochs,
         "SOLVER.IMS_PER_BATCH": batch,
@@ -180,7 +181,7 @@ def train(
         "MODEL.WEIGHTS": weights,
         "MODEL.DEVICE": device,
     }
-    for key, value in named.items():
+    for key, value in of_arguments.items():
         if value is not None:
             if key in given:
                 raise ConfigError(f"{key} is given twice, as {value} and as {given[key]}. Remove one.")
@@ -192,6 +193,7 @@ def train(
     elif data is None or config is not None:
         recipe = "paper"
     processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
+    # -- the config of the model, and the output directory --
     if model is not None and is_random:
         # timm would load the weights of the tag.
         model = model.partition(".")[0]
@@ -201,9 +203,9 @@ def train(
     if trained is not None:
         # Its heads need its architecture, its input, its image size and its anchors.
         base, name = _choose_config(trained.MODEL.TRANSFORMER.VARIANT, _KINDS[detector_name(trained)], schedule, None)
-        own = {f"INPUT.{key}": trained.INPUT[key] for key in ("FORMAT", "MIN_SIZE_TEST", "MAX_SIZE_TEST")}
-        kept = {"MODEL.DEVICE": base.MODEL.DEVICE, "MODEL.WEIGHTS": ""} | dict([number_of_classes(base)])
-        base = with_overrides(base, {"MODEL": trained.MODEL} | own | kept)
+        values = {"MODEL": trained.MODEL, "MODEL.DEVICE": base.MODEL.DEVICE, "MODEL.WEIGHTS": ""}
+        values |= {f"INPUT.{key}": trained.INPUT[key] for key in ("FORMAT", "MIN_SIZE_TEST", "MAX_SIZE_TEST")}
+        base = with_overrides(base, values | dict([number_of_classes(base)]))
     else:
         chosen = model
         if model is None and config is None and data is not None:
@@ -231,18 +233,18 @@ def train(
         raise ConfigError("epochs (SOLVER.EPOCHS) and SOLVER.MAX_ITER both set the length of training. Remove one.")
     if data is not None and _holds_data(output, Path(data)):
         raise ConfigError(f"--output '{output}' has files of the dataset. Choose another output directory.")
-    is_begun = resume and checkpoints_of(output) and (output / CONFIG_FILE).exists()
-    if is_begun and not isinstance(config, CfgNode):
-        # Resume with the data, the schedule and the classes of the run.
-        begun = load_config(output / CONFIG_FILE)
+    # -- a resumed run keeps its data, its schedule and its classes --
+    is_resumed = resume and checkpoints_of(output) and (output / CONFIG_FILE).exists()
+    if is_resumed and not isinstance(config, CfgNode):
+        resumed = load_config(output / CONFIG_FILE)
         if schedule:
             raise ConfigError("A resumed run keeps its schedule. Remove schedule.")
-        old, new = (f"{one.MODEL.TRANSFORMER.VARIANT} with {detector_name(one)}" for one in (begun, cfg))
+        old, new = (f"{one.MODEL.TRANSFORMER.VARIANT} with {detector_name(one)}" for one in (resumed, cfg))
         if (model or detector or config) and old != new:
             raise ConfigError(f"The run in '{output}' trains {old}, not {new}. Omit --model, --detector and --config.")
         if data is not None:
-            _check_same_data(data, images, val_fraction, begun, output)
-        data, cfg = None, with_overrides(merge_overrides(begun, given), {"OUTPUT_DIR": str(output)})
+            _check_same_data(data, images, val_fraction, resumed, output)
+        data, cfg = None, with_overrides(merge_overrides(resumed, given), {"OUTPUT_DIR": str(output)})
     elif resume and not (folder and (data or model or detector or config or "DATASETS.TRAIN" in given)):
         # A new run would train from the start. Without DATA, it would train the default model on COCO.
         runs = [path for path in output.parent.glob("*") if checkpoints_of(path) and (path / CONFIG_FILE).exists()]
@@ -257,6 +259,7 @@ def train(
     with cleanup_on_failure(output):
         contents: dict[str, dict[str, Any]] = {}
         options: dict[str, Any] = {"image_size": image_size, "num_processes": processes.world_size}
+        # -- the dataset and the weights --
         if data is not None:
             with run_lock(output) if processes.is_first else contextlib.nullcontext():
                 check_output_dir(cfg, resume=resume)
@@ -274,7 +277,8 @@ def train(
                 print(f"Weights: {cfg.MODEL.WEIGHTS}, with its model, image size and anchors", flush=True)
                 options["keep_anchors"] = True
                 options["low_rate"] = set(dataset.classes) <= set(_classes_of(cfg.MODEL.WEIGHTS) or ())
-        if not (is_begun or isinstance(config, CfgNode)):
+        # -- the recipe --
+        if not (is_resumed or isinstance(config, CfgNode)):
             # Models of timm with a tag start from its weights.
             is_pretrained = cfg.MODEL.WEIGHTS or "." in cfg.MODEL.TRANSFORMER.VARIANT
             recipe = recipe or ("finetune" if is_pretrained else "scratch")
@@ -346,8 +350,8 @@ def evaluate(
     parts = ["evaluation", *([_name(data)] if data else []), *changes]
     default = root / "_".join(parts) if len(parts) > 1 else root
     folder = Path(output or given.pop("OUTPUT_DIR", None) or default).expanduser()
-    begun = cfg
-    cfg = with_overrides(merge_overrides(cfg, given), {"OUTPUT_DIR": str(folder)})
+    trained = cfg
+    cfg = with_overrides(merge_overrides(trained, given), {"OUTPUT_DIR": str(folder)})
     if changes and folder == default:
         print(f"The results may differ from the results of the run, so they are written to '{folder}'.", flush=True)
     if not predictions:
@@ -370,7 +374,7 @@ def evaluate(
                 dataset = dataclasses.replace(dataset, splits=dataset.splits | {CLASSES: (classes, folder)})
             values = _register(dataset, folder.name, train=CLASSES if classes else "train", test=test)
             if classes is None and not predictions:
-                values["DATASETS.TRAIN"] = begun.DATASETS.TRAIN
+                values["DATASETS.TRAIN"] = trained.DATASETS.TRAIN
             cfg = with_overrides(cfg, values, keep=given)
         if predictions:
             launch(evaluate_predictions, (cfg, predictions), processes, device="cpu")
@@ -433,11 +437,11 @@ def _holds_data(output: Path, data: Path) -> bool:
 
 
 def _check_same_data(
-    data: str | Path, images: str | Path | None, val: float | None, begun: CfgNode, output: Path
+    data: str | Path, images: str | Path | None, val: float | None, resumed: CfgNode, output: Path
 ) -> None:
     """Raise a ConfigError if the dataset differs from the dataset with which the run in ``output`` started."""
-    entries = {name: files for name, *files in begun.DATASETS.COCO}
-    names = [*begun.DATASETS.TRAIN, *begun.DATASETS.TEST]
+    entries = {name: files for name, *files in resumed.DATASETS.COCO}
+    names = [*resumed.DATASETS.TRAIN, *resumed.DATASETS.TEST]
     contents: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
         extracted = output / DATA_FOLDER / "images"
