@@ -482,8 +482,8 @@ def _explain(error: Exception) -> tuple[str, int] | None:
         return lines[-1], error.exit_status
     if lines and "DataLoader worker" in lines[-1]:
         # torch's message if a data loader process was killed, after the type of the error in a traceback.
-        killed = lines[-1].rpartition("RuntimeError: ")[2]
-        return f"{killed} The memory may be too small. Lower DATALOADER.NUM_WORKERS.", 1
+        killed = lines[-1].rpartition("RuntimeError: ")[2].rstrip(".")
+        return f"{killed}. The memory may be too small. Lower DATALOADER.NUM_WORKERS.", 1
     if isinstance(error, MemoryError) or "allocate memory" in text or type(error).__name__ == "OutOfMemoryError":
         return " ".join(["The memory is too small. Use a smaller batch or smaller images.", *lines]), 1
     cause = find_os_error(error)

@@ -97,11 +97,11 @@ def _opened(path: str | Path, content: bytes | None = None) -> Iterator[Image.Im
         # Opening a pipe blocks until another process writes to it.
         if content is None and not os.path.isfile(path) and os.path.exists(path) and not os.path.isdir(path):
             raise OSError("not a regular file")
-        with PathManager.open(str(path), "rb") if content is None else io.BytesIO(content) as file:
-            with Image.open(file) as image:
-                if max(image.size) > _LARGEST_RATIO * min(image.size):
-                    raise ValueError(f"its size is {image.size}, and the largest aspect ratio is {_LARGEST_RATIO}")
-                yield image
+        opened = PathManager.open(str(path), "rb") if content is None else io.BytesIO(content)
+        with opened as file, Image.open(file) as image:
+            if max(image.size) > _LARGEST_RATIO * min(image.size):
+                raise ValueError(f"its size is {image.size}, and the largest aspect ratio is {_LARGEST_RATIO}")
+            yield image
 
 
 @contextlib.contextmanager

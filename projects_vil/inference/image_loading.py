@@ -211,10 +211,16 @@ class Video:
 
     def batches(self, runner: Runner, batch_size: int) -> Generator[list[Loaded | Skipped], None, None]:
         """Yield the batches for a runner. Pixels are always kept, because frames cannot be read again."""
+        # The frame size of a stream may change.
+        for _, frames in itertools.groupby(self._frames(runner), lambda item: getattr(item, "padded_size", None)):
+            while batch := list(itertools.islice(frames, batch_size)):
+                yield batch
+
+    def _frames(self, runner: Runner) -> Iterator[Loaded | Skipped]:
         if not self.capture.isOpened():
-            yield [Skipped(0, self.name, "OpenCV cannot read it as a video")]
+            yield Skipped(0, self.name, "OpenCV cannot read it as a video")
             return
-        index, batch, start = 0, [], time.monotonic()
+        index, start = 0, time.monotonic()
         # A live stream drops frames while the model is busy, so that the frame number does not give the time.
         is_live = self.is_stream and not self.total
         try:
@@ -227,23 +233,14 @@ class Video:
                 entry = {"id": index + 1, "file_name": self.name, "height": height, "width": width}
                 entry |= {"frame": index, "seconds": seconds}
                 source, padded_size = ImageSource(pixels, self.name, index + 1), runner.padded_size(height, width)
-                # The frame size of a stream may change.
-                if batch and batch[0].padded_size != padded_size:
-                    yield batch
-                    batch = []
-                batch.append(Loaded(index, entry, prepare(pixels, runner), source, padded_size))
+                yield Loaded(index, entry, prepare(pixels, runner), source, padded_size)
                 index += 1
-                if len(batch) == batch_size:
-                    yield batch
-                    batch = []
-            if batch:
-                yield batch
         finally:
             self.capture.release()
         # The number of frames may be off by a few.
         if index < min(self.total - 2, 0.95 * self.total):
             reason = f"the video is damaged from frame {index} on: only {index} of its {self.total} frames can be read"
-            yield [Skipped(index, self.name, reason)]
+            yield Skipped(index, self.name, reason)
 
 
 def file_version(path: str, strict: bool) -> list | None:

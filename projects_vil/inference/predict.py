@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import GENERATOR, check_file, check_replaceable, check_whole, counted, printable
+from backbones.errors import GENERATOR, check_choice, check_file, check_replaceable, check_whole, counted, printable
 from projects_vil.checkpoint import Categories, weights_of
 from projects_vil.config import CONFIG_FILE
 from projects_vil.data import IMAGE_SUFFIXES, check_output, describe_classes, match_all_classes, write_detections
@@ -31,7 +31,7 @@ from projects_vil.inference.detector import Detections, Detector, check_threshol
 from projects_vil.inference.image_listing import TABLES, find_images, is_video, list_paths, number_of_images, suffix_of
 from projects_vil.inference.image_loading import DEFAULT_FRAME_RATE, ImageBatches, ImageSource, Loaded, Skipped, Video
 from projects_vil.utils import atomic_folder, stop_requests
-from vil.choices import PART_SIZE, SCORE_THRESHOLD
+from vil.choices import PART_SIZE, PREDICTION_FORMATS, SCORE_THRESHOLD
 
 if TYPE_CHECKING:
     from projects_vil.inference.tracking import Tracker
@@ -130,8 +130,7 @@ def predict(
     Example:
         ``predict("output/vil_tiny", "photos", "predictions", batch_size=4)``
     """
-    if file_format not in (None, "coco", "parquet"):
-        raise ConfigError(f"Unknown file_format {file_format!r}. Use 'coco' or 'parquet'.")
+    check_choice("file_format", file_format or "coco", PREDICTION_FORMATS)
     if ray and file_format == "coco":
         raise ConfigError("--ray writes Parquet files, so that --format coco has no effect. Leave out one of them.")
     flag = "--ray" if ray else f"--format {file_format or 'coco'}"

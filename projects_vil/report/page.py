@@ -109,9 +109,7 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
         return ""
 
     run.log = read(LOG, "versions and warnings")
-    with run.omit_on_error("configuration, and evaluation on its datasets"):
-        run.cfg = load_config(folder / CONFIG)
-    if overrides:
+    with contextlib.nullcontext() if overrides else run.omit_on_error("configuration, and evaluation on its datasets"):
         run.cfg = load_config(folder / CONFIG, overrides)
     lines = read(METRICS, "curves").splitlines()
     for line in lines:
