@@ -307,7 +307,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     calibration_help = "maximum number of images from DATASETS.TRAIN for int8 calibration (default 100)"
     parser.add("--calibration-images", calibration_help, type=positive, default=100)
     parser.add("--accept-drop", "accept an int8 model that loses more than 1 AP", action="store_true")
-    parser.add("--triton", "also write a model for Triton; needs --batched --fixed-detections", metavar="REPOSITORY/NAME")
+    parser.add("--triton", "also write a Triton model; needs --batched --fixed-detections", metavar="REPOSITORY/NAME")
     args = parser.parse_args(words)
     cfg, path = _found_model(parser, args)
 
