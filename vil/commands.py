@@ -472,7 +472,7 @@ def convert(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("output", "file to write, .pth or .safetensors", type=output_file, metavar="OUTPUT")
     parser.add("--model", "variant, such as vil_small_rpb; not needed for a name in the model zoo", metavar="VARIANT")
     size_help = "height and width of the largest image, for position tables; for a detector, the longer side twice"
-    _add_image_size(parser, f"{size_help} (default: 1333 1333 for ViL's absolute positions, otherwise not resized)")
+    _add_image_size(parser, f"{size_help} (default: by variant, such as 1333 1333 for ViL's absolute positions)")
     parser.add("--classifier", "write a classifier with the input size --image-size", action="store_true")
     parser.add("--json", "write a report of all tensors as JSON", type=output_file, metavar="REPORT")
     args = parser.parse_args(words)
