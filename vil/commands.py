@@ -580,7 +580,7 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     sizes = [tuple(size) for size in args.image_size or [(800, 1344)]]
     if args.tune:
         if args.json or args.plot or args.against or args.what != parts[1]:
-            parser.error("--tune has no effect on --json, --plot, --against and --what. Leave them out")
+            parser.error("--json, --plot, --against and --what have no effect with --tune. Leave them out")
         cases = [analysis.BenchmarkCase(name, False, size=size, **options) for name in args.models for size in sizes]
         return show(*analysis.tune_attention(cases, runs=args.runs))
     reference, rows = len(args.models) if args.against else 0, []
