@@ -354,7 +354,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
 
     DATA is a folder or annotation file of COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA. The command detects the format,
     and lists errors first, then notes. An error has examples, and the change that --fix makes. A note has examples, and
-    its effect on training. Unused files are counted. If there are errors and no --fix, the exit status is 1.
+    its effect on training. Unused files are counted. If there are errors and no fixed copy, the exit status is 1.
 
     Example:
         vil check photos
