@@ -65,7 +65,8 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
         # A single file without the name of a split may have images of several splits.
         named = split if len(by_split) > 1 else split_of(index.folders_of(main[0]), Path(main[0]).stem)
         content, _, root = parts[split] = _with_images(main[0], named, index)
-        pairs = zip(entries_of(content, "images"), paths_of(content, root) if named is None else (), strict=False)
+        images = entries_of(content, "images") if named is None else []
+        pairs = zip(images, paths_of({"images": images}, root), strict=True)
         splits = {str(image.get("id")): index.split_of(path) or "train" for image, path in pairs}
         if len({*splits.values()}) > 1 and "train" in splits.values():
             found.notes.append("the folders of the images decide their splits")

@@ -122,7 +122,10 @@ def read_dataset(
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
     content, _, root = parts["train"]
     if "val" not in parts and val != 0:
-        halves = split_by_hash(source, content, VAL_FRACTION if val is None else val)
+        halves = split_by_hash(content, root, VAL_FRACTION if val is None else val)
+        if len(halves) < 2:
+            advice = "Add another, because training and validation need one each."
+            raise ConfigError(f"'{source}' has only one image, or copies of one. {advice}")
         parts |= {split: (half, None, root) for split, half in halves.items()}
         found.notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
@@ -199,7 +202,8 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
     if not any(record.objects for record in records):
         details = "; ".join([*found.notes, *_counts(found.unused)]) or "the annotations are empty"
         what = f"box or polygon in its {counted(len(records), 'image')}" if records else "image of its annotations"
-        advice = "Add images, or give their folder with --images" if "missing" in details else "Annotate objects"
+        is_missing = any("missing" in reason for reason, files in found.unused.items() if files)
+        advice = "Add images, or give their folder with --images" if is_missing else "Annotate objects"
         raise ConfigError(f"'{source}' has no {what} ({details}). {advice}.")
     labels = *filter(None, found.classes), *sorted({one["label"] for record in records for one in record.objects})
     ids = {label: index for index, label in enumerate(dict.fromkeys(labels), start=1)}
@@ -264,6 +268,8 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
     stems = {Path(path).stem for path in index.images if name in ("LabelMe", "Pascal VOC")}
     damaged = [path for path in others if path.lower().endswith(Path(files[0]).suffix.lower())]
     if damaged := [path for path in damaged if Path(path).stem in stems or not os.path.getsize(path)]:
+        for path in damaged if name == "LabelMe" else ():
+            read_json(path)
         raise ConfigError(f"Files that are empty or not {name}: {first_of(damaged, 5)}. Repair or remove them.")
     return name, files, index, others
 
@@ -275,7 +281,7 @@ def annotation_format(path: str) -> str | None:
     if suffix not in (".json", ".xml", ".yaml", ".yml") or not os.path.isfile(path):
         return None
     if suffix == ".xml":
-        root = re.search(rb"<annotation(s?)[\s>]", Path(path).read_bytes().replace(b"\0", b""))
+        root = re.search(rb"<(?:\w+:)?annotation(s?)[\s>]", Path(path).read_bytes().replace(b"\0", b""))
         return root and ("CVAT" if root[1] else "Pascal VOC")
     if suffix != ".json":
         return "YOLO" if yolo.settings_of(path) is not None else None

@@ -1,5 +1,6 @@
 """List the files of a dataset, and find the image that an annotation names."""
 
+import codecs
 import functools
 import hashlib
 import os
@@ -50,8 +51,10 @@ def _is_run(folder: str, names: list[str]) -> bool:
 
 
 def read_lines(path: str) -> list[str]:
-    """Return the lines of a UTF-8 text file, with or without a byte order mark, without surrounding spaces."""
-    return [line.strip() for line in Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()]
+    """Return the lines of a text file in UTF-8, or in UTF-16 with a byte order mark, without surrounding spaces."""
+    content = Path(path).read_bytes()
+    encoding = "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    return [line.strip() for line in content.decode(encoding, "replace").splitlines()]
 
 
 def normalized(name: str) -> str:
@@ -295,6 +298,9 @@ def size_of(height: Any, width: Any) -> tuple[int, int] | None:
     return (height, width) if all(isinstance(side, int) and side > 0 for side in (height, width)) else None
 
 
-def content_hash(path: str) -> str:
-    """Return a hash of the content of a file, or the path of a broken link."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if os.path.isfile(path) else path
+def content_hash(path: str, *, length: int = -1) -> str:
+    """Return a hash of the first ``length`` bytes of a file, by default all, or the path of a broken link."""
+    if not os.path.isfile(path):
+        return path
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read(length)).hexdigest()

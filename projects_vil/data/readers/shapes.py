@@ -63,7 +63,7 @@ class Annotations:
             elif shape_type == "circle" and num_points == 2:
                 radius = math.dist(values[:2], values[2:])
                 objects.append(polygon_object(label, [ellipse(*values[:2], radius, radius)]))
-            elif shape_type == "polygon" and num_points >= 3 and not len(values) % 2:
+            elif shape_type in ("polygon", "quadrilateral") and num_points >= 3 and not len(values) % 2:
                 groups[label, f"shape {index}" if group is None else group].append(values)
             else:
                 has_points = shape_type in ("rectangle", "polygon", "circle")
