@@ -81,7 +81,7 @@ def _with_images(path: str, split: str | None, index: FileIndex) -> Part:
     # Almost always, all images are in one folder.
     ends = [os.sep + os.path.normpath(name) for name in entries]
     bases = [image.removesuffix(ends[0]) for image in index.images if ends and image.endswith(ends[0])]
-    bases = [base for base in bases if not split or index.split_of(base + os.sep) in (split, None)]
+    bases = [base for base in bases if split is None or index.split_of(base + os.sep) in (split, None)]
     bases = [base for base in bases if all(base + end in index.images for end in ends)]
     if len(bases) == 1:
         return content, Path(path), Path(bases[0])

@@ -17,7 +17,7 @@ from backbones import ConfigError
 from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_replaceable, counted
 from projects_vil.config import first_of
-from projects_vil.data.detection_utils import is_image, read_sizes
+from projects_vil.data.detection_utils import UNSUPPORTED_SUFFIXES, is_image, read_sizes, size_or_none
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
 from projects_vil.data.readers.coco import Parts, entries_of, find_coco, paths_of
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex
@@ -31,6 +31,8 @@ SOURCE = "source"
 _READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
 # A list of COCO files, which decides the format of a large file
 _COCO_LIST = rb'"(images|annotations|categories)"\s*:\s*\['
+# Also tables and archives
+_UNSUPPORTED = (*UNSUPPORTED_SUFFIXES, ".csv", ".tsv", ".parquet", ".tfrecord", ".zip", ".rar", ".7z", ".tar", ".gz")
 _MOST_PARSED_BYTES, _NUM_READ_BYTES = 32 * 2**20, 4096
 _KNOWN = "*.json of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml of Pascal VOC or CVAT"
 _KNOWN += ". Export other formats, such as CreateML or the JSON format of Label Studio, as COCO"
@@ -64,10 +66,9 @@ class Dataset:
     def line(self) -> str:
         """Return ``mine is Pascal VOC: 364 images, 3 classes, boxes; train 291, val 73``, and a line for each note."""
         numbers = f"{counted(sum(self.sizes.values()), 'image')}, {counted(len(self.classes), 'class')}"
-        what = f"{numbers}, boxes{' and masks' * self.has_masks}"
         sizes = ", ".join(f"{split} {size:,}" for split, size in self.sizes.items())
         advice = ["add missing images, or give their folder with --images"] * any("missing" in r for r in self.unused)
-        first = f"{self.source} is {self.format}: {what}; {sizes}"
+        first = f"{self.source} is {self.format}: {numbers}, boxes{' and masks' * self.has_masks}; {sizes}"
         return "\n    ".join([first, *self.notes, *_counts(self.unused), *advice])
 
 
@@ -116,7 +117,7 @@ def read_dataset(
     parts = find_coco(files, index, found) if name == "COCO" else _to_coco(source, found, index, extracted)
     _count_unused(source, parts, index, found.unused)
     found.unused["JSON or XML files that are not annotations"] = others
-    found.unused["text files with the name of an image"] = index.texts() if name != "YOLO" else []
+    found.unused["text files with labels of YOLO"] = yolo.label_files(index.files) if name != "YOLO" else []
     parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
     if "train" not in parts:
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
@@ -124,8 +125,7 @@ def read_dataset(
     if "val" not in parts and val != 0:
         halves = split_by_hash(content, root, VAL_FRACTION if val is None else val)
         if len(halves) < 2:
-            advice = "Add another, because training and validation need one each."
-            raise ConfigError(f"'{source}' has only one image, or copies of one. {advice}")
+            raise ConfigError(f"'{source}' has only one image, or copies of one. Add another one for validation.")
         parts |= {split: (half, None, root) for split, half in halves.items()}
         found.notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
@@ -169,9 +169,10 @@ def _count_unused(source: Path, parts: Parts, index: FileIndex, unused: dict[str
     """Add the images of a dataset that no annotation names, and the files of unsupported types."""
     used = {path for content, _, root in parts.values() for path in paths_of(content, root)}
     below = tuple(str(root) for _, _, root in parts.values()) if source.is_file() else ""
-    images = [path for path in index.all_files if is_image(path) and path not in used and path.startswith(below)]
-    unused["images that the annotations do not name"] += images
-    unsupported = [path for path in index.unsupported if path not in used]
+    others = [path for path in index.all_files if path not in used]
+    unused["images that the annotations do not name"] += [p for p in others if is_image(p) and p.startswith(below)]
+    unsupported = [path for path in others if path.lower().endswith(_UNSUPPORTED)]
+    unsupported += [path for path in others if "." not in os.path.basename(path) and size_or_none(path)]
     if types := Counter(os.path.splitext(path)[1].lower() for path in unsupported):
         text = ", ".join(f"{suffix or 'none'} ({number:,})" for suffix, number in types.most_common())
         unused[f"files of an unsupported type, {text}"] = unsupported

@@ -95,8 +95,7 @@ def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotatio
     location, one = f"{path}: {label!r}", {}
     if box is not None and all(box.findtext(side, "").strip() for side in _SIDES):
         left, top, right, bottom = numbers(box.findtext, location, *_SIDES)
-        if left > right or top > bottom:
-            found.noted["boxes with swapped corners"].append(path)
+        found.noted["boxes with swapped corners"] += [path] * (left > right or top > bottom)
         (left, right), (top, bottom) = sorted((left, right)), sorted((top, bottom))
         # Some programs count from 0 and write 0.
         one = box_object(label, [max(left - offset, 0), max(top - offset, 0), right, bottom])

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import defaultdict
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -16,7 +17,6 @@ from projects_vil.data.readers.shapes import Annotations, box_object, number, po
 CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
 _SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-_NO_LABELS = (*CLASS_FILES, "train.txt", "val.txt", "valid.txt", "test.txt")
 
 
 def read(files: list[str], index: FileIndex) -> Annotations:
@@ -29,7 +29,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     found.classes = names = _names(path, data) if data else []
     if (own := str(data.get("path", ""))) and not os.path.exists(os.path.join(os.path.dirname(path), own)):
         found.notes.append(f"path is '{bases[0]}', because {own!r} does not exist")
-    images: dict[tuple[str | None, str], None] = {}
+    images: dict[str | None, dict[str, None]] = defaultdict(dict)
     splits = {split: next((data[key] for key in keys if data.get(key)), []) for split, keys in _SPLIT_KEYS.items()}
     # With only a file of class names, the folders of the images decide.
     for split, entries in (splits if any(splits.values()) else {None: "."}).items():
@@ -38,18 +38,18 @@ def read(files: list[str], index: FileIndex) -> Annotations:
             own = _images(place or os.path.join(index.root, entry), split, index, found)
             # Roboflow may name a test split that does not exist.
             if not own and split not in ("test", None):
-                missing = f"has no images in '{index.image_root}'" if place or index.is_given else "does not exist"
-                raise ConfigError(f"'{path}' has {entry!r} for {split}, which {missing}. Add images or correct it.")
+                where = f"has no images in '{index.image_root}'" if place or index.is_given else "does not exist"
+                raise ConfigError(f"'{path}' has {entry!r} for {split}, which {where}. Add images or correct it.")
             if PureWindowsPath(entry).anchor and own and place and not os.path.exists(entry):
                 found.notes.append(f"{split} is '{place}', because {entry!r} does not exist")
-            images |= dict.fromkeys((split, image) for image in own)
-    train, val = ({image for own, image in images if own == split} for split in ("train", "val"))
+            images[split] |= dict.fromkeys(own)
     # Ultralytics needs a validation split, so datasets without one name the training images again.
-    if train and train == val:
-        images = {(split, image): None for split, image in images if split != "val"}
+    if images["train"] and images["train"].keys() == images["val"].keys():
+        del images["val"]
         found.notes.append("val has the same images as train, so it is not used")
-    labels = {image: [*filter(None, map(index.find, _label_paths(image)))] for _, image in images}
-    texts = [file for file in index.files if file.lower().endswith(".txt") and os.path.basename(file) not in _NO_LABELS]
+    pairs = [(split, image) for split, own in images.items() for image in own]
+    labels = {image: [*filter(None, map(index.find, _label_paths(image)))] for _, image in pairs}
+    texts = [file for file in index.files if file.lower().endswith(".txt")]
     if not any(labels.values()):
         # The labels are in folders of other names.
         records = [Record(file, (f"{Path(file).stem}.",), is_only=True) for file in texts]
@@ -65,7 +65,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     # The dataset check reports unreadable images.
     rows = {image: _rows(files[0]) if files and sizes[image] else [] for image, files in labels.items()}
     has_points = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
-    for split, image in images:
+    for split, image in pairs:
         own = [_object(row[:5] if has_points else row, names, sizes[image], line) for row, line in rows[image]]
         found.records.append(Record(image, (), sizes[image], split=split, objects=own, file=image))
         if any(max(one["bbox"][2:]) > 2 * max(sizes[image]) for one in own):
@@ -122,13 +122,11 @@ def _settings(path: str, index: FileIndex) -> tuple[list[str], dict[str, Any]]:
 
 
 def _names(path: str, data: dict[str, Any]) -> list[str]:
-    names = data.get("names", "")
-    if isinstance(names, dict):
-        names = [names.get(str(index)) for index in range(len(names))]
-    elif isinstance(names, str):
-        # Other texts are a file name, or names without a space after their numbers.
-        names = [names] if re.fullmatch(r"[\w -]+", names) else []
-    valid = [*dict.fromkeys(str(name).strip() for name in names if name is not None)]
+    names = data.get("names")
+    names = [names.get(str(index)) for index in range(len(names))] if isinstance(names, dict) else names
+    # Other texts are a file name, or names without a space after their numbers.
+    names = [names] if isinstance(names, str) and re.fullmatch(r"[\w -]+", names) else names
+    valid = [*dict.fromkeys(str(name).strip() for name in names if name is not None)] if isinstance(names, list) else []
     if not valid or len(valid) != len(names) or str(data.get("nc", len(valid))) != str(len(valid)):
         found = f"{len(valid)} different names" + f", but nc is {data.get('nc')}" * ("nc" in data)
         advice = f"list nc different names, or map '0: ', '1: ', ... to them, not {str(data.get('names'))[:80]!r}"
