@@ -13,9 +13,8 @@ from projects_vil.utils import read_json
 
 # COCO's other annotation files of the same images
 _OTHER_FILES = re.compile("(captions|labels|person_keypoints|panoptic|stuff|image_info)_")
-# The content of a COCO file, its path or None if it must be written, and the image folder
-Part = tuple[dict[str, Any], Path | None, Path]
-Parts = dict[str, Part]
+# By split: the content of a COCO file, its path or None if it must be written, and the image folder
+Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]
 
 
 def read_coco(path: str | Path) -> dict[str, Any]:
@@ -74,7 +73,7 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
     return parts
 
 
-def _with_images(path: str, split: str | None, index: FileIndex) -> Part:
+def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[str, Any], Path | None, Path]:
     """Return the content of a COCO file with valid file names, its path or None if they changed, and the folder."""
     content = read_coco(path)
     entries = {entry["file_name"]: entry for entry in entries_of(content, "images")}
