@@ -363,15 +363,12 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("data", "folder or annotation file of a dataset", type=existing_path, metavar="DATA")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     parser.add("--json", "write findings and unused files as JSON", type=output_file, metavar="FILE")
-    fix_help = "new folder for a corrected copy, with a COCO file per split"
-    parser.add("--fix", fix_help, type=local_path, metavar="OUT")
+    parser.add("--fix", "new folder for a corrected copy, with a COCO file per split", type=local_path, metavar="OUT")
     parser.add("--deep", "decode every image, even if there are more than 2,000", action="store_true")
     parser.add("--boxes", "ignore masks, for detectors without masks", action="store_true")
     args = parser.parse_args(words)
-    if args.fix and os.path.lexists(args.fix):
-        parser.error(f"argument --fix: '{args.fix}' already exists. Give a new folder")
-    if str(args.fix).endswith(".json"):
-        parser.error(f"argument --fix: '{args.fix}' is the name of a file. Give a new folder")
+    if args.fix and (os.path.lexists(args.fix) or args.fix.endswith(".json")):
+        parser.error(f"argument --fix: '{args.fix}' already exists or is the name of a file. Give a new folder")
 
     import torch
 

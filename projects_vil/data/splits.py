@@ -14,8 +14,6 @@ from projects_vil.data.readers.coco import Parts, divide, entries_of, paths_of
 from projects_vil.data.readers.index import content_hash
 
 VAL_FRACTION = 0.2
-# In a larger dataset without splits, copies are not searched, because this takes up to 10 seconds per 100,000 images.
-_MOST_COMPARED = 20_000
 
 
 def split_by_hash(content: dict[str, Any], root: Path, fraction: float) -> dict[str, dict[str, Any]]:
@@ -37,8 +35,8 @@ def split_by_hash(content: dict[str, Any], root: Path, fraction: float) -> dict[
 
 def _equal_files(files: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
     """Return the groups of files with equal content. The owner of a file is its split or itself, and they differ."""
-    is_small = len(dict(files)) <= _MOST_COMPARED
-    groups = [[(owner, path) for owner, path in files if os.path.isfile(path)]] if is_small else []
+    # Many owners are images without splits. Their comparison takes up to 10 seconds per 100,000 images.
+    groups = [[(owner, path) for owner, path in files if os.path.isfile(path)]] if len(dict(files)) <= 20_000 else []
     # Most files of the same size differ in their first 16 kB.
     for key in (os.path.getsize, lambda path: np.fromfile(path, np.uint8, 1 << 14).tobytes(), content_hash):
         found = defaultdict(list)

@@ -29,11 +29,8 @@ from projects_vil.utils import paused_garbage_collection, read_json
 # The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
 _READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
-# A list of COCO files, which decides the format of a large file
-_COCO_LIST = rb'"(images|annotations|categories)"\s*:\s*\['
 # Also tables and archives
 _UNSUPPORTED = (*UNSUPPORTED_SUFFIXES, ".csv", ".tsv", ".parquet", ".tfrecord", ".zip", ".rar", ".7z", ".tar", ".gz")
-_MOST_PARSED_BYTES, _NUM_READ_BYTES = 32 * 2**20, 4096
 _KNOWN = "*.json of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml of Pascal VOC or CVAT"
 _KNOWN += ". Export other formats, such as CreateML or the JSON format of Label Studio, as COCO"
 
@@ -288,12 +285,13 @@ def annotation_format(path: str) -> str | None:
         return "YOLO" if yolo.settings_of(path) is not None else None
     with open(path, "rb") as file:
         # Without the zero bytes of UTF-16
-        head = file.read(_NUM_READ_BYTES).replace(b"\0", b"")
+        head = file.read(4096).replace(b"\0", b"")
     # Other files are lists, such as the results of a detector.
     if not head.lstrip(b"\xef\xbb\xbf\xff\xfe").lstrip().startswith(b"{"):
         return None
-    name = "COCO" if re.search(_COCO_LIST, head) else None
-    if name and os.path.getsize(path) > _MOST_PARSED_BYTES:
+    name = "COCO" if re.search(rb'"(images|annotations|categories)"\s*:\s*\[', head) else None
+    # A large file is not parsed twice.
+    if name and os.path.getsize(path) > 32 * 2**20:
         return name
     try:
         content = read_json(path)
