@@ -369,10 +369,8 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--deep", "decode every image, even if a split has more than 2,000", action="store_true")
     parser.add("--boxes", "ignore masks, for detectors without masks", action="store_true")
     args = parser.parse_args(words)
-    if args.fix and os.path.lexists(args.fix):
-        parser.error(f"argument --fix: '{args.fix}' already exists. Give a new folder")
-    if str(args.fix).endswith(".json"):
-        parser.error(f"argument --fix: '{args.fix}' is the name of a file. Give a new folder")
+    if args.fix and (os.path.lexists(args.fix) or args.fix.endswith(".json")):
+        parser.error(f"argument --fix: '{args.fix}' already exists or is the name of a file. Give a new folder")
 
     import torch
 
@@ -395,12 +393,12 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         for file in files.values():
             lines += file.lines()
         train = files["train"].dataset
-        if "val" not in files and len(train["images"]) > 1:
-            train, val = split_by_hash(dataset.source, train, VAL_FRACTION).values()
-            number = f"{len(val['images']):,}"
-            lines.append(f"no validation split: 'vil train' validates on {number} of the images (--val-fraction)")
-        elif "val" not in files:
-            lines.append("no validation split: 'vil train' needs a second image for it")
+        if "val" not in files:
+            halves = split_by_hash(train, Path(files["train"].image_root), VAL_FRACTION)
+            train, effect = halves["train"], "needs a second image for it"
+            if "val" in halves:
+                effect = f"validates on {len(halves['val']['images']):,} of the images (--val-fraction)"
+            lines.append(f"no validation split: 'vil train' {effect}")
         if len(objects := objects_of(train)):
             sizes = IMAGE_SIZES["cuda" if torch.cuda.is_available() else "cpu"]
             lines.append(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=sizes).line())
