@@ -115,16 +115,16 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
 def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
     """Search for the best learning rate, batch size, image size and augmentation for your photos.
 
-    The command runs short trainings (trials) and compares their AP on the validation images. The first trial is the
-    recipe of vil train. Trials with a low AP are stopped early. The command writes the best config to best.yaml. If the
-    search is interrupted, the same command resumes it. KEY VALUE pairs apply to all trials.
+    The command runs short trainings (trials) and compares their AP on the validation images. The first trial uses the
+    recipe of vil train. A trial with a low AP is stopped early. The command writes the config of the best trial to
+    best.yaml. If the search is interrupted, the same command resumes it. KEY VALUE pairs apply to all trials.
 
     Example:
         vil tune photos --trials 20 --epochs 10
         vil train photos --config output/photos_tune/best.yaml --epochs 50
     """
     parser.add("data", _DATA, type=existing_path, metavar="DATA")
-    parser.add("--trials", "number of trials (default 20)", type=positive, default=20)
+    parser.add("--trials", "number of trials, including interrupted ones (default 20)", type=positive, default=20)
     parser.add("--output", "output directory (default: output/DATA_tune)", type=local_path, metavar="DIR")
     parser.add("--epochs", "epochs of each trial (default: as for vil train)", type=positive)
     parser.add("--device", _DEVICE, metavar="DEVICE")
@@ -155,12 +155,12 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
         vil eval more_photos --predictions found/*.parquet
     """
     parser.add("model", f"{_MODEL}. Leave it out with --predictions", nargs="?", metavar="MODEL")
-    data_help = f"{_DATA} (default: the dataset of the run). Uses the test images, or else the validation images"
+    data_help = f"{_DATA} (default: the dataset of the run). Its test, or else validation, or else all images are used"
     parser.add("data", data_help, nargs="?", type=existing_path, metavar="DATA")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     predictions_help = "evaluate Parquet files from vil predict, or folders with such files, instead of a model"
     parser.add("--predictions", predictions_help, nargs="+", default=[], type=existing_path, metavar="PATH")
-    output_help = "output folder (default: the folder of MODEL, or evaluation_DATA or another new folder in it)"
+    output_help = "output folder (default: the folder of MODEL, or a folder in it, such as evaluation_DATA)"
     parser.add("--output", output_help, type=local_path, metavar="DIR")
     parser.add("--tiles", _TILES, dest="TEST.TILE_SIZE", default=argparse.SUPPRESS, type=positive)
     add_process_arguments(parser)
@@ -224,28 +224,28 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("model", f"exported file, {_MODEL}", nargs="?", metavar="MODEL")
     parser.add("input", _INPUT, nargs="*", metavar="INPUT")
     parser.add("--input", "the same as INPUT", dest="named_input", metavar="INPUT")
-    output_help = "output folder (default: predictions). Replaces earlier results, and keeps other drawings"
+    output_help = "output folder (default: predictions); replaces earlier results, keeps drawings of other images"
     parser.add("--output", output_help, type=local_path, default="predictions", metavar="DIR")
     parser.add("--batch", "maximum images per batch (default 1)", dest="batch_size", type=positive, default=1)
     parser.add("--device", _DEVICE, metavar="DEVICE")
     parser.add("--tiles", _TILES, type=positive)
     parser.add("--tta", "test-time augmentation: predict on several sizes and flips of each image", action="store_true")
     parser.add("--track", "track objects through a video or a folder of frames", action="store_true")
-    annotations_help = "COCO file: predict only its images, from the folder INPUT, and use its ids in the results"
+    annotations_help = "COCO file of images in the folder INPUT: predict only these images, and use the ids of the file"
     parser.add("--annotations", annotations_help, type=existing_path, metavar="FILE")
     format_help = "format of the results: coco (default), or parquet (part files, no drawings)"
     parser.add("--format", format_help, dest="file_format", choices=choices.PREDICTION_FORMATS)
     parser.add("--part-size", f"images (rows) per Parquet file (default {choices.PART_SIZE})", type=positive)
-    parser.add("--shard", "predict only shard I of N, from 0; needs --format parquet", type=shard, metavar="I/N")
+    parser.add("--shard", "predict only shard I (from 0) of N; needs --format parquet", type=shard, metavar="I/N")
     parser.add("--column", "column of INPUT with paths or URLs (default: path, file_name or url)", metavar="NAME")
     parser.add("--ray", "predict with Ray (RAY_ADDRESS, or this machine) to Parquet files", action="store_true")
-    workers_help = "minimum and maximum number of Ray workers (default: 1 and one per GPU, or CPU cores minus 1)"
+    workers_help = "minimum and maximum number of Ray workers (default: 1, and the GPUs, or CPU cores minus 1)"
     parser.add("--ray-workers", workers_help, nargs=2, type=positive, metavar=("MIN", "MAX"))
     parser.add("--workers-per-gpu", "with --ray: workers that share a GPU (default 1)", type=positive, metavar="N")
     parser.add("--no-drawings", "do not write drawings", dest="drawings", action="store_false")
     threshold_help = f"minimum score of detections in drawings and labels (default {choices.SCORE_THRESHOLD})"
     parser.add("--score-threshold", threshold_help, type=float, metavar="T")
-    labels_help = "also write OUTPUT/dataset with copies of the images, for corrections in an annotation tool"
+    labels_help = "also write detections and images as a dataset to DIR/dataset, for correction in an annotation tool"
     parser.add("--save-labels", labels_help, choices=choices.LABEL_FORMATS)
     args = parser.parse_args(words)
     positional = [word for word in (args.model, *args.input) if word]
@@ -258,7 +258,8 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         parser.error(f"unexpected argument {positional[0]}. Give MODEL or --config-file, and INPUT or --input")
     sources = [source] if source else positional
     if not model or not sources:
-        parser.error("MODEL or INPUT is missing. Give both, or --weights and --input")
+        missing = [name for name, value in (("MODEL", model), ("INPUT", sources)) if not value]
+        parser.error(f"no {' and no '.join(missing)}. Write vil predict MODEL INPUT")
     parser.require("--format parquet", *("pyarrow",) * (args.file_format == "parquet"))
     parser.require("--ray", *("ray", "pyarrow") * args.ray)
     parser.require("--track", *("supervision", "trackers") * args.track)
@@ -298,15 +299,15 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--batched", "export a model with batches as input (B, 3, H, W)", action="store_true")
     fixed_help = "always return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"
     parser.add("--fixed-detections", fixed_help, action="store_true")
-    _add_image_size(parser, "fixed size of the input images (default: any size)", dest="size")
+    _add_image_size(parser, "the only input size (default: any size); not with --evaluate or int8", dest="size")
     parser.add("--opset", "ONNX opset, at least 18 (default 20)", type=positive)
     parity = {"dest": "images", "nargs": "+", "type": existing_path, "default": [], "metavar": "FILE"}
     parser.add("--parity-images", "images for the parity check (default: synthetic images)", **parity)
-    parser.add("--evaluate", "also compare the AP on the images of DATASETS.TEST", action="store_true")
+    parser.add("--evaluate", "also compare the AP on DATASETS.TEST; always on for int8", action="store_true")
     calibration_help = "maximum number of images from DATASETS.TRAIN for int8 calibration (default 100)"
     parser.add("--calibration-images", calibration_help, type=positive, default=100)
     parser.add("--accept-drop", "accept an int8 model that loses more than 1 AP", action="store_true")
-    parser.add("--triton", "also write a model for Triton Inference Server", metavar="REPOSITORY/NAME")
+    parser.add("--triton", "also write a Triton model; needs --batched --fixed-detections", metavar="REPOSITORY/NAME")
     args = parser.parse_args(words)
     cfg, path = _found_model(parser, args)
 
@@ -352,8 +353,8 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     """Check a dataset for problems that stop or harm training.
 
     DATA is a folder or annotation file of COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA. The command detects the format,
-    and lists the findings by severity. Each finding has an example, its effect on training, and the change with --fix.
-    Unused files are counted by reason. If there are errors, and --fix is not used, the exit status is 1.
+    and lists errors first, then notes. An error has examples, and the change that --fix makes. A note has examples, and
+    its effect on training. Unused files are counted. If there are errors and no fixed copy, the exit status is 1.
 
     Example:
         vil check photos
@@ -365,13 +366,11 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--json", "write findings and unused files as JSON", type=output_file, metavar="FILE")
     fix_help = "new folder for a corrected copy, with a COCO file per split"
     parser.add("--fix", fix_help, type=local_path, metavar="OUT")
-    parser.add("--deep", "decode every image, even if there are more than 2,000", action="store_true")
+    parser.add("--deep", "decode every image, even if a split has more than 2,000", action="store_true")
     parser.add("--boxes", "ignore masks, for detectors without masks", action="store_true")
     args = parser.parse_args(words)
-    if args.fix and os.path.lexists(args.fix):
-        parser.error(f"argument --fix: '{args.fix}' already exists. Give a new folder")
-    if str(args.fix).endswith(".json"):
-        parser.error(f"argument --fix: '{args.fix}' is the name of a file. Give a new folder")
+    if args.fix and (os.path.lexists(args.fix) or args.fix.endswith(".json")):
+        parser.error(f"argument --fix: '{args.fix}' already exists or is the name of a file. Give a new folder")
 
     import torch
 
@@ -394,12 +393,12 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         for file in files.values():
             lines += file.lines()
         train = files["train"].dataset
-        if "val" not in files and len(train["images"]) > 1:
-            train, val = split_by_hash(dataset.source, train, VAL_FRACTION).values()
-            number = f"{len(val['images']):,}"
-            lines.append(f"no validation split: 'vil train' validates on {number} of the images (--val-fraction)")
-        elif "val" not in files:
-            lines.append("no validation split: 'vil train' needs a second image for it")
+        if "val" not in files:
+            halves = split_by_hash(train, Path(files["train"].image_root), VAL_FRACTION)
+            train, effect = halves["train"], "needs a second image for it"
+            if "val" in halves:
+                effect = f"validates on {len(halves['val']['images']):,} of the images (--val-fraction)"
+            lines.append(f"no validation split: 'vil train' {effect}")
         if len(objects := objects_of(train)):
             sizes = IMAGE_SIZES["cuda" if torch.cuda.is_available() else "cpu"]
             lines.append(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=sizes).line())
@@ -438,7 +437,7 @@ def report(parser: ToolParser, words: Sequence[str]) -> None:
     """Write an HTML report of a training run.
 
     The report has training curves, precision and recall, AP per class, a confusion matrix, validation images and the
-    config. It is one file that works offline, and lists the files that are missing in the output directory.
+    config. It is one file that works offline. If a file of the run is missing, the report names what it leaves out.
 
     Example:
         vil report output/mine
@@ -470,8 +469,8 @@ def convert(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("source", "official checkpoint: a file, or a name in the model zoo", type=weights_file, metavar="SOURCE")
     parser.add("output", "file to write, .pth or .safetensors", type=output_file, metavar="OUTPUT")
     parser.add("--model", "variant, such as vil_small_rpb; not needed for a name in the model zoo", metavar="VARIANT")
-    size_help = "largest image, for the size of position tables. For a detector, give the longer side twice"
-    _add_image_size(parser, f"{size_help} (default: 1333 1333 for ViL's absolute positions, otherwise no resizing)")
+    size_help = "height and width of the largest image, for position tables; for a detector, the longer side twice"
+    _add_image_size(parser, f"{size_help} (default: by variant, such as 1333 1333 for ViL's absolute positions)")
     parser.add("--classifier", "write a classifier with the input size --image-size", action="store_true")
     parser.add("--json", "write a report of all tensors as JSON", type=output_file, metavar="REPORT")
     args = parser.parse_args(words)
@@ -497,9 +496,9 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
         vil analyze --variants vil_tiny lit --json variants.json
     """
     what = parser.add_mutually_exclusive_group(required=True)
-    config_help = "count detectors with these configs"
+    config_help = "configs of detectors"
     what.add_argument("--config-file", nargs="+", type=existing_path, metavar="FILE", help=config_help)
-    variants_help = "count backbones: all variants, or variants whose names start with PREFIX"
+    variants_help = "backbones: all variants, or the variants whose names start with PREFIX"
     what.add_argument("--variants", nargs="*", metavar="PREFIX", help=variants_help)
     _add_image_size(parser, "image size (default 800 1333)")
     parser.add("--no-flops", "count parameters only (fast)", action="store_true")
@@ -524,8 +523,8 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
 def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     """Measure the time and memory of models, and compare them with baselines.
 
-    The runs of all models are interleaved in one process. The table has medians, quartiles, and the ratio to the first
-    baseline, or to the first model if there is no baseline. Overrides of config keys apply to the models only.
+    The runs of all models alternate in one process. The table has medians, quartiles, and the ratio to the first
+    baseline, or to the first model if there is no baseline. KEY VALUE pairs apply to the models, not to baselines.
 
     A model name can have suffixes: +checkpointing (activation checkpointing), +shift (random-shift training),
     +long_short (long-short attention in all stages), +sdpa or +triton (attention backend), or +KEY=VALUE for a config
@@ -576,7 +575,7 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     sizes = [tuple(size) for size in args.image_size or [(800, 1344)]]
     if args.tune:
         if args.json or args.plot or args.against or args.what != parts[1]:
-            parser.error("--tune has no effect on --json, --plot, --against and --what. Leave them out")
+            parser.error("--json, --plot, --against and --what have no effect with --tune. Leave them out")
         cases = [analysis.BenchmarkCase(name, False, size=size, **options) for name in args.models for size in sizes]
         return show(*analysis.tune_attention(cases, runs=args.runs))
     reference, rows = len(args.models) if args.against else 0, []

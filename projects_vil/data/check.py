@@ -12,6 +12,7 @@ from backbones.checkpoint_files import write_text
 from backbones.errors import counted
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import Dataset, read_dataset
+from projects_vil.data.readers.coco import entries_of
 from projects_vil.data.segmentation import count_masks
 from projects_vil.utils import paused_garbage_collection
 
@@ -46,8 +47,7 @@ def check_dataset(
         dataset = read_dataset(data, folder, val=0, images=images, contents=contents, extracted=extracted)
         if options.get("masks") is None:
             options["masks"] = dataset.has_masks
-        own = {os.path.realpath(path) for path in (data, *dict(dataset.splits.values()))}
-        if report and os.path.realpath(report) in own:
+        if report and os.path.realpath(report) in map(os.path.realpath, (data, *dict(dataset.splits.values()))):
             raise ConfigError(f"--json: '{report}' is an annotation file of the dataset. Name another file.")
         files = {split: CocoFile(*paths, dataset=contents[split], **options) for split, paths in dataset.splits.items()}
     for split, file in files.items():
@@ -74,10 +74,8 @@ def write_fixed(files: Mapping[str, CocoFile], output: str | Path | None) -> lis
     if output:
         for split, file in files.items():
             # The output is a dataset, so its file names are relative to its folder.
-            for image in file.images:
-                if isinstance(image, dict) and isinstance(image.get("file_name"), str):
-                    path = os.path.join(file.image_root, image["file_name"])
-                    image["file_name"] = os.path.relpath(path, output)
+            for image in entries_of(file.dataset, "images"):
+                image["file_name"] = os.path.relpath(os.path.join(file.image_root, image["file_name"]), output)
             path = os.path.join(output, f"{split}.json")
             lines.append(f"wrote {path}: {write_cleaned(file, path)}")
     elif wrong := [file for file in files.values() if file.findings("error")]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from backbones import ConfigError
+import numpy as np
+
 from projects_vil.config import first_of
 from projects_vil.data.readers.coco import Parts, divide, entries_of, paths_of
 from projects_vil.data.readers.index import content_hash
@@ -15,38 +16,55 @@ from projects_vil.data.readers.index import content_hash
 VAL_FRACTION = 0.2
 
 
-def split_by_hash(source: Path, content: dict[str, Any], fraction: float) -> dict[str, dict[str, Any]]:
-    """Split the content of a COCO file into train and val, which has the given fraction of the images."""
+def split_by_hash(content: dict[str, Any], root: Path, fraction: float) -> dict[str, dict[str, Any]]:
+    """Split the content of a COCO file into train and val, which has the given fraction of the images.
 
-    def order(image: dict[str, Any]) -> str:
-        return hashlib.sha256(os.path.basename(image["file_name"]).encode()).hexdigest() + image["file_name"]
+    Images with equal files are in the same split. If all images are equal, there is only ``"train"``.
+    """
+    paths = paths_of(content, root)
+    originals = {path: group[0][1] for group in _equal_files([(path, path) for path in paths]) for _, path in group}
+    names = [originals.get(path, path) for path in paths]
+    keys = [hashlib.sha256(os.path.basename(name).encode()).hexdigest() + name for name in names]
+    different = sorted({*keys})
+    number = min(max(round(fraction * len(different)), 1), len(different) - 1)
+    chosen = {*different[:number]}
+    pairs = zip(entries_of(content, "images"), keys, strict=True)
+    parts = divide(content, {str(image.get("id")): "val" if key in chosen else "train" for image, key in pairs})
+    return parts if len(parts) > 1 else {"train": content}
 
-    images = sorted(entries_of(content, "images"), key=order)
-    if len(images) < 2:
-        raise ConfigError(f"'{source}' has only one image. Add another, because training and validation need one each.")
-    number = min(max(round(fraction * len(images)), 1), len(images) - 1)
-    ids = [str(image.get("id")) for image in images]
-    return divide(content, dict.fromkeys(ids[number:], "train") | dict.fromkeys(ids[:number], "val"))
+
+def _equal_files(files: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+    """Return the groups of files with equal content. The owner of a file is its split or itself, and they differ."""
+    # Many owners are images without splits. Their comparison takes up to 10 seconds per 100,000 images.
+    groups = [[(owner, path) for owner, path in files if os.path.isfile(path)]] if len(dict(files)) <= 20_000 else []
+    # Most files of the same size differ in their first 16 kB.
+    for key in (os.path.getsize, lambda path: np.fromfile(path, np.uint8, 1 << 14).tobytes(), content_hash):
+        found = defaultdict(list)
+        for number, group in enumerate(groups):
+            for owner, path in group:
+                found[number, key(path)].append((owner, path))
+        groups = [group for group in found.values() if len(dict(group)) > 1]
+    return groups
 
 
 def compare_splits(parts: Parts) -> Iterator[str]:
-    """Yield a note about images that are in several splits, and a note about classes that only one split has."""
-    # The split and path of files with the same size, a file of each split with the same content, and used classes.
-    by_size: dict[int, list[tuple[str, str]]] = defaultdict(list)
-    by_content: dict[str, dict[str, str]] = defaultdict(dict)
+    """Yield a note about equal images, and a note about classes that only one split has.
+
+    Equal images are noted if they are in several splits, or if there is only one split.
+    """
+    files: list[tuple[str, str]] = []
     by_class: dict[str, set[str]] = defaultdict(set)
-    for split, (content, _, root) in parts.items() if len(parts) > 1 else ():
-        for path in filter(os.path.isfile, paths_of(content, root)):
-            by_size[os.path.getsize(path)].append((split, path))
+    for split, (content, _, root) in parts.items():
+        files += [(split if len(parts) > 1 else path, path) for path in paths_of(content, root)]
         names = {str(entry.get("id")): str(entry.get("name")) for entry in entries_of(content, "categories")}
         for entry in entries_of(content, "annotations"):
             by_class[names.get(str(entry.get("category_id")), "")].add(split)
-    for files in by_size.values():
-        for split, path in files if len(dict(files)) > 1 else ():
-            by_content[content_hash(path)][split] = path
-    if shared := [files for files in by_content.values() if len(files) > 1]:
-        first = [f"'{path}' in {split}" for split, path in shared[0].items()]
-        yield f"images in several splits: {len(shared):,}, such as {' and '.join(first)}"
+    groups = _equal_files(files)
+    if groups and len(parts) > 1:
+        first = [f"'{path}' in {split}" for split, path in dict(groups[0]).items()]
+        yield f"images in several splits: {len(groups):,}, such as {' and '.join(first)}"
+    elif groups:
+        yield f"images that are copies of another: {sum(map(len, groups)) - len(groups):,}, such as '{groups[0][1][1]}'"
     alone = [f"{name!r} ({min(own)})" for name, own in by_class.items() if name and len(own) == 1]
     if alone and len(set().union(*by_class.values())) > 1:
         yield f"only one split has objects of {first_of(alone, 5)}"

@@ -23,7 +23,7 @@ from backbones import ConfigError
 from backbones.errors import check_choice, counted
 from projects_vil.data.check import check_dataset
 from projects_vil.data.readers.index import normalized
-from projects_vil.data.readers.shapes import area
+from projects_vil.data.readers.shapes import polygon_object
 from projects_vil.data.segmentation import rle_of
 from projects_vil.utils import atomic_folder
 
@@ -97,7 +97,7 @@ def write_detections(
         content["images"].append(image)
         for one in results:
             polygons = _polygons(one.get("segmentation"), image, _TOLERANCE)
-            size = area(polygons) if polygons else one["bbox"][2] * one["bbox"][3]
+            size = polygon_object("", polygons)["area"] if polygons else one["bbox"][2] * one["bbox"][3]
             ids = {"id": len(content["annotations"]) + 1, "iscrowd": 0}
             content["annotations"].append(one | ids | {"area": size, "segmentation": polygons})
     return write_dataset({"train": (content, Path(root))}, output, output_format)

@@ -13,9 +13,8 @@ from projects_vil.utils import read_json
 
 # COCO's other annotation files of the same images
 _OTHER_FILES = re.compile("(captions|labels|person_keypoints|panoptic|stuff|image_info)_")
-# The content of a COCO file, its path or None if it must be written, and the image folder
-Part = tuple[dict[str, Any], Path | None, Path]
-Parts = dict[str, Part]
+# By split: the content of a COCO file, its path or None if it must be written, and the image folder
+Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]
 
 
 def read_coco(path: str | Path) -> dict[str, Any]:
@@ -65,7 +64,8 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
         # A single file without the name of a split may have images of several splits.
         named = split if len(by_split) > 1 else split_of(index.folders_of(main[0]), Path(main[0]).stem)
         content, _, root = parts[split] = _with_images(main[0], named, index)
-        pairs = zip(entries_of(content, "images"), paths_of(content, root) if named is None else (), strict=False)
+        images = entries_of(content, "images") if named is None else []
+        pairs = zip(images, paths_of({"images": images}, root), strict=True)
         splits = {str(image.get("id")): index.split_of(path) or "train" for image, path in pairs}
         if len({*splits.values()}) > 1 and "train" in splits.values():
             found.notes.append("the folders of the images decide their splits")
@@ -73,20 +73,19 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
     return parts
 
 
-def _with_images(path: str, split: str | None, index: FileIndex) -> Part:
+def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[str, Any], Path | None, Path]:
     """Return the content of a COCO file with valid file names, its path or None if they changed, and the folder."""
     content = read_coco(path)
     entries = {entry["file_name"]: entry for entry in entries_of(content, "images")}
     # Almost always, all images are in one folder.
     ends = [os.sep + os.path.normpath(name) for name in entries]
     bases = [image.removesuffix(ends[0]) for image in index.images if ends and image.endswith(ends[0])]
-    bases = [base for base in bases if not split or index.split_of(base + os.sep) in (split, None)]
+    bases = [base for base in bases if split is None or index.split_of(base + os.sep) in (split, None)]
     bases = [base for base in bases if all(base + end in index.images for end in ends)]
     if len(bases) == 1:
         return content, Path(path), Path(bases[0])
     sizes = {name: size_of(entry.get("height"), entry.get("width")) for name, entry in entries.items()}
-    records = [Record(path, (name,), size, split=split) for name, size in sizes.items()]
-    index.find_images(records)
+    index.find_images(records := [Record(path, (name,), size, split=split) for name, size in sizes.items()])
     found = {record.names[0]: record.file for record in records if record.file}
     if not found:
         first, advice = next(iter(entries), ""), f"Put them below '{index.root}', or give their folder with --images."

@@ -17,7 +17,7 @@ from backbones import ConfigError
 from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_replaceable, counted
 from projects_vil.config import first_of
-from projects_vil.data.detection_utils import is_image, read_sizes
+from projects_vil.data.detection_utils import UNSUPPORTED_SUFFIXES, is_image, read_sizes, size_or_none
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
 from projects_vil.data.readers.coco import Parts, entries_of, find_coco, paths_of
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex
@@ -29,9 +29,8 @@ from projects_vil.utils import paused_garbage_collection, read_json
 # The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
 _READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
-# A list of COCO files, which decides the format of a large file
-_COCO_LIST = rb'"(images|annotations|categories)"\s*:\s*\['
-_MOST_PARSED_BYTES, _NUM_READ_BYTES = 32 * 2**20, 4096
+# Also tables and archives
+_UNSUPPORTED = (*UNSUPPORTED_SUFFIXES, ".csv", ".tsv", ".parquet", ".tfrecord", ".zip", ".rar", ".7z", ".tar", ".gz")
 _KNOWN = "*.json of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml of Pascal VOC or CVAT"
 _KNOWN += ". Export other formats, such as CreateML or the JSON format of Label Studio, as COCO"
 
@@ -64,10 +63,9 @@ class Dataset:
     def line(self) -> str:
         """Return ``mine is Pascal VOC: 364 images, 3 classes, boxes; train 291, val 73``, and a line for each note."""
         numbers = f"{counted(sum(self.sizes.values()), 'image')}, {counted(len(self.classes), 'class')}"
-        what = f"{numbers}, boxes{' and masks' * self.has_masks}"
         sizes = ", ".join(f"{split} {size:,}" for split, size in self.sizes.items())
         advice = ["add missing images, or give their folder with --images"] * any("missing" in r for r in self.unused)
-        first = f"{self.source} is {self.format}: {what}; {sizes}"
+        first = f"{self.source} is {self.format}: {numbers}, boxes{' and masks' * self.has_masks}; {sizes}"
         return "\n    ".join([first, *self.notes, *_counts(self.unused), *advice])
 
 
@@ -116,13 +114,15 @@ def read_dataset(
     parts = find_coco(files, index, found) if name == "COCO" else _to_coco(source, found, index, extracted)
     _count_unused(source, parts, index, found.unused)
     found.unused["JSON or XML files that are not annotations"] = others
-    found.unused["text files with the name of an image"] = index.texts() if name != "YOLO" else []
+    found.unused["text files with labels of YOLO"] = yolo.label_files(index.files) if name != "YOLO" else []
     parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
     if "train" not in parts:
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
     content, _, root = parts["train"]
     if "val" not in parts and val != 0:
-        halves = split_by_hash(source, content, VAL_FRACTION if val is None else val)
+        halves = split_by_hash(content, root, VAL_FRACTION if val is None else val)
+        if len(halves) < 2:
+            raise ConfigError(f"'{source}' has only one image, or copies of one. Add another one for validation.")
         parts |= {split: (half, None, root) for split, half in halves.items()}
         found.notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
@@ -166,9 +166,10 @@ def _count_unused(source: Path, parts: Parts, index: FileIndex, unused: dict[str
     """Add the images of a dataset that no annotation names, and the files of unsupported types."""
     used = {path for content, _, root in parts.values() for path in paths_of(content, root)}
     below = tuple(str(root) for _, _, root in parts.values()) if source.is_file() else ""
-    images = [path for path in index.all_files if is_image(path) and path not in used and path.startswith(below)]
-    unused["images that the annotations do not name"] += images
-    unsupported = [path for path in index.unsupported if path not in used]
+    others = [path for path in index.all_files if path not in used]
+    unused["images that the annotations do not name"] += [p for p in others if is_image(p) and p.startswith(below)]
+    unsupported = [path for path in others if path.lower().endswith(_UNSUPPORTED)]
+    unsupported += [path for path in others if "." not in os.path.basename(path) and size_or_none(path)]
     if types := Counter(os.path.splitext(path)[1].lower() for path in unsupported):
         text = ", ".join(f"{suffix or 'none'} ({number:,})" for suffix, number in types.most_common())
         unused[f"files of an unsupported type, {text}"] = unsupported
@@ -199,7 +200,8 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
     if not any(record.objects for record in records):
         details = "; ".join([*found.notes, *_counts(found.unused)]) or "the annotations are empty"
         what = f"box or polygon in its {counted(len(records), 'image')}" if records else "image of its annotations"
-        advice = "Add images, or give their folder with --images" if "missing" in details else "Annotate objects"
+        is_missing = any("missing" in reason for reason, files in found.unused.items() if files)
+        advice = "Add images, or give their folder with --images" if is_missing else "Annotate objects"
         raise ConfigError(f"'{source}' has no {what} ({details}). {advice}.")
     labels = *filter(None, found.classes), *sorted({one["label"] for record in records for one in record.objects})
     ids = {label: index for index, label in enumerate(dict.fromkeys(labels), start=1)}
@@ -264,6 +266,8 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
     stems = {Path(path).stem for path in index.images if name in ("LabelMe", "Pascal VOC")}
     damaged = [path for path in others if path.lower().endswith(Path(files[0]).suffix.lower())]
     if damaged := [path for path in damaged if Path(path).stem in stems or not os.path.getsize(path)]:
+        for path in damaged if name == "LabelMe" else ():
+            read_json(path)
         raise ConfigError(f"Files that are empty or not {name}: {first_of(damaged, 5)}. Repair or remove them.")
     return name, files, index, others
 
@@ -275,18 +279,19 @@ def annotation_format(path: str) -> str | None:
     if suffix not in (".json", ".xml", ".yaml", ".yml") or not os.path.isfile(path):
         return None
     if suffix == ".xml":
-        root = re.search(rb"<annotation(s?)[\s>]", Path(path).read_bytes().replace(b"\0", b""))
+        root = re.search(rb"<(?:\w+:)?annotation(s?)[\s>]", Path(path).read_bytes().replace(b"\0", b""))
         return root and ("CVAT" if root[1] else "Pascal VOC")
     if suffix != ".json":
         return "YOLO" if yolo.settings_of(path) is not None else None
     with open(path, "rb") as file:
         # Without the zero bytes of UTF-16
-        head = file.read(_NUM_READ_BYTES).replace(b"\0", b"")
+        head = file.read(4096).replace(b"\0", b"")
     # Other files are lists, such as the results of a detector.
     if not head.lstrip(b"\xef\xbb\xbf\xff\xfe").lstrip().startswith(b"{"):
         return None
-    name = "COCO" if re.search(_COCO_LIST, head) else None
-    if name and os.path.getsize(path) > _MOST_PARSED_BYTES:
+    name = "COCO" if re.search(rb'"(images|annotations|categories)"\s*:\s*\[', head) else None
+    # A large file is not parsed twice.
+    if name and os.path.getsize(path) > 32 * 2**20:
         return name
     try:
         content = read_json(path)

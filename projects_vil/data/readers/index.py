@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import json
 import os
 import re
 import unicodedata
@@ -14,7 +15,7 @@ from urllib.parse import unquote
 
 from backbones import ConfigError
 from backbones.errors import GENERATOR
-from projects_vil.data.detection_utils import UNSUPPORTED_SUFFIXES, is_image, size_or_none
+from projects_vil.data.detection_utils import is_image, size_or_none
 
 SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
 SPLITS |= {"validation": "val", "test": "test", "testing": "test"}
@@ -22,8 +23,6 @@ SPLITS |= {"validation": "val", "test": "test", "testing": "test"}
 _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "json", "labels", "obj", "set", "xml", ""}
 # Folders of annotations with the images in another folder next to them
 ANNOTATION_FOLDERS = {"annotations", "annotation", "annots", "labels", "label", "labeltxt", "json", "xml"}
-# Also tables and archives
-_UNSUPPORTED = (*UNSUPPORTED_SUFFIXES, ".csv", ".tsv", ".parquet", ".tfrecord", ".zip", ".rar", ".7z", ".tar", ".gz")
 # Label Studio adds eight hexadecimal digits to the names of uploaded files.
 _UPLOAD_PREFIX = re.compile(r"(?<![^/\\])[0-9a-f]{8}-(?=[^/\\]*$)")
 
@@ -50,8 +49,9 @@ def _is_run(folder: str, names: list[str]) -> bool:
 
 
 def read_lines(path: str) -> list[str]:
-    """Return the lines of a UTF-8 text file, with or without a byte order mark, without surrounding spaces."""
-    return [line.strip() for line in Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()]
+    """Return the lines of a text file in UTF-8, or in UTF-16 with a byte order mark, without surrounding spaces."""
+    content = Path(path).read_bytes()
+    return [line.strip() for line in content.decode(json.detect_encoding(content), "replace").splitlines()]
 
 
 def normalized(name: str) -> str:
@@ -122,7 +122,6 @@ class FileIndex:
         files: All files below ``root``, sorted.
         images: The keys are the image files below ``images``, or else below ``root``, sorted.
         all_files: All files below ``root`` and ``images``, sorted.
-        unsupported: Files of an image, video, table or archive type that is not read, and images without a suffix.
     """
 
     def __init__(self, root: Path, images: Path | None = None) -> None:
@@ -132,8 +131,6 @@ class FileIndex:
         below = self.files if images is None else list(walk(self.image_root))
         self.images = dict.fromkeys(filter(is_image, below))
         self.all_files = self.files if images is None else sorted({*self.files, *below})
-        self.unsupported = [path for path in self.all_files if path.lower().endswith(_UNSUPPORTED)]
-        self.unsupported += [p for p in self.all_files if "." not in os.path.basename(p) and size_or_none(p)]
         folders = [self.folders_of(os.path.join(path, "")) for path in set(map(os.path.dirname, self.images))]
         # The folders that have images in them or in their subfolders. The cache does not refer to the index, which
         # would then stay in memory.
@@ -146,7 +143,7 @@ class FileIndex:
         return {normalized(path): path for path in (*self.files, *set(map(os.path.dirname, self.files)))}
 
     @functools.cached_property
-    def _by_name(self) -> dict[str, list[str]]:
+    def by_name(self) -> dict[str, list[str]]:
         """The images by file name, such as ``a.jpg``, and by stem with a period, such as ``a.``."""
         groups = defaultdict(list)
         for path in self.images:
@@ -154,11 +151,6 @@ class FileIndex:
             groups[name].append(path)
             groups[f"{os.path.splitext(name)[0]}."].append(path)
         return groups
-
-    def texts(self) -> list[str]:
-        """Return the text files that have the stem of an image."""
-        texts = [path for path in self.files if path.lower().endswith(".txt")]
-        return [path for path in texts if normalized(f"{Path(path).stem}.") in self._by_name]
 
     def find(self, path: str) -> str | None:
         """Return the file or folder with this path, which may differ in case and Unicode form, or None."""
@@ -202,7 +194,7 @@ class FileIndex:
         matches = [(*self._matches(record, written[record.annotation]), record) for record in records]
         # Images of the same names in other folders, such as masks, do not replace a missing image.
         exact = [path for rank, paths, _ in matches if any(rank[:2]) for path in paths]
-        others = {os.path.dirname(p) for path in exact for p in self._by_name[normalized(f"{Path(path).stem}.")]}
+        others = {os.path.dirname(p) for path in exact for p in self.by_name[normalized(f"{Path(path).stem}.")]}
         others -= {*map(os.path.dirname, exact)}
         owners: dict[str, tuple[tuple, Record]] = {}
         for rank, paths, record in sorted(matches, key=lambda match: match[0], reverse=True):
@@ -244,7 +236,7 @@ class FileIndex:
         parts, folders, ranked = parts_of(name), self.folders_of(record.annotation), defaultdict(list)
         split = split_of(parts[:-1]) or record.split or self._split_of(folders)
         own_folders = {*folders} & self._image_folder_names - ANNOTATION_FOLDERS
-        for path in self._by_name.get(parts[-1], ()):
+        for path in self.by_name.get(parts[-1], ()):
             own = self.folders_of(path)
             at_end, end = _num_common(own[::-1], parts[-2::-1]), _num_common(own[::-1], folders[::-1])
             at_start, num_shared = _num_common(own, folders), len({*own} & {*folders})

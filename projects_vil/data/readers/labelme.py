@@ -21,9 +21,11 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     for path in files:
         content, stem = read_json(path), Path(path).stem
         name = str(content.get("imagePath") or f"{stem}.jpg")
-        # This class of paths has both kinds of slashes.
+        # This class of paths has both kinds of slashes. The path is outdated if the files were renamed.
+        written = normalized(PureWindowsPath(name).name)
+        is_other = written in index.by_name and os.path.splitext(written)[0] != normalized(stem)
         other = os.path.join(os.path.dirname(path), stem + PureWindowsPath(name).suffix)
-        if normalized(PureWindowsPath(name).stem) != normalized(stem) and other in index.images:
+        if is_other and other in index.images:
             raise ConfigError(f"'{path}' has imagePath '{name}', but there is also the image '{other}'. Correct one.")
         try:
             shapes = [_shape(shape, path) for shape in content["shapes"]]

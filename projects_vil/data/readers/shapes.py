@@ -63,7 +63,7 @@ class Annotations:
             elif shape_type == "circle" and num_points == 2:
                 radius = math.dist(values[:2], values[2:])
                 objects.append(polygon_object(label, [ellipse(*values[:2], radius, radius)]))
-            elif shape_type == "polygon" and num_points >= 3 and not len(values) % 2:
+            elif shape_type in ("polygon", "quadrilateral") and num_points >= 3 and not len(values) % 2:
                 groups[label, f"shape {index}" if group is None else group].append(values)
             else:
                 has_points = shape_type in ("rectangle", "polygon", "circle")
@@ -98,7 +98,8 @@ def box_object(label: str, points: list[float]) -> dict[str, Any]:
 def polygon_object(label: str, polygons: list[list[float]]) -> dict[str, Any]:
     """Return an object with polygons ``[x0, y0, x1, y1, ...]`` in pixels."""
     box = box_object(label, [number for points in polygons for number in points])
-    return box | {"area": area(polygons), "segmentation": polygons}
+    area = sum(cv2.contourArea(np.float32(points).reshape(-1, 2)) for points in polygons)
+    return box | {"area": area, "segmentation": polygons}
 
 
 def in_image(one: dict[str, Any], size: tuple[int, int] | None) -> dict[str, Any] | None:
@@ -116,21 +117,16 @@ def ellipse(x: float, y: float, radius_x: float, radius_y: float, degrees: float
     """Return an ellipse as a polygon, rotated clockwise about its center (x, y)."""
     # Four of the points are the ends of the axes.
     angles = np.linspace(0, 2 * np.pi, 48, endpoint=False)
-    return _placed(np.stack([radius_x * np.cos(angles), radius_y * np.sin(angles)], axis=1), x, y, degrees)
+    return _placed(radius_x * np.cos(angles) + 1j * radius_y * np.sin(angles), x, y, degrees)
 
 
 def rotated_box(x: float, y: float, width: float, height: float, degrees: float) -> list[float]:
     """Return the corners of a rectangle, rotated clockwise about its center (x, y)."""
-    return _placed(np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * (width / 2, height / 2), x, y, degrees)
+    corners = np.array([-width, width, width, -width]) + 1j * np.array([-height, -height, height, height])
+    return _placed(corners / 2, x, y, degrees)
 
 
 def _placed(points: np.ndarray, x: float, y: float, degrees: float) -> list[float]:
-    """Return points (N, 2), rotated clockwise in the image about the origin, which is then moved to (x, y)."""
-    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    """Return complex points (N), rotated clockwise in the image about the origin, which is then moved to (x, y)."""
     # Rounding removes the error of the sine of 90 degrees.
-    return (points @ [[cos, sin], [-sin, cos]] + [x, y]).round(6).ravel().tolist()
-
-
-def area(polygons: list[list[float]]) -> float:
-    """Return the area of polygons in pixels."""
-    return sum(cv2.contourArea(np.reshape(polygon, (-1, 2)).astype(np.float32)) for polygon in polygons)
+    return (points * np.exp(1j * math.radians(degrees)) + complex(x, y)).view(float).round(6).tolist()

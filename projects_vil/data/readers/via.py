@@ -18,10 +18,10 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     found = Annotations()
     pairs = [(path, entry) for path in files for entry in images_of(read_json(path)) or ()]
     keys = {key for _, entry in pairs for region in _regions(entry) for key in region.get("region_attributes") or {}}
-    key = next((key for name in _CLASS_KEYS for key in sorted(keys) if key.lower() == name), None)
-    if key is None and len(keys) > 1:
+    named = [key for name in _CLASS_KEYS for key in sorted(keys) if key.lower() == name]
+    if not named and len(keys) > 1:
         raise ConfigError(f"'{files[0]}' has the attributes {sorted(keys)}. Rename the one of the class to 'class'.")
-    key = key or next(iter(keys), None)
+    key = next(iter((*named, *keys)), None)
     found.notes += ["regions have no attributes, so the class is 'object'"] if key is None else []
     for path, entry in pairs:
         shapes, location = [], f"{path}: {entry['filename']}"

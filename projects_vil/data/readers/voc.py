@@ -35,7 +35,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0.
         texts = [entry.findtext(f"bndbox/{side}", "") for entry in entries for side in _SIDES]
         offset = 0 if any(re.search(r"\.0*[1-9]", text) for text in texts) else 1
-        objects = [_object(entry, offset, path) for entry in entries]
+        objects = [_object(entry, offset, path, found) for entry in entries]
         found.noted["skipped objects without a box or a polygon"] += [path] * objects.count(None)
         sides = (number(annotation.findtext(f"size/{side}") or 0, f"{path}: size") for side in ("height", "width"))
         size = size_of(*map(int, sides))
@@ -90,21 +90,24 @@ def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
     return before.split()[:1]
 
 
-def _object(entry: ElementTree.Element, offset: int, path: str) -> dict[str, Any] | None:
+def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotations) -> dict[str, Any] | None:
     label, box, rotated = entry.findtext("name", "").strip(), entry.find("bndbox"), entry.find("robndbox")
-    location, found = f"{path}: {label!r}", None
+    location, one = f"{path}: {label!r}", {}
     if box is not None and all(box.findtext(side, "").strip() for side in _SIDES):
         left, top, right, bottom = numbers(box.findtext, location, *_SIDES)
+        found.noted["boxes with swapped corners"] += [path] * (left > right or top > bottom)
         (left, right), (top, bottom) = sorted((left, right)), sorted((top, bottom))
         # Some programs count from 0 and write 0.
-        found = box_object(label, [max(left - offset, 0), max(top - offset, 0), right, bottom])
+        one = box_object(label, [max(left - offset, 0), max(top - offset, 0), right, bottom])
     elif rotated is not None:
         *sides, angle = numbers(rotated.findtext, location, "cx", "cy", "w", "h", "angle")
-        found = box_object(label, rotated_box(*sides, math.degrees(angle)))
-    else:
-        points = [value for point in entry.iter("pt") for value in numbers(point.findtext, location, "x", "y")]
-        found = polygon_object(label, [points]) if len(points) >= 6 else None
-    return found and found | {"iscrowd": int(entry.findtext("difficult", "").strip() == "1")}
+        one = box_object(label, rotated_box(*sides, math.degrees(angle)))
+    # LabelMe's web tool writes points, and RectLabel and Roboflow write x1, y1, x2, ... beside a box.
+    points = [value for point in entry.iter("pt") for value in numbers(point.findtext, location, "x", "y")]
+    points += [number(value.text, location) for value in entry.iterfind("polygon/*") if re.match(r"[xy]\d", value.tag)]
+    if len(points) >= 6:
+        one = polygon_object(label, [points]) | ({"bbox": one["bbox"]} if one else {})
+    return one | {"iscrowd": int(entry.findtext("difficult", "").strip() == "1")} if one else None
 
 
 def parse_xml(path: str, found: Annotations) -> ElementTree.Element:
@@ -130,6 +133,9 @@ def parse_xml(path: str, found: Annotations) -> ElementTree.Element:
         raise ConfigError(f"'{path}' is not XML: {reason}. Repair or remove it.") from reason
     # A character of Chinese text has two bytes in GB 18030 and three in UTF-8.
     encoding, root = roots[min(roots, key=len)]
+    for element in root.iter():
+        # Without the namespace
+        element.tag = element.tag.rpartition("}")[2]
     if len(roots) > 1 or encoding != declared:
         found.noted[f"XML files of an uncertain encoding ({match[1].decode()}), read as {encoding}"].append(path)
     return root

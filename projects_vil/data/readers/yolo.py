@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import defaultdict
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -14,10 +15,8 @@ from projects_vil.data.readers.shapes import Annotations, box_object, number, po
 
 # Files with one class name per line: labelImg, Darknet and CVAT, Roboflow
 CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
-# The keys of the splits. With only a file of class names, the key is ".", and the folders of the images decide.
-_SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",), None: (".",)}
+_SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-_NO_LABELS = (*CLASS_FILES, "train.txt", "val.txt", "valid.txt", "test.txt")
 
 
 def read(files: list[str], index: FileIndex) -> Annotations:
@@ -27,29 +26,30 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         raise ConfigError(f"'{index.root}' has several YOLO files, '{files[0]}' and '{files[1]}'. Give one file.")
     path, found = files[0], Annotations()
     bases, data = _settings(path, index)
-    found.classes = names = _names(path, data) if data.keys() != {"."} else []
+    found.classes = names = _names(path, data) if data else []
     if (own := str(data.get("path", ""))) and not os.path.exists(os.path.join(os.path.dirname(path), own)):
         found.notes.append(f"path is '{bases[0]}', because {own!r} does not exist")
-    images: dict[tuple[str | None, str], None] = {}
-    for split, keys in _SPLIT_KEYS.items():
-        entries = next((data[key] for key in keys if data.get(key)), [])
+    images: dict[str | None, dict[str, None]] = defaultdict(dict)
+    splits = {split: next((data[key] for key in keys if data.get(key)), []) for split, keys in _SPLIT_KEYS.items()}
+    # With only a file of class names, the folders of the images decide.
+    for split, entries in (splits if any(splits.values()) else {None: "."}).items():
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
             place = _existing(entry, bases, index)
             own = _images(place or os.path.join(index.root, entry), split, index, found)
             # Roboflow may name a test split that does not exist.
             if not own and split not in ("test", None):
-                missing = f"has no images in '{index.image_root}'" if place or index.is_given else "does not exist"
-                raise ConfigError(f"'{path}' has {entry!r} for {split}, which {missing}. Add images or correct it.")
+                where = f"has no images in '{index.image_root}'" if place or index.is_given else "does not exist"
+                raise ConfigError(f"'{path}' has {entry!r} for {split}, which {where}. Add images or correct it.")
             if PureWindowsPath(entry).anchor and own and place and not os.path.exists(entry):
                 found.notes.append(f"{split} is '{place}', because {entry!r} does not exist")
-            images |= dict.fromkeys((split, image) for image in own)
-    train, val = ({image for own, image in images if own == split} for split in ("train", "val"))
+            images[split] |= dict.fromkeys(own)
     # Ultralytics needs a validation split, so datasets without one name the training images again.
-    if train and train == val:
-        images = {(split, image): None for split, image in images if split != "val"}
+    if images["train"] and images["train"].keys() == images["val"].keys():
+        del images["val"]
         found.notes.append("val has the same images as train, so it is not used")
-    labels = {image: [*filter(None, map(index.find, _label_paths(image)))] for _, image in images}
-    texts = [file for file in index.files if file.lower().endswith(".txt") and os.path.basename(file) not in _NO_LABELS]
+    pairs = [(split, image) for split, own in images.items() for image in own]
+    labels = {image: [*filter(None, map(index.find, _label_paths(image)))] for _, image in pairs}
+    texts = [file for file in index.files if file.lower().endswith(".txt")]
     if not any(labels.values()):
         # The labels are in folders of other names.
         records = [Record(file, (f"{Path(file).stem}.",), is_only=True) for file in texts]
@@ -65,19 +65,19 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     # The dataset check reports unreadable images.
     rows = {image: _rows(files[0]) if files and sizes[image] else [] for image, files in labels.items()}
     has_points = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
-    for split, image in images:
+    for split, image in pairs:
         own = [_object(row[:5] if has_points else row, names, sizes[image], line) for row, line in rows[image]]
         found.records.append(Record(image, (), sizes[image], split=split, objects=own, file=image))
-        if any(one["bbox"][2] > 2 * sizes[image][1] for one in own):
+        if any(max(one["bbox"][2:]) > 2 * max(sizes[image]) for one in own):
             found.noted["label files with values larger than 1, which are not fractions of the image"] += labels[image]
     found.unused["other label files of an image"] += [file for files in labels.values() for file in files[1:]]
     used = {file for files in labels.values() for file in files}
     others = {label for image in index.images.keys() - labels.keys() for label in _label_paths(image)}
-    texts = [file for file in texts if file not in used]
-    folders = {os.path.dirname(file) for file in (*used, *label_files(texts))}
-    for file in texts:
-        if os.path.dirname(file) in folders or re.search("(?i)/label(s|txt)/", file):
-            found.unused[f"label files whose image is {'not used' if file in others else 'missing'}"].append(file)
+    folders = {*map(os.path.dirname, used)}
+    # An image without objects has an empty file.
+    empty = [file for file in texts if os.path.dirname(file) in folders and not _rows(file)]
+    for file in sorted({*empty, *label_files(texts)} - used):
+        found.unused[f"label files whose image is {'not used' if file in others else 'missing'}"].append(file)
     return found
 
 
@@ -96,20 +96,20 @@ def settings_of(path: str) -> dict[str, Any] | None:
 
 
 def label_files(files: list[str]) -> list[str]:
-    """Return the text files whose first row is a label of YOLO or DOTA."""
+    """Return the text files whose first row is a label of YOLO, which begins with a class index, or of DOTA."""
     # Opening a pipe would block.
     texts = [path for path in files if path.lower().endswith(".txt") and os.path.isfile(path)]
-    rows = [(path, row) for path in texts for row, _ in _rows(path)[:1]]
-    return [path for path, row in rows if len(row) >= 5 and all(map(_NUMBER.fullmatch, row[:5]))]
+    rows = [(path, row) for path in texts for row, _ in _rows(path)[:1] if all(map(_NUMBER.fullmatch, row[:5]))]
+    return [path for path, row in rows if len(row) in (9, 10) or (len(row) > 4 and float(row[0]).is_integer())]
 
 
 def _settings(path: str, index: FileIndex) -> tuple[list[str], dict[str, Any]]:
     """Return the folders that the paths in a settings file may be relative to, and the settings."""
     folder = os.path.dirname(path)
     if os.path.basename(path) in CLASS_FILES:
-        return [index.root], {"names": [*filter(None, read_lines(path))], ".": "."}
+        return [index.root], {"names": [*filter(None, read_lines(path))]}
     if path.lower().endswith(".txt"):
-        return [index.root], {".": "."}
+        return [index.root], {}
     if path.endswith(".data"):
         data: dict[str, Any] = dict(re.split(r"\s*=\s*", line, maxsplit=1) for line in read_lines(path) if "=" in line)
         entry = data.get("names", "obj.names")
@@ -124,10 +124,13 @@ def _settings(path: str, index: FileIndex) -> tuple[list[str], dict[str, Any]]:
 def _names(path: str, data: dict[str, Any]) -> list[str]:
     names = data.get("names")
     names = [names.get(str(index)) for index in range(len(names))] if isinstance(names, dict) else names
+    # Other texts are a file name, or names without a space after their numbers.
+    names = [names] if isinstance(names, str) and re.fullmatch(r"[\w -]+", names) else names
     valid = [*dict.fromkeys(str(name).strip() for name in names if name is not None)] if isinstance(names, list) else []
     if not valid or len(valid) != len(names) or str(data.get("nc", len(valid))) != str(len(valid)):
         found = f"{len(valid)} different names" + f", but nc is {data.get('nc')}" * ("nc" in data)
-        raise ConfigError(f"'{path}' has {found}. Under names, list nc different names, or map 0, 1, ... to them.")
+        advice = f"list nc different names, or map '0: ', '1: ', ... to them, not {str(data.get('names'))[:80]!r}"
+        raise ConfigError(f"'{path}' has {found}. Under names, {advice}.")
     if garbled := [name for name in valid if "\ufffd" in name]:
         raise ConfigError(f"The class names of '{path}', such as {garbled[0]!r}, are not UTF-8. Save them as UTF-8.")
     return valid
@@ -182,9 +185,10 @@ def _label_paths(image: str) -> list[str]:
 
 
 def _rows(label: str) -> list[tuple[list[str], str]]:
-    rows = [(line.split(), f"{label}, line {number}") for number, line in enumerate(read_lines(label), start=1)]
+    lines = [line if re.search(r"\s", line) else line.replace(",", " ") for line in read_lines(label)]
+    rows = [(line.split(), f"{label}, line {number}") for number, line in enumerate(lines, start=1)]
     # Files of DOTA begin with the source and the resolution of the image.
-    return [(row, location) for row, location in rows if row and not row[0].startswith(("imagesource:", "gsd:"))]
+    return [(row, location) for row, location in rows if row and not re.match("'?(imagesource|gsd)'?:", row[0])]
 
 
 def _are_poses(rows: list[list[str]]) -> bool:
@@ -194,9 +198,11 @@ def _are_poses(rows: list[list[str]]) -> bool:
 
 
 def _object(row: list[str], names: list[str], size: tuple[int, int], location: str) -> dict[str, Any]:
-    is_dota = len(row) == 10 or (len(row) == 9 and not _NUMBER.fullmatch(row[8]))
-    if is_dota and (row[8] in names or not names):
+    is_dota = len(row) in (9, 10) and not _NUMBER.fullmatch(row[8])
+    if is_dota or (len(row) == 10 and row[8] in names):
         # Four corners in pixels, the class and the difficulty
+        if names and row[8] not in names:
+            raise ConfigError(f"{location}: class {row[8]!r} is not in the list of names. Add it to the list.")
         return box_object(row[8], [number(word, location) for word in row[:8]])
     index, *values = (number(word, location) for word in row)
     if index not in range(len(names)):

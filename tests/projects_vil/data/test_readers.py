@@ -212,14 +212,16 @@ def coco_text(name: str = "a.jpg", **content) -> str:
     return json.dumps(content | {"images": [image], "annotations": [annotation], "categories": categories})
 
 
-YAML = "train: images\nnames: [cat]\n"
 KINDS = yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_files(kind, tmp_path):
     root = tmp_path / "data"
-    files = KINDS[kind] if None in KINDS[kind].values() or "inside" in kind else {"a.jpg": None} | KINDS[kind]
+    files = dict(KINDS[kind])
+    error = files.pop("error", None)
+    if None not in files.values() and "inside" not in kind:
+        files["a.jpg"] = None
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -228,13 +230,17 @@ def test_kinds_of_files(kind, tmp_path):
         else:
             text = text.replace("LONG", "x" * 9000)
             path.write_text(text, encoding=next((name for name in ("UTF-16", "GBK") if name in kind), "utf-8"))
+    if error:
+        assert error in message(read_dataset, root, tmp_path / "out")
+        return
     contents = {}
     dataset = read_dataset(root, tmp_path / "out", val=0, contents=contents)
     assert kind.startswith(dataset.format.removeprefix("Pascal ")) and dataset.classes == ("cat",)
     annotation = contents["train"]["annotations"][0]
     np.testing.assert_allclose(annotation["bbox"], BOX, atol=0.01)
     assert all((dataset.splits["train"][1] / image["file_name"]).is_file() for image in contents["train"]["images"])
-    assert all((word in dataset.line()) == (word in kind) for word in ("skeleton", "tag:", "path is", "text files"))
+    words = "skeleton", "tag:", "path is", "text files", "label files", "swapped"
+    assert all((word in dataset.line()) == (word in kind) for word in words)
     assert ("val" in dataset.splits) == ("splits" in kind)
     # Another format has the same objects.
     output_format = LABEL_FORMATS[sorted(KINDS).index(kind) % len(LABEL_FORMATS)]
@@ -426,32 +432,11 @@ def test_a_failed_fix_leaves_no_files(tmp_path):
 @pytest.mark.parametrize(
     "files, named",
     [
-        ({"images/a.png": 1, "images/a.jpg": 2, "labels/a.txt": YOLO_ROW, "data.yaml": YAML}, "fits both"),
+        ({"a.png": 1, "a.jpg": 2, "a.txt": YOLO_ROW, "classes.txt": "cat"}, "fits both"),
         ({"x/a.png": 1, "y/a.png": 2, "a.xml": voc_text("", "a.png")}, "matches both"),
         ({"a.gif": 1, "a.png": 2, "a.xml": voc_text("", "b.jpg")}, "a.png'. Rename one"),
-        # A training file does not use validation images.
-        ({"train/b.png": 1, "valid/a.png": 2, "train/c.json": coco_text("a.png")}, "Cannot find the images"),
-        # A validation file does not use training images.
-        (
-            {"train/a.png": 1, "train/b.png": 2, "train.json": coco_text("a.png"), "val.json": coco_text("b.png")},
-            "Cannot find the images",
-        ),
         ({f"{d}/{n}": t for d in "xy" for n, t in (("a.png", ord(d)), ("c.json", coco_text("a.png")))}, "several COCO"),
-        (
-            {"a.png": 1, **{f"{n}.json": coco_text("a.png") + " " * len(n) for n in ("trainval35k", "minival")}},
-            "several COCO",
-        ),
-        ({"a.png": 1, "a.json": '{"a": {"filename": "a.png", "regions": 3}}'}, "no annotations of a known format"),
-        ({"a.png": 1, "l/b.xml": voc_text("", "a.png"), "m/c.xml": voc_text("", "a.png")}, "l/b.xml' and '"),
-        ({"a.png": 1, "a.xml": voc_text(bndbox(1, 2, 5, 6, ""), "a.png")}, "whose objects need a class: 1"),
-        ({"a.png": 1, "b.png": 1, "boxes.csv": ""}, "has 2 images, but no annotations of a known format"),
         ({"a.png": 1, "a.txt": YOLO_ROW, "classes.txt": "ma\udce7a"}, "not UTF-8"),
-        ({"a.png": 1, "obj.data": "train = a.txt\nnames = my.names"}, "obj.data' needs 'my.names'"),
-        (
-            {"a.png": 1, "a.xml": voc_text(""), **{f"ImageSets/Main/{split}.txt": "a" for split in ("train", "val")}},
-            "for train and for val",
-        ),
-        ({"images/a.png": 1, "labels/a.txt": YOLO_ROW, "v/b.txt": "", "data.yaml": YAML + "val: v\n"}, "no images"),
     ],
 )
 def test_missing_images_and_ties_are_errors(files, named, tmp_path):
@@ -469,6 +454,17 @@ def test_the_check_names_the_validation_images_of_a_training(tmp_path, capsys):
     run(["check", str(tmp_path / "data/a.xml"), "--json", str(tmp_path / "found.json")])
     assert "needs a second image" in capsys.readouterr().out and (tmp_path / "found.json").exists()
     assert "has only one image" in message(read_dataset, tmp_path / "data/a.xml", tmp_path / "one")
+    # Copies of an image are in the same split.
+    files = {"a.png": 1, "b.png": 1, "a.xml": voc_text(BOX_TEXT, "a.png"), "b.xml": voc_text(BOX_TEXT, "b.png")}
+    for folder, others in (("two", {}), ("three", {"c.png": 2, "c.xml": voc_text("", "c.png")})):
+        write_files(tmp_path / folder, files | others)
+        run(["check", str(tmp_path / folder)])
+        assert "copies of another: 1, such as" in (text := capsys.readouterr().out)
+        assert ("needs a second image" in text) == (folder == "two")
+    assert sorted(read_dataset(tmp_path / "three", tmp_path / "out", val=0.5).sizes.values()) == [1, 2]
+    images = coco_text("a.png").replace("}]", '}, {"id": 1, "file_name": "b.png"}]', 1)
+    write_files(tmp_path / "three", {"ids.json": images})
+    assert "has errors" in message(run, ["check", str(tmp_path / "three/ids.json")])
     Image.new("L", (60, 50)).save(tmp_path / "data/a.png")
     assert "has errors of 1 type" in message(run, ["check", str(tmp_path / "data")])
     assert "error: image_size_mismatch" in capsys.readouterr().out
