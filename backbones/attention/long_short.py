@@ -61,17 +61,28 @@ def dynamic_projection(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def long_short_attention(
-    *, chunk_size: int, projected_key: Tensor, projected_value: Tensor, **tensors: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    chunk_size: int,
+    projected_key: Tensor,
+    projected_value: Tensor,
+    local_bias: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of the local tokens to their windows and to the projected keys.
 
     Shapes: B images, M heads, H x W tokens, D channels per head.
 
     Args:
+        query: (B, M, H, W, D), with any H and W.
+        key: (B, M, H, W, D).
+        value: (B, M, H, W, D).
         chunk_size: Side w of a segment. Its window has ``side = max(w // 2, 1)`` more tokens on each side.
         projected_key: (B, M, R, D), the r projected keys and the keys of the global tokens.
         projected_value: (B, M, R, D).
-        tensors: ``query``, ``key``, ``value`` and optionally ``local_bias`` of :class:`.WindowInputs`, for any H and W.
+        local_bias: (M, w * w, (w + 2 * side)^2), the bias of positions in a segment by positions in its window, row by
+            row. None for no bias.
 
     Returns:
         (B, M, H, W, D)
@@ -79,14 +90,14 @@ def long_short_attention(
     Source: sections 3.2 and 3.4, equation 6. The keys of a row of windows lie column by column in memory, with the
     projected keys once per segment. Windows over them overlap without further copies.
     """
-    inputs = WindowInputs(global_key=projected_key, global_value=projected_value, **tensors)
-    query, side = inputs.query, max(chunk_size // 2, 1)
+    side = max(chunk_size // 2, 1)
     number = _CHUNKS.get(query.device.type, 1) // chunk_size
-    if number > 1 and inputs.local_bias is None and is_plain(query):
-        inputs = inputs._replace(local_bias=_segments_mask(chunk_size, number, side, query.dtype, query.device))
+    if number > 1 and local_bias is None and is_plain(query):
+        local_bias = _segments_mask(chunk_size, number, side, query.dtype, query.device)
         chunk_size *= number
+    inputs = WindowInputs(query, key, value, projected_key, projected_value, local_bias)
     attend = functools.partial(_attend, chunk_size=chunk_size, side=side)
-    if query.device.type != "cpu" and is_plain(query) and inputs.key.numel() > _KEPT_CHANNELS:
+    if query.device.type != "cpu" and is_plain(query) and key.numel() > _KEPT_CHANNELS:
         # The windows take as much memory as all else in a block. A backward pass makes them again.
         return checkpoint(attend, inputs, use_reentrant=False, preserve_rng_state=False)
     if torch.is_grad_enabled() and cpu_blocks.is_needed(*inputs):

@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backbones.attention.chunks import WindowInputs
-
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """Return scaled dot-product attention with an explicit softmax.
@@ -90,10 +88,19 @@ def _window_bias(
 
 
 def sliding_chunk_attention(
-    *, chunk_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    chunk_size: int,
+    mode: str = "zero_pad",
+    global_key: Tensor | None = None,
+    global_value: Tensor | None = None,
+    local_bias: Tensor | None = None,
+    global_bias: Tensor | None = None,
+    shift: tuple[int, int] | None = None,
 ) -> Tensor:
     """Return the result of :func:`.sliding_chunk.sliding_chunk_attention`, from all N x N pairs."""
-    query, key, value, global_key, global_value, local_bias, global_bias = WindowInputs(**tensors)
     height, width = query.shape[2:4]
     rows, cols = (_axis_neighborhood(size, chunk_size, mode) for size in (height, width))
     bias = _window_bias(query, rows, cols, chunk_size, local_bias)

@@ -39,20 +39,36 @@ from backbones.layers.tracing import is_tracing, padding_to_multiple, static_siz
 
 
 def sliding_chunk_attention(
-    *, chunk_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    chunk_size: int,
+    mode: str = "zero_pad",
+    global_key: Tensor | None = None,
+    global_value: Tensor | None = None,
+    local_bias: Tensor | None = None,
+    global_bias: Tensor | None = None,
+    shift: tuple[int, int] | None = None,
 ) -> Tensor:
     """Return the attention of the local tokens to their windows and to the global tokens.
 
     Shapes: B images, M heads, H x W tokens, D channels per head, G global tokens.
 
     Args:
+        query: (B, M, H, W, D), with any H and W.
+        key: (B, M, H, W, D).
+        value: (B, M, H, W, D).
         chunk_size: Side w of a chunk.
         mode: With ``"zero_pad"``, chunks at the border have fewer neighbors. With ``"exact"``, a token attends only to
             the (2w + 1) x (2w + 1) tokens around it. With ``"cyclic"``, a chunk at the border also attends to chunks at
             the opposite border, along an axis of three chunks or more. No mode attends to a key twice.
+        global_key: (B, M, G, D), or None without global tokens.
+        global_value: (B, M, G, D), or None.
+        local_bias: (M, w * w, 9 * w * w), the bias of positions in a chunk by positions in its 3w x 3w neighborhood,
+            row by row. None for no bias.
+        global_bias: (M, G), the bias of local queries at global keys, or None.
         shift: One of :data:`SHIFTS`, to attend only to the own chunk and this neighbor. None for all neighbors.
-        tensors: The fields of :class:`.WindowInputs`, for any H and W. The window of ``local_bias`` is the 3w x 3w
-            neighborhood of a chunk, also with a ``shift``.
 
     Returns:
         (B, M, H, W, D)
@@ -65,8 +81,8 @@ def sliding_chunk_attention(
     exported model copies each window.
     """
     check_choice("attention mode", mode, MODES)
-    inputs = WindowInputs(**tensors)
-    if shift is None and not is_tracing() and mode != "exact" and max(inputs.query.shape[2:4]) <= 2 * chunk_size:
+    inputs = WindowInputs(query, key, value, global_key, global_value, local_bias, global_bias)
+    if shift is None and not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * chunk_size:
         return _whole_map_attention(inputs, chunk_size)
     if mode == "exact":
         local_bias, _ = _biases_or_zeros(inputs, chunk_size)
