@@ -48,9 +48,9 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     evaluator = COCOEvaluator(name, output_dir=folder, max_dets_per_image=limit, masks=True, check=check)
     evaluator.reset()
     named: dict[str, list[dict[str, Any]]] = {}
-    missing = {image["id"]: image for image in evaluator._coco_api.dataset["images"]}
+    missing = {image["id"]: image for image, _ in evaluator.truth}
     total, others, errors = len(missing), 0, 0
-    segmented = [bool(one.get("segmentation")) for one in evaluator._coco_api.dataset.get("annotations", ())]
+    segmented = [bool(one.get("segmentation")) for _, objects in evaluator.truth for one in objects or ()]
     has_masks = all(segmented)
     if any(segmented) and not has_masks:
         text = "Evaluating boxes only: %d of %d annotations have no segmentation."

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from projects_vil.data import CocoFile
-from research.benchmarks import prediction
+from research.benchmarks import annotations, prediction
 from research.benchmarks.annotations import NUM_OBJECTS, compare_coco_apis, write_annotations, write_images
 from research.benchmarks.prediction import format_predictions, measure_predictions
 from research.benchmarks.roofline import DeviceRates, lower_bound
@@ -24,6 +24,14 @@ def test_synthetic_annotations_pass_the_check(tmp_path):
     file = CocoFile(tmp_path / "annotations.json", tmp_path / "images", pixels=True)
     assert len(file.images) == 20 and len(file.annotations) == 20 * NUM_OBJECTS and file.masks
     assert not file.findings("error", "fixed")
+
+
+@pytest.mark.slow
+def test_memory_of_boxes():
+    """As lists of dicts, the boxes of an image would need more than 12 kB."""
+    rows = annotations.cost_of_reading(num_images=30_000)
+    for small, large in zip(rows[:2], rows[2:], strict=True):
+        assert (large["peak"] - small["peak"]) / (large["images"] - small["images"]) < 8000
 
 
 @pytest.mark.slow
