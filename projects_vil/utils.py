@@ -153,58 +153,51 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-class CompactList(Sequence[Any]):
-    """The items of a list in a JSON file as bytes. Each access restores an item.
+class CompactList(Sequence[dict[str, Any]]):
+    """The objects of a list in a JSON file as bytes. Each access restores an object.
 
     A box of a COCO file needs about 100 bytes instead of 600. Indices are not negative, and slices are not supported.
     """
 
-    def __init__(self, items: Iterable[Any]) -> None:
+    def __init__(self, items: Iterable[dict[str, Any]]) -> None:
+        # The values of all objects, after the number of their keys, and the end of each object
         self._content, self._ends = bytearray(), array("q", [0])
-        # An item is stored as the number of its keys and its values. Items other than objects have no keys.
-        self._numbers: dict[tuple[str, ...] | None, int] = {}
+        numbers: dict[tuple[str, ...], int] = {}
         for item in items:
-            keys, values = (tuple(item), item.values()) if isinstance(item, dict) else (None, [item])
-            number = self._numbers.setdefault(keys, len(self._numbers))
+            number = numbers.setdefault(tuple(item), len(numbers))
             # Version 2 is the last one without references, which cost time and memory.
-            self._content += marshal.dumps((number, *values), 2)
+            self._content += marshal.dumps((number, *item.values()), 2)
             self._ends.append(len(self._content))
-        self._keys = list(self._numbers)
+        self._keys = list(numbers)
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         start, end = self._ends[index], self._ends[index + 1]
         number, *values = marshal.loads(self._content[start:end])
-        keys = self._keys[number]
-        return values[0] if keys is None else dict(zip(keys, values, strict=True))
+        return dict(zip(self._keys[number], values, strict=True))
 
 
-def read_large_lists(path: str | Path, keys: Iterable[str], *, what: str = "file") -> dict[str, CompactList] | None:
+def read_large_lists(path: str, keys: Iterable[str]) -> dict[str, CompactList] | None:
     """Read lists of a large JSON file. No two items of a list are objects in memory at the same time.
 
     Args:
         path: Path of the file.
         keys: The lists. Everything else in the file is left out.
-        what: Description of the file for error messages.
 
     Returns:
-        The lists, or None if the file is smaller than 512 MiB, if a list is missing or empty, or if ijson cannot read
-        the file, for example because of NaN. Use :func:`read_json` then.
-
-    Raises:
-        ConfigError: If the file is missing or is not a regular file.
+        The lists, or None if the file is smaller than 512 MiB, if a list is missing or empty or has items other than
+        objects, or if ijson cannot read the file, for example because of NaN. Use :func:`read_json` then.
     """
-    check_file(path, what)
-    if os.path.getsize(path) < LARGE_FILE:
+    if not os.path.isfile(path) or os.path.getsize(path) < LARGE_FILE:
         return None
     lists = {}
     try:
         for key in keys:
             with open(path, "rb") as file:
                 lists[key] = CompactList(ijson.items(file, f"{key}.item", use_float=True, buf_size=1 << 20))
-    except (OSError, ijson.JSONError):
+    except (OSError, TypeError, AttributeError, ijson.JSONError):
         return None
     return lists if all(lists.values()) else None
 

@@ -31,7 +31,7 @@ from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.detection_utils import IGNORED_LABEL, missing_files
 from projects_vil.data.readers import read_coco
 from projects_vil.data.segmentation import rle_of
-from projects_vil.utils import paused_garbage_collection
+from projects_vil.utils import paused_garbage_collection, read_large_lists
 
 CHECK_MODES = ("error", "warn", "off")
 # The memory limit of a container, in versions 2 and 1 of Linux control groups
@@ -40,8 +40,8 @@ _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 _CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
 # Objects that are read once per run, by cache key.
 SHARED: dict[tuple, DatasetFromList] = {}
-# An image of a COCO file and its annotations.
-Annotated = tuple[dict[str, Any], list[dict[str, Any]] | None]
+# The images of a COCO file with their annotations.
+Annotated = Iterator[tuple[dict[str, Any], list[dict[str, Any]] | None]]
 
 
 def read_datasets(cfg: CfgNode, *, train: bool = True) -> int:
@@ -77,7 +77,6 @@ def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
     Returns:
         The number of images.
     """
-
     check, masks = cfg.DATASETS.CHECK, cfg.MODEL.MASK_ON
 
     def read() -> int:
@@ -206,15 +205,13 @@ class _Facts:
     """Facts about records that are collected while the records are read.
 
     Attributes:
-        parts: Whether records have annotations, and whether they have label images.
+        kinds: Whether records have annotations, label images and masks.
         classes: The number of objects of each class, without crowds.
-        masks: Whether objects have masks.
         largest: The largest number of objects in an image, and the image file.
     """
 
-    parts: set[tuple[bool, bool]] = dataclasses.field(default_factory=set)
+    kinds: set[tuple[bool, bool, bool]] = dataclasses.field(default_factory=set)
     classes: Counter[int] = dataclasses.field(default_factory=Counter)
-    masks: set[bool] = dataclasses.field(default_factory=set)
     largest: tuple[int, str] = (0, "")
 
 
@@ -234,9 +231,9 @@ def _records(cfg: CfgNode, names: Sequence[str], facts: _Facts, *, train: bool) 
             if skip_empty and "annotations" in record and not classes:
                 num_removed += 1
                 continue
-            facts.parts.add(("annotations" in record, "sem_seg_file_name" in record))
+            has_masks = any("segmentation" in one for one in objects)
+            facts.kinds.add(("annotations" in record, "sem_seg_file_name" in record, has_masks))
             facts.classes.update(classes)
-            facts.masks.update("segmentation" in one for one in objects)
             facts.largest = max(facts.largest, (len(objects), record["file_name"]))
             yield record
     if num_removed:
@@ -263,13 +260,13 @@ def _check_task(cfg: CfgNode, files: str, facts: _Facts) -> None:
     if (is_segmentor(cfg) or is_panoptic(cfg)) and ignored != IGNORED_LABEL:
         raise ConfigError(f"MODEL.SEM_SEG_HEAD.IGNORE_VALUE is {ignored}. Set it to {IGNORED_LABEL}.")
     if is_segmentor(cfg):
-        if not all(has_labels for _, has_labels in facts.parts):
+        if not all(has_labels for _, has_labels, _ in facts.kinds):
             raise ConfigError(f"A SemanticSegmentor needs label images, but '{files}' has none. Use DATASETS.ADE20K.")
         return
-    if (False, True) in facts.parts:
+    if (False, True, False) in facts.kinds:
         architecture = cfg.MODEL.META_ARCHITECTURE
         raise ConfigError(f"A {architecture} needs boxes, but '{files}' has none. Use DATASETS.COCO.")
-    if cfg.MODEL.MASK_ON and facts.masks == {False}:
+    if cfg.MODEL.MASK_ON and facts.largest[0] and not any(has_masks for *_, has_masks in facts.kinds):
         raise ConfigError(f"MODEL.MASK_ON is True, but '{files}' has no masks. Set MODEL.MASK_ON False.")
 
 
@@ -349,7 +346,7 @@ def _object(annotation: dict[str, Any], class_of: dict[int, int], *, masks: bool
     return record | {"bbox_mode": BoxMode.XYWH_ABS, "category_id": class_of[annotation["category_id"]]}
 
 
-def _by_image(name: str, **options: Any) -> Iterator[Annotated]:
+def _by_image(name: str, **options: Any) -> Annotated:
     """Set the classes of a dataset in detectron2's metadata, and return the images of :func:`fixed_coco`.
 
     Images are sorted by id. The objects of an image have the order of the file.
@@ -362,21 +359,18 @@ def _by_image(name: str, **options: Any) -> Iterator[Annotated]:
     return by_image(dataset)
 
 
-def by_image(dataset: dict[str, Any]) -> Iterator[Annotated]:
+def by_image(dataset: dict[str, Any]) -> Annotated:
     """Yield the images of a COCO file with their annotations, or with None if the file has no list of annotations."""
-    images, annotations = dataset["images"], dataset.get("annotations")
+    images, annotations = dataset["images"], dataset.get("annotations", [])
     ids = [image["id"] for image in images]
     by_id = sorted(range(len(ids)), key=ids.__getitem__)
-    if annotations is None:
-        yield from ((images[index], None) for index in by_id)
-        return
     positions = {ids[index]: position for position, index in enumerate(by_id)}
-    found = (positions.get(one["image_id"], -1) for one in annotations)
-    of_image = np.fromiter(found, np.int32, len(annotations))
+    of_image = np.array([positions.get(one["image_id"], -1) for one in annotations], np.int32)
     order = np.argsort(of_image, kind="stable")
     starts = np.searchsorted(of_image, np.arange(len(ids) + 1), sorter=order)
     for index, start, end in zip(by_id, starts, starts[1:], strict=False):
-        yield images[index], [annotations[other] for other in order[start:end].tolist()]
+        objects = [annotations[other] for other in order[start:end].tolist()]
+        yield images[index], objects if "annotations" in dataset else None
 
 
 @paused_garbage_collection()
@@ -402,7 +396,8 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dic
     metadata = MetadataCatalog.get(name)
     if check == "off":
         return read_coco(metadata.json_file)
-    dataset = read_coco(metadata.json_file, compact=True)
+    dataset = read_large_lists(metadata.json_file, ("images", "annotations", "categories"))
+    dataset = dataset or read_coco(metadata.json_file)
     file = CocoFile(metadata.json_file, metadata.image_root, masks=masks, dataset=dataset)
     findings = file.findings()
     if file.findings("error") and (check == "error" or file.unfixable() is not None):

@@ -9,7 +9,7 @@ from typing import Any
 from backbones import ConfigError
 from projects_vil.data.readers.index import FileIndex, Record, content_hash, normalized, size_of, split_of
 from projects_vil.data.readers.shapes import Annotations
-from projects_vil.utils import read_json, read_large_lists
+from projects_vil.utils import read_json
 
 # COCO's other annotation files of the same images
 _OTHER_FILES = re.compile("(captions|labels|person_keypoints|panoptic|stuff|image_info)_")
@@ -18,19 +18,12 @@ Part = tuple[dict[str, Any], Path | None, Path]
 Parts = dict[str, Part]
 
 
-def read_coco(path: str | Path, *, compact: bool = False) -> dict[str, Any]:
+def read_coco(path: str | Path) -> dict[str, Any]:
     """Read a COCO file. The list of annotations may be absent, as in COCO's test images.
-
-    Args:
-        path: The file.
-        compact: Whether the content of a large file is only the lists of images, annotations and categories, each as a
-            :class:`~projects_vil.utils.CompactList`.
 
     Raises:
         ConfigError: If the file is missing, is not JSON, or lacks a list of images or categories.
     """
-    if compact and (lists := read_large_lists(path, ("images", "annotations", "categories"), what="annotation file")):
-        return lists
     dataset = read_json(path, what="annotation file")
     content = dataset if isinstance(dataset, dict) else {}
     # A missing list of annotations is not replaced by an empty list, because the evaluation would then give AP nan.
