@@ -177,9 +177,11 @@ class ToolParser(argparse.ArgumentParser):
         parse = self.parse_known_args if rest else self.parse_known_intermixed_args
         parsed, unknown = parse(words)
         if unknown:
-            named = [word for word in unknown if word.startswith("-")] or unknown[:1]
-            self.error("; ".join(f"unknown argument '{word}'{self._hint(word)}" for word in named))
+            self._unknown([word for word in unknown if word.startswith("-")] or unknown[:1])
         return parsed
+
+    def _unknown(self, words: Sequence[str]) -> NoReturn:
+        self.error("; ".join(f"unknown argument '{word}'{self._hint(word)}" for word in words))
 
     def section(self, title: str) -> None:
         """Add the arguments that follow to a section of the help."""
@@ -222,7 +224,11 @@ class ToolParser(argparse.ArgumentParser):
             return f". Write {same} {values}".rstrip()
         if any(name == action.dest and not action.option_strings for action in self._actions):
             return f". Write {value}" if value else f". Write the path without '{flag}'"
-        return self._key_hint(name, value) or closest(flag, self._option_string_actions, cutoff=0.7)
+        hint = self._key_hint(name, value)
+        if hint or word.startswith("-"):
+            return hint or closest(flag, self._option_string_actions, cutoff=0.7)
+        names = [str(action.metavar) for action in self._actions if not action.option_strings]
+        return f". The command takes only {' and '.join(names)}. Quote a path that has spaces" * bool(names)
 
     def _key_hint(self, name: str, value: str) -> str:
         """Return advice for an unknown argument that may be meant as a config key."""
@@ -269,7 +275,7 @@ class ConfigToolParser(ToolParser):
             self.add("--device", f"{' or '.join(devices)} (config key MODEL.DEVICE{default})", metavar="DEVICE")
 
     def _key_hint(self, name: str, value: str) -> str:
-        is_key = name.isupper() or ("." in name and _is_key(name.upper()))
+        is_key = name.isupper() or name.upper() in SECTIONS or ("." in name and _is_key(name.upper()))
         if key := name.upper() if is_key else _FLAGS.get(f"--{name.replace('_', '-')}"):
             return f". Write {key} {value or 'VALUE'}"
         return ". Write config keys as KEY VALUE, such as SOLVER.BASE_LR 5e-5" if value else ""
@@ -302,6 +308,7 @@ class ConfigToolParser(ToolParser):
         """Return the arguments of the command, and the config keys and values."""
         arguments: list[str] = []
         overrides: list[str] = []
+        unknown: list[str] = []
         left = iter(words)
         for word in left:
             action = self._option_string_actions.get(arguments[-1]) if arguments else None
@@ -311,7 +318,7 @@ class ConfigToolParser(ToolParser):
             if is_value or not _is_key(word) or Path(word).exists():
                 is_file = is_value or Path(word).exists()
                 if not is_file and (re.match(r"[a-z][\w.]*=", word) or ("_" in word and _is_key(word.upper()))):
-                    self.error(f"unknown argument '{word}'{self._hint(word)}")
+                    unknown.append(word)
                 arguments.append(word)
                 continue
             value = next(left, None)
@@ -321,6 +328,8 @@ class ConfigToolParser(ToolParser):
             if value is None or value.startswith("--") or (is_key and not Path(value).exists()):
                 self.error(f"the override {word} has no value. Write {word} VALUE")
             overrides += [word, value]
+        if unknown:
+            self._unknown(unknown)
         return arguments, overrides
 
 

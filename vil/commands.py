@@ -258,7 +258,8 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         parser.error(f"unexpected argument {positional[0]}. Give MODEL or --config-file, and INPUT or --input")
     sources = [source] if source else positional
     if not model or not sources:
-        parser.error("MODEL or INPUT is missing. Give both, or --weights and --input")
+        missing = [name for name, value in (("MODEL", model), ("INPUT", sources)) if not value]
+        parser.error(f"no {' and no '.join(missing)}. Write vil predict MODEL INPUT")
     parser.require("--format parquet", *("pyarrow",) * (args.file_format == "parquet"))
     parser.require("--ray", *("ray", "pyarrow") * args.ray)
     parser.require("--track", *("supervision", "trackers") * args.track)

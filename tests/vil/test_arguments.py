@@ -169,7 +169,9 @@ def test_short_forms_are_their_keys(tmp_path):
         (f"--output {ROOT}", f"--output: '{ROOT}' is a folder"),
         ("--config-file absent/vil_tiny1x.yaml", "'absent/vil_tiny1x.yaml' does not exist"),
         ("--batch-size=4", "Write SOLVER.IMS_PER_BATCH 4"),
-        ("lr0=1", "Write SOLVER.BASE_LR 1"),
+        ("lr0=1 imgsz=9", "SOLVER.BASE_LR 1; unknown argument 'imgsz=9'. Write INPUT.MIN_SIZE_TEST 9"),
+        ("my photos", "'photos'. The command takes only DATA. Quote"),
+        ("cudnn_benchmark True", "Write CUDNN_BENCHMARK VALUE"),
         ("--resum", "Did you mean '--resume'?"),
         ("--epochs=12 --resum", "SOLVER.EPOCHS 12; unknown argument '--resum'"),
         ("--kind yolo", "Choose from retinanet, mask_rcnn, faster_rcnn"),
@@ -194,7 +196,7 @@ def test_a_wrong_argument_is_one_line_with_advice(capsys, words, advice):
     add_training_arguments(tool)
     tool.add("--kind", "detector", choices=(*choices.DETECTORS, "voc"))
     tool.add("--size", "image size", type=vil.arguments.image_size)
-    tool.add("data", "dataset", nargs="?")
+    tool.add("data", "dataset", nargs="?", metavar="DATA")
     tool.add("--output", "report", type=output_file)
     with pytest.raises(SystemExit) as caught:
         tool.parse_args([*FILE, *words.split()])
