@@ -77,16 +77,15 @@ def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
     Returns:
         The number of images.
     """
-    check, masks = cfg.DATASETS.CHECK, cfg.MODEL.MASK_ON
 
     def read() -> int:
         # An evaluation needs the annotations of COCO files, too.
-        for name in filter(is_coco, () if train or check == "off" else names):
-            SHARED[_truth_key(name, check, masks)] = ground_truth(name, check=check, masks=masks)
+        for name in () if train else names:
+            read_truth(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
         SHARED[_key(cfg, names, train)] = records = load_dataset(cfg, names, train=train)
         return len(records)
 
-    return read() if comm.get_world_size() == 1 else read_and_share(read, names)
+    return read_and_share(read, names)
 
 
 def read_and_share(read: Callable[[], Any], names: Sequence[str] = ()) -> Any:
@@ -107,6 +106,8 @@ def read_and_share(read: Callable[[], Any], names: Sequence[str] = ()) -> Any:
         ConfigError: In all processes, if any ``read`` raises a ``ConfigError`` or an ``OSError``, or if machines have
             different return values.
     """
+    if comm.get_world_size() == 1:
+        return read()
     before, outcome, keys = set(SHARED), None, list(itertools.product(names, _CLASS_KEYS))
     with tempfile.TemporaryDirectory(prefix="records_") as folder:
         if comm.get_local_rank() == 0:
@@ -394,10 +395,10 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dic
         ConfigError: If the check finds errors, and under the conditions of :func:`read_coco`.
     """
     metadata = MetadataCatalog.get(name)
-    if check == "off":
-        return read_coco(metadata.json_file)
     dataset = read_large_lists(metadata.json_file, ("images", "annotations", "categories"))
     dataset = dataset or read_coco(metadata.json_file)
+    if check == "off":
+        return dataset
     file = CocoFile(metadata.json_file, metadata.image_root, masks=masks, dataset=dataset)
     findings = file.findings()
     if file.findings("error") and (check == "error" or file.unfixable() is not None):
@@ -417,15 +418,21 @@ def ground_truth(name: str, *, check: str, masks: bool) -> DatasetFromList | Non
         masks: Whether the detector has masks.
 
     Returns:
-        Pairs of an image and the list of its annotations, or None if the annotation file is used as it is.
+        Pairs of an image and the list of its annotations, or None if the dataset has no COCO file.
 
     Raises:
         ConfigError: If the check rejects the annotations.
     """
-    if check == "off" or not is_coco(name):
+    if not is_coco(name):
         return None
     key = _truth_key(name, check, masks)
     return SHARED.get(key) or serialized(_by_image(name, check=check, masks=masks, areas=True))
+
+
+def read_truth(name: str, *, check: str, masks: bool) -> None:
+    """Read the result of :func:`ground_truth` for all later calls. :func:`read_and_share` shares it with processes."""
+    if (truth := ground_truth(name, check=check, masks=masks)) is not None:
+        SHARED[_truth_key(name, check, masks)] = truth
 
 
 def _truth_key(name: str, check: str, masks: bool) -> tuple:

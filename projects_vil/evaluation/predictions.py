@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from detectron2.utils import comm
 from backbones import ConfigError
 from backbones.errors import pip_install
 from projects_vil import data
+from projects_vil.data.records import SHARED, read_and_share, read_truth
 from projects_vil.evaluation.evaluators import COCOEvaluator
 from projects_vil.evaluation.results import check_finite, write_results
 from projects_vil.utils import log_run
@@ -45,6 +47,8 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     metadata.thing_classes = list(categories.values())
     matches: dict[Labels, dict[int, int]] = {}
     limit, check = cfg.TEST.DETECTIONS_PER_IMAGE, cfg.DATASETS.CHECK
+    SHARED.clear()
+    read_and_share(partial(read_truth, name, check=check, masks=True), [name])
     evaluator = COCOEvaluator(name, output_dir=folder, max_dets_per_image=limit, masks=True, check=check)
     evaluator.reset()
     named: dict[str, list[dict[str, Any]]] = {}
