@@ -37,7 +37,6 @@ from projects_vil.data.detection_utils import (
 from projects_vil.data.readers import SOURCE, Dataset, read_dataset
 from projects_vil.data.records import (
     CHECK_MODES,
-    by_image,
     fixed_coco,
     ground_truth,
     in_order,

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
@@ -31,7 +31,8 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import closest
 from projects_vil.config import is_panoptic, is_segmentor
-from projects_vil.data import by_image, class_names, class_order, ground_truth, label_reader
+from projects_vil.data import class_names, class_order, ground_truth, label_reader
+from projects_vil.data.records import by_image, serialized
 from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
 from projects_vil.evaluation.results import check_finite
@@ -158,7 +159,8 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
         truth = ground_truth(dataset_name, check=check, masks=masks)
         if truth is None:
             super().__init__(dataset_name, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
-            truth, categories = list(by_image(self._coco_api.dataset)), self._coco_api.cats
+            coco, self._coco_api = self._coco_api, None
+            truth, categories = serialized(by_image(coco.dataset)), coco.cats
         else:
             # detectron2's constructor always reads the annotation file, which may have errors that ``truth`` has not.
             self._logger = logging.getLogger(coco_evaluation.__name__)
@@ -168,7 +170,8 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
             self._metadata, self._kpt_oks_sigmas, self._do_evaluation = MetadataCatalog.get(dataset_name), (), False
             categories = self._metadata.thing_dataset_id_to_contiguous_id
         # Ids in the file may be text or large integers. They are replaced by positions, in the order of pycocotools.
-        self.truth, self._category_of = truth, _positions(categories)
+        self.truth = truth
+        self._category_of = {number: position for position, number in enumerate(sorted(categories))}
         self._image_of: dict[Any, int] = {}
         numbers, has_masks = [], masks
         for position, (image, objects) in enumerate(truth):
@@ -306,11 +309,6 @@ class FasterCOCOEvaluator(COCOEvaluator):
         for step in (evaluation.evaluate, evaluation.accumulate, evaluation.summarize):
             step()
         return evaluation
-
-
-def _positions(ids: Iterable[Any]) -> dict[Any, int]:
-    """Return the position of each id in sorted order."""
-    return {number: position for position, number in enumerate(sorted(ids))}
 
 
 # Metric names --------------------------------------------------------------------------------------------------------
