@@ -188,7 +188,7 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> DatasetF
         raise
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"Cannot read '{files}' ({type(error).__name__} {error}). Repair the file.") from error
-    if not len(records):
+    if not records:
         raise ConfigError(f"'{files}' has no images{' with annotations' if train else ''}. Use another dataset.")
     _check_task(cfg, files, facts)
     is_checked = cfg.DATASETS.CHECK != "off" and all(map(is_coco, names))
@@ -409,6 +409,7 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dic
     return file.fixed(areas=areas)[0] if findings else dataset
 
 
+@paused_garbage_collection()
 def ground_truth(name: str, *, check: str, masks: bool) -> DatasetFromList | None:
     """Return the images of :func:`fixed_coco` with their annotations for an evaluation, sorted by id.
 
