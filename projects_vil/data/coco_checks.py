@@ -412,9 +412,9 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
 
 
 def find_without_objects(file: CocoFile) -> Findings:
-    used = {*file.image_of.tolist(), *file.found["invalid_image_entry"]}
+    used = {*np.unique(file.image_of).tolist(), *file.found["invalid_image_entry"]}
     yield from (("image_without_objects", index, None) for index in range(len(file.images)) if index not in used)
-    for index in sorted({*file.category_by_id.values()} - {*file.category_of.tolist()}):
+    for index in sorted({*file.category_by_id.values()} - {*np.unique(file.category_of).tolist()}):
         name, others = file.categories[index]["name"], {*file.category_by_id.values()} - {index}
         is_group = any(file.categories[other].get("supercategory") == name for other in others)
         yield "category_without_objects", index, "the supercategory of other categories" if is_group else None
