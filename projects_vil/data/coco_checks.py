@@ -389,9 +389,12 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
     left, top, wide, high = boxes.T
     # Comparisons with NaN are false.
     has_size = (heights > 0) & (widths > 0) & (left == left)
-    yield "swapped_bbox_corners", (wide < 0) | (high < 0)
-    left, top, wide, high = np.minimum(left, left + wide), np.minimum(top, top + high), abs(wide), abs(high)
-    right, bottom, far = left + wide, top + high, FAR * np.maximum(heights, widths, dtype=float)
+    swapped = (wide < 0) | (high < 0)
+    yield "swapped_bbox_corners", swapped
+    # Copies of the boxes would determine the peak of the memory.
+    if swapped.any():
+        left, top, wide, high = np.minimum(left, left + wide), np.minimum(top, top + high), abs(wide), abs(high)
+    right, bottom, far = left + wide, top + high, FAR * np.maximum(heights, widths, dtype=np.float32)
     is_far = (np.minimum(left, top) < -far) | (right > widths + far) | (bottom > heights + far)
     is_far &= has_size
     empty = ~is_far & ((wide == 0) | (high == 0))
