@@ -12,7 +12,7 @@ import random
 import re
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Literal
 
@@ -229,10 +229,10 @@ class EvaluationLoader(_Loader):
     """
 
     def __init__(
-        self, records: Sequence[dict[str, Any]], mapper: Callable[[dict[str, Any]], dict[str, Any]], *, num_workers: int
+        self, records: Iterable[dict[str, Any]], mapper: Callable[[dict[str, Any]], dict[str, Any]], *, num_workers: int
     ) -> None:
         dataset = MappedRecords(serialized(records), mapper)
-        super().__init__(dataset, num_workers=num_workers, sampler=InferenceSampler(len(records)))
+        super().__init__(dataset, num_workers=num_workers, sampler=InferenceSampler(len(dataset)))
 
 
 def _stop_workers(batches: object) -> None:
@@ -289,7 +289,7 @@ def build_train_loader(cfg: CfgNode) -> TrainLoader:
     Raises:
         ConfigError: If ``DATALOADER.SAMPLER_TRAIN`` is unknown, and under the conditions of :func:`load_dataset`.
     """
-    records = serialized(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True))
+    records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, TRAIN_SAMPLERS)
     mapper = Mapper(cfg, is_train=True)
     if cfg.INPUT.AUGMENTATION == "lsj_copy_paste":

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shlex
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -91,12 +92,13 @@ class CocoFile:
         self.masks = number > 0 and (2 * number >= total if masks is None else masks)
         self.pixels, self.progress = pixels, progress
         self.sizes = [(0, 0)] * (len(self.images) + 1)
-        self.image_of, self.category_of = np.full((2, len(self.annotations)), -1)
+        self.image_of, self.category_of = np.full((2, len(self.annotations)), -1, np.int32)
         # The index of the first valid entry with each id. Images are also found by the integer value of their id.
         self.image_by_id: dict[Any, int] = {}
         self.image_by_number: dict[int, int] = {}
         self.category_by_id: dict[int, int] = {}
-        self.annotation_by_id: dict[int, int] = {}
+        # The valid ids of annotations in ascending order, and the index of the first annotation with each id
+        self.annotation_ids, self.first_with_id = np.zeros((2, 0), int)
         self.found: dict[str, list[int]] = defaultdict(list)
         self.examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for find in _FINDERS:
@@ -193,7 +195,7 @@ class CocoFile:
             The dataset, and a dict with the numbers of removed ``images`` and ``annotations`` and of ``changed``
             annotations.
         """
-        self.new_ids = itertools.count(max(self.annotation_by_id, default=0) + 1)
+        self.new_ids = itertools.count(int(self.annotation_ids.max(initial=0)) + 1)
         dataset, removed, changed = dict(self.dataset), defaultdict(set), defaultdict(dict)
         for key in ("categories", "images", "annotations"):
             entries = self.dataset.get(key, [])
@@ -209,7 +211,8 @@ class CocoFile:
                     else:
                         changed[key][index] = entry
             if key in dataset:
-                dataset[key] = [changed[key].get(i, e) for i, e in enumerate(entries) if i not in removed[key]]
+                kept = (changed[key].get(i, e) for i, e in enumerate(entries) if i not in removed[key])
+                dataset[key] = type(entries)(kept)
         counts = {key: len(removed[key]) for key in ("images", "annotations")}
         return dataset, counts | {"changed": len(changed["annotations"].keys() - removed["annotations"])}
 
@@ -297,6 +300,7 @@ def find_in_files(file: CocoFile) -> Findings:
 
 
 def find_in_annotations(file: CocoFile) -> Findings:
+    ids = np.zeros(len(file.annotations), int)
     for index, entry in enumerate(file.annotations):
         if not isinstance(entry, dict):
             yield "invalid_annotation_entry", index, None
@@ -312,10 +316,10 @@ def find_in_annotations(file: CocoFile) -> Findings:
             name = "unknown_category_id" if position < 0 else "category_id_type_mismatch"
             yield name, index, f"category_id {_shortened(category)}"
         number = entry.get("id")
-        if type(number) is not int or number <= 0:
+        if type(number) is not int or not 0 < number < 2**63:
             yield "invalid_annotation_id", index, None
-        elif file.annotation_by_id.setdefault(number, index) != index:
-            yield "duplicate_annotation_id", index, None
+        else:
+            ids[index] = number
         crowd = entry.get("iscrowd")
         if crowd in (None, "0", "1"):
             yield "missing_iscrowd", index, None
@@ -331,6 +335,9 @@ def find_in_annotations(file: CocoFile) -> Findings:
                 yield problem, index, segmentation
             if isinstance(segmentation, dict) and not crowd:
                 yield "rle_without_iscrowd", index, None
+    file.annotation_ids, file.first_with_id = np.unique(ids, return_index=True)
+    ids[file.first_with_id] = 0
+    yield from (("duplicate_annotation_id", index, None) for index in np.flatnonzero(ids).tolist())
 
 
 def misfits_box(area: Any, width: Any, height: Any) -> Any:
@@ -340,7 +347,7 @@ def misfits_box(area: Any, width: Any, height: Any) -> Any:
 
 
 def find_in_boxes(file: CocoFile) -> Findings:
-    indices, boxes, areas = [], [], []
+    indices, boxes, areas = array("q"), array("d"), array("d")
     for index, entry in enumerate(file.annotations):
         if not isinstance(entry, dict):
             continue
@@ -354,12 +361,12 @@ def find_in_boxes(file: CocoFile) -> Findings:
         is_box = type(box) is list and len(box) == 4 and set(map(type, box)) <= {int, float}
         # The maximum does not find NaN, but the sum does.
         is_box = is_box and max(map(abs, box)) < _LARGEST and sum(box) == sum(box)
-        boxes.append(box if is_box else _NO_BOX)
+        boxes.extend(box if is_box else _NO_BOX)
         if not is_box and "bbox" in entry:
             yield "invalid_bbox", index, box
         elif not is_box:
             yield "missing_bbox_and_mask" if box_of_mask(file, index, entry) is None else "missing_bbox", index, None
-    indices, boxes, areas = np.array(indices, int), np.array(boxes, float).reshape(-1, 4), np.array(areas)
+    indices, boxes, areas = np.asarray(indices), np.asarray(boxes).reshape(-1, 4), np.asarray(areas)
     for name, where in _box_problems(file, indices, boxes):
         yield from ((name, index, file.annotations[index]["bbox"]) for index in indices[where].tolist())
     largest = np.array([2.0 * height * width or math.inf for height, width in file.sizes])[file.image_of[indices]]
@@ -377,13 +384,17 @@ def find_in_boxes(file: CocoFile) -> Findings:
 
 def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the name of a check and the boxes with this problem as (N,) bool, for boxes (N, 4)."""
-    heights, widths = np.array(file.sizes)[file.image_of[indices]].T
+    # Sides are below 2**31.
+    heights, widths = np.array(file.sizes, np.int32)[file.image_of[indices]].T
     left, top, wide, high = boxes.T
     # Comparisons with NaN are false.
     has_size = (heights > 0) & (widths > 0) & (left == left)
-    yield "swapped_bbox_corners", (wide < 0) | (high < 0)
-    left, top, wide, high = np.minimum(left, left + wide), np.minimum(top, top + high), abs(wide), abs(high)
-    right, bottom, far = left + wide, top + high, FAR * np.maximum(heights, widths)
+    swapped = (wide < 0) | (high < 0)
+    yield "swapped_bbox_corners", swapped
+    # Copies of the boxes would determine the peak of the memory.
+    if swapped.any():
+        left, top, wide, high = np.minimum(left, left + wide), np.minimum(top, top + high), abs(wide), abs(high)
+    right, bottom, far = left + wide, top + high, FAR * np.maximum(heights, widths, dtype=np.float32)
     is_far = (np.minimum(left, top) < -far) | (right > widths + far) | (bottom > heights + far)
     is_far &= has_size
     empty = ~is_far & ((wide == 0) | (high == 0))
@@ -404,9 +415,9 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
 
 
 def find_without_objects(file: CocoFile) -> Findings:
-    used = {*file.image_of.tolist(), *file.found["invalid_image_entry"]}
+    used = {*np.unique(file.image_of).tolist(), *file.found["invalid_image_entry"]}
     yield from (("image_without_objects", index, None) for index in range(len(file.images)) if index not in used)
-    for index in sorted({*file.category_by_id.values()} - {*file.category_of.tolist()}):
+    for index in sorted({*file.category_by_id.values()} - {*np.unique(file.category_of).tolist()}):
         name, others = file.categories[index]["name"], {*file.category_by_id.values()} - {index}
         is_group = any(file.categories[other].get("supercategory") == name for other in others)
         yield "category_without_objects", index, "the supercategory of other categories" if is_group else None
@@ -462,8 +473,8 @@ def new_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def new_id_unless_equal(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any] | None:
-    same_id = file.annotations[file.annotation_by_id[entry["id"]]]
-    return None if file.annotations[index] == same_id else new_id(file, index, entry)
+    first = file.first_with_id[np.searchsorted(file.annotation_ids, entry["id"])]
+    return None if file.annotations[index] == file.annotations[first] else new_id(file, index, entry)
 
 
 def area_of_mask_or_box(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:

@@ -1,23 +1,26 @@
 """Read the records of datasets, check them against the config, and share them between processes."""
 
+import dataclasses
 import itertools
 import logging
 import os
+import pickle
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, DatasetFromList, MetadataCatalog
-from detectron2.data.build import filter_images_with_only_crowd_annotations, print_instances_class_histogram
+from detectron2.data.build import print_instances_class_histogram
 from detectron2.data.common import _TorchSerializedList
 from detectron2.structures import BoxMode
 from detectron2.utils import comm
 from detectron2.utils.logger import log_first_n
-from pycocotools.coco import COCO
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
@@ -28,7 +31,7 @@ from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.detection_utils import IGNORED_LABEL, missing_files
 from projects_vil.data.readers import read_coco
 from projects_vil.data.segmentation import rle_of
-from projects_vil.utils import paused_garbage_collection
+from projects_vil.utils import paused_garbage_collection, read_large_lists
 
 CHECK_MODES = ("error", "warn", "off")
 # The memory limit of a container, in versions 2 and 1 of Linux control groups
@@ -37,6 +40,8 @@ _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 _CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
 # Objects that are read once per run, by cache key.
 SHARED: dict[tuple, DatasetFromList] = {}
+# The images of a COCO file with their annotations.
+Annotated = Iterator[tuple[dict[str, Any], list[dict[str, Any]] | None]]
 
 
 def read_datasets(cfg: CfgNode, *, train: bool = True) -> int:
@@ -75,12 +80,12 @@ def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
 
     def read() -> int:
         # An evaluation needs the annotations of COCO files, too.
-        for name in filter(is_coco, () if train or cfg.DATASETS.CHECK == "off" else names):
-            fixed_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON, share=True)
-        SHARED[_key(cfg, names, train)] = records = serialized(load_dataset(cfg, names, train=train))
+        for name in () if train else names:
+            read_truth(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
+        SHARED[_key(cfg, names, train)] = records = load_dataset(cfg, names, train=train)
         return len(records)
 
-    return read() if comm.get_world_size() == 1 else read_and_share(read, names)
+    return read_and_share(read, names)
 
 
 def read_and_share(read: Callable[[], Any], names: Sequence[str] = ()) -> Any:
@@ -101,6 +106,8 @@ def read_and_share(read: Callable[[], Any], names: Sequence[str] = ()) -> Any:
         ConfigError: In all processes, if any ``read`` raises a ``ConfigError`` or an ``OSError``, or if machines have
             different return values.
     """
+    if comm.get_world_size() == 1:
+        return read()
     before, outcome, keys = set(SHARED), None, list(itertools.product(names, _CLASS_KEYS))
     with tempfile.TemporaryDirectory(prefix="records_") as folder:
         if comm.get_local_rank() == 0:
@@ -132,13 +139,24 @@ def read_and_share(read: Callable[[], Any], names: Sequence[str] = ()) -> Any:
     return value
 
 
-def serialized(records: Sequence[Any]) -> DatasetFromList:
-    """Return records in the serialized form that a process shares with its worker processes."""
-    return records if isinstance(records, DatasetFromList) else DatasetFromList(records, copy=False)
+def serialized(records: Iterable[Any]) -> DatasetFromList:
+    """Return records in the serialized form that a process shares with its worker processes.
+
+    In contrast to detectron2's constructor, no two records are in memory at the same time.
+    """
+    if isinstance(records, DatasetFromList):
+        return records
+    content, ends = bytearray(), array("q")
+    for record in records:
+        content += pickle.dumps(record, -1)
+        ends.append(len(content))
+    stored = _TorchSerializedList.__new__(_TorchSerializedList)
+    stored._lst, stored._addr = (torch.from_numpy(np.frombuffer(*one)) for one in ((content, "u1"), (ends, "i8")))
+    return DatasetFromList(stored, copy=False, serialize=False)
 
 
 @paused_garbage_collection()
-def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence[dict[str, Any]]:
+def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> DatasetFromList:
     """Return the records of datasets in detectron2's dataset format.
 
     COCO files are checked and fixed according to ``DATASETS.CHECK`` (:func:`fixed_coco`).
@@ -162,32 +180,65 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
         check_files(name)
     if (records := SHARED.get(_key(cfg, names, train))) is not None:
         return records
-    files, records = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names), []
+    files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
+    facts = _Facts()
     try:
-        for name in names:
-            if cfg.DATASETS.CHECK == "off" or not is_coco(name):
-                own = DatasetCatalog.get(name)
-            else:
-                own = load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
-            order = class_order(cfg, name)
-            own = in_order(own, order) if train and order is not None else own
-            records += add_stuff(name, own) if is_panoptic(cfg) else own
-        if train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS and records and "annotations" in records[0]:
-            records = filter_images_with_only_crowd_annotations(records)
+        records = serialized(_records(cfg, names, facts, train=train))
     except ConfigError:
         raise
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"Cannot read '{files}' ({type(error).__name__} {error}). Repair the file.") from error
     if not records:
         raise ConfigError(f"'{files}' has no images{' with annotations' if train else ''}. Use another dataset.")
-    _check_task(cfg, files, records)
+    _check_task(cfg, files, facts)
     is_checked = cfg.DATASETS.CHECK != "off" and all(map(is_coco, names))
     if not is_checked and (missing := missing_files(record["file_name"] for record in records)):
         raise ConfigError(f"{len(missing)} images of '{files}' are missing, such as '{missing[0]}'. Add them.")
     if train and not is_segmentor(cfg):
-        _check_memory(cfg, records)
-        print_instances_class_histogram(records, model_classes(cfg)[1] or class_names(cfg, names[0]))
+        _check_memory(cfg, *facts.largest)
+        objects = [{"annotations": itertools.repeat({"category_id": n}, number)} for n, number in facts.classes.items()]
+        print_instances_class_histogram(objects, model_classes(cfg)[1] or class_names(cfg, names[0]))
     return records
+
+
+@dataclasses.dataclass
+class _Facts:
+    """Facts about records that are collected while the records are read.
+
+    Attributes:
+        kinds: Whether records have annotations, label images and masks.
+        classes: The number of objects of each class, without crowds.
+        largest: The largest number of objects in an image, and the image file.
+    """
+
+    kinds: set[tuple[bool, bool, bool]] = dataclasses.field(default_factory=set)
+    classes: Counter[int] = dataclasses.field(default_factory=Counter)
+    largest: tuple[int, str] = (0, "")
+
+
+def _records(cfg: CfgNode, names: Sequence[str], facts: _Facts, *, train: bool) -> Iterator[dict[str, Any]]:
+    """Yield the records of :func:`load_dataset`, and collect facts about them."""
+    skip_empty, num_removed = train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, 0
+    for name in names:
+        if cfg.DATASETS.CHECK == "off" or not is_coco(name):
+            own = DatasetCatalog.get(name)
+        else:
+            own = load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
+        order = class_order(cfg, name)
+        own = in_order(own, order) if train and order is not None else own
+        for record in add_stuff(name, list(own)) if is_panoptic(cfg) else own:
+            objects = record.get("annotations", ())
+            classes = [one["category_id"] for one in objects if not one.get("iscrowd")]
+            if skip_empty and "annotations" in record and not classes:
+                num_removed += 1
+                continue
+            has_masks = any("segmentation" in one for one in objects)
+            facts.kinds.add(("annotations" in record, "sem_seg_file_name" in record, has_masks))
+            facts.classes.update(classes)
+            facts.largest = max(facts.largest, (len(objects), record["file_name"]))
+            yield record
+    if num_removed:
+        logging.getLogger(__name__).info("Removed %d images without objects from training.", num_removed)
 
 
 def _key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:
@@ -204,31 +255,28 @@ def state_of_files(name: str) -> tuple:
     return path, metadata.get("image_root"), stat and (stat.st_size, stat.st_mtime_ns)
 
 
-def _check_task(cfg: CfgNode, files: str, records: list[dict[str, Any]]) -> None:
+def _check_task(cfg: CfgNode, files: str, facts: _Facts) -> None:
     """Raise a :class:`ConfigError` if the records lack the annotations that the model needs."""
     ignored = cfg.MODEL.SEM_SEG_HEAD.IGNORE_VALUE
     if (is_segmentor(cfg) or is_panoptic(cfg)) and ignored != IGNORED_LABEL:
         raise ConfigError(f"MODEL.SEM_SEG_HEAD.IGNORE_VALUE is {ignored}. Set it to {IGNORED_LABEL}.")
     if is_segmentor(cfg):
-        if not all("sem_seg_file_name" in record for record in records):
+        if not all(has_labels for _, has_labels, _ in facts.kinds):
             raise ConfigError(f"A SemanticSegmentor needs label images, but '{files}' has none. Use DATASETS.ADE20K.")
         return
-    if any("annotations" not in record and "sem_seg_file_name" in record for record in records):
+    if (False, True, False) in facts.kinds:
         architecture = cfg.MODEL.META_ARCHITECTURE
         raise ConfigError(f"A {architecture} needs boxes, but '{files}' has none. Use DATASETS.COCO.")
-    objects = (entry for record in records for entry in record.get("annotations", ()))
-    has_masks = ["segmentation" in entry for entry in objects] if cfg.MODEL.MASK_ON else []
-    if has_masks and not any(has_masks):
+    if cfg.MODEL.MASK_ON and facts.largest[0] and not any(has_masks for *_, has_masks in facts.kinds):
         raise ConfigError(f"MODEL.MASK_ON is True, but '{files}' has no masks. Set MODEL.MASK_ON False.")
 
 
-def _check_memory(cfg: CfgNode, records: list[dict[str, Any]]) -> None:
+def _check_memory(cfg: CfgNode, number: int, file: str) -> None:
     """Raise a :class:`ConfigError` if an image has too many objects for the memory.
 
     Without this check, the operating system would kill the run in the first iteration.
     """
-    record = max(records, key=lambda record: len(record.get("annotations", ())))
-    number, memory = len(record.get("annotations", ())), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in filter(os.path.isfile, _MEMORY_LIMITS):
         limit = Path(path).read_text(encoding="utf-8").strip()
         memory = min(memory, int(limit)) if limit.isdigit() else memory
@@ -237,17 +285,16 @@ def _check_memory(cfg: CfgNode, records: list[dict[str, Any]]) -> None:
     needed = 24 * number * max(cfg.INPUT.MIN_SIZE_TRAIN) * cfg.INPUT.MAX_SIZE_TRAIN // 4
     if needed > memory:
         raise ConfigError(
-            f"'{record['file_name']}' has {number:,} objects. Training on it needs about {needed / 1e9:.0f} GB, but "
+            f"'{file}' has {number:,} objects. Training on it needs about {needed / 1e9:.0f} GB, but "
             f"there are {memory / 1e9:.0f} GB. Divide the image into tiles, or lower INPUT.MAX_SIZE_TRAIN."
         )
 
 
-def in_order(records: Iterable[dict[str, Any]], order: Sequence[int]) -> list[dict[str, Any]]:
-    """Return records with the class indices of the model; ``order`` is the result of :func:`class_order`."""
-    return [
-        record | {"annotations": [a | {"category_id": order[a["category_id"]]} for a in record.get("annotations", ())]}
-        for record in records
-    ]
+def in_order(records: Iterable[dict[str, Any]], order: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield records with the class indices of the model; ``order`` is the result of :func:`class_order`."""
+    for record in records:
+        objects = [one | {"category_id": order[one["category_id"]]} for one in record.get("annotations", ())]
+        yield record | {"annotations": objects}
 
 
 # -- COCO files ------------------------------------------------------------------------------------
@@ -260,7 +307,7 @@ def is_coco(name: str) -> bool:
     return metadata.get("evaluator_type") in types and bool(metadata.get("json_file"))
 
 
-def load_coco(name: str, *, check: str, masks: bool) -> list[dict[str, Any]]:
+def load_coco(name: str, *, check: str, masks: bool) -> Iterator[dict[str, Any]]:
     """Return the annotations of :func:`fixed_coco` as detectron2's records.
 
     For a file without findings the records are equal to the result of detectron2's ``load_coco_json``. Like
@@ -271,26 +318,19 @@ def load_coco(name: str, *, check: str, masks: bool) -> list[dict[str, Any]]:
         check: The value of ``DATASETS.CHECK``.
         masks: Whether to check segmentations and include them in the records.
     """
-    dataset = fixed_coco(name, check=check, masks=masks, areas=False)
-    class_of = _set_classes(name, dataset)
-    objects_of, annotations = defaultdict(list), dataset.get("annotations", [])[::-1]
-    dataset["annotations"] = []
-    while annotations:
-        # The annotation is removed from the list, so that it is not in memory together with its copy.
-        annotation = annotations.pop()
-        objects_of[annotation["image_id"]].append(_object(annotation, class_of, masks=masks))
-    root, images = MetadataCatalog.get(name).image_root, sorted(dataset["images"], key=lambda image: image["id"])
-    log_first_n(logging.INFO, f"{name}: {counted(len(images), 'image')}", name=__name__, key="message")
-    return [
+    images = SHARED.get(_truth_key(name, check, masks)) or _by_image(name, check=check, masks=masks, areas=False)
+    metadata = MetadataCatalog.get(name)
+    root, class_of = metadata.image_root, metadata.thing_dataset_id_to_contiguous_id
+    return (
         {
             "file_name": os.path.join(root, image["file_name"]),
             "height": image["height"],
             "width": image["width"],
             "image_id": image["id"],
-            "annotations": objects_of[image["id"]],
+            "annotations": [_object(one, class_of, masks=masks) for one in objects or ()],
         }
-        for image in images
-    ]
+        for image, objects in images
+    )
 
 
 def _object(annotation: dict[str, Any], class_of: dict[int, int], *, masks: bool) -> dict[str, Any]:
@@ -307,17 +347,36 @@ def _object(annotation: dict[str, Any], class_of: dict[int, int], *, masks: bool
     return record | {"bbox_mode": BoxMode.XYWH_ABS, "category_id": class_of[annotation["category_id"]]}
 
 
-def _set_classes(name: str, dataset: dict[str, Any]) -> dict[int, int]:
-    """Set the classes of a dataset in detectron2's metadata, ordered by id, and return a dict from id to class."""
+def _by_image(name: str, **options: Any) -> Annotated:
+    """Set the classes of a dataset in detectron2's metadata, and return the images of :func:`fixed_coco`.
+
+    Images are sorted by id. The objects of an image have the order of the file.
+    """
+    dataset, metadata = fixed_coco(name, **options), MetadataCatalog.get(name)
     categories = sorted(dataset["categories"], key=lambda category: category["id"])
-    metadata = MetadataCatalog.get(name)
     metadata.thing_classes = [category["name"] for category in categories]
     metadata.thing_dataset_id_to_contiguous_id = {category["id"]: i for i, category in enumerate(categories)}
-    return metadata.thing_dataset_id_to_contiguous_id
+    log_first_n(logging.INFO, f"{name}: {counted(len(dataset['images']), 'image')}", name=__name__, key="message")
+    return by_image(dataset)
+
+
+def by_image(dataset: dict[str, Any]) -> Annotated:
+    """Yield the images of a COCO file with their annotations, or with None if the file has no list of annotations."""
+    images, annotations = dataset["images"], dataset.get("annotations", [])
+    ids = [image["id"] for image in images]
+    by_id = sorted(range(len(ids)), key=ids.__getitem__)
+    positions = {ids[index]: position for position, index in enumerate(by_id)}
+    found = (positions.get(one["image_id"], -1) for one in annotations)
+    of_image = np.fromiter(found, np.int32, len(annotations))
+    order = np.argsort(of_image, kind="stable")
+    starts = np.searchsorted(of_image, np.arange(len(ids) + 1), sorter=order)
+    for index, start, end in zip(by_id, starts, starts[1:], strict=False):
+        objects = [annotations[other] for other in order[start:end].tolist()]
+        yield images[index], objects if "annotations" in dataset else None
 
 
 @paused_garbage_collection()
-def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True, share: bool = False) -> dict[str, Any]:
+def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dict[str, Any]:
     """Read, check and fix a registered COCO file.
 
     detectron2's records, the ground truth of the evaluation, the visualization and the report all use the returned
@@ -329,7 +388,6 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True, share:
             entries with errors. ``"off"`` returns the content of the file without a check.
         masks: Whether to check segmentations.
         areas: Whether to compute missing areas. Only evaluation needs them.
-        share: Whether later calls return this content, until a file of the dataset changes.
 
     Returns:
         The content of a COCO file.
@@ -337,40 +395,47 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True, share:
     Raises:
         ConfigError: If the check finds errors, and under the conditions of :func:`read_coco`.
     """
-    key = "fixed", name, check, masks, state_of_files(name)
-    if key in SHARED:
-        return SHARED[key][0]
     metadata = MetadataCatalog.get(name)
+    dataset = read_large_lists(metadata.json_file, ("images", "annotations", "categories"))
+    dataset = dataset or read_coco(metadata.json_file)
     if check == "off":
-        return read_coco(metadata.json_file)
-    file = CocoFile(metadata.json_file, metadata.image_root, masks=masks)
+        return dataset
+    file = CocoFile(metadata.json_file, metadata.image_root, masks=masks, dataset=dataset)
     findings = file.findings()
     if file.findings("error") and (check == "error" or file.unfixable() is not None):
         raise file.error()
     for finding in findings:
         level = logging.INFO if finding.severity == "note" else logging.WARNING
         log_first_n(level, f"{file.path}: {file.describe(finding)}", name=__name__, key="message")
-    dataset = file.fixed(areas=areas)[0] if findings else file.dataset
-    if share:
-        SHARED[key] = serialized([dataset])
-    return dataset
+    return file.fixed(areas=areas)[0] if findings else dataset
 
 
-def ground_truth(name: str, *, check: str, masks: bool) -> COCO | None:
-    """Return the annotations of :func:`fixed_coco` for an evaluation, or None if the annotation file is used as it is.
+@paused_garbage_collection()
+def ground_truth(name: str, *, check: str, masks: bool) -> DatasetFromList | None:
+    """Return the images of :func:`fixed_coco` with their annotations for an evaluation, sorted by id.
 
     Args:
         name: A registered dataset.
         check: The value of ``DATASETS.CHECK``.
         masks: Whether the detector has masks.
 
+    Returns:
+        Pairs of an image and the list of its annotations, or None if the dataset has no COCO file.
+
     Raises:
         ConfigError: If the check rejects the annotations.
     """
-    if check == "off" or not is_coco(name):
+    if not is_coco(name):
         return None
-    coco = COCO()
-    coco.dataset = fixed_coco(name, check=check, masks=masks)
-    _set_classes(name, coco.dataset)
-    coco.createIndex()
-    return coco
+    key = _truth_key(name, check, masks)
+    return SHARED.get(key) or serialized(_by_image(name, check=check, masks=masks, areas=True))
+
+
+def read_truth(name: str, *, check: str, masks: bool) -> None:
+    """Read the result of :func:`ground_truth` for all later calls. :func:`read_and_share` shares it with processes."""
+    if (truth := ground_truth(name, check=check, masks=masks)) is not None:
+        SHARED[_truth_key(name, check, masks)] = truth
+
+
+def _truth_key(name: str, check: str, masks: bool) -> tuple:
+    return "truth", name, check, masks, state_of_files(name)

@@ -1,6 +1,7 @@
 """Check COCO segmentations without pycocotools, because some malformed segmentations crash pycocotools."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,12 +22,9 @@ def count_masks(annotations: Iterable[Any]) -> tuple[int, int]:
 
     A dataset has masks if at least half of its objects have one.
     """
-    masks = [
-        has_mask(entry.get("segmentation"))
-        for entry in annotations
-        if isinstance(entry, dict) and entry.get("iscrowd") not in (1, "1")
-    ]
-    return sum(masks), len(masks)
+    objects = (one for one in annotations if isinstance(one, dict) and one.get("iscrowd") not in (1, "1"))
+    masks = Counter(has_mask(one.get("segmentation")) for one in objects)
+    return masks[True], masks.total()
 
 
 def rectangle(box: list[float]) -> list[list[float]]:

@@ -1,12 +1,10 @@
 """Build the evaluator of a dataset, and list its metrics."""
 
-import functools
 import json
 import logging
 import os
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
@@ -26,6 +24,7 @@ from detectron2.evaluation import (
 )
 from detectron2.utils import comm
 from detectron2.utils.logger import log_first_n
+from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from backbones import ConfigError
@@ -33,6 +32,7 @@ from backbones.checkpoint_files import atomic_write
 from backbones.errors import closest
 from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data import class_names, class_order, ground_truth, label_reader
+from projects_vil.data.records import by_image, serialized
 from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
 from projects_vil.evaluation.results import check_finite
@@ -159,18 +159,28 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
         truth = ground_truth(dataset_name, check=check, masks=masks)
         if truth is None:
             super().__init__(dataset_name, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
+            coco, self._coco_api = self._coco_api, None
+            truth, categories = serialized(by_image(coco.dataset)), coco.cats
         else:
             # detectron2's constructor always reads the annotation file, which may have errors that ``truth`` has not.
             self._logger = logging.getLogger(coco_evaluation.__name__)
             self._distributed, self._output_dir, self._use_fast_impl = True, output_dir, False
             self._max_dets_per_image = [1, 10, max_dets_per_image]
             self._cpu_device = torch.device("cpu")
-            self._metadata, self._coco_api = MetadataCatalog.get(dataset_name), truth
-            self._do_evaluation, self._kpt_oks_sigmas = "annotations" in truth.dataset, ()
-        objects = self._coco_api.dataset.get("annotations", ())
+            self._metadata, self._kpt_oks_sigmas, self._do_evaluation = MetadataCatalog.get(dataset_name), (), False
+            categories = self._metadata.thing_dataset_id_to_contiguous_id
+        # Ids in the file may be text or large integers. They are replaced by positions, in the order of pycocotools.
+        self.truth = truth
+        self._category_of = {number: position for position, number in enumerate(sorted(categories))}
+        self._image_of: dict[Any, int] = {}
+        numbers, has_masks = [], masks
+        for position, (image, objects) in enumerate(truth):
+            self._do_evaluation = objects is not None
+            self._image_of[image["id"]] = position
+            numbers.append(sum(not one.get("iscrowd") for one in objects or ()))
+            has_masks = has_masks and all("segmentation" in one for one in objects or ())
         # The tasks if there are no detections. Otherwise the detections determine them.
-        self._tasks = ["bbox", "segm"] if masks and all("segmentation" in one for one in objects) else ["bbox"]
-        numbers = Counter(one["image_id"] for one in objects if not one.get("iscrowd")).values()
+        self._tasks = ["bbox", "segm"] if has_masks else ["bbox"]
         if (most := max(numbers, default=0)) > max_dets_per_image:
             share = sum(min(number, max_dets_per_image) for number in numbers) / sum(numbers)
             text = f"{dataset_name} has up to {most} objects in an image, but TEST.DETECTIONS_PER_IMAGE is "
@@ -187,25 +197,6 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
             # One line per image, in an unnamed file that is deleted when the process ends.
             self._results_file = tempfile.TemporaryFile("w+", dir=self._output_dir)
 
-    @functools.cached_property
-    def _truth(self) -> list[bytes]:
-        """The images and their annotations as JSON text, which needs less memory than objects.
-
-        Ids in the file may be text or large integers. They are replaced by positions, in the order of pycocotools.
-        """
-        coco, self._coco_api = self._coco_api, None
-        self._image_of, self._category_of = _positions(coco.imgs), _positions(coco.cats)
-
-        def entry(number: Any) -> list[Any]:
-            ids = {"image_id": self._image_of[number]}
-            objects = [
-                one | ids | {"id": index, "category_id": self._category_of.get(one["category_id"], -1)}
-                for index, one in enumerate(coco.imgToAnns.get(number, []), start=1)
-            ]
-            return [coco.imgs[number] | {"id": ids["image_id"]}, objects]
-
-        return [json.dumps(entry(number)).encode() for number in self._image_of]
-
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
         super().process(inputs, outputs)
         ids = {index: number for number, index in self._metadata.get("thing_dataset_id_to_contiguous_id", {}).items()}
@@ -217,18 +208,26 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
 
     def add(self, image_id: int | str, results: list[dict[str, Any]]) -> None:
         """Add the detections of an image in COCO's results format, with the category ids of the dataset."""
-        truth = self._truth
         image = self._image_of[image_id]
         if image not in self._images:
             tasks = self._tasks_from_predictions(results) if results and self._do_evaluation else ()
             ids = {"image_id": image}
             own = [one | ids | {"category_id": self._category_of[one["category_id"]]} for one in results]
-            self._images[image] = {task: self._match(truth[image], own, task) for task in tasks}
+            self._images[image] = {task: self._match(image, own, task) for task in tasks}
             if self._output_dir:
                 self._results_file.write(json.dumps(results)[1:-1] + "\n")
 
-    def _match(self, truth: bytes, results: list[dict[str, Any]], task: str) -> Matches:
-        return match_image(*json.loads(truth), results, task, self._max_dets_per_image)
+    def _entries(self, position: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return an image and its annotations with positions instead of ids."""
+        image, objects = self.truth[position]
+        own = [
+            one | {"id": index, "image_id": position, "category_id": self._category_of.get(one["category_id"], -1)}
+            for index, one in enumerate(objects or (), start=1)
+        ]
+        return image | {"id": position}, own
+
+    def _match(self, position: int, results: list[dict[str, Any]], task: str) -> Matches:
+        return match_image(*self._entries(position), results, task, self._max_dets_per_image)
 
     def _join(self, images: list[Matches]) -> Matches | tuple[()]:
         return tuple(map(np.concatenate, zip(*images, strict=True)))
@@ -236,11 +235,16 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
     def _summarize(self, parts: list[Matches], task: str) -> COCOeval:
         # Objects in images without detections count too.
         seen = {image for found, _ in parts for image in np.unique(found["image"])}
-        rest = [self._match(truth, [], task) for image, truth in enumerate(self._truth) if image not in seen]
+        rest = [self._match(image, [], task) for image in self._image_of.values() if image not in seen]
         return summarize([*parts, *rest], task, list(self._category_of.values()), self._max_dets_per_image)
 
     def evaluate(self) -> dict[str, Any]:
         if any(comm.all_gather(bool(self._predictions))):
+            images, objects = zip(*self.truth, strict=True)
+            self._coco_api = COCO()
+            self._coco_api.dataset = {"images": images, "annotations": [*chain.from_iterable(filter(None, objects))]}
+            self._coco_api.dataset["categories"] = [{"id": number} for number in self._category_of]
+            self._coco_api.createIndex()
             return super().evaluate()
         repeated = set().union(*comm.all_gather(np.array(list(self._images), int))[: comm.get_rank()])
         if self._output_dir:
@@ -282,7 +286,7 @@ class FasterCOCOEvaluator(COCOEvaluator):
     The main process gathers all detections, because faster-coco-eval does not return the matches of single images.
     """
 
-    def _match(self, truth: bytes, results: list[dict[str, Any]], task: str) -> list[dict[str, Any]]:
+    def _match(self, position: int, results: list[dict[str, Any]], task: str) -> list[dict[str, Any]]:
         # As in detectron2, the area of a mask is its number of pixels, not the area of its box.
         return [{key: value for key, value in one.items() if (task, key) != ("segm", "bbox")} for one in results]
 
@@ -293,7 +297,7 @@ class FasterCOCOEvaluator(COCOEvaluator):
         # An optional dependency.
         from faster_coco_eval import COCO, COCOeval_faster
 
-        images, objects = zip(*map(json.loads, self._truth), strict=True)
+        images, objects = zip(*map(self._entries, self._image_of.values()), strict=True)
         numbered = [one | {"id": index} for index, one in enumerate(chain.from_iterable(objects), start=1)]
         categories = [{"id": number} for number in self._category_of.values()]
         truth = COCO()
@@ -305,11 +309,6 @@ class FasterCOCOEvaluator(COCOEvaluator):
         for step in (evaluation.evaluate, evaluation.accumulate, evaluation.summarize):
             step()
         return evaluation
-
-
-def _positions(ids: Iterable[Any]) -> dict[Any, int]:
-    """Return the position of each id in sorted order."""
-    return {number: position for position, number in enumerate(sorted(ids))}
 
 
 # Metric names --------------------------------------------------------------------------------------------------------

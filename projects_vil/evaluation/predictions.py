@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from detectron2.utils import comm
 from backbones import ConfigError
 from backbones.errors import pip_install
 from projects_vil import data
+from projects_vil.data.records import SHARED, read_and_share, read_truth
 from projects_vil.evaluation.evaluators import COCOEvaluator
 from projects_vil.evaluation.results import check_finite, write_results
 from projects_vil.utils import log_run
@@ -45,12 +47,14 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     metadata.thing_classes = list(categories.values())
     matches: dict[Labels, dict[int, int]] = {}
     limit, check = cfg.TEST.DETECTIONS_PER_IMAGE, cfg.DATASETS.CHECK
+    SHARED.clear()
+    read_and_share(partial(read_truth, name, check=check, masks=True), [name])
     evaluator = COCOEvaluator(name, output_dir=folder, max_dets_per_image=limit, masks=True, check=check)
     evaluator.reset()
     named: dict[str, list[dict[str, Any]]] = {}
-    missing = {image["id"]: image for image in evaluator._coco_api.dataset["images"]}
+    missing = {image["id"]: image for image, _ in evaluator.truth}
     total, others, errors = len(missing), 0, 0
-    segmented = [bool(one.get("segmentation")) for one in evaluator._coco_api.dataset.get("annotations", ())]
+    segmented = [bool(one.get("segmentation")) for _, objects in evaluator.truth for one in objects or ()]
     has_masks = all(segmented)
     if any(segmented) and not has_masks:
         text = "Evaluating boxes only: %d of %d annotations have no segmentation."

@@ -1,10 +1,12 @@
-"""Run one benchmark: coco-api, dataset-check, finished-images, predict, predictions, roofline, tar-files or urls.
+"""Run one benchmark: coco-api, dataset-check, finished-images, predict, predictions, reading, roofline, tar-files or
+urls.
 
 coco-api         one COCO evaluation with pycocotools and one with faster-coco-eval, on synthetic annotations
 dataset-check    the check of `vil check`, on synthetic annotations
 finished-images  the memory with which `vil predict --ray` sorts the keys of finished images
 predict          `vil predict` on synthetic images: single images, batches, bfloat16, shards and Ray workers
 predictions      `vil eval --predictions` on synthetic detections, with one and two processes
+reading          the memory with which a large COCO file and one of a third of its size are read
 roofline         a lower bound of the time of each model, from the arithmetic and memory rates of the device
 tar-files        `vil predict` on tar files with a stand-in model: the first run, a resume, and the shares of 16 jobs
 urls             the loading of images from a local server that answers each request after 50 ms
@@ -64,6 +66,16 @@ def predictions(args: argparse.Namespace) -> None:
         print(f"processes: {number}, images/s: {1 / seconds:.0f}, processor time per image: {1000 * processor:.1f} ms")
 
 
+def reading(args: argparse.Namespace) -> None:
+    from research.benchmarks.annotations import cost_of_reading
+
+    rows = cost_of_reading(num_images=args.images)
+    for row in rows:
+        memory = f"peak {_gigabytes(row['peak'])}, then {_gigabytes(row['memory'])}"
+        print(f"{row['purpose']}, {row['images']:,} images: {row['seconds']:.1f} s, {memory}")
+    write_json(args.json, rows)
+
+
 def finished_images(args: argparse.Namespace) -> None:
     from research.benchmarks.prediction import memory_of_finished_images
 
@@ -103,7 +115,13 @@ def _gigabytes(memory: int | None) -> str:
 
 
 BENCHMARKS = {"coco-api": coco_api, "dataset-check": dataset_check, "predict": predict, "roofline": roofline}
-BENCHMARKS |= {"finished-images": finished_images, "predictions": predictions, "tar-files": tar_files, "urls": urls}
+BENCHMARKS |= {
+    "finished-images": finished_images,
+    "predictions": predictions,
+    "reading": reading,
+    "tar-files": tar_files,
+    "urls": urls,
+}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Time and memory of COCO evaluation and of the dataset check, on synthetic COCO annotations."""
+"""Time and memory of reading, checking and evaluating synthetic COCO annotations."""
 
 import contextlib
 import io
@@ -19,8 +19,11 @@ from detectron2.data import MetadataCatalog
 from detectron2.structures import Boxes, Instances
 
 from backbones import ConfigError
+from projects_vil import utils
 from projects_vil.checkpoint import Categories
-from projects_vil.data import CocoFile
+from projects_vil.config import load_config
+from projects_vil.data import CocoFile, build_test_loader, build_train_loader, read_datasets, register_datasets
+from projects_vil.evaluation import build_evaluator
 from projects_vil.evaluation.evaluators import COCO_APIS, COCOEvaluator, FasterCOCOEvaluator
 from projects_vil.inference.parquet_writer import schema_of, write_part
 from projects_vil.utils import call_in_new_process, memory_of
@@ -28,6 +31,7 @@ from projects_vil.utils import call_in_new_process, memory_of
 # COCO has 80 classes and about 7 objects per image.
 NUM_CLASSES, NUM_OBJECTS, NUM_POINTS = 80, 7, 24
 HEIGHT, WIDTH = 480, 640
+RETINANET = Path(__file__).resolve().parents[2] / "configs/base/retinanet.yaml"
 
 
 def compare_coco_apis(*, num_images: int, num_detections: int) -> dict[str, dict[str, Any]]:
@@ -134,29 +138,75 @@ def _time_check(annotations: Path, images: Path) -> dict[str, float | None]:
     return {"seconds": time.perf_counter() - start, "memory": memory_of(peak=True)}
 
 
-def write_annotations(path: Path, generator: np.random.Generator, num_images: int) -> tuple[np.ndarray, np.ndarray]:
+def cost_of_reading(*, num_images: int, num_objects: int = 15) -> list[dict[str, Any]]:
+    """Read a COCO file of boxes and a file of a third of its size, for training and for evaluation, in new processes.
+
+    Both are read as large files are.
+
+    Returns:
+        For each purpose and file ``purpose``, ``images``, ``seconds`` of processor time, and in bytes ``peak`` and
+        ``memory`` afterwards.
+    """
+    rows = []
+    for number in (num_images // 3, num_images):
+        with tempfile.TemporaryDirectory() as folder:
+            random = np.random.default_rng(0)
+            write_annotations(Path(folder) / "annotations.json", random, number, num_objects, masks=False)
+            write_images(Path(folder) / "images", number)
+            for purpose in ("training", "evaluation"):
+                rows.append(call_in_new_process(_read, folder, purpose) | {"purpose": purpose, "images": number})
+    return rows
+
+
+def _read(folder: str, purpose: str) -> dict[str, float | None]:
+    utils.LARGE_FILE = 0
+    own = {key: repr(("synthetic",) if key == purpose else ()) for key in ("training", "evaluation")}
+    files = repr([["synthetic", f"{folder}/annotations.json", f"{folder}/images"]])
+    keys = ["DATASETS.COCO", files, "DATASETS.TRAIN", own["training"], "DATASETS.TEST", own["evaluation"]]
+    keys += ["MODEL.RETINANET.NUM_CLASSES", str(NUM_CLASSES), "DATALOADER.NUM_WORKERS", "0", "OUTPUT_DIR", folder]
+    cfg, start = load_config(RETINANET, keys), time.process_time()
+    register_datasets(cfg)
+    read_datasets(cfg, train=purpose == "training")
+    if purpose == "training":
+        loader = build_train_loader(cfg)
+    else:
+        loader = build_test_loader(cfg, "synthetic"), build_evaluator(cfg, "synthetic")
+    seconds, memory = time.process_time() - start, memory_of()
+    del loader
+    return {"seconds": seconds, "memory": memory, "peak": memory_of(peak=True)}
+
+
+def write_annotations(
+    path: Path, generator: np.random.Generator, num_images: int, num_objects: int = NUM_OBJECTS, *, masks: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
     """Write a COCO file of random boxes, each with its inscribed ellipse as the mask.
 
     Returns:
-        Boxes (num_images, 7, 4) as left, top, width, height in pixels, and class indices (num_images, 7).
+        Boxes (num_images, num_objects, 4) as left, top, width, height in pixels, and class indices (num_images,
+        num_objects).
     """
-    boxes = _sample_boxes(generator, num_images * NUM_OBJECTS)
+    boxes = _sample_boxes(generator, num_images * num_objects)
     classes = generator.integers(NUM_CLASSES, size=len(boxes))
     angles = np.linspace(0, 2 * np.pi, NUM_POINTS, endpoint=False)
     circle = np.stack([np.cos(angles), np.sin(angles)], axis=1) / 2 + 0.5
-    annotations = [
-        {
-            **{"id": index + 1, "image_id": index // NUM_OBJECTS + 1, "category_id": label + 1, "iscrowd": 0},
-            **{"bbox": box.round(2).tolist(), "area": round(float(box[2] * box[3]), 2)},
-            "segmentation": [(box[:2] + circle * box[2:]).round(2).ravel().tolist()],
-        }
-        for index, (box, label) in enumerate(zip(boxes, classes.tolist(), strict=True))
+
+    def annotation(index: int) -> dict[str, Any]:
+        box = boxes[index]
+        mask = {"segmentation": [(box[:2] + circle * box[2:]).round(2).ravel().tolist()]} if masks else {}
+        ids = {"id": index + 1, "image_id": index // num_objects + 1, "category_id": int(classes[index]) + 1}
+        return ids | {"iscrowd": 0, "bbox": box.round(2).tolist(), "area": round(float(box[2] * box[3]), 2)} | mask
+
+    images = [
+        {"id": n, "file_name": f"{n:012d}.jpg", "height": HEIGHT, "width": WIDTH} for n in range(1, num_images + 1)
     ]
-    numbers = range(1, num_images + 1)
-    images = [{"id": n, "file_name": f"{n:012d}.jpg", "height": HEIGHT, "width": WIDTH} for n in numbers]
     categories = [{"id": index + 1, "name": str(index)} for index in range(NUM_CLASSES)]
-    path.write_text(json.dumps({"images": images, "annotations": annotations, "categories": categories}))
-    return boxes.reshape(num_images, NUM_OBJECTS, 4), classes.reshape(num_images, NUM_OBJECTS)
+    # Written piece by piece, because the list of all annotations would need more memory than the measured processes.
+    with path.open("w") as file:
+        file.write(json.dumps({"images": images, "categories": categories})[:-1] + ', "annotations": [')
+        for index in range(len(boxes)):
+            file.write(", " * (index > 0) + json.dumps(annotation(index)))
+        file.write("]}")
+    return boxes.reshape(num_images, num_objects, 4), classes.reshape(num_images, num_objects)
 
 
 def write_images(folder: Path, num_images: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from projects_vil.data import CocoFile
-from research.benchmarks import prediction
+from research.benchmarks import annotations, prediction
 from research.benchmarks.annotations import NUM_OBJECTS, compare_coco_apis, write_annotations, write_images
 from research.benchmarks.prediction import format_predictions, measure_predictions
 from research.benchmarks.roofline import DeviceRates, lower_bound
@@ -24,6 +24,14 @@ def test_synthetic_annotations_pass_the_check(tmp_path):
     file = CocoFile(tmp_path / "annotations.json", tmp_path / "images", pixels=True)
     assert len(file.images) == 20 and len(file.annotations) == 20 * NUM_OBJECTS and file.masks
     assert not file.findings("error", "fixed")
+
+
+@pytest.mark.slow
+def test_memory_of_boxes():
+    """As lists of dicts, the boxes of an image would need more than 12 kB."""
+    rows = annotations.cost_of_reading(num_images=30_000)
+    for small, large in zip(rows[:2], rows[2:], strict=True):
+        assert (large["peak"] - small["peak"]) / (large["images"] - small["images"]) < 8000
 
 
 @pytest.mark.slow
@@ -79,6 +87,7 @@ ROW = torch.tensor([1])
 
 def test_work_of_an_operator():
     """At one FLOP or one byte per second, the bound in seconds equals the count by hand."""
+    rates = DeviceRates(flops=1.0, bytes=1e30, call=0.0)
     for step, flops, numbers in (
         (lambda: A @ B, 2 * 8 * 4 * 6, 8 * 4 + 4 * 6 + 8 * 6),
         (lambda: A.t() @ A, 2 * 4 * 8 * 4, 2 * 8 * 4 + 4 * 4),
@@ -96,14 +105,11 @@ def test_work_of_an_operator():
         # Overlapping windows share memory.
         (lambda: A.view(-1).unfold(0, 4, 1) + 1, 0, 8 * 4 + 29 * 4),
     ):
-        arithmetic = lower_bound(step, DeviceRates(flops=1.0, bytes=1e30, call=0.0))
+        arithmetic = lower_bound(step, rates)
         memory = lower_bound(step, DeviceRates(flops=1e30, bytes=1.0, call=0.0))
         assert arithmetic["limit"]["arithmetic"] == pytest.approx(flops)
         assert memory["limit"]["memory"] == pytest.approx(4 * numbers) and memory["operators"] == bool(numbers)
-    in_place = lower_bound(
-        lambda: torch.zeros(2, 8, 6).baddbmm_(A.expand(2, -1, -1), B.expand(2, -1, -1)),
-        DeviceRates(flops=1.0, bytes=1e30, call=0.0),
-    )
+    in_place = lower_bound(lambda: torch.zeros(2, 8, 6).baddbmm_(A.expand(2, -1, -1), B.expand(2, -1, -1)), rates)
     assert in_place["limit"]["arithmetic"] == pytest.approx(2 * 2 * 8 * 4 * 6)
 
 

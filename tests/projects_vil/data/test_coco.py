@@ -11,7 +11,9 @@ from detectron2.data.datasets import load_coco_json
 from detectron2.structures import Boxes, BoxMode, Instances
 from detectron2.utils.events import EventStorage
 
+from projects_vil import utils
 from projects_vil.data import CocoFile, build_train_loader, fixed_coco, load_dataset, register_datasets, write_cleaned
+from projects_vil.data.records import by_image
 from projects_vil.evaluation import LOSS_TASK, COCOEvaluator, build_evaluator
 from projects_vil.report.coco_metrics import evaluate_detections
 from tests.projects_vil.data.corruptions import corrupt, rle
@@ -19,12 +21,14 @@ from tests.projects_vil.data.custom_dataset import NAME, config, edit, entry, lo
 from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, run_tool, small_config, untrained_detector
 
 
-def test_records_equal_detectron2s_records(copy):
+@pytest.mark.parametrize("large", [False, True])
+def test_records_equal_detectron2s_records(copy, large, monkeypatch):
+    monkeypatch.setattr(utils, "LARGE_FILE", 0 if large else math.inf)
     cfg = small_config("mask_rcnn", "DATASETS.COCO", repr([entry(copy)]))
     register_datasets(cfg)
     edit(copy, lambda content: rle(lambda pixels: [100, 60, pixels - 160], crowd=1)(content, copy / "images"))
     edit(copy, lambda content: content["images"].reverse())
-    ours = load_dataset(cfg, [NAME], train=False)
+    ours = list(load_dataset(cfg, [NAME], train=False))
     assert ours == load_coco_json(str(copy / "annotations.json"), str(copy / "images"), NAME)
     assert any(isinstance(found.get("segmentation"), dict) for record in ours for found in record["annotations"])
 
@@ -77,9 +81,7 @@ def test_evaluation_equals_the_evaluation_of_the_valid_file(copy, change, tmp_pa
     assert evaluated(copy) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
 
 
-@pytest.mark.parametrize(
-    "masks, area", [(True, 0), (False, 0), (True, -5.0), (False, 2500.0), (True, 2500.0), (True, 0.01)]
-)
+@pytest.mark.parametrize("masks, area", [(1, 0), (0, 0), (1, -5.0), (0, 2500.0), (1, 2500.0), (1, 0.01)])
 def test_invalid_areas_are_computed_from_the_mask_or_box(copy, caplog, masks, area):
     """The log shows the number of invalid areas. 2500 is the area of a medium object, but the boxes are small."""
 
@@ -115,18 +117,16 @@ def test_ids_may_be_text_or_large(copy, tmp_path_factory, new, check, api):
     expected = evaluated(copy, f"{NAME}_before", api=api)
     edit(copy, lambda content: with_ids(content, new))
     assert evaluated(copy, check=check, api=api) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
-    results = json.loads((copy / "out/coco_instances_results.json").read_text())
-    content = json.loads((copy / "annotations.json").read_text())
-    assert {one["image_id"] for one in results} == {one["image_id"] for one in content["annotations"]}
-    metrics = evaluate_detections(
-        fixed_coco(NAME, check=check, masks=False), copy / "out/coco_instances_results.json", max_detections=100
-    )
+    results = copy / "out/coco_instances_results.json"
+    objects = json.loads((copy / "annotations.json").read_text())["annotations"]
+    assert {one["image_id"] for one in json.loads(results.read_text())} == {one["image_id"] for one in objects}
+    metrics = evaluate_detections(fixed_coco(NAME, check=check, masks=False), results, max_detections=100)
     assert 100 * metrics.curve("bbox")[:, 1].mean() == pytest.approx(expected["AP"])
 
 
-def evaluator_truth(**options) -> dict:
-    """Return the ground truth of detectron2's evaluator."""
-    return COCOEvaluator(NAME, output_dir="", **options)._coco_api.dataset
+def evaluator_truth(**options) -> list:
+    """Return the images of an evaluation, and their annotations."""
+    return list(COCOEvaluator(NAME, output_dir="", **options).truth)
 
 
 def test_fixed_annotations_are_the_same_for_all_readers(copy):
@@ -137,8 +137,8 @@ def test_fixed_annotations_are_the_same_for_all_readers(copy):
     dataset = fixed_coco(NAME, check="error", masks=True)
     assert all("area" in a and a["iscrowd"] == 0 for a in dataset["annotations"])
     assert {a["image_id"] for a in dataset["annotations"]} == {record["image_id"] for record in records}
-    assert evaluator_truth(check="error", masks=True) == dataset
-    assert "area" not in evaluator_truth(check="off", masks=True)["annotations"][1]
+    assert evaluator_truth(check="error", masks=True) == list(by_image(dataset))
+    assert any("area" not in one for _, objects in evaluator_truth(check="off", masks=True) for one in objects)
     assert "area" not in fixed_coco(NAME, check="off", masks=True)["annotations"][1]
 
 
@@ -183,7 +183,7 @@ def test_test_images_have_no_annotations(copy):
     corrupt(copy, "size missing")
     assert len(load(copy, train=False)) == 8
     truth = evaluator_truth(check="error", masks=True)
-    assert "annotations" not in truth and truth["images"][1]["height"] > 0
+    assert all(objects is None and image["height"] > 0 for image, objects in truth)
 
 
 # -- training --------------------------------------------------------------------------------------

@@ -132,12 +132,12 @@ def _read_in_rank(rank: int, folder, init_file, results, per_machine: int) -> No
     checked = len(opened)
     for _ in range(2):
         tested = [batch[0]["file_name"] for batch in build_test_loader(cfg, NAME)]
-        truth = build_evaluator(cfg, NAME, str(folder / "out"))._evaluators[0]._coco_api.dataset
+        truth = build_evaluator(cfg, NAME, str(folder / "out"))._evaluators[0].truth
     loader = build_train_loader(cfg)
     loader.start(seed=3, iteration=0)
     names = [record["file_name"] for batch in islice(loader, 1) for record in batch]
     again = [name for name in opened[checked:] if name.endswith(".json")]
-    results.put((rank, number, names, (opened[:checked], again, len(tested), len(truth["images"]))))
+    results.put((rank, number, names, (opened[:checked], again, len(tested), len(truth))))
 
 
 @pytest.mark.parametrize("case", ["sound", "refused", "machines with different files"])
