@@ -514,7 +514,8 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
         counts = count_variants(args.variants)
         print(format_variants(counts))
     else:
-        options = {"size": tuple(args.image_size or (800, 1333)), "with_flops": not args.no_flops}
+        height, width = args.image_size or (800, 1333)
+        options: dict[str, Any] = {"size": (height, width), "with_flops": not args.no_flops}
         counts = [count_detector(load_config(path, args.opts), path, **options) for path in args.config_file]
         print(format_detectors(counts))
     write_json(args.json, counts)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pycocotools.mask as mask_util
 from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog
+from detectron2.data import DatasetFromList, MetadataCatalog
 from detectron2.structures import BitMasks, BoxMode
 
 from backbones.errors import ConfigError, check_whole
@@ -32,7 +32,7 @@ MIN_SAMPLE_SIDE = 640  # smaller samples are enlarged to this many pixels, so th
 
 def draw_results(
     dataset_name: str,
-    records: Sequence[dict[str, Any]],
+    records: DatasetFromList | Sequence[dict[str, Any]],
     predictions: str | Path,
     output: str | Path,
     *,
@@ -56,7 +56,8 @@ def draw_results(
     metadata = MetadataCatalog.get(dataset_name)
     is_sem_seg = metadata.get("evaluator_type") == "sem_seg"
     key = "file_name" if is_sem_seg else "image_id"
-    by_image = _predictions_by_image(Path(predictions), dataset_name, [record[key] for record in records], key)
+    ids = [records[index][key] for index in range(len(records))]
+    by_image = _predictions_by_image(Path(predictions), dataset_name, ids, key)
     rows = []
     for index in np.unique(np.linspace(0, len(records) - 1, num_images).round().astype(int)):
         record = records[index]
