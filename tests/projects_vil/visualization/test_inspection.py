@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from backbones.backbone import BackboneSettings
 from backbones.lit import LIT, LITStage, LITVariant
 from projects_vil.visualization import draw_attention
 from projects_vil.visualization.attention import AttentionWeights
@@ -91,7 +92,7 @@ def small_lit() -> LIT:
     """Return a LIT in eval mode whose offsets are zero."""
     stages = (LITStage(1, 4), LITStage(1, 8), LITStage(1, 8, 2), LITStage(1, 16, 4))
     variant = LITVariant(stages, relative_bias=True, norm_eps=1e-5, output_norms=("stage2",), position_img_size=64)
-    return LIT(variant).eval()
+    return LIT(variant, BackboneSettings()).eval()
 
 
 def set_offset(backbone: LIT, stage: int, y: float, x: float) -> None:
