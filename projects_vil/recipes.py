@@ -235,8 +235,8 @@ class SizeChoice:
         small, median, large = self.sides
         anchors = "fitted anchors match" if self.anchors else "the model's anchors match"
         return (
-            f"objects: {self.number:,}, with a side of {small:.0f} to {large:.0f} pixels (median {median:.0f}) at "
-            f"image size {self.size}; {anchors} {self.share:.1%} of them (IoU {MATCH_IOU})"
+            f"objects in the training images: {self.number:,}, with a side of {small:.0f} to {large:.0f} pixels "
+            f"(median {median:.0f}) at image size {self.size}; {anchors} {self.share:.1%} of them (IoU {MATCH_IOU})"
             + (". A larger --image-size matches more, and needs more --epochs" if self.share < TARGET_SHARE else "")
         )
 

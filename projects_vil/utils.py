@@ -270,6 +270,8 @@ def run_lock(folder: str | Path) -> Iterator[None]:
     except Timeout as error:
         holder = path.read_text() if path.exists() else ""
         raise ConfigError(f"OUTPUT_DIR '{folder}' is in use by {holder or 'another run'}. Choose another.") from error
+    except OSError as error:
+        raise ConfigError(f"Cannot write to OUTPUT_DIR '{folder}': {error.strerror}. Choose another.") from error
     path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     try:
         yield

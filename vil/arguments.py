@@ -51,7 +51,7 @@ _TORCHRUN_SECONDS = 10
 
 def existing_path(text: str) -> str:
     """Return ``text`` if it is an existing file or folder, or a URL. This is an argparse type."""
-    if "://" not in text and not Path(text).exists():
+    if "://" not in text and not os.path.exists(text):
         raise argparse.ArgumentTypeError(f"'{text}' does not exist. Check the path")
     return text
 
@@ -224,8 +224,7 @@ class ToolParser(argparse.ArgumentParser):
             return f". Write {same} {values}".rstrip()
         if any(name == action.dest and not action.option_strings for action in self._actions):
             return f". Write {value}" if value else f". Write the path without '{flag}'"
-        hint = self._key_hint(name, value)
-        if hint or word.startswith("-"):
+        if (hint := self._key_hint(name, value)) or word.startswith("-"):
             return hint or closest(flag, self._option_string_actions, cutoff=0.7)
         names = [str(action.metavar) for action in self._actions if not action.option_strings]
         return f". The command takes only {' and '.join(names)}. Quote a path that has spaces" * bool(names)

@@ -104,7 +104,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     trained = run.train(**arguments)
     precisions = [task["AP"] for tasks in trained.results.values() for task in tasks.values() if "AP" in task]
     if precisions and not any(precisions):
-        zero = "AP is 0. Train for more epochs, or start from pretrained weights (--weights)."
+        zero = "AP is 0. Train for more epochs, and look at the training images with 'vil visualize data'."
         undefined = "AP is undefined, because the validation images have no objects. Annotate them."
         print(zero if 0 in precisions else undefined)
     else:
@@ -364,8 +364,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("data", "folder or annotation file of a dataset", type=existing_path, metavar="DATA")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     parser.add("--json", "write findings and unused files as JSON", type=output_file, metavar="FILE")
-    fix_help = "new folder for a corrected copy, with a COCO file per split"
-    parser.add("--fix", fix_help, type=local_path, metavar="OUT")
+    parser.add("--fix", "new folder for a corrected copy, with a COCO file per split", type=local_path, metavar="OUT")
     parser.add("--deep", "decode every image, even if a split has more than 2,000", action="store_true")
     parser.add("--boxes", "ignore masks, for detectors without masks", action="store_true")
     args = parser.parse_args(words)

@@ -159,16 +159,16 @@ class CocoFile:
 
     def error(self) -> ConfigError:
         """Return a :class:`ConfigError` with the first error and advice."""
+        info = self.dataset.get("info")
+        source = info.get(SOURCE) if isinstance(info, dict) else None
+        data = [self.path, "--images", self.image_root] if source is None else [str(source)]
         if (check := self.unfixable()) is not None:
             return ConfigError(
-                f"'{self.path}' has {self._counted(check)}. There is no automatic fix, so {check.effect}. If this is a "
+                f"'{data[0]}' has {self._counted(check)}. There is no automatic fix, so {check.effect}. If this is a "
                 "false alarm, set DATASETS.CHECK off."
             )
         errors = self.findings("error")
         more = f" and {len(errors) - 1} more type{'s' * (len(errors) > 2)} of errors" if len(errors) > 1 else ""
-        info = self.dataset.get("info")
-        source = info.get(SOURCE) if isinstance(info, dict) else None
-        data = [self.path, "--images", self.image_root] if source is None else [str(source)]
         command = shlex.join([*data, *([] if self.masks else ["--boxes"])])
         return ConfigError(
             f"'{data[0]}' has {self._counted(errors[0])}{more}. Run 'vil check {command}' to list all errors, and add "

@@ -1,5 +1,6 @@
 """Read the records of datasets, check them against the config, and share them between processes."""
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -182,12 +183,8 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> DatasetF
         return records
     files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
     facts = _Facts()
-    try:
+    with _explained_errors(files):
         records = serialized(_records(cfg, names, facts, train=train))
-    except ConfigError:
-        raise
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"Cannot read '{files}' ({type(error).__name__} {error}). Repair the file.") from error
     if not records:
         raise ConfigError(f"'{files}' has no images{' with annotations' if train else ''}. Use another dataset.")
     _check_task(cfg, files, facts)
@@ -199,6 +196,17 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> DatasetF
         objects = [{"annotations": itertools.repeat({"category_id": n}, number)} for n, number in facts.classes.items()]
         print_instances_class_histogram(objects, model_classes(cfg)[1] or class_names(cfg, names[0]))
     return records
+
+
+@contextlib.contextmanager
+def _explained_errors(files: str) -> Iterator[None]:
+    """Raise a :class:`ConfigError` that names the files instead of an error about their content."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"Cannot read '{files}' ({type(error).__name__} {error}). Repair the file.") from error
 
 
 @dataclasses.dataclass
@@ -235,7 +243,7 @@ def _records(cfg: CfgNode, names: Sequence[str], facts: _Facts, *, train: bool) 
             has_masks = any("segmentation" in one for one in objects)
             facts.kinds.add(("annotations" in record, "sem_seg_file_name" in record, has_masks))
             facts.classes.update(classes)
-            facts.largest = max(facts.largest, (len(objects), record["file_name"]))
+            facts.largest = max(facts.largest, (len(objects), str(record["file_name"])))
             yield record
     if num_removed:
         logging.getLogger(__name__).info("Removed %d images without objects from training.", num_removed)
@@ -427,8 +435,11 @@ def ground_truth(name: str, *, check: str, masks: bool) -> DatasetFromList | Non
     """
     if not is_coco(name):
         return None
-    key = _truth_key(name, check, masks)
-    return SHARED.get(key) or serialized(_by_image(name, check=check, masks=masks, areas=True))
+    check_files(name)
+    if (truth := SHARED.get(_truth_key(name, check, masks))) is None:
+        with _explained_errors(MetadataCatalog.get(name).json_file):
+            truth = serialized(_by_image(name, check=check, masks=masks, areas=True))
+    return truth
 
 
 def read_truth(name: str, *, check: str, masks: bool) -> None:

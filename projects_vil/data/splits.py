@@ -22,8 +22,8 @@ def split_by_hash(content: dict[str, Any], root: Path, fraction: float) -> dict[
     Images with equal files are in the same split. If all images are equal, there is only ``"train"``.
     """
     paths = paths_of(content, root)
-    originals = {path: group[0][1] for group in _equal_files([(path, path) for path in paths]) for _, path in group}
-    names = [originals.get(path, path) for path in paths]
+    original_of = {path: group[0][1] for group in _equal_files([(path, path) for path in paths]) for _, path in group}
+    names = [original_of.get(path, path) for path in paths]
     keys = [hashlib.sha256(os.path.basename(name).encode()).hexdigest() + name for name in names]
     different = sorted({*keys})
     number = min(max(round(fraction * len(different)), 1), len(different) - 1)
@@ -34,9 +34,14 @@ def split_by_hash(content: dict[str, Any], root: Path, fraction: float) -> dict[
 
 
 def _equal_files(files: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """Return the groups of files with equal content. The owner of a file is its split or itself, and they differ."""
+    """Return the groups of files with equal content that have different owners.
+
+    Args:
+        files: The owner and the path of each file. The owner is a split, or the path if there are no splits.
+    """
     # Many owners are images without splits. Their comparison takes up to 10 seconds per 100,000 images.
-    groups = [[(owner, path) for owner, path in files if os.path.isfile(path)]] if len(dict(files)) <= 20_000 else []
+    files = [one for one in files if os.path.isfile(one[1]) and os.access(one[1], os.R_OK) and os.path.getsize(one[1])]
+    groups = [files] if len({owner for owner, _ in files}) <= 20_000 else []
     # Most files of the same size differ in their first 16 kB.
     for key in (os.path.getsize, lambda path: np.fromfile(path, np.uint8, 1 << 14).tobytes(), content_hash):
         found = defaultdict(list)

@@ -205,7 +205,8 @@ class PeriodicCheckpointer(HookBase):
 class PeriodicWriter(hooks.PeriodicWriter):
     """detectron2's hook, which also writes the first iteration to the log, and every evaluation.
 
-    The writers are built at the start of the training, when the first iteration of a resumed run is known.
+    The writers are built at the start of the training, when the first iteration of a resumed run is known. At the end
+    each writer is closed, even if another writer fails.
     """
 
     def before_train(self) -> None:
@@ -221,6 +222,12 @@ class PeriodicWriter(hooks.PeriodicWriter):
             # A writer writes an iteration once.
             if is_evaluated or is_first:
                 writer.write()
+
+    def after_train(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for writer in reversed(self._writers):
+                stack.callback(writer.close)
+                stack.callback(writer.write)
 
 
 class ProgressBar(HookBase):

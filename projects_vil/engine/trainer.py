@@ -583,11 +583,18 @@ class Trainer(DefaultTrainer):
         super().before_train()
         if 0 < self.start_iter < self.max_iter:
             self.iter = self.storage.iter = self.start_iter - 1
-            period = self.cfg.TEST.EVAL_PERIOD
-            if self._is_unfinished and period and self.start_iter % period == 0:
+            period, is_final = self.cfg.TEST.EVAL_PERIOD, Path(self.checkpointer.resumed_from).stem == "model_final"
+            is_due = self._is_unfinished and bool(period) and (self.start_iter % period == 0 or is_final)
+            if is_due:
                 _logger.info(f"Evaluating iteration {self.iter} first: its checkpoint was saved before its evaluation.")
             for hook in self._after_saving if self._is_unfinished else ():
-                hook.after_step()
+                # After the last iteration of a run, the period of a longer run may differ.
+                if is_due and isinstance(hook, EvalHook):
+                    hook._do_eval()
+                elif is_due and isinstance(hook, hooks.BestCheckpointer):
+                    hook._best_checking()
+                else:
+                    hook.after_step()
             if self.cfg.SOLVER.EARLY_STOPPING_PATIENCE:
                 # A run that was stopped early does not continue.
                 self._stop_early()

@@ -104,7 +104,9 @@ def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotatio
         one = box_object(label, rotated_box(*sides, math.degrees(angle)))
     # LabelMe's web tool writes points, and RectLabel and Roboflow write x1, y1, x2, ... beside a box.
     points = [value for point in entry.iter("pt") for value in numbers(point.findtext, location, "x", "y")]
-    points += [number(value.text, location) for value in entry.iterfind("polygon/*") if re.match(r"[xy]\d", value.tag)]
+    corners = {corner.tag: corner.text for corner in entry.iterfind("polygon/*") if (corner.text or "").strip()}
+    keys = [f"{axis}{index}" for index in range(1, len(corners) // 2 + 1) for axis in "xy"]
+    points += numbers(corners.get, location, *keys) if corners.keys() >= {*keys} else []
     if len(points) >= 6:
         one = polygon_object(label, [points]) | ({"bbox": one["bbox"]} if one else {})
     return one | {"iscrowd": int(entry.findtext("difficult", "").strip() == "1")} if one else None

@@ -60,7 +60,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         if (other := owners.setdefault(label, image)) != image and content_hash(other) != content_hash(image):
             raise ConfigError(f"Label file '{label}' fits both '{other}' and '{image}'. Rename or remove one image.")
     if background := list(labels.values()).count([]):
-        found.notes.append(f"{background:,} of {len(labels):,} images have no label file, so they are background")
+        found.notes.append(f"{background:,} of {len(labels):,} images have no label file, so they have no objects")
     sizes = {image: size for image, (size, _) in zip(labels, read_sizes(labels), strict=True)}
     # The dataset check reports unreadable images.
     rows = {image: _rows(files[0]) if files and sizes[image] else [] for image, files in labels.items()}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from pycocotools.coco import COCO
 
-from projects_vil.data import CocoFile, Mapper, check_dataset, convert_dataset, write_cleaned, write_fixed
+from projects_vil.data import CocoFile, Mapper, check_dataset, convert_dataset, ground_truth, write_cleaned, write_fixed
 from projects_vil.data.coco_checks import CHECKS
 from tests.projects_vil.data.corruptions import CORRUPTIONS, corrupt
-from tests.projects_vil.data.custom_dataset import edit, load, truncate
+from tests.projects_vil.data.custom_dataset import NAME, edit, load, truncate
 from tests.projects_vil.helpers import message, small_config
 
 KEPT = "invalid_segmentation empty_mask polygon_far_outside_image invalid_rle missing_segmentation flat_segmentation"
@@ -139,6 +139,8 @@ def test_boxes_in_another_format_cannot_be_fixed(copy, name):
     for mode in ("error", "warn"):
         assert "DATASETS.CHECK off" in message(load, copy, "DATASETS.CHECK", mode)
     assert load(copy, "DATASETS.CHECK", "off")
+    edit(copy, lambda content: content["annotations"][0].pop("image_id"))
+    assert "Repair the file" in message(ground_truth, NAME, check="off", masks=False)
 
 
 def test_different_images_with_one_id_are_left_out_with_their_objects(copy):

@@ -193,6 +193,10 @@ def test_an_interrupted_evaluation_is_repeated_and_logged(shapes, tmp_path, monk
     train("retinanet", tmp_path / "cut")
     assert sorted(metrics(tmp_path / "cut")) == sorted(before)
     assert (tmp_path / "cut/model_final.pth").read_bytes() == weights
+    # A longer run begins with the evaluation of the finished run, which may be the best.
+    with log_of("projects_vil.engine.trainer") as log:
+        train("retinanet", tmp_path / "cut", "SOLVER.MAX_ITER", "9", "TEST.EVAL_PERIOD", "9")
+    assert "Evaluating iteration" in "".join(log.output)
 
 
 def test_a_resumed_run_keeps_its_seed_and_has_the_rates_of_the_config(shapes, tmp_path, caplog):
