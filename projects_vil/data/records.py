@@ -143,7 +143,7 @@ def read_and_share(read: Callable[[], Any], names: Sequence[str] = ()) -> Any:
 def serialized(records: Iterable[Any]) -> DatasetFromList:
     """Return records in the serialized form that a process shares with its worker processes.
 
-    In contrast to detectron2's constructor, no two records are in memory at the same time.
+    In contrast to detectron2's constructor, records are created and serialized one at a time.
     """
     if isinstance(records, DatasetFromList):
         return records
@@ -152,7 +152,8 @@ def serialized(records: Iterable[Any]) -> DatasetFromList:
         content += pickle.dumps(record, -1)
         ends.append(len(content))
     stored = _TorchSerializedList.__new__(_TorchSerializedList)
-    stored._lst, stored._addr = (torch.from_numpy(np.frombuffer(*one)) for one in ((content, "u1"), (ends, "i8")))
+    stored._lst = torch.from_numpy(np.frombuffer(content, np.uint8))
+    stored._addr = torch.from_numpy(np.frombuffer(ends, np.int64))
     return DatasetFromList(stored, copy=False, serialize=False)
 
 

@@ -129,8 +129,8 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
     valid = [*dict.fromkeys(str(name).strip() for name in names if name is not None)] if isinstance(names, list) else []
     if not valid or len(valid) != len(names) or str(data.get("nc", len(valid))) != str(len(valid)):
         found = f"{len(valid)} different names" + f", but nc is {data.get('nc')}" * ("nc" in data)
-        advice = f"list nc different names, or map '0: ', '1: ', ... to them, not {str(data.get('names'))[:80]!r}"
-        raise ConfigError(f"'{path}' has {found}. Under names, {advice}.")
+        advice = "Write names as a list, or as lines such as '0: cat', and remove nc"
+        raise ConfigError(f"'{path}' has {found}: names is {str(data.get('names'))[:80]!r}. {advice}.")
     if garbled := [name for name in valid if "\ufffd" in name]:
         raise ConfigError(f"The class names of '{path}', such as {garbled[0]!r}, are not UTF-8. Save them as UTF-8.")
     return valid

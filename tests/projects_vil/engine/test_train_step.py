@@ -164,7 +164,7 @@ def test_a_float16_overflow_lowers_the_scale_and_repeated_ones_stop_the_run(tmp_
     "detector, reason",
     [
         ("retinanet", "loss_cls is nan, loss_box_reg is nan"),
-        pytest.param("mask_rcnn", "Predicted boxes or scores contain Inf/NaN.", marks=pytest.mark.slow),
+        pytest.param("mask_rcnn", "Predicted boxes or scores contain Inf/NaN", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("sync_period", [1, 9])
