@@ -41,7 +41,7 @@ def test_the_default_of_own_photos(start, capsys):
     assert cfg.SOLVER.EPOCHS > 0 and cfg.INPUT.MIN_SIZE_TEST in recipes.IMAGE_SIZES["cpu"]
     assert cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS != [[0.5, 1.0, 2.0]]
     printed = capsys.readouterr().out
-    assert STARTER_WEIGHTS in printed and "Recipe finetune" in printed and "objects: " in printed
+    assert STARTER_WEIGHTS in printed and "Recipe finetune" in printed and "objects in the training images: " in printed
     # The user's values are kept.
     given = {"SOLVER.WEIGHT_DECAY": 0.5, "INPUT.MIN_SIZE_TRAIN": (64,), "INPUT.MIN_SIZE_TEST": 64}
     cfg = start(epochs=7, batch=16, **given)
