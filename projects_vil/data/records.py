@@ -375,8 +375,7 @@ def by_image(dataset: dict[str, Any]) -> Annotated:
     ids = [image["id"] for image in images]
     by_id = sorted(range(len(ids)), key=ids.__getitem__)
     positions = {ids[index]: position for position, index in enumerate(by_id)}
-    found = (positions.get(one["image_id"], -1) for one in annotations)
-    of_image = np.fromiter(found, np.int32, len(annotations))
+    of_image = np.fromiter((positions.get(one["image_id"], -1) for one in annotations), np.int32, len(annotations))
     order = np.argsort(of_image, kind="stable")
     starts = np.searchsorted(of_image, np.arange(len(ids) + 1), sorter=order)
     for index, start, end in zip(by_id, starts, starts[1:], strict=False):

@@ -40,8 +40,9 @@ def _equal_files(files: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
         files: The owner and the path of each file. The owner is a split, or the path if there are no splits.
     """
     # Many owners are images without splits. Their comparison takes up to 10 seconds per 100,000 images.
-    files = [one for one in files if os.path.isfile(one[1]) and os.access(one[1], os.R_OK) and os.path.getsize(one[1])]
-    groups = [files] if len({owner for owner, _ in files}) <= 20_000 else []
+    compared = files if len({owner for owner, _ in files}) <= 20_000 else []
+    compared = [one for one in compared if os.path.isfile(one[1]) and os.access(one[1], os.R_OK)]
+    groups = [[one for one in compared if os.path.getsize(one[1])]]
     # Most files of the same size differ in their first 16 kB.
     for key in (os.path.getsize, lambda path: np.fromfile(path, np.uint8, 1 << 14).tobytes(), content_hash):
         found = defaultdict(list)
