@@ -37,7 +37,8 @@ QUERY_MASK, _KEY_MASK_FLOAT16 = 256.0, -32768.0
 class WindowInputs(NamedTuple):
     """The tensors of attention to windows. Also their gradients, or whether each needs one.
 
-    For long-short attention, the global keys and values are the projected ones, followed by those of the global tokens.
+    For long-short attention, the global keys are the projected keys, followed by the keys of the global tokens. The
+    global values have the same order.
 
     Attributes:
         query: (B, M, H, W, D).
