@@ -239,7 +239,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--shard", "predict only shard I (from 0) of N; needs --format parquet", type=shard, metavar="I/N")
     parser.add("--column", "column of INPUT with paths or URLs (default: path, file_name or url)", metavar="NAME")
     parser.add("--ray", "predict with Ray (RAY_ADDRESS, or this machine) to Parquet files", action="store_true")
-    workers_help = "minimum and maximum number of Ray workers (default: 1, and the GPUs, or CPU cores minus 1)"
+    workers_help = "minimum and maximum number of Ray workers (default: 1 and one per GPU, or CPU cores minus 1)"
     parser.add("--ray-workers", workers_help, nargs=2, type=positive, metavar=("MIN", "MAX"))
     parser.add("--workers-per-gpu", "with --ray: workers that share a GPU (default 1)", type=positive, metavar="N")
     parser.add("--no-drawings", "do not write drawings", dest="drawings", action="store_false")

@@ -301,8 +301,8 @@ def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, is_square: bool = 
         tensor: The table of a checkpoint.
         owner: The module of this model.
         leaf: Name of the parameter in ``owner``.
-        is_square: Whether the table of a :class:`GridRelativeBias` is made for a square feature map, as all official
-            ones. A table of another size than the parameter is always assumed to be.
+        is_square: Whether the table of a :class:`GridRelativeBias` is made for a square feature map, as in all official
+            checkpoints. A table whose size differs from the parameter is always treated as square.
 
     Returns:
         ``tensor`` in the size of the parameter. It is unchanged if the parameter is no position table, or is a
