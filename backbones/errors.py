@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import errno
 import importlib.metadata
 import re
 import shlex
@@ -11,6 +12,8 @@ from pathlib import Path
 # A file with this text in its first bytes was written by this project and may be replaced.
 GENERATOR = "written by vil-detectron2"
 _NUM_FIRST_BYTES = 4096
+# Errors of a full, broken or read-only disk.
+DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 class ConfigError(ValueError):
@@ -18,8 +21,11 @@ class ConfigError(ValueError):
 
 
 def find_os_error(error: BaseException) -> OSError | None:
-    """Return ``error`` if it is an OSError, or else the OSError that led to it, or None."""
-    return next((one for one in (error, error.__context__) if isinstance(one, OSError)), None)
+    """Return ``error`` if it is an OSError, or else the disk error that led to it, or None."""
+    cause = error.__context__
+    if isinstance(error, OSError):
+        return error
+    return cause if isinstance(cause, OSError) and cause.errno in DISK_ERRORS else None
 
 
 def printable(text: object) -> str:

@@ -31,7 +31,7 @@ from torch import nn
 from tqdm.contrib import DummyTqdmFile
 
 from backbones import ConfigError
-from backbones.errors import check_file
+from backbones.errors import DISK_ERRORS, check_file
 
 # SIGINT: Ctrl-C. SIGTERM: a scheduler. SIGHUP: a closed terminal. SIGUSR1 and SIGXCPU: the time limit is near.
 _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
@@ -296,6 +296,11 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     try:
         with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as unfinished:
             yield Path(unfinished)
+    except OSError as error:
+        # Most writes to a full disk fail without the name of the file.
+        if error.errno in DISK_ERRORS and not error.filename:
+            error.filename = str(folder)
+        raise
     finally:
         if is_new and not any(folder.iterdir()):
             folder.rmdir()

@@ -495,7 +495,7 @@ def _explain(error: Exception) -> tuple[str, int] | None:
     if isinstance(error, MemoryError) or "allocate memory" in text or type(error).__name__ == "OutOfMemoryError":
         return " ".join(["The memory is too small. Use a smaller batch or smaller images.", *lines]), 1
     cause = find_os_error(error)
-    if cause is None or (cause is not error and cause.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)):
+    if cause is None:
         return None
     if cause.filename and cause.strerror:
         return f"{cause.filename}: {cause.strerror}", 1

@@ -180,7 +180,7 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> DatasetF
         raise ConfigError(f"DATASETS.{'TRAIN' if train else 'TEST'} is empty. Name a dataset.")
     for name in names:
         check_files(name)
-    if (records := SHARED.get(_key(cfg, names, train))) is not None:
+    if (records := _shared(_key(cfg, names, train), names)) is not None:
         return records
     files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
     facts = _Facts()
@@ -256,6 +256,12 @@ def _key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:
     return "records", tuple(names), train, *keys, *map(state_of_files, names)
 
 
+def _shared(key: tuple, names: Iterable[str]) -> DatasetFromList | None:
+    """Return shared records. A COCO dataset that was registered again has no classes, so it has to be read again."""
+    is_known = all(MetadataCatalog.get(name).get("thing_classes") for name in names if is_coco(name))
+    return SHARED.get(key) if is_known else None
+
+
 def state_of_files(name: str) -> tuple:
     """Return the annotation file and the image folder of a dataset, and the size and time of the annotation file."""
     metadata = MetadataCatalog.get(name)
@@ -327,7 +333,8 @@ def load_coco(name: str, *, check: str, masks: bool) -> Iterator[dict[str, Any]]
         check: The value of ``DATASETS.CHECK``.
         masks: Whether to check segmentations and include them in the records.
     """
-    images = SHARED.get(_truth_key(name, check, masks)) or _by_image(name, check=check, masks=masks, areas=False)
+    images = _shared(_truth_key(name, check, masks), [name])
+    images = images or _by_image(name, check=check, masks=masks, areas=False)
     metadata = MetadataCatalog.get(name)
     root, class_of = metadata.image_root, metadata.thing_dataset_id_to_contiguous_id
     return (
@@ -436,7 +443,7 @@ def ground_truth(name: str, *, check: str, masks: bool) -> DatasetFromList | Non
     if not is_coco(name):
         return None
     check_files(name)
-    if (truth := SHARED.get(_truth_key(name, check, masks))) is None:
+    if (truth := _shared(_truth_key(name, check, masks), [name])) is None:
         with _explained_errors(MetadataCatalog.get(name).json_file):
             truth = serialized(_by_image(name, check=check, masks=masks, areas=True))
     return truth

@@ -6,8 +6,9 @@ import runpy
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from projects_vil.data import catalog, load_dataset, register_datasets
+from projects_vil.data import catalog, load_dataset, read_datasets, register_datasets
 from projects_vil.data.catalog import read_categories
+from projects_vil.evaluation import build_evaluator
 from tests.projects_vil.data.custom_dataset import NAME, config, entry, load
 from tests.projects_vil.helpers import message, small_config
 
@@ -19,6 +20,17 @@ def test_shapes_follow_the_environment(shapes, tmp_path, monkeypatch):
     monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
     register_datasets(small_config())
     assert str(tmp_path) in message(load_dataset, small_config(), ["shapes_train"], train=True)
+
+
+def test_a_dataset_that_is_registered_again_is_read_again(copy, tmp_path):
+    cfg = config(entry(copy))
+    register_datasets(cfg)
+    read_datasets(cfg)
+    for _ in range(2):
+        evaluator = build_evaluator(cfg, NAME, str(tmp_path / "out"))
+        assert len(evaluator._evaluators[0].truth) == len(load_dataset(cfg, [NAME], train=True)) == 8
+        DatasetCatalog.remove(NAME), MetadataCatalog.remove(NAME)
+        register_datasets(cfg)
 
 
 def test_datasets_that_were_registered_before_the_import_are_kept(tmp_path, monkeypatch):
