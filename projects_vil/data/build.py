@@ -32,8 +32,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from backbones import ConfigError
-from backbones.errors import check_choice
-from projects_vil.config import one_line
+from backbones.errors import check_choice, one_line
 from projects_vil.data.augmentation import CopyPaste
 from projects_vil.data.dataset_mapper import Mapper
 from projects_vil.data.detection_utils import DAMAGED, UnreadableImage, log_damaged

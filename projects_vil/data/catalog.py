@@ -19,8 +19,8 @@ from detectron2.data.datasets import load_coco_json
 from detectron2.data.datasets.builtin_meta import ADE20K_SEM_SEG_CATEGORIES
 
 from backbones import ConfigError
-from backbones.errors import check_file, closest
-from projects_vil.config import first_of, is_panoptic, is_segmentor, number_of_classes
+from backbones.errors import check_file, closest, first_of
+from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
 from projects_vil.data.detection_utils import IGNORED_LABEL, is_image
 from projects_vil.utils import read_json
 

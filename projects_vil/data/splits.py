@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from projects_vil.config import first_of
+from backbones.errors import first_of
 from projects_vil.data.readers.coco import Parts, divide, entries_of, paths_of
 from projects_vil.data.readers.index import content_hash
 

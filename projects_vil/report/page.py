@@ -21,8 +21,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from backbones import ConfigError
 from backbones.checkpoint_files import write_text
-from backbones.errors import GENERATOR, check_file, check_whole
-from projects_vil.config import config_items, default_config, detector_name, first_of, load_config
+from backbones.errors import GENERATOR, check_file, check_whole, first_of
+from projects_vil.config import config_items, default_config, detector_name, load_config
 from projects_vil.data import check_files, fixed_coco, is_coco, register_datasets
 from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
 from projects_vil.report import figures

@@ -15,8 +15,7 @@ from typing import Any
 
 from backbones import ConfigError
 from backbones.checkpoint_files import write_text
-from backbones.errors import GENERATOR, check_replaceable, counted
-from projects_vil.config import first_of
+from backbones.errors import GENERATOR, check_replaceable, counted, first_of
 from projects_vil.data.detection_utils import UNSUPPORTED_SUFFIXES, is_image, read_sizes, size_or_none
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
 from projects_vil.data.readers.coco import Parts, entries_of, find_coco, paths_of
