@@ -284,6 +284,7 @@ def test_share_of_images_with_pasted_objects(tmp_path):
         ("mask_rcnn", [*STRONG, "MODEL.MASK_ON", "False"], "INPUT.COPY_PASTE.PROBABILITY 0.0"),
         ("mask_rcnn", [*STRONG, "MODEL.KEYPOINT_ON", "True"], "INPUT.COPY_PASTE.PROBABILITY 0.0"),
         ("semantic_fpn", LSJ, "INPUT.AUGMENTATION"),
+        ("semantic_fpn", ["INPUT.CROP.TYPE", "relative", "INPUT.CROP.PAD", "True"], "INPUT.CROP.PAD"),
     ],
 )
 def test_values_that_cannot_be_used(detector, overrides, key):
