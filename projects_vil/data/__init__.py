@@ -36,6 +36,7 @@ from projects_vil.data.detection_utils import (
 from projects_vil.data.readers import SOURCE, Dataset, read_dataset
 from projects_vil.data.records import (
     CHECK_MODES,
+    SharedRecords,
     fixed_coco,
     ground_truth,
     in_order,
