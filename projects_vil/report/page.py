@@ -109,8 +109,12 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
         return ""
 
     run.log = read(LOG, "versions and warnings")
-    with contextlib.nullcontext() if overrides else run.omit_on_error("configuration, and evaluation on its datasets"):
+    try:
         run.cfg = load_config(folder / CONFIG, overrides)
+    except ConfigError as error:
+        if overrides:
+            raise
+        run.omitted.append(f"configuration, and evaluation on its datasets: {error}")
     lines = read(METRICS, "curves").splitlines()
     for line in lines:
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
