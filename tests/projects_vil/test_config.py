@@ -135,25 +135,16 @@ def test_odd_overrides(overrides):
     [
         *(b"", b"a sentence\n", b"- a\n- b\n", b"MODEL: [", b"_BASE_: config.yaml\n", b"\xff\xfe\x00binary"),
         *(b"MODEL: 5", b"SOLVER: {MAX_ITER: {A: 1}}", b"SOLVER: {MAX_ITER: 5, MAX_ITER: 7}", b"VERSION: 1"),
-        *(b"SOLVER.MAX_ITER: 5", b"_BASE_: /dev/zero", b"SOLVER: &a {X: *a}"),
+        *(b"SOLVER.MAX_ITER: 5", b"_BASE_: /dev/zero", b"SOLVER: &a {X: *a}", b"_BASE_: http://127.0.0.1:9/base.yaml"),
     ],
 )
-def test_a_file_that_is_not_a_config_is_named(tmp_path, content):
+def test_a_file_that_is_not_a_config_is_named(tmp_path, content, monkeypatch):
+    """No base is downloaded."""
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection was opened"))
     path = tmp_path / "config.yaml"
     path.write_bytes(content)
     for wrong in (path, tmp_path, tmp_path / "absent.yaml"):
         assert str(wrong) in error_of(wrong)
-
-
-def test_a_config_is_not_downloaded(tmp_path, monkeypatch):
-    def connect(*args):
-        raise AssertionError("a connection was opened")
-
-    monkeypatch.setattr(socket.socket, "connect", connect)
-    write(tmp_path, "_BASE_: http://127.0.0.1:9/base.yaml\n")
-    (tmp_path / "leaf.yaml").write_text("_BASE_: config.yaml\n")
-    for name in ("config.yaml", "leaf.yaml"):
-        assert "http://127.0.0.1:9/base.yaml" in error_of(tmp_path / name)
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
