@@ -448,7 +448,6 @@ def ground_truth(name: str, *, check: str, masks: bool) -> SharedRecords | None:
     """
     if not is_coco(name):
         return None
-    check_files(name)
     if (truth := _shared(_truth_key(name, check, masks), [name])) is None:
         with _explained_errors(MetadataCatalog.get(name).json_file):
             truth = SharedRecords(_by_image(name, check=check, masks=masks, areas=True))

@@ -16,15 +16,18 @@ from projects_vil.data.readers.index import content_hash
 VAL_FRACTION = 0.2
 
 
-def find_copies(parts: Parts) -> dict[str, str]:
+def find_copies(parts: Parts, *, in_splits: bool) -> dict[str, str] | None:
     """Return the first equal file of each image file that has a copy.
 
-    With a validation split, only copies in different splits are searched.
+    Args:
+        parts: The splits.
+        in_splits: Whether to compare the images of a split with each other, and not only with those of other splits.
+            This takes up to 10 seconds per 100,000 images, so the result is None for more than 20,000 images.
     """
     files = [(split, path) for split, (content, _, root) in parts.items() for path in paths_of(content, root)]
-    # The comparison of all files takes up to 10 seconds per 100,000 images.
-    if "val" not in parts and len(files) <= 20_000:
-        files = [(path, path) for _, path in files]
+    if in_splits and len(files) > 20_000:
+        return None
+    files = [(path, path) for _, path in files] if in_splits else files
     readable = [one for one in files if os.path.isfile(one[1]) and os.access(one[1], os.R_OK)]
     groups = [[one for one in readable if os.path.getsize(one[1])]]
     # Most files of the same size differ in their first 16 kB.

@@ -120,15 +120,17 @@ def read_dataset(
     if "train" not in parts:
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
     content, _, root = parts["train"]
-    copies = find_copies(parts)
+    copies = find_copies(parts, in_splits="val" not in parts)
     if "val" not in parts and val != 0:
-        halves = split_by_hash(content, root, VAL_FRACTION if val is None else val, copies)
+        halves = split_by_hash(content, root, VAL_FRACTION if val is None else val, copies or {})
         if len(halves) < 2:
             raise ConfigError(f"'{source}' has only one image, or copies of one. Add another one for validation.")
         parts |= {split: (half, None, root) for split, half in halves.items()}
         found.notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
         raise ConfigError(f"'{source}' already has a validation split. Leave out val_fraction.")
+    if copies is None:
+        copies = find_copies(parts, in_splits=False)
     read, contents = set(map(os.path.realpath, files)), {} if contents is None else contents
     splits = _write(source, Path(folder), parts, read, contents)
     sizes = {split: len(parts[split][0]["images"]) for split in splits}
