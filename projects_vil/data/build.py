@@ -39,6 +39,8 @@ from projects_vil.data.records import SharedRecords, load_dataset
 from projects_vil.utils import STOP_SIGNALS
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
+# Maps a record to an input of the model.
+MapFunction = Callable[[dict[str, Any]], dict[str, Any]]
 # An image of a batch: the index of its record, and the seed of its augmentation.
 Item = tuple[int, int]
 # If this many images in a row cannot be read, training stops, because the disk has probably failed.
@@ -86,7 +88,7 @@ class MappedRecords(Dataset):
     """
 
     records: Sequence[dict[str, Any]]
-    mapper: Callable[[dict[str, Any]], dict[str, Any]]
+    mapper: MapFunction
 
     def __len__(self) -> int:
         return len(self.records)
@@ -226,9 +228,7 @@ class EvaluationLoader(_Loader):
         num_workers: The number of worker processes.
     """
 
-    def __init__(
-        self, records: Sequence[dict[str, Any]], mapper: Callable[[dict[str, Any]], dict[str, Any]], *, num_workers: int
-    ) -> None:
+    def __init__(self, records: Sequence[dict[str, Any]], mapper: MapFunction, *, num_workers: int) -> None:
         sampler = InferenceSampler(len(records))
         super().__init__(MappedRecords(records, mapper), num_workers=num_workers, sampler=sampler)
 
@@ -305,7 +305,7 @@ def build_train_loader(cfg: CfgNode) -> TrainLoader:
 def make_train_loader(
     dataset: Sequence[dict[str, Any]],
     *,
-    mapper: Callable[[dict[str, Any]], dict[str, Any]],
+    mapper: MapFunction,
     total_batch_size: int,
     num_workers: int = 0,
     aspect_ratio_grouping: bool = True,

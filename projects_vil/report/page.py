@@ -109,12 +109,11 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
         return ""
 
     run.log = read(LOG, "versions and warnings")
-    try:
+    if overrides:
         run.cfg = load_config(folder / CONFIG, overrides)
-    except ConfigError as error:
-        if overrides:
-            raise
-        run.omitted.append(f"configuration, and evaluation on its datasets: {error}")
+    else:
+        with run.omit_on_error("configuration, and evaluation on its datasets"):
+            run.cfg = load_config(folder / CONFIG)
     lines = read(METRICS, "curves").splitlines()
     for line in lines:
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
