@@ -242,12 +242,10 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
         if any(comm.all_gather(bool(self._predictions))):
             if comm.is_main_process():
                 images, objects = zip(*self.truth, strict=True)
-                objects, categories = (
-                    [*chain.from_iterable(filter(None, objects))],
-                    [{"id": n} for n in self._category_of],
-                )
+                annotations = list(chain.from_iterable(filter(None, objects)))
+                categories = [{"id": number} for number in self._category_of]
                 self._coco_api = COCO()
-                self._coco_api.dataset = {"images": images, "annotations": objects, "categories": categories}
+                self._coco_api.dataset = {"images": images, "annotations": annotations, "categories": categories}
                 self._coco_api.createIndex()
             return super().evaluate()
         repeated = set().union(*comm.all_gather(np.array(list(self._images), int))[: comm.get_rank()])
