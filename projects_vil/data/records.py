@@ -164,7 +164,7 @@ def read_and_share(read: Callable[[], Any], names: Sequence[str] = ()) -> Any:
 
 
 @paused_garbage_collection()
-def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> SharedRecords:
+def load_dataset(cfg: CfgNode, names: Sequence[str], *, train: bool) -> SharedRecords:
     """Return the records of datasets in detectron2's dataset format.
 
     COCO files are checked and fixed according to ``DATASETS.CHECK`` (:func:`fixed_coco`).
@@ -180,7 +180,6 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> SharedRe
         ConfigError: If a name is unknown, a file is missing, annotations cannot be read, the dataset check finds
             errors, the annotations do not fit the task or the classes of the model, or no image is left.
     """
-    names = list(names)
     check_choice("DATASETS.CHECK", cfg.DATASETS.CHECK, CHECK_MODES)
     if not names:
         raise ConfigError(f"DATASETS.{'TRAIN' if train else 'TEST'} is empty. Name a dataset.")

@@ -173,7 +173,7 @@ def load_records(
     cfg.DATASETS.CHECK = check
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (tuple(names), ()) if train else (tuple(classes_of), tuple(names))
     data.read_records(cfg, names, train=train)
-    return data.load_dataset(cfg, list(names), train=train)
+    return data.load_dataset(cfg, names, train=train)
 
 
 def lazy_options(cfg: DictConfig, model: nn.Module) -> CfgNode:
