@@ -120,6 +120,8 @@ class Mapper(DatasetMapper):
         if labels is not None:
             record["sem_seg"] = torch.from_numpy(inputs.sem_seg.astype(np.int64))
             self._pad(record)
+        if self.proposal_topk is not None:
+            utils.transform_proposals(record, (height, width), transforms, proposal_topk=self.proposal_topk)
         if not self.is_train:
             record.pop("annotations", None)
         elif "annotations" in record:
