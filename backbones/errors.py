@@ -6,7 +6,7 @@ import errno
 import importlib.metadata
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 # A file with this text in its first bytes was written by this project and may be replaced.
@@ -39,6 +39,18 @@ def counted(number: int, noun: str) -> str:
     """Return a number with its noun in the singular or plural, such as ``"1 image"`` or ``"1,200 images"``."""
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}{'es' if noun.endswith(('s', 'tch')) else 's'}"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def first_of(names: Sequence[str], number: int) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - number} more" if len(names) > number else ""
+    return f"{', '.join(names[:number])}{more}"
+
+
+def one_line(message: object) -> str:
+    """Return a message of a library on one line, without its final period. A long message is cut in the middle."""
+    line = " ".join(str(message).split()).rstrip(".")
+    return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"
 
 
 def closest(word: str, candidates: Iterable[str], *, most: int = 1, cutoff: float = 0.5) -> str:

@@ -15,7 +15,7 @@ from detectron2.config import CfgNode, get_cfg
 from detectron2.projects.point_rend import add_pointrend_config
 
 from backbones.attention.triton_chunks import unmet_requirement
-from backbones.errors import ConfigError, check_file, closest
+from backbones.errors import ConfigError, check_file, closest, one_line
 from vil.choices import CONFIGS, DEVICES
 
 # The resolved config of a run, in OUTPUT_DIR.
@@ -398,18 +398,6 @@ def config_items(node: object, prefix: str = "", *, lists: bool = False) -> Iter
     for key, value in items:
         yield f"{prefix}{key}", value
         yield from config_items(value, f"{prefix}{key}.", lists=lists)
-
-
-def first_of(names: Sequence[str], number: int) -> str:
-    """Return the first names, and how many more there are."""
-    more = f" and {len(names) - number} more" if len(names) > number else ""
-    return f"{', '.join(names[:number])}{more}"
-
-
-def one_line(message: object) -> str:
-    """Return a message of a library on one line, without its final period. A long message is cut in the middle."""
-    line = " ".join(str(message).split()).rstrip(".")
-    return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"
 
 
 # Devices -------------------------------------------------------------------------------------------------------------

@@ -18,14 +18,13 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from backbones import ConfigError
 from backbones.build import VARIANTS, get_variant
 from backbones.checkpoint_files import read_checkpoint, write_text
-from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest
+from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest, first_of
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
     choose_device,
     config_path,
     detector_name,
-    first_of,
     load_config,
     merge_overrides,
     number_of_classes,

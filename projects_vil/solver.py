@@ -14,8 +14,8 @@ from detectron2.solver.build import maybe_add_gradient_clipping
 from torch import nn
 
 from backbones import ConfigError
-from backbones.errors import check_choice, closest
-from projects_vil.config import one_line, with_overrides
+from backbones.errors import check_choice, closest, one_line
+from projects_vil.config import with_overrides
 
 OPTIMIZERS = ("ADAMW", "SGD")
 LR_SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR", "WarmupPolyLR")

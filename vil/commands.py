@@ -393,7 +393,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
             lines += file.lines()
         train = files["train"].dataset
         if "val" not in files:
-            halves = split_by_hash(train, Path(files["train"].image_root), VAL_FRACTION)
+            halves = split_by_hash(train, Path(files["train"].image_root), VAL_FRACTION, dataset.copies)
             train, effect = halves["train"], "needs a second image for it"
             if "val" in halves:
                 effect = f"validates on {len(halves['val']['images']):,} of the images (--val-fraction)"

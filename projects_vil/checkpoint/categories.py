@@ -14,9 +14,6 @@ from torch import Tensor
 
 from projects_vil.data import read_categories
 
-# detectron2 has the categories of this dataset built in.
-_COCO = "coco_2017_val"
-
 _LAYOUTS = {
     "head.cls_score": "A x K",
     "roi_heads.box_predictor.cls_score": "K + 1",  # the last row is background
@@ -68,7 +65,8 @@ def known_categories(
         number: number of classes.
         datasets: names of datasets to search. If there are class names, COCO is searched last.
     """
-    found = dataset_categories(datasets if names is None else (*datasets, _COCO), number, names=names)
+    # detectron2 has the categories of coco_2017_val built in.
+    found = dataset_categories(datasets if names is None else (*datasets, "coco_2017_val"), number, names=names)
     counted = tuple(range(1, number + 1))
     if names is None:
         return found or Categories(counted, tuple(f"class {category_id}" for category_id in counted))

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write, read_checkpoint, state_dict_of, write_text
 from backbones.convert import detect_format
-from backbones.errors import check_file
+from backbones.errors import check_file, first_of, one_line
 from projects_vil.checkpoint.categories import (
     Categories,
     copy_classes,
@@ -39,7 +39,7 @@ from projects_vil.checkpoint.pretrained import (
     weights_of_timm,
 )
 from projects_vil.checkpoint.zoo import find_weights
-from projects_vil.config import CONFIG_FILE, first_of, is_segmentor, number_of_classes, one_line, with_overrides
+from projects_vil.config import CONFIG_FILE, is_segmentor, number_of_classes, with_overrides
 from projects_vil.data import describe_classes, match_all_classes, match_classes, register_datasets
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_on_meta
 from vil.choices import EXPORT_SUFFIXES

@@ -30,12 +30,12 @@ from backbones.convert import (
     convert_tensors,
     detect_format,
 )
+from backbones.errors import first_of
 from backbones.lit import GLOBAL_TOKEN, LITVariant, initial_values
 from backbones.vil import ViLVariant
 from projects_vil.checkpoint.categories import dataset_categories
 from projects_vil.checkpoint.metadata import METADATA_KEY, OFFICIAL_INPUT, CheckpointMetadata, InputFormat
 from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_entry
-from projects_vil.config import first_of
 from projects_vil.modeling import TimmBackbone
 
 BACKBONE_PREFIX = "backbone.bottom_up.net."

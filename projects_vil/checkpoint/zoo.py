@@ -17,8 +17,8 @@ from iopath.common.file_io import get_cache_dir
 
 from backbones import ConfigError
 from backbones.checkpoint_files import read_checkpoint
-from backbones.errors import check_file, closest, pip_install
-from projects_vil.config import config_path, one_line
+from backbones.errors import check_file, closest, one_line, pip_install
+from projects_vil.config import config_path
 from projects_vil.utils import atomic_folder
 
 TIMEOUT = 60.0  # seconds without an answer

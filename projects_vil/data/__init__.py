@@ -1,6 +1,6 @@
 """Registered datasets, dataset checks and fixes, reading of image files, and data loaders."""
 
-from projects_vil.data.augmentation import AUGMENTATIONS, check_augmentation
+from projects_vil.data.augmentation import AUGMENTATIONS
 from projects_vil.data.build import (
     EvaluationLoader,
     build_test_loader,
@@ -21,7 +21,7 @@ from projects_vil.data.catalog import (
 )
 from projects_vil.data.check import check_dataset, write_cleaned, write_fixed
 from projects_vil.data.coco_checks import CocoFile
-from projects_vil.data.dataset_mapper import Mapper, check_crop
+from projects_vil.data.dataset_mapper import Mapper
 from projects_vil.data.detection_utils import (
     IGNORED_LABEL,
     IMAGE_SUFFIXES,
@@ -36,6 +36,7 @@ from projects_vil.data.detection_utils import (
 from projects_vil.data.readers import SOURCE, Dataset, read_dataset
 from projects_vil.data.records import (
     CHECK_MODES,
+    SharedRecords,
     fixed_coco,
     ground_truth,
     in_order,

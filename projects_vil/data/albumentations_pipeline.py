@@ -12,8 +12,7 @@ from detectron2.structures import BoxMode
 from pycocotools import mask as mask_util
 
 from backbones import ConfigError
-from backbones.errors import check_file, pip_install
-from projects_vil.config import one_line
+from backbones.errors import check_file, one_line, pip_install
 from projects_vil.data.segmentation import rle_of
 
 _KEY = "INPUT.ALBUMENTATIONS"

@@ -12,8 +12,6 @@ from detectron2.data.detection_utils import build_augmentation
 from detectron2.projects.point_rend import ColorAugSSDTransform
 from detectron2.structures import BitMasks, Boxes, Instances
 
-from backbones import ConfigError
-from projects_vil.config import is_segmentor
 from projects_vil.data.detection_utils import DAMAGED
 
 AUGMENTATIONS = ("default", "lsj", "lsj_copy_paste")
@@ -43,23 +41,6 @@ def large_scale_jitter(cfg: CfgNode) -> list[T.Augmentation | T.Transform]:
     has_colors = cfg.INPUT.PHOTOMETRIC_DISTORTION or cfg.INPUT.AUGMENTATION == "lsj_copy_paste"
     colors = [ColorAugSSDTransform(img_format=cfg.INPUT.FORMAT)] if has_colors else []
     return [ResizeScale(*cfg.INPUT.LSJ.SCALE, *size), crop, *colors, pad, *flip]
-
-
-def check_augmentation(cfg: CfgNode) -> None:
-    """Check large-scale jitter against the model and the other keys.
-
-    Raises:
-        ConfigError: If jitter is combined with ``INPUT.CROP`` or with a SemanticSegmentor. If copy-paste is combined
-            with a model without masks, with keypoints, or with stuff.
-    """
-    name, model = cfg.INPUT.AUGMENTATION, cfg.MODEL
-    if is_segmentor(cfg):
-        raise ConfigError(f"INPUT.AUGMENTATION {name!r} needs a detector. Use 'default', and INPUT.CROP for crops.")
-    if cfg.INPUT.CROP.ENABLED:
-        raise ConfigError(f"INPUT.AUGMENTATION {name!r} already crops images. Set INPUT.CROP.ENABLED False.")
-    has_masks = model.META_ARCHITECTURE == "GeneralizedRCNN" and model.MASK_ON and not model.KEYPOINT_ON
-    if name == "lsj_copy_paste" and cfg.INPUT.COPY_PASTE.PROBABILITY and not has_masks:
-        raise ConfigError("Copy-paste needs a Mask R-CNN without keypoints. Set INPUT.COPY_PASTE.PROBABILITY 0.0.")
 
 
 def boxes_of_masks(masks: BitMasks, boxes: Boxes) -> Boxes:

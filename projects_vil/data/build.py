@@ -12,14 +12,13 @@ import random
 import re
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetFromList
 from detectron2.data.build import trivial_batch_collator
 from detectron2.data.samplers import (
     InferenceSampler,
@@ -32,15 +31,16 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from backbones import ConfigError
-from backbones.errors import check_choice
-from projects_vil.config import one_line
+from backbones.errors import check_choice, one_line
 from projects_vil.data.augmentation import CopyPaste
 from projects_vil.data.dataset_mapper import Mapper
 from projects_vil.data.detection_utils import DAMAGED, UnreadableImage, log_damaged
-from projects_vil.data.records import load_dataset, serialized
+from projects_vil.data.records import SharedRecords, load_dataset
 from projects_vil.utils import STOP_SIGNALS
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
+# Maps a record to an input of the model.
+MapFunction = Callable[[dict[str, Any]], dict[str, Any]]
 # An image of a batch: the index of its record, and the seed of its augmentation.
 Item = tuple[int, int]
 # If this many images in a row cannot be read, training stops, because the disk has probably failed.
@@ -83,12 +83,12 @@ class MappedRecords(Dataset):
     """A dataset that maps records. An image that cannot be read becomes an input with only its damage.
 
     Args:
-        records: detectron2's records, serialized so that the worker processes share them.
+        records: detectron2's records. :class:`SharedRecords` are in memory once for all worker processes.
         mapper: Maps a copy of a record to an input of the model.
     """
 
-    records: Dataset
-    mapper: Callable[[dict[str, Any]], dict[str, Any]]
+    records: Sequence[dict[str, Any]]
+    mapper: MapFunction
 
     def __len__(self) -> int:
         return len(self.records)
@@ -228,11 +228,9 @@ class EvaluationLoader(_Loader):
         num_workers: The number of worker processes.
     """
 
-    def __init__(
-        self, records: Iterable[dict[str, Any]], mapper: Callable[[dict[str, Any]], dict[str, Any]], *, num_workers: int
-    ) -> None:
-        dataset = MappedRecords(serialized(records), mapper)
-        super().__init__(dataset, num_workers=num_workers, sampler=InferenceSampler(len(dataset)))
+    def __init__(self, records: Sequence[dict[str, Any]], mapper: MapFunction, *, num_workers: int) -> None:
+        sampler = InferenceSampler(len(records))
+        super().__init__(MappedRecords(records, mapper), num_workers=num_workers, sampler=sampler)
 
 
 def _stop_workers(batches: object) -> None:
@@ -307,7 +305,7 @@ def build_train_loader(cfg: CfgNode) -> TrainLoader:
 def make_train_loader(
     dataset: Sequence[dict[str, Any]],
     *,
-    mapper: Callable[[dict[str, Any]], dict[str, Any]],
+    mapper: MapFunction,
     total_batch_size: int,
     num_workers: int = 0,
     aspect_ratio_grouping: bool = True,
@@ -323,7 +321,7 @@ def make_train_loader(
         aspect_ratio_grouping: Whether landscape and portrait images are in different batches.
         make_sampler: Returns the sampler for a seed. The default is detectron2's ``TrainingSampler``.
     """
-    records = serialized(dataset)
+    records = dataset if isinstance(dataset, SharedRecords) else SharedRecords(dataset)
     groups = [0] * len(records)
     if aspect_ratio_grouping:
         groups = [0 if record.get("width", 0) > record.get("height", 0) else 1 for record in records]
@@ -332,7 +330,7 @@ def make_train_loader(
     return TrainLoader(SeededRecords(records, mapper), batch_sampler=batches, num_workers=num_workers)
 
 
-def _sampler(cfg: CfgNode, records: DatasetFromList) -> Callable[[int], torch.utils.data.Sampler[int]]:
+def _sampler(cfg: CfgNode, records: SharedRecords) -> Callable[[int], torch.utils.data.Sampler[int]]:
     """Return a function that maps a seed to detectron2's sampler ``DATALOADER.SAMPLER_TRAIN``."""
     name, size = cfg.DATALOADER.SAMPLER_TRAIN, len(records)
     if name == "RepeatFactorTrainingSampler":

@@ -19,8 +19,8 @@ from detectron2.data.datasets import load_coco_json
 from detectron2.data.datasets.builtin_meta import ADE20K_SEM_SEG_CATEGORIES
 
 from backbones import ConfigError
-from backbones.errors import check_file, closest
-from projects_vil.config import first_of, is_panoptic, is_segmentor, number_of_classes
+from backbones.errors import check_file, closest, first_of
+from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
 from projects_vil.data.detection_utils import IGNORED_LABEL, is_image
 from projects_vil.utils import read_json
 
@@ -135,7 +135,15 @@ def _register_ade20k(name: str, images: Path, labels: Path, classes: Sequence[st
     """
     metadata = {"evaluator_type": "sem_seg", "image_root": str(images), "sem_seg_root": str(labels), "first_label": 1}
     metadata |= _stuff(classes, first=1)
-    _register(name, lambda: load_ade20k(name, images, labels), metadata)
+
+    def load() -> list[dict[str, Any]]:
+        files = sorted(filter(is_image, os.listdir(images)))
+        if not files:
+            raise ConfigError(f"The image folder '{images}' of {name!r} has no images. Correct the path.")
+        records = [{"file_name": str(Path(images, file)), "first_label": 1} for file in files]
+        return _with_label_files(name, records, labels)
+
+    _register(name, load, metadata)
 
 
 def _stuff(classes: Sequence[str], *, first: int) -> dict[str, Any]:
@@ -153,19 +161,6 @@ def _register(name: str, load: Callable[[], list[dict[str, Any]]], metadata: dic
         raise ConfigError(f"The dataset name {name!r} is already registered for '{files}'. Use another name.")
     DatasetCatalog.register(name, load)
     MetadataCatalog.get(name).set(**metadata)
-
-
-def load_ade20k(name: str, images: Path, labels: Path) -> list[dict[str, Any]]:
-    """Return detectron2's records of a dataset in ADE20K's dataset format, sorted by file name.
-
-    Raises:
-        ConfigError: If the folder has no images, or if an image has no label image.
-    """
-    files = sorted(filter(is_image, os.listdir(images)))
-    if not files:
-        raise ConfigError(f"The image folder '{images}' of {name!r} has no images. Correct the path.")
-    records = [{"file_name": str(Path(images, file)), "first_label": 1} for file in files]
-    return _with_label_files(name, records, labels)
 
 
 def add_stuff(name: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,13 +16,10 @@ from detectron2.structures.masks import polygons_to_bitmask
 from pycocotools import mask as mask_util
 
 from backbones import ConfigError
-from backbones.errors import check_choice
 from projects_vil.config import is_segmentor, with_overrides
 from projects_vil.data.albumentations_pipeline import AlbumentationsAugmentation
 from projects_vil.data.augmentation import boxes_of_masks, large_scale_jitter
 from projects_vil.data.detection_utils import DAMAGED, IGNORED_LABEL, decode_image, read_labels, read_size
-
-CROP_TYPES = ("relative_range", "relative", "absolute", "absolute_range")
 
 
 class Mapper(DatasetMapper):
@@ -68,11 +65,9 @@ class Mapper(DatasetMapper):
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
         options: dict[str, Any] = {"num_labels": cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES}
-        if is_train:
-            check_crop(cfg)
-            if cfg.INPUT.ALBUMENTATIONS:
-                options["albumentations"] = AlbumentationsAugmentation(cfg)
-        elif cfg.TEST.TILE_SIZE:
+        if is_train and cfg.INPUT.ALBUMENTATIONS:
+            options["albumentations"] = AlbumentationsAugmentation(cfg)
+        elif not is_train and cfg.TEST.TILE_SIZE:
             cfg = with_overrides(cfg, {"INPUT.MIN_SIZE_TEST": 0})
         options |= super().from_config(cfg, is_train)
         if not is_train:
@@ -177,20 +172,3 @@ def _bitmap(mask: list | dict[str, Any], transforms: T.TransformList, size: tupl
         return transforms.apply_segmentation(mask_util.decode(mask)) == 1
     points = [transforms.apply_coords(np.array(polygon, dtype=np.float64).reshape(-1, 2)) for polygon in mask]
     return polygons_to_bitmask([polygon.reshape(-1) for polygon in points], *size)
-
-
-def check_crop(cfg: CfgNode) -> None:
-    """Check ``INPUT.CROP``.
-
-    Raises:
-        ConfigError: If the type is unknown. If ``PAD`` is True for a model that is not a
-            SemanticSegmentor, or for crops of different sizes.
-    """
-    crop = cfg.INPUT.CROP
-    if crop.PAD and not is_segmentor(cfg):
-        raise ConfigError(f"INPUT.CROP.PAD does not support a {cfg.MODEL.META_ARCHITECTURE}. Set it to False.")
-    if not crop.ENABLED:
-        return
-    check_choice("INPUT.CROP.TYPE", crop.TYPE, CROP_TYPES)
-    if crop.PAD and crop.TYPE != "absolute":
-        raise ConfigError(f"INPUT.CROP.PAD does not support INPUT.CROP.TYPE {crop.TYPE!r}. Use 'absolute'.")

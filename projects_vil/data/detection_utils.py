@@ -311,5 +311,4 @@ def label_reader(dataset_name: str) -> Callable[..., np.ndarray]:
     """
     metadata = MetadataCatalog.get(dataset_name)
     options = {"first_label": metadata.get("first_label", 0), "num_classes": len(metadata.stuff_classes)}
-    read = functools.partial(read_labels, **options)
-    return lambda path, dtype=np.uint8: read(path).astype(dtype)
+    return lambda path, dtype=np.uint8: read_labels(path, **options).astype(dtype)

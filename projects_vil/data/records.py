@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, DatasetFromList, MetadataCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.build import print_instances_class_histogram
-from detectron2.data.common import _TorchSerializedList
 from detectron2.structures import BoxMode
 from detectron2.utils import comm
 from detectron2.utils.logger import log_first_n
@@ -39,10 +38,35 @@ CHECK_MODES = ("error", "warn", "off")
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 # The metadata that detectron2 sets when it loads records.
 _CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
-# Objects that are read once per run, by cache key.
-SHARED: dict[tuple, DatasetFromList] = {}
 # The images of a COCO file with their annotations.
 Annotated = Iterator[tuple[dict[str, Any], list[dict[str, Any]] | None]]
+
+
+class SharedRecords(Sequence[Any]):
+    """Records as bytes in two tensors, which processes share. Each access restores a record.
+
+    In contrast to detectron2's ``DatasetFromList``, records are created and serialized one at a time. Indices are not
+    negative, and slices are not supported.
+    """
+
+    def __init__(self, records: Iterable[Any]) -> None:
+        content, ends = bytearray(), array("q", [0])
+        for record in records:
+            content += pickle.dumps(record, -1)
+            ends.append(len(content))
+        self.content = torch.from_numpy(np.frombuffer(content, np.uint8))
+        self.ends = torch.from_numpy(np.frombuffer(ends, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: int) -> Any:
+        start, end = self.ends[index].item(), self.ends[index + 1].item()
+        return pickle.loads(memoryview(self.content[start:end].numpy()))
+
+
+# Objects that are read once per run, by cache key.
+SHARED: dict[tuple, SharedRecords] = {}
 
 
 def read_datasets(cfg: CfgNode, *, train: bool = True) -> int:
@@ -93,8 +117,7 @@ def read_and_share(read: Callable[[], Any], names: Sequence[str] = ()) -> Any:
     """Call ``read`` in the first process of each machine. The others get the objects that it adds to :data:`SHARED`.
 
     All processes call this function. The objects are written to a temporary file that all processes of the machine map.
-    They are therefore in memory once per machine. detectron2's ``DatasetFromList`` shares them with worker processes
-    only.
+    They are therefore in memory once per machine.
 
     Args:
         read: A function that adds objects to :data:`SHARED`.
@@ -125,7 +148,7 @@ def read_and_share(read: Callable[[], Any], names: Sequence[str] = ()) -> Any:
         outcomes = comm.all_gather(outcome)
         content, files, _ = outcomes[comm.get_rank() - comm.get_local_rank()]
         for key, path in files.items():
-            with torch.serialization.safe_globals([DatasetFromList, _TorchSerializedList]):
+            with torch.serialization.safe_globals([SharedRecords]):
                 SHARED[key] = torch.load(path, mmap=True, weights_only=True)
         # The files are deleted after all processes have mapped them.
         comm.synchronize()
@@ -140,25 +163,8 @@ def read_and_share(read: Callable[[], Any], names: Sequence[str] = ()) -> Any:
     return value
 
 
-def serialized(records: Iterable[Any]) -> DatasetFromList:
-    """Return records in the serialized form that a process shares with its worker processes.
-
-    In contrast to detectron2's constructor, records are created and serialized one at a time.
-    """
-    if isinstance(records, DatasetFromList):
-        return records
-    content, ends = bytearray(), array("q")
-    for record in records:
-        content += pickle.dumps(record, -1)
-        ends.append(len(content))
-    stored = _TorchSerializedList.__new__(_TorchSerializedList)
-    stored._lst = torch.from_numpy(np.frombuffer(content, np.uint8))
-    stored._addr = torch.from_numpy(np.frombuffer(ends, np.int64))
-    return DatasetFromList(stored, copy=False, serialize=False)
-
-
 @paused_garbage_collection()
-def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> DatasetFromList:
+def load_dataset(cfg: CfgNode, names: Sequence[str], *, train: bool) -> SharedRecords:
     """Return the records of datasets in detectron2's dataset format.
 
     COCO files are checked and fixed according to ``DATASETS.CHECK`` (:func:`fixed_coco`).
@@ -174,7 +180,6 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> DatasetF
         ConfigError: If a name is unknown, a file is missing, annotations cannot be read, the dataset check finds
             errors, the annotations do not fit the task or the classes of the model, or no image is left.
     """
-    names = list(names)
     check_choice("DATASETS.CHECK", cfg.DATASETS.CHECK, CHECK_MODES)
     if not names:
         raise ConfigError(f"DATASETS.{'TRAIN' if train else 'TEST'} is empty. Name a dataset.")
@@ -185,7 +190,7 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> DatasetF
     files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
     facts = _Facts()
     with _explained_errors(files):
-        records = serialized(_records(cfg, names, facts, train=train))
+        records = SharedRecords(_records(cfg, names, facts, train=train))
     if not records:
         raise ConfigError(f"'{files}' has no images{' with annotations' if train else ''}. Use another dataset.")
     _check_task(cfg, files, facts)
@@ -256,7 +261,7 @@ def _key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:
     return "records", tuple(names), train, *keys, *map(state_of_files, names)
 
 
-def _shared(key: tuple, names: Iterable[str]) -> DatasetFromList | None:
+def _shared(key: tuple, names: Iterable[str]) -> SharedRecords | None:
     """Return shared records. A COCO dataset that was registered again has no classes, so it has to be read again."""
     is_known = all(MetadataCatalog.get(name).get("thing_classes") for name in names if is_coco(name))
     return SHARED.get(key) if is_known else None
@@ -426,7 +431,7 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dic
 
 
 @paused_garbage_collection()
-def ground_truth(name: str, *, check: str, masks: bool) -> DatasetFromList | None:
+def ground_truth(name: str, *, check: str, masks: bool) -> SharedRecords | None:
     """Return the images of :func:`fixed_coco` with their annotations for an evaluation, sorted by id.
 
     Args:
@@ -442,10 +447,9 @@ def ground_truth(name: str, *, check: str, masks: bool) -> DatasetFromList | Non
     """
     if not is_coco(name):
         return None
-    check_files(name)
     if (truth := _shared(_truth_key(name, check, masks), [name])) is None:
         with _explained_errors(MetadataCatalog.get(name).json_file):
-            truth = serialized(_by_image(name, check=check, masks=masks, areas=True))
+            truth = SharedRecords(_by_image(name, check=check, masks=masks, areas=True))
     return truth
 
 

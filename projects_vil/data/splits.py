@@ -3,27 +3,57 @@
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from projects_vil.config import first_of
+from backbones.errors import first_of
 from projects_vil.data.readers.coco import Parts, divide, entries_of, paths_of
 from projects_vil.data.readers.index import content_hash
 
 VAL_FRACTION = 0.2
 
 
-def split_by_hash(content: dict[str, Any], root: Path, fraction: float) -> dict[str, dict[str, Any]]:
+def find_copies(parts: Parts, *, in_splits: bool) -> dict[str, str] | None:
+    """Return the first equal file of each image file that has a copy.
+
+    Args:
+        parts: The splits.
+        in_splits: Whether to compare the images of a split with each other, and not only with those of other splits.
+            This takes up to 10 seconds per 100,000 images, so the result is None for more than 20,000 images.
+    """
+    files = [(split, path) for split, (content, _, root) in parts.items() for path in paths_of(content, root)]
+    if in_splits and len(files) > 20_000:
+        return None
+    files = [(path, path) for _, path in files] if in_splits else files
+    readable = [one for one in files if os.path.isfile(one[1]) and os.access(one[1], os.R_OK)]
+    groups = [[one for one in readable if os.path.getsize(one[1])]]
+    # Most files of the same size differ in their first 16 kB.
+    for key in (os.path.getsize, lambda path: np.fromfile(path, np.uint8, 1 << 14).tobytes(), content_hash):
+        found = defaultdict(list)
+        for number, group in enumerate(groups):
+            for owner, path in group:
+                found[number, key(path)].append((owner, path))
+        groups = [group for group in found.values() if len(dict(group)) > 1]
+    return {path: group[0][1] for group in groups for _, path in group}
+
+
+def split_by_hash(
+    content: dict[str, Any], root: Path, fraction: float, original_of: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
     """Split the content of a COCO file into train and val, which has the given fraction of the images.
 
     Images with equal files are in the same split. If all images are equal, there is only ``"train"``.
+
+    Args:
+        content: The content of the file.
+        root: The image folder.
+        fraction: The fraction of the images in val.
+        original_of: The result of :func:`find_copies`.
     """
-    paths = paths_of(content, root)
-    original_of = {path: group[0][1] for group in _equal_files([(path, path) for path in paths]) for _, path in group}
-    names = [original_of.get(path, path) for path in paths]
+    names = [original_of.get(path, path) for path in paths_of(content, root)]
     keys = [hashlib.sha256(os.path.basename(name).encode()).hexdigest() + name for name in names]
     different = sorted({*keys})
     number = min(max(round(fraction * len(different)), 1), len(different) - 1)
@@ -33,44 +63,29 @@ def split_by_hash(content: dict[str, Any], root: Path, fraction: float) -> dict[
     return parts if len(parts) > 1 else {"train": content}
 
 
-def _equal_files(files: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """Return the groups of files with equal content that have different owners.
-
-    Args:
-        files: The owner and the path of each file. The owner is a split, or the path if there are no splits.
-    """
-    # Many owners are images without splits. Their comparison takes up to 10 seconds per 100,000 images.
-    compared = files if len({owner for owner, _ in files}) <= 20_000 else []
-    compared = [one for one in compared if os.path.isfile(one[1]) and os.access(one[1], os.R_OK)]
-    groups = [[one for one in compared if os.path.getsize(one[1])]]
-    # Most files of the same size differ in their first 16 kB.
-    for key in (os.path.getsize, lambda path: np.fromfile(path, np.uint8, 1 << 14).tobytes(), content_hash):
-        found = defaultdict(list)
-        for number, group in enumerate(groups):
-            for owner, path in group:
-                found[number, key(path)].append((owner, path))
-        groups = [group for group in found.values() if len(dict(group)) > 1]
-    return groups
-
-
-def compare_splits(parts: Parts) -> Iterator[str]:
+def compare_splits(parts: Parts, original_of: Mapping[str, str]) -> Iterator[str]:
     """Yield a note about equal images, and a note about classes that only one split has.
 
     Equal images are noted if they are in several splits, or if there is only one split.
+
+    Args:
+        parts: The splits.
+        original_of: The result of :func:`find_copies`.
     """
-    files: list[tuple[str, str]] = []
+    groups: dict[str, dict[str, str]] = defaultdict(dict)
     by_class: dict[str, set[str]] = defaultdict(set)
     for split, (content, _, root) in parts.items():
-        files += [(split if len(parts) > 1 else path, path) for path in paths_of(content, root)]
+        for path in paths_of(content, root):
+            groups[original_of.get(path, path)][split if len(parts) > 1 else path] = path
         names = {str(entry.get("id")): str(entry.get("name")) for entry in entries_of(content, "categories")}
         for entry in entries_of(content, "annotations"):
             by_class[names.get(str(entry.get("category_id")), "")].add(split)
-    groups = _equal_files(files)
-    if groups and len(parts) > 1:
-        first = [f"'{path}' in {split}" for split, path in dict(groups[0]).items()]
-        yield f"images in several splits: {len(groups):,}, such as {' and '.join(first)}"
-    elif groups:
-        yield f"images that are copies of another: {sum(map(len, groups)) - len(groups):,}, such as '{groups[0][1][1]}'"
+    equal = [group for group in groups.values() if len(group) > 1]
+    if equal and len(parts) > 1:
+        first = [f"'{path}' in {split}" for split, path in equal[0].items()]
+        yield f"images in several splits: {len(equal):,}, such as {' and '.join(first)}"
+    elif equal:
+        yield f"images that are copies of another: {sum(map(len, equal)) - len(equal):,}, such as '{[*equal[0]][1]}'"
     alone = [f"{name!r} ({min(own)})" for name, own in by_class.items() if name and len(own) == 1]
     if alone and len(set().union(*by_class.values())) > 1:
         yield f"only one split has objects of {first_of(alone, 5)}"

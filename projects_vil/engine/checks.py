@@ -18,7 +18,7 @@ from backbones.attention.sliding_chunk import sample_shifts
 from backbones.errors import check_choice, check_replaceable, pip_install
 from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
-from projects_vil.config import CONFIG_FILE, is_panoptic, with_overrides
+from projects_vil.config import CONFIG_FILE, is_panoptic, is_segmentor, with_overrides
 from projects_vil.engine.hooks import SERVICES
 from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_metric
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
@@ -30,6 +30,7 @@ _CHOICES: dict[str, Collection[str]] = {
     "FLOAT32_PRECISION": ("", "highest", "high", "medium"),
     "INFERENCE.DTYPE": ("auto", *DTYPES),
     "INPUT.AUGMENTATION": data.AUGMENTATIONS,
+    "INPUT.CROP.TYPE": ("relative_range", "relative", "absolute", "absolute_range"),
     "INPUT.FORMAT": ("RGB", "BGR"),
     "SOLVER.AMP.DTYPE": ("auto", "bfloat16", "float16"),
     "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("full_model", "norm", "value"),
@@ -248,12 +249,28 @@ def check_values(cfg: CfgNode, overridden: Collection[str] = ()) -> None:
         raise ConfigError(f"MODEL.PIXEL_MEAN is {mean!r} and MODEL.PIXEL_STD is {std!r}. Set each to three numbers.")
     if importlib.util.find_spec(cfg.TEST.COCO_API) is None:
         raise ConfigError(f"TEST.COCO_API {cfg.TEST.COCO_API} is not installed. {pip_install(cfg.TEST.COCO_API)}")
-    data.check_crop(cfg)
-    if cfg.INPUT.AUGMENTATION != "default":
-        data.check_augmentation(cfg)
+    _check_augmentation(cfg)
     if is_panoptic(cfg) and not cfg.MODEL.MASK_ON:
         raise ConfigError("MODEL.MASK_ON is False, but PanopticFPN needs instance masks. Set it to True.")
     if cfg.SOLVER.REFERENCE_BATCH_SIZE and cfg.SOLVER.REFERENCE_WORLD_SIZE:
         raise ConfigError("SOLVER.REFERENCE_BATCH_SIZE and REFERENCE_WORLD_SIZE both scale BASE_LR. Set one to 0.")
     if cfg.SOLVER.EARLY_STOPPING_PATIENCE and not (cfg.TEST.BEST_METRIC and cfg.TEST.EVAL_PERIOD):
         raise ConfigError("SOLVER.EARLY_STOPPING_PATIENCE needs TEST.EVAL_PERIOD and TEST.BEST_METRIC. Set both.")
+
+
+def _check_augmentation(cfg: CfgNode) -> None:
+    """Check crops, large-scale jitter and copy-paste against the model and each other."""
+    crop, name, model = cfg.INPUT.CROP, cfg.INPUT.AUGMENTATION, cfg.MODEL
+    if crop.PAD and not is_segmentor(cfg):
+        raise ConfigError(f"INPUT.CROP.PAD does not support a {model.META_ARCHITECTURE}. Set it to False.")
+    if crop.PAD and crop.ENABLED and crop.TYPE != "absolute":
+        raise ConfigError(f"INPUT.CROP.PAD does not support INPUT.CROP.TYPE {crop.TYPE!r}. Use 'absolute'.")
+    if name == "default":
+        return
+    if is_segmentor(cfg):
+        raise ConfigError(f"INPUT.AUGMENTATION {name!r} needs a detector. Use 'default', and INPUT.CROP for crops.")
+    if crop.ENABLED:
+        raise ConfigError(f"INPUT.AUGMENTATION {name!r} already crops images. Set INPUT.CROP.ENABLED False.")
+    has_masks = model.META_ARCHITECTURE == "GeneralizedRCNN" and model.MASK_ON and not model.KEYPOINT_ON
+    if name == "lsj_copy_paste" and cfg.INPUT.COPY_PASTE.PROBABILITY and not has_masks:
+        raise ConfigError("Copy-paste needs a Mask R-CNN without keypoints. Set INPUT.COPY_PASTE.PROBABILITY 0.0.")

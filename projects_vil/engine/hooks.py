@@ -28,8 +28,8 @@ from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention, redraw_features
 from backbones.attention.sliding_chunk import sample_shifts
 from backbones.checkpoint_files import write_text
+from backbones.errors import one_line
 from projects_vil.checkpoint import remove_old
-from projects_vil.config import one_line
 from projects_vil.solver import main_group
 from projects_vil.utils import memory_of
 

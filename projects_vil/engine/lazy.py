@@ -15,9 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from backbones import ConfigError
-from backbones.errors import check_file, closest
+from backbones.errors import check_file, closest, one_line
 from projects_vil import data
-from projects_vil.config import choose_device, config_items, default_config, one_line
+from projects_vil.config import choose_device, config_items, default_config
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.launch import Processes, launch, run_evaluation, run_training
 from projects_vil.engine.trainer import Trainer
@@ -173,7 +173,7 @@ def load_records(
     cfg.DATASETS.CHECK = check
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (tuple(names), ()) if train else (tuple(classes_of), tuple(names))
     data.read_records(cfg, names, train=train)
-    return data.load_dataset(cfg, list(names), train=train)
+    return data.load_dataset(cfg, names, train=train)
 
 
 def lazy_options(cfg: DictConfig, model: nn.Module) -> CfgNode:

@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention
 from backbones.checkpoint_files import write_text
+from backbones.errors import one_line
 from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer
-from projects_vil.config import one_line, with_overrides
+from projects_vil.config import with_overrides
 from projects_vil.engine import hooks
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
 from projects_vil.modeling import MicroBatches, add_tiles, amp_dtype, autocast_detector, eval_dtype, use_sync_free_parts

@@ -31,8 +31,8 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import closest
 from projects_vil.config import is_panoptic, is_segmentor
-from projects_vil.data import class_names, class_order, ground_truth, label_reader
-from projects_vil.data.records import by_image, serialized
+from projects_vil.data import SharedRecords, class_names, class_order, ground_truth, label_reader
+from projects_vil.data.records import by_image
 from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
 from projects_vil.evaluation.results import check_finite
@@ -160,7 +160,7 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
         if truth is None:
             super().__init__(dataset_name, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
             coco, self._coco_api = self._coco_api, None
-            truth, categories = serialized(by_image(coco.dataset)), coco.cats
+            truth, categories = SharedRecords(by_image(coco.dataset)), coco.cats
         else:
             # detectron2's constructor always reads the annotation file, which may have errors that ``truth`` has not.
             self._logger = logging.getLogger(coco_evaluation.__name__)
@@ -240,11 +240,13 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
 
     def evaluate(self) -> dict[str, Any]:
         if any(comm.all_gather(bool(self._predictions))):
-            images, objects = zip(*self.truth, strict=True)
-            self._coco_api = COCO()
-            self._coco_api.dataset = {"images": images, "annotations": [*chain.from_iterable(filter(None, objects))]}
-            self._coco_api.dataset["categories"] = [{"id": number} for number in self._category_of]
-            self._coco_api.createIndex()
+            if comm.is_main_process():
+                images, objects = zip(*self.truth, strict=True)
+                annotations = list(chain.from_iterable(filter(None, objects)))
+                categories = [{"id": number} for number in self._category_of]
+                self._coco_api = COCO()
+                self._coco_api.dataset = {"images": images, "annotations": annotations, "categories": categories}
+                self._coco_api.createIndex()
             return super().evaluate()
         repeated = set().union(*comm.all_gather(np.array(list(self._images), int))[: comm.get_rank()])
         if self._output_dir:

@@ -41,7 +41,7 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
     records = data.load_dataset(cfg, [dataset_name], train=False)
     order = data.class_order(cfg, dataset_name)
     records = records if order is None else data.in_order(records, order)
-    records = (record | {_POSITION: position} for position, record in enumerate(records))
+    records = data.SharedRecords(record | {_POSITION: position} for position, record in enumerate(records))
     mapper = data.Mapper(_as_for_testing(cfg), is_train=True)
     loader = data.EvaluationLoader(records, mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
     sums: dict[str, float] = defaultdict(float)

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from backbones import ConfigError
 from backbones.checkpoint_files import write_text
-from projects_vil.config import first_of
+from backbones.errors import first_of
 
 EVALUATION_FILE = "evaluation.json"
 # The key of the results per class, and the metrics that evaluators compute per class, such as AP-dog.

@@ -33,9 +33,8 @@ from torch.overrides import TorchFunctionMode
 
 from backbones import ConfigError
 from backbones.attention.chunks import copied_windows
-from backbones.errors import check_choice, pip_install
+from backbones.errors import check_choice, one_line, pip_install
 from backbones.layers.tracing import static_size, take_first
-from projects_vil.config import one_line
 from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
 from projects_vil.utils import deferred_signals

@@ -16,7 +16,7 @@ from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 
 from backbones import ConfigError
-from backbones.errors import check_whole
+from backbones.errors import check_whole, first_of
 from projects_vil.checkpoint import (
     LAST_CHECKPOINT,
     PUBLISHED_WEIGHTS,
@@ -26,7 +26,7 @@ from projects_vil.checkpoint import (
     weights_of,
     zoo_config,
 )
-from projects_vil.config import CONFIG_FILE, choose_device, first_of, load_config
+from projects_vil.config import CONFIG_FILE, choose_device, load_config
 from projects_vil.data import upright_pixels
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead

@@ -26,8 +26,7 @@ from detectron2.data import transforms as T
 from torch import Tensor
 
 from backbones import ConfigError
-from backbones.errors import pip_install
-from projects_vil.config import one_line
+from backbones.errors import one_line, pip_install
 from projects_vil.data.detection_utils import UnreadableImage, decode_image, log_damaged, read_size
 from projects_vil.inference.runners import Runner, size_error
 

@@ -17,8 +17,7 @@ import numpy as np
 
 from backbones import ConfigError
 from backbones.checkpoint_files import write_text
-from backbones.errors import pip_install
-from projects_vil.config import first_of
+from backbones.errors import first_of, pip_install
 from projects_vil.inference.detector import Detector
 from projects_vil.inference.image_listing import ARCHIVES, FORMATS, list_paths, load_listed, suffix_of
 from projects_vil.inference.image_loading import BATCHING_WINDOW, ImageBatches, without_password

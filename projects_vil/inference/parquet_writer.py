@@ -13,9 +13,8 @@ from typing import Any
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import counted
+from backbones.errors import counted, first_of
 from projects_vil.checkpoint import Categories, fingerprint
-from projects_vil.config import first_of
 from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detections, Detector
 from projects_vil.inference.image_listing import Listed, archives_of_shard, common_folder, load_listed, split_listed

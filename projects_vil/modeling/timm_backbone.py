@@ -14,9 +14,8 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from backbones.errors import check_choice, closest, counted
+from backbones.errors import check_choice, closest, counted, one_line
 from backbones.layers.tracing import contiguous_for_export
-from projects_vil.config import one_line
 
 TIMM_PREFIX = "timm:"
 TIMM_STAGES = {"stage1": 4, "stage2": 8, "stage3": 16, "stage4": 32}

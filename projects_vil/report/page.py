@@ -21,8 +21,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from backbones import ConfigError
 from backbones.checkpoint_files import write_text
-from backbones.errors import GENERATOR, check_file, check_whole
-from projects_vil.config import config_items, default_config, detector_name, first_of, load_config
+from backbones.errors import GENERATOR, check_file, check_whole, first_of
+from projects_vil.config import config_items, default_config, detector_name, load_config
 from projects_vil.data import check_files, fixed_coco, is_coco, register_datasets
 from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
 from projects_vil.report import figures
@@ -109,8 +109,11 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
         return ""
 
     run.log = read(LOG, "versions and warnings")
-    with contextlib.nullcontext() if overrides else run.omit_on_error("configuration, and evaluation on its datasets"):
+    if overrides:
         run.cfg = load_config(folder / CONFIG, overrides)
+    else:
+        with run.omit_on_error("configuration, and evaluation on its datasets"):
+            run.cfg = load_config(folder / CONFIG)
     lines = read(METRICS, "curves").splitlines()
     for line in lines:
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pycocotools.mask as mask_util
 from detectron2.config import CfgNode
-from detectron2.data import DatasetFromList, MetadataCatalog
+from detectron2.data import MetadataCatalog
 from detectron2.structures import BitMasks, BoxMode
 
 from backbones.errors import ConfigError, check_whole
@@ -32,7 +32,7 @@ MIN_SAMPLE_SIDE = 640  # smaller samples are enlarged to this many pixels, so th
 
 def draw_results(
     dataset_name: str,
-    records: DatasetFromList | Sequence[dict[str, Any]],
+    records: Sequence[dict[str, Any]],
     predictions: str | Path,
     output: str | Path,
     *,

@@ -93,11 +93,14 @@ def test_file_base_and_overrides_are_merged_and_frozen(tmp_path):
     assert cfg.is_frozen()
 
 
-def test_numbers_as_names_and_merge_keys(tmp_path):
+def test_numbers_as_names_merge_keys_and_the_home_folder(tmp_path, monkeypatch):
     transformer = "  TRANSFORMER: &a\n    <<: {DROP_PATH: 0.2}\n    DROP_PATH: 0.3\n"
     cfg = load_config(write(tmp_path, f"OUTPUT_DIR: '2024'\nMODEL:\n  WEIGHTS: '12'\n{transformer}"))
     assert (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS, cfg.MODEL.TRANSFORMER.DROP_PATH) == ("2024", "12", 0.3)
     assert load_config(write(tmp_path, cfg.dump())).OUTPUT_DIR == "2024"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cfg = load_config(write(tmp_path, "OUTPUT_DIR: ~/run\n"), ["MODEL.WEIGHTS", "~/a~b.pth"])
+    assert (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS) == (f"{tmp_path}/run", f"{tmp_path}/a~b.pth")
 
 
 def test_a_dumped_config_loads_again_equal(tmp_path):
@@ -135,31 +138,16 @@ def test_odd_overrides(overrides):
     [
         *(b"", b"a sentence\n", b"- a\n- b\n", b"MODEL: [", b"_BASE_: config.yaml\n", b"\xff\xfe\x00binary"),
         *(b"MODEL: 5", b"SOLVER: {MAX_ITER: {A: 1}}", b"SOLVER: {MAX_ITER: 5, MAX_ITER: 7}", b"VERSION: 1"),
-        *(b"SOLVER.MAX_ITER: 5", b"_BASE_: /dev/zero", b"SOLVER: &a {X: *a}"),
+        *(b"SOLVER.MAX_ITER: 5", b"_BASE_: /dev/zero", b"SOLVER: &a {X: *a}", b"_BASE_: http://127.0.0.1:9/base.yaml"),
     ],
 )
-def test_a_file_that_is_not_a_config_is_named(tmp_path, content):
+def test_a_file_that_is_not_a_config_is_named(tmp_path, content, monkeypatch):
+    """No base is downloaded."""
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection was opened"))
     path = tmp_path / "config.yaml"
     path.write_bytes(content)
     for wrong in (path, tmp_path, tmp_path / "absent.yaml"):
         assert str(wrong) in error_of(wrong)
-
-
-def test_a_config_is_not_downloaded(tmp_path, monkeypatch):
-    def connect(*args):
-        raise AssertionError("a connection was opened")
-
-    monkeypatch.setattr(socket.socket, "connect", connect)
-    write(tmp_path, "_BASE_: http://127.0.0.1:9/base.yaml\n")
-    (tmp_path / "leaf.yaml").write_text("_BASE_: config.yaml\n")
-    for name in ("config.yaml", "leaf.yaml"):
-        assert "http://127.0.0.1:9/base.yaml" in error_of(tmp_path / name)
-
-
-def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    cfg = load_config(write(tmp_path, "OUTPUT_DIR: ~/run\n"), ["MODEL.WEIGHTS", "~/a~b.pth"])
-    assert (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS) == (f"{tmp_path}/run", f"{tmp_path}/a~b.pth")
 
 
 @pytest.mark.parametrize("base", [False, True])

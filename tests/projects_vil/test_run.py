@@ -11,6 +11,7 @@ from detectron2.data.datasets import register_coco_instances
 
 from backbones.errors import GENERATOR
 from projects_vil import Run, load_config, train
+from projects_vil.config import number_of_classes
 from projects_vil.data import Mapper
 from projects_vil.run import evaluate
 from projects_vil.utils import run_lock
@@ -130,15 +131,6 @@ def test_an_error_of_a_process_is_one_line(data):
     assert "registered here" in text and "torchrun" in text
 
 
-def test_a_model_without_a_config_of_its_own(data, started):
-    keys = KEYS | {"SOLVER.MAX_ITER": 1, "SOLVER.IMS_PER_BATCH": 2}
-    train(data, model=TINY, detector="faster_rcnn", output="here", **keys)
-    (cfg,) = started
-    assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.MASK_ON, cfg.MODEL.ROI_HEADS.NUM_CLASSES) == (TINY, False, 3)
-    # With a given batch size, gradient accumulation is not chosen automatically.
-    assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS) == (1, 2, 1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_plain_script_runs_once(data, processes):
@@ -159,12 +151,16 @@ def test_a_plain_script_runs_once(data, processes):
         ("vil_small_rpb", "mask_rcnn", 0.05),
         ("ls_small", "mask_rcnn", 0.05),
         ("lit_s_seg", "retinanet", 1e-4),
+        (TINY, "faster_rcnn", 0.05),
     ],
 )
 def test_the_name_of_a_model_is_the_variant_that_is_built(data, started, model, detector, weight_decay):
     """A variant without a config uses the recipe of its family."""
     train(data, model=model, detector=detector, recipe="paper", epochs=1, batch=2, device="cpu")
     assert (started[0].MODEL.TRANSFORMER.VARIANT, started[0].SOLVER.WEIGHT_DECAY) == (model, weight_decay)
+    assert started[0].MODEL.MASK_ON == (detector == "mask_rcnn") and number_of_classes(started[0])[1] == 3
+    # With a given batch size, gradient accumulation is not chosen automatically.
+    assert (started[0].SOLVER.IMS_PER_BATCH, started[0].SOLVER.GRADIENT_ACCUMULATION_STEPS) == (2, 1)
     train(data, model=model, detector=detector, schedule="3x_ms", recipe="paper", image_size=1000, device="cpu")
     # Position tables cover the larger images.
     assert (started[1].INPUT.MIN_SIZE_TRAIN, started[1].MODEL.TRANSFORMER.MAX_IMG_SIZE) == ((1000,), 1667)

@@ -15,15 +15,14 @@ from typing import Any
 
 from backbones import ConfigError
 from backbones.checkpoint_files import write_text
-from backbones.errors import GENERATOR, check_replaceable, counted
-from projects_vil.config import first_of
+from backbones.errors import GENERATOR, check_replaceable, counted, first_of
 from projects_vil.data.detection_utils import UNSUPPORTED_SUFFIXES, is_image, read_sizes, size_or_none
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
 from projects_vil.data.readers.coco import Parts, entries_of, find_coco, paths_of
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex
 from projects_vil.data.readers.shapes import Annotations, in_image
 from projects_vil.data.segmentation import count_masks
-from projects_vil.data.splits import VAL_FRACTION, compare_splits, split_by_hash
+from projects_vil.data.splits import VAL_FRACTION, compare_splits, find_copies, split_by_hash
 from projects_vil.utils import paused_garbage_collection, read_json
 
 # The key in "info" of a converted COCO file for the path of the original dataset.
@@ -49,6 +48,7 @@ class Dataset:
         has_masks: Whether at least half of the objects that are not crowds have a mask.
         notes: Messages about choices, and about skipped entries and files.
         unused: A dict from a reason to the files of the dataset that are not used for it.
+        copies: A dict from each image file that has an equal file to the first of these files.
     """
 
     source: Path
@@ -59,6 +59,7 @@ class Dataset:
     has_masks: bool
     notes: tuple[str, ...] = ()
     unused: dict[str, list[str]] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
 
     def line(self) -> str:
         """Return ``mine is Pascal VOC: 364 images, 3 classes, boxes; train 291, val 73``, and a line for each note."""
@@ -119,14 +120,17 @@ def read_dataset(
     if "train" not in parts:
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
     content, _, root = parts["train"]
+    copies = find_copies(parts, in_splits="val" not in parts)
     if "val" not in parts and val != 0:
-        halves = split_by_hash(content, root, VAL_FRACTION if val is None else val)
+        halves = split_by_hash(content, root, VAL_FRACTION if val is None else val, copies or {})
         if len(halves) < 2:
             raise ConfigError(f"'{source}' has only one image, or copies of one. Add another one for validation.")
         parts |= {split: (half, None, root) for split, half in halves.items()}
         found.notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
         raise ConfigError(f"'{source}' already has a validation split. Leave out val_fraction.")
+    if copies is None:
+        copies = find_copies(parts, in_splits=False)
     read, contents = set(map(os.path.realpath, files)), {} if contents is None else contents
     splits = _write(source, Path(folder), parts, read, contents)
     sizes = {split: len(parts[split][0]["images"]) for split in splits}
@@ -139,8 +143,8 @@ def read_dataset(
     if 0 < number < total:
         effect = "the others get the rectangle of their box as a mask" if has_masks else "all are read as boxes"
         found.notes.append(f"{number:,} of {total:,} objects have masks, so {effect}")
-    found.notes += compare_splits(parts)
-    return Dataset(source, name, splits, sizes, classes, has_masks, tuple(found.notes), unused)
+    found.notes += compare_splits(parts, copies)
+    return Dataset(source, name, splits, sizes, classes, has_masks, tuple(found.notes), unused, copies)
 
 
 def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: dict[str, Any]) -> dict[str, tuple]:

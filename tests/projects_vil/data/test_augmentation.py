@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data import transforms as T
-from detectron2.structures import BoxMode
+from detectron2.structures import BoxMode, Instances
 from pycocotools import mask as mask_util
 from torchvision.ops import masks_to_boxes
 
@@ -71,6 +71,17 @@ COLORS = (RED, GREEN, BLUE)
 OBJECTS = (Rectangle(3, 11, 5, 26, RED), Rectangle(14, 29, 30, 43, GREEN, 1), Rectangle(20, 30, 2, 10, BLUE, 2))
 
 
+def assert_visible(instances: Instances, image: torch.Tensor) -> int:
+    """Check the masks and boxes of ``OBJECTS`` by an image (3, H, W), and return the number of visible objects."""
+    visible = [pixels_of(image, color) for color in COLORS]
+    # Objects outside the crop are removed.
+    kept = [number for number, pixels in enumerate(visible) if pixels.any()]
+    assert instances.gt_classes.tolist() == kept
+    assert torch.equal(instances.gt_masks.tensor, torch.stack([visible[number] for number in kept]))
+    assert instances.gt_boxes.tensor.tolist() == boxes_of(instances.gt_masks.tensor)
+    return len(kept)
+
+
 def lsj(factor: float, *overrides: str, size: int = 47, detector: str = "mask_rcnn") -> Mapper:
     """Return a mapper with large-scale jitter at a fixed scale."""
     keys = ("INPUT.LSJ.SIZE", str(size), "INPUT.LSJ.SCALE", f"({factor}, {factor})")
@@ -106,13 +117,7 @@ def test_masks_are_the_visible_pixels_and_boxes_enclose_them(tmp_path, factor, r
         sample = mapped(lsj(factor, "INPUT.RANDOM_FLIP", flip), record, seed=seed)
         instances = sample["instances"]
         assert sample["image"].shape == (3, 47, 47) and instances.image_size == (47, 47)
-        visible = [pixels_of(sample["image"], color) for color in COLORS]
-        # Objects outside the crop are removed.
-        kept = [number for number, pixels in enumerate(visible) if pixels.any()]
-        assert instances.gt_classes.tolist() == kept
-        assert torch.equal(instances.gt_masks.tensor, torch.stack([visible[number] for number in kept]))
-        assert instances.gt_boxes.tensor.tolist() == boxes_of(instances.gt_masks.tensor)
-        numbers.add(len(kept))
+        numbers.add(assert_visible(instances, sample["image"]))
     assert numbers == {3} if factor == 1 else min(numbers) < 3
 
 
@@ -284,6 +289,7 @@ def test_share_of_images_with_pasted_objects(tmp_path):
         ("mask_rcnn", [*STRONG, "MODEL.MASK_ON", "False"], "INPUT.COPY_PASTE.PROBABILITY 0.0"),
         ("mask_rcnn", [*STRONG, "MODEL.KEYPOINT_ON", "True"], "INPUT.COPY_PASTE.PROBABILITY 0.0"),
         ("semantic_fpn", LSJ, "INPUT.AUGMENTATION"),
+        ("semantic_fpn", ["INPUT.CROP.TYPE", "relative", "INPUT.CROP.PAD", "True"], "INPUT.CROP.PAD"),
     ],
 )
 def test_values_that_cannot_be_used(detector, overrides, key):

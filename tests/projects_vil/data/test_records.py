@@ -15,7 +15,7 @@ from detectron2.utils import comm
 
 from backbones import ConfigError
 from projects_vil.data import build_test_loader, build_train_loader, load_dataset, read_datasets, register_datasets
-from projects_vil.data.records import SHARED, read_and_share, serialized
+from projects_vil.data.records import SHARED, SharedRecords, read_and_share
 from projects_vil.evaluation import build_evaluator, validation_loss
 from tests.projects_vil.data.custom_dataset import NAME, config, edit, entry, first_image, load
 from tests.projects_vil.engine.gloo import in_processes
@@ -178,4 +178,4 @@ def _read_with_errors(absent: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # simulates a full disk
     assert "absent" in message(read_and_share, absent.read_text)
     with pytest.raises(ConfigError, match="Cannot write .*: File too large"):
-        read_and_share(lambda: SHARED.update({("key",): serialized([{"box": 100 * [0.5]}] * 100)}))
+        read_and_share(lambda: SHARED.update({("key",): SharedRecords([{"box": 100 * [0.5]}] * 100)}))

@@ -213,12 +213,6 @@ def test_a_small_image_is_padded_to_the_crop(record):
         assert mapper(*sizes, *other)(record)["image"].dtype == torch.uint8
 
 
-def test_crops_that_cannot_be_used():
-    assert "INPUT.CROP.TYPE" in message(mapper, "INPUT.CROP.TYPE", "absolut")
-    cropping = ["INPUT.CROP.TYPE", "relative", "INPUT.CROP.SIZE", "[0.5, 0.5]", "INPUT.CROP.PAD", "True"]
-    assert "INPUT.CROP.PAD" in message(mapper, *cropping)
-
-
 def test_colors_change_and_labels_do_not(record):
     distortion = ["INPUT.PHOTOMETRIC_DISTORTION", "True"]
     plain, distorting = mapper(*CROPPED), mapper(*CROPPED, *distortion)

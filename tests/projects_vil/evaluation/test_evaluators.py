@@ -1,6 +1,5 @@
 """The evaluators of each dataset type, with the ground truth as predictions."""
 
-import importlib.util
 import json
 import math
 from collections import Counter
@@ -189,9 +188,3 @@ def test_faster_coco_eval_equals_pycocotools(shapes, tmp_path, limit):
     assert results[0].keys() == results[1].keys() == {"bbox", "segm"}
     for task, metrics in results[0].items():
         assert metrics == pytest.approx(results[1][task], abs=1e-9, nan_ok=True)
-
-
-def test_unknown_and_missing_coco_apis(shapes):
-    apis = ["pycoco"] if importlib.util.find_spec("faster_coco_eval") else ["pycoco", "faster_coco_eval"]
-    for api in apis:
-        assert "TEST.COCO_API" in message(check_setup, small_config("retinanet", "TEST.COCO_API", api))

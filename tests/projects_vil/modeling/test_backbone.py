@@ -94,7 +94,6 @@ def test_levels_of_fpn(detector, overrides):
 @pytest.mark.parametrize(
     "key, value, named",
     [
-        ("MODEL.TRANSFORMER.VARIANT", "vil_smal_rpb", "vil_small_rpb"),
         ("MODEL.TRANSFORMER.VARIANT", "cvt_ls_13", "Unknown out_features 'stage4'"),
         ("MODEL.TRANSFORMER.OUT_FEATURES", "['stage2']", "'stage4' (KeyError)"),
         ("MODEL.TRANSFORMER.ATTENTION_MODE", "cyclik", "cyclic"),

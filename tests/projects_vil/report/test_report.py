@@ -66,6 +66,7 @@ def test_a_report_is_self_contained_and_has_all_sections(report, trained_run):
 
 
 def test_missing_files_are_omitted_and_listed(trained_run, datasets_root, tmp_path):
+    assert "Use the output directory of a run" in message(write_report, tmp_path) and not list(tmp_path.iterdir())
     shutil.copy(trained_run / "config.yaml", tmp_path)
     (tmp_path / "metrics.json").write_text('{"iteration": 3, "total_loss": NaN, "lr": 0.1}\n{"iterat')
     warning = "[11/22 03:15:25] d2.x WARNING: <b>odd</b> & old\nsecond line\n"
@@ -108,8 +109,3 @@ def test_custom_datasets(synthetic_results, tmp_path, trained_run, missing):
     assert content_types(page)["image/jpeg"] == 2 and "odd_names" not in page.text.rpartition("Omitted")[2]
     for wrong in (1, 0):
         assert f"true positives: 1, false positives: {wrong}, missed objects: {wrong}" in page.text
-
-
-def test_a_folder_that_is_not_a_run(tmp_path):
-    assert str(tmp_path) in message(write_report, tmp_path)
-    assert not list(tmp_path.iterdir())
