@@ -372,9 +372,9 @@ def replace(pattern: str, old: str, new: str):
 
 BOMB = '<!DOCTYPE a [<!ENTITY a0 "ha">' + "".join(f'<!ENTITY a{i} "{f"&a{i - 1};" * 10}">' for i in range(1, 10)) + "]>"
 WRONG = {
-    "no annotations": ("YOLO", lambda root: (root / "data.yaml").unlink(), "has no name"),
+    "no annotations": ("YOLO", lambda root: (root / "data.yaml").unlink(), "no name for class"),
     "two formats": ("Pascal VOC", lambda root: (root / "data.yaml").write_text("names: []\ntrain: ."), "Pascal VOC ("),
-    "a class index": ("YOLO", replace("labels/val/*.txt", "", "7 0.5 0.5 0.5 0.5\n"), "line 1: class 7"),
+    "a class index": ("YOLO", replace("labels/val/*.txt", "", "7 0.5 0.5 0.5 0.5\n"), "line 1: no name for class 7"),
     "too few numbers": ("YOLO", replace("labels/val/*.txt", "", "1 0.5 0.5 0.5\n"), "line 1: 4 numbers"),
     "a wrong number of classes": ("YOLO", replace("data.yaml", "names", "nc: 4\nnames"), "names, but nc is 4"),
     "equal names": ("YOLO", replace("data.yaml", "square", "'circle '"), "has 2 different names"),
