@@ -73,8 +73,8 @@ class Dataset:
         """Return ``mine is Pascal VOC: 364 images, 3 classes, boxes; train 291, val 73``, and a line for each note."""
         numbers = f"{counted(sum(self.sizes.values()), 'image')}, {counted(len(self.classes), 'class')}"
         sizes = ", ".join(f"{split} {size:,}" for split, size in self.sizes.items())
-        advice = ["add missing images, or give their folder with --images"] * any("missing" in r for r in self.unused)
         first = f"{self.source} is {self.format}: {numbers}, boxes{' and masks' * self.has_masks}; {sizes}"
+        advice = ["add missing images, or give their folder with --images"] * any("missing" in r for r in self.unused)
         return "\n    ".join([first, *self.notes, *_counts(self.unused), *advice])
 
 
@@ -218,9 +218,8 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
     if not any(record.objects for record in records):
         details = "; ".join([*found.notes, *_counts(found.unused)]) or "the annotations are empty"
         what = f"box or polygon in its {counted(len(records), 'image')}" if records else "image of its annotations"
-        is_missing = any("missing" in reason for reason, files in found.unused.items() if files)
-        advice = "Add images, or give their folder with --images" if is_missing else "Annotate objects"
-        raise ConfigError(f"'{source}' has no {what} ({details}). {advice}.")
+        advice = "Annotate objects, or give the folder of missing images with --images."
+        raise ConfigError(f"'{source}' has no {what} ({details}). {advice}")
     labels = *filter(None, found.classes), *sorted({one["label"] for record in records for one in record.objects})
     ids = {label: index for index, label in enumerate(dict.fromkeys(labels), start=1)}
     categories = [{"id": index, "name": label} for label, index in ids.items()]

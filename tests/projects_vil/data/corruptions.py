@@ -73,14 +73,6 @@ def boxes_of_other_images(content: dict, images: Path) -> None:
         entry["bbox"] = [0.9 * width, 0.9 * height, 0.95 * width, 0.95 * height]
 
 
-def misspelled_category(content: dict, images: Path) -> None:
-    """Give one object another category, whose name is similar to the category of all other objects."""
-    content["categories"].append({"id": 9, "name": "circl"})
-    for entry in content["annotations"]:
-        entry["category_id"] = 1
-    content["annotations"][1]["category_id"] = 9
-
-
 CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     # boxes
     "box of NaN": ("invalid_bbox", annotation(bbox=[1.0, math.nan, 5.0, 5.0])),
@@ -141,7 +133,9 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "category without a name": ("invalid_category_entry", second("categories", "name")),
     "category name twice": ("duplicate_category_name", second("categories", name="circle")),
     "category name in the plural": ("duplicate_category_name", second("categories", name="Circles ")),
-    "category name with a typing mistake": ("duplicate_category_name", misspelled_category),
+    "category name with a typing mistake": ("duplicate_category_name", lambda c, i: [
+        c["categories"].append({"id": 9, "name": "circl"}),
+        *(entry.update(category_id=9 if number == 1 else 1) for number, entry in enumerate(c["annotations"]))]),
     "category without an object": ("category_without_objects", again("categories", id=9, name="star")),
     # images
     "image id twice": ("duplicate_image_id", lambda c, i: c["images"][1].update(id=c["images"][2]["id"])),
