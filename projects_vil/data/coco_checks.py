@@ -5,6 +5,7 @@ function. Several checks share one loop because a file may have millions of obje
 """
 
 import contextlib
+import difflib
 import itertools
 import math
 import os
@@ -33,6 +34,8 @@ _NUM_CLASSES = 10
 # The product of larger numbers could overflow.
 _LARGEST = 1e100
 _NO_BOX = [math.nan] * 4
+# A class may be a typing mistake if it has at most this fraction of the objects of a class with a similar name.
+_RARE, _SIMILAR = 0.05, 0.87
 # The check for [left, top, right, bottom] boxes needs at least this many boxes and this fraction beyond their images.
 _MIN_BOXES, _BEYOND_FRACTION = 20, 0.2
 # The images of a file with at most this many images are always decoded.
@@ -70,6 +73,8 @@ class CocoFile:
             for annotations of an unknown image, whose index is -1.
         image_of: The index of the image of each annotation, or -1 if it is unknown.
         category_of: The index of the category of each annotation, or -1 if it is unknown.
+        num_objects: The number of objects of each category, by its index.
+        mask_points: A point (x, y) of the mask of each annotation, or NaN if there is no valid mask.
     """
 
     @paused_garbage_collection()
@@ -97,6 +102,8 @@ class CocoFile:
         self.image_by_id: dict[Any, int] = {}
         self.image_by_number: dict[int, int] = {}
         self.category_by_id: dict[int, int] = {}
+        self.num_objects: Counter[int] = Counter()
+        self.mask_points = np.full((len(self.annotations), 2), math.nan, np.float32)
         # The valid ids of annotations in ascending order, and the index of the first annotation with each id
         self.annotation_ids, self.first_with_id = np.zeros((2, 0), int)
         self.found: dict[str, list[int]] = defaultdict(list)
@@ -132,18 +139,13 @@ class CocoFile:
         return {key: item for key, item in example.items() if item is not None}
 
     def describe(self, check: "Check") -> str:
-        """Return a finding as one line: description, count, first example, and effect of the fix."""
-        return f"{self._counted(check)}: {check.effect}"
-
-    def _counted(self, check: "Check") -> str:
+        """Return a finding as one line: description, count and first example."""
         return f"{check.what} ({len(self.found[check.name]):,}; first: {_example_text(self.examples[check.name][0])})"
 
     def lines(self) -> list[str]:
         """Return all findings as lines of text."""
         sizes = f"{counted(len(self.images), 'image')}, {counted(len(self.annotations), 'annotation')}"
-        counts = Counter(dict.fromkeys(self.category_by_id.values(), 0))
-        counts.update(self.category_of[self.category_of >= 0].tolist())
-        objects = [f"{self.categories[index]['name']} {number:,}" for index, number in counts.most_common()]
+        objects = [f"{self.categories[index]['name']} {number:,}" for index, number in self.num_objects.most_common()]
         if len(objects) > 2 * _NUM_CLASSES:
             objects[_NUM_CLASSES:-_NUM_CLASSES] = ["..."]
         lines = [f"{self.path}: {sizes}, {counted(len(self.categories), 'category')}"]
@@ -163,16 +165,14 @@ class CocoFile:
         source = info.get(SOURCE) if isinstance(info, dict) else None
         data = [self.path, "--images", self.image_root] if source is None else [str(source)]
         if (check := self.unfixable()) is not None:
-            return ConfigError(
-                f"'{data[0]}' has {self._counted(check)}. There is no automatic fix, so {check.effect}. If this is a "
-                "false alarm, set DATASETS.CHECK off."
-            )
+            text = f"'{data[0]}' has {self.describe(check)}. There is no automatic fix, so {check.effect}."
+            return ConfigError(f"{text} If this is a false alarm, set DATASETS.CHECK off.")
         errors = self.findings("error")
         more = f" and {len(errors) - 1} more type{'s' * (len(errors) > 2)} of errors" if len(errors) > 1 else ""
         command = shlex.join([*data, *([] if self.masks else ["--boxes"])])
+        text = f"'{data[0]}' has {self.describe(errors[0])}{more}. Run 'vil check {command}' to list all errors"
         return ConfigError(
-            f"'{data[0]}' has {self._counted(errors[0])}{more}. Run 'vil check {command}' to list all errors, and add "
-            "--fix OUT to write a fixed copy. Or set DATASETS.CHECK warn to fix them in this run only."
+            f"{text}, and add --fix OUT for a fixed copy. Or set DATASETS.CHECK warn to fix only this run."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -196,25 +196,23 @@ class CocoFile:
             annotations.
         """
         self.new_ids = itertools.count(int(self.annotation_ids.max(initial=0)) + 1)
-        dataset, removed, changed = dict(self.dataset), defaultdict(set), defaultdict(dict)
+        dataset, changed = dict(self.dataset), defaultdict(dict)
         for key in ("categories", "images", "annotations"):
-            entries = self.dataset.get(key, [])
+            # The changed entries by index, and None for removed entries
+            entries, new = self.dataset.get(key, []), changed[key]
             if key == "annotations":
-                removed[key].update(np.flatnonzero(np.isin(self.image_of, list(removed["images"]))).tolist())
-            for check in CHECKS.values():
-                if check.key != key or check.fix is None or (check.name == "missing_or_invalid_area" and not areas):
-                    continue
-                for index in [index for index in self.found.get(check.name, ()) if index not in removed[key]]:
-                    entry = check.fix(self, index, changed[key].get(index, entries[index]))
-                    if entry is None:
-                        removed[key].add(index)
-                    else:
-                        changed[key][index] = entry
+                removed = [index for index, image in changed["images"].items() if image is None]
+                new.update(dict.fromkeys(np.flatnonzero(np.isin(self.image_of, removed)).tolist()))
+            fixes = [check for check in CHECKS.values() if check.key == key and check.fix is not None]
+            for check in [check for check in fixes if areas or check.name != "missing_or_invalid_area"]:
+                for index in self.found.get(check.name, ()):
+                    entry = new.get(index, entries[index])
+                    new[index] = None if entry is None else check.fix(self, index, entry)
             if key in dataset:
-                kept = (changed[key].get(i, e) for i, e in enumerate(entries) if i not in removed[key])
-                dataset[key] = type(entries)(kept)
-        counts = {key: len(removed[key]) for key in ("images", "annotations")}
-        return dataset, counts | {"changed": len(changed["annotations"].keys() - removed["annotations"])}
+                kept = (new.get(index, entry) for index, entry in enumerate(entries))
+                dataset[key] = type(entries)(entry for entry in kept if entry is not None)
+        counts = {key: [*changed[key].values()].count(None) for key in ("images", "annotations")}
+        return dataset, counts | {"changed": len(changed["annotations"]) - counts["annotations"]}
 
 
 def as_int(value: object) -> int | None:
@@ -230,7 +228,6 @@ def as_int(value: object) -> int | None:
 
 
 def find_in_categories(file: CocoFile) -> Findings:
-    names: dict[str, int] = {}
     for index, entry in enumerate(file.categories):
         number = as_int(entry.get("id")) if isinstance(entry, dict) else None
         if number is None or not (isinstance(entry.get("name"), str) or as_int(entry.get("name")) is not None):
@@ -239,9 +236,6 @@ def find_in_categories(file: CocoFile) -> Findings:
             yield "duplicate_category_id", index, None
         else:
             file.category_by_id[number] = index
-            name = re.sub(r"[\s_-]|s$", "", str(entry["name"]).casefold().strip()) or str(entry["name"])
-            if (first := names.setdefault(name, index)) != index:
-                yield "duplicate_category_name", index, f"similar to {file.categories[first]['name']!r}"
             if not isinstance(entry["name"], str):
                 yield "category_name_not_text", index, None
             if type(entry["id"]) is not int:
@@ -278,11 +272,8 @@ def find_in_images(file: CocoFile) -> Findings:
 
 def find_in_files(file: CocoFile) -> Findings:
     unusable, unsized = set(file.found["invalid_image_entry"]), set(file.found["missing_image_size"])
-    paths = {
-        index: os.path.join(file.image_root, entry["file_name"])
-        for index, entry in enumerate(file.images)
-        if index not in unusable
-    }
+    usable = [index for index in range(len(file.images)) if index not in unusable]
+    paths = {index: os.path.join(file.image_root, file.images[index]["file_name"]) for index in usable}
     missing = set(missing_files(paths.values()))
     yield from (("missing_image_file", index, None) for index, path in paths.items() if path in missing)
     opened = {index: path for index, path in paths.items() if path not in missing}
@@ -295,7 +286,8 @@ def find_in_files(file: CocoFile) -> Findings:
         if size is not None and index in unsized:
             file.sizes[index] = size
         elif size not in (None, file.sizes[index]):
-            value = f"(height, width) is {size} in the file, {file.sizes[index]} in the annotations"
+            factors = " and ".join(f"{side / other:.3g}" for side, other in zip(size, file.sizes[index], strict=True))
+            value = f"(height, width) is {size} in the file, {file.sizes[index]} in the annotations: {factors} times"
             yield "image_size_mismatch", index, value
 
 
@@ -331,10 +323,15 @@ def find_in_annotations(file: CocoFile) -> Findings:
         if file.masks and not has_mask(segmentation):
             yield "missing_segmentation", index, None
         elif file.masks and height:
-            for problem in check_segmentation(segmentation, height, width)[0]:
-                yield problem, index, segmentation
+            problems, mask = check_segmentation(segmentation, height, width)
+            yield from ((problem, index, segmentation) for problem in problems)
             if isinstance(segmentation, dict) and not crowd:
                 yield "rle_without_iscrowd", index, None
+            if mask is not None:
+                first = mask[0] if isinstance(mask, list) else box_of(mask, height, width) or _NO_BOX
+                file.mask_points[index] = first[:2]
+    file.num_objects.update(dict.fromkeys(file.category_by_id.values(), 0))
+    file.num_objects.update(file.category_of[file.category_of >= 0].tolist())
     file.annotation_ids, file.first_with_id = np.unique(ids, return_index=True)
     ids[file.first_with_id] = 0
     yield from (("duplicate_annotation_id", index, None) for index in np.flatnonzero(ids).tolist())
@@ -407,7 +404,11 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
     number = int(valid.sum())
     if not number:
         return
+    x, y = file.mask_points[indices].T
+    is_beside = (abs(2 * x - left - right) > 2 * wide + 2) | (abs(2 * y - top - bottom) > 2 * high + 2)
+    yield "bbox_misfits_mask", valid & is_beside
     as_corners = (wide > left) & (high > top) & (wide <= widths + 1) & (high <= heights + 1) & (left >= -1)
+    as_corners &= ~((x < left - 1) | (x > wide + 1) | (y < top - 1) | (y > high + 1))
     if number >= _MIN_BOXES and beyond.sum() >= _BEYOND_FRACTION * number and as_corners[valid].mean() > 0.99:
         yield "boxes_in_xyxy_format", beyond
     if max(right[valid].max(), bottom[valid].max()) <= 1 and min(widths[valid].min(), heights[valid].min()) > 10:
@@ -417,10 +418,21 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
 def find_without_objects(file: CocoFile) -> Findings:
     used = {*np.unique(file.image_of).tolist(), *file.found["invalid_image_entry"]}
     yield from (("image_without_objects", index, None) for index in range(len(file.images)) if index not in used)
-    for index in sorted({*file.category_by_id.values()} - {*np.unique(file.category_of).tolist()}):
-        name, others = file.categories[index]["name"], {*file.category_by_id.values()} - {index}
-        is_group = any(file.categories[other].get("supercategory") == name for other in others)
-        yield "category_without_objects", index, "the supercategory of other categories" if is_group else None
+    by_key: dict[str, int] = {}
+    for index, number in file.num_objects.most_common():
+        name = str(file.categories[index]["name"])
+        if not number:
+            groups = {file.categories[other].get("supercategory") for other in file.num_objects if other != index}
+            yield "category_without_objects", index, "the supercategory of other categories" if name in groups else None
+        key = re.sub(r"[\s_-]|s$", "", name.casefold().strip()) or name
+        # A rare class whose name differs in one letter is often a typing mistake.
+        frequent = [other for other, first in by_key.items() if 0 < number <= _RARE * file.num_objects[first]]
+        for other in [key] if key in by_key else difflib.get_close_matches(key, frequent, 1, _SIMILAR):
+            first = by_key[other]
+            if re.findall(r"\d", key) == re.findall(r"\d", other):
+                text = f"{counted(number, 'object')}, similar to {file.categories[first]['name']!r}"
+                yield "duplicate_category_name", index, f"{text} with {counted(file.num_objects[first], 'object')}"
+        by_key.setdefault(key, index)
 
 
 # -- fix: return the fixed entry, or None to remove it ---------------------------------------------
@@ -522,12 +534,11 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
     "categories": (
         ("invalid_category_entry", "error", "categories without an id and a name", remove, _WITH_OBJECTS),
         ("duplicate_category_id", "error", "categories with a repeated id", remove, "the first one is kept"),
-        ("category_id_not_integer", "fixed", "categories whose id is text or has a decimal point",
-         convert("id", as_int), _INT),
+        ("category_id_not_integer", "fixed", "categories whose id is not an integer", convert("id", as_int), _INT),
         ("category_name_not_text", "fixed", "categories whose name is a number", convert("name", str), "read as text"),
-        ("duplicate_category_name", "note", "categories with the same or a similar name", None, "different classes"),
-        ("category_without_objects", "note", "categories without objects", None,
-         "not learned from training images, and no AP in evaluation"),
+        ("duplicate_category_name", "note", "categories with the same or a similar name", None,
+         "different classes; if it is a typing mistake, correct the name in the annotations"),
+        ("category_without_objects", "note", "categories without objects", None, "not learned, no AP in evaluation"),
     ),
     "images": (
         ("invalid_image_entry", "error", "images without an id and a file_name", remove, _WITH_OBJECTS),
@@ -540,7 +551,8 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("missing_image_file", "error", "images whose file is missing", remove, _WITH_OBJECTS),
         ("unreadable_image_file", "error", "images whose file cannot be read", remove, _WITH_OBJECTS),
         ("damaged_image_file", "note", "images whose file is damaged", None, "the decoded part is used"),
-        ("image_size_mismatch", "error", "images whose size differs from the annotation", remove, _WITH_OBJECTS),
+        ("image_size_mismatch", "error", "images whose size differs from the annotation", remove,
+         f"{_WITH_OBJECTS}; to keep them, use the annotated images, or correct the size if the boxes fit the file"),
         ("image_without_objects", "note", "images without objects", None,
          "used in evaluation, and in training only if DATALOADER.FILTER_EMPTY_ANNOTATIONS is False"),
     ),
@@ -564,32 +576,24 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
          convert("bbox", lambda box: [*map(float, box)]), "read as numbers"),
         ("missing_bbox", "fixed", "annotations without a bbox but with a mask", box_of_mask, "read as the mask's box"),
         ("invalid_bbox", "error", "boxes that are not four finite numbers", box_of_mask, _BOX),
-        ("swapped_bbox_corners", "fixed", "boxes with a negative width or height", ordered_corners,
-         "read as boxes between the same corners"),
-        ("bbox_outside_image", "error", "boxes outside the image, or more than ten image sides beyond it",
-         box_of_mask, _BOX),
+        ("swapped_bbox_corners", "fixed", "boxes with a negative width or height", ordered_corners, "read as positive"),
+        ("bbox_outside_image", "error", "boxes outside the image, or more than ten sides beyond it", box_of_mask, _BOX),
+        ("bbox_misfits_mask", "note", "boxes with a point of their mask more than half a box beyond them", None,
+         "both are used, so correct the box or the mask"),
         ("zero_area_bbox", "note", "boxes without area", None, "skipped in training, never matched in evaluation"),
-        ("bbox_exceeds_image", "note", "boxes more than a pixel beyond the image", None,
-         "clipped in training, unchanged in evaluation"),
-        ("duplicate_object", "note", "objects with the box, category and mask of another one", None,
-         "used as separate objects"),
-        ("missing_segmentation", "fixed", "annotations without a segmentation in a file with masks", valid_mask,
-         "read as the rectangle of the box"),
+        ("bbox_exceeds_image", "note", "boxes more than a pixel beyond the image", None, "clipped in training only"),
+        ("duplicate_object", "note", "objects with the box, category and mask of another one", None, "used separately"),
+        ("missing_segmentation", "fixed", "objects without a mask in a file with masks", valid_mask, "read as the box"),
         ("flat_segmentation", "fixed", "segmentations that are one list of numbers", valid_mask, "read as one polygon"),
-        ("invalid_segmentation", "error", "segmentations that are neither polygons of finite numbers nor RLE",
-         valid_mask, _MASK),
+        ("invalid_segmentation", "error", "segmentations that are neither valid polygons nor RLE", valid_mask, _MASK),
         ("empty_mask", "error", "masks without a polygon of three points in the image", valid_mask, _MASK),
-        ("polygon_far_outside_image", "error", "masks with a polygon more than ten image sides beyond the image",
-         valid_mask, _MASK),
-        ("empty_polygon", "fixed", "masks with a polygon of fewer than three points or outside the image",
-         valid_mask, "only the other polygons are read"),
+        ("polygon_far_outside_image", "error", "masks with a polygon ten sides outside the image", valid_mask, _MASK),
+        ("empty_polygon", "fixed", "masks with empty polygons beside others", valid_mask, "only the others are read"),
         ("invalid_rle", "error", "RLE whose size or counts do not match the image", valid_mask, _MASK),
-        ("rle_without_iscrowd", "note", "RLE masks of objects that are not crowds", None,
-         "all masks of the image are read as bitmaps"),
+        ("rle_without_iscrowd", "note", "RLE masks of objects that are not crowds", None, "read as bitmaps"),
         ("ignore_flag", "error", "annotations with ignore, which detectron2 does not support",
          as_crowd, "changed to a crowd (iscrowd 1): ignored in training and evaluation"),
-        ("invalid_annotation_id", "fixed", "annotations without an id above 0, which COCO's evaluation needs", new_id,
-         "read with a new id"),
+        ("invalid_annotation_id", "fixed", "annotations without an id above 0", new_id, "read with a new id"),
         ("duplicate_annotation_id", "error", "annotations whose id is not unique", new_id_unless_equal,
          "an equal annotation is removed, and a different one gets a new id"),
         ("missing_or_invalid_area", "fixed", "annotations whose area is missing or does not fit the box",

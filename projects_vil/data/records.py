@@ -252,7 +252,8 @@ def _records(cfg: CfgNode, names: Sequence[str], facts: _Facts, *, train: bool) 
             facts.largest = max(facts.largest, (len(objects), str(record["file_name"])))
             yield record
     if num_removed:
-        logging.getLogger(__name__).info("Removed %d images without objects from training.", num_removed)
+        text = "Training skips %d images without objects. Add DATALOADER.FILTER_EMPTY_ANNOTATIONS False to use them."
+        logging.getLogger(__name__).info(text, num_removed)
 
 
 def _key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:
@@ -426,7 +427,7 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dic
         raise file.error()
     for finding in findings:
         level = logging.INFO if finding.severity == "note" else logging.WARNING
-        log_first_n(level, f"{file.path}: {file.describe(finding)}", name=__name__, key="message")
+        log_first_n(level, f"{file.path}: {file.describe(finding)}: {finding.effect}", name=__name__, key="message")
     return file.fixed(areas=areas)[0] if findings else dataset
 
 

@@ -85,7 +85,8 @@ def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[s
     if len(bases) == 1:
         return content, Path(path), Path(bases[0])
     sizes = {name: size_of(entry.get("height"), entry.get("width")) for name, entry in entries.items()}
-    index.find_images(records := [Record(path, (name,), size, split=split) for name, size in sizes.items()])
+    records = [Record(path, (name,), size, split=split) for name, size in sizes.items()]
+    index.find_images(records)
     found = {record.names[0]: record.file for record in records if record.file}
     if not found:
         first, advice = next(iter(entries), ""), f"Put them below '{index.root}', or give their folder with --images."

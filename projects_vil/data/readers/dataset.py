@@ -16,7 +16,7 @@ from typing import Any
 from backbones import ConfigError
 from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_replaceable, counted, first_of
-from projects_vil.data.detection_utils import UNSUPPORTED_SUFFIXES, is_image, read_sizes, size_or_none
+from projects_vil.data.detection_utils import is_image, read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
 from projects_vil.data.readers.coco import Parts, entries_of, find_coco, paths_of
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex
@@ -28,10 +28,19 @@ from projects_vil.utils import paused_garbage_collection, read_json
 # The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
 _READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
-# Also tables and archives
-_UNSUPPORTED = (*UNSUPPORTED_SUFFIXES, ".csv", ".tsv", ".parquet", ".tfrecord", ".zip", ".rar", ".7z", ".tar", ".gz")
+# Other formats: a regular expression for the name of a file, a line break, and the beginning of its content
+# fmt: off
+_OTHERS = {
+    "CSV": r"\A.*\.[ct]sv\n", "TFRecord": r"\A.*\.tfrecord", "Parquet": r"\A.*\.parquet\n", "dlib": "<image file=",
+    "Hugging Face's metadata": r"\Ametadata\.jsonl\n", "Label Studio's JSON": '"[a-z]+labels"', "BDD100K": '"box2d"',
+    "CreateML": r'"coordinates"\s*:\s*\{', "Dataloop": r'"coordinates"\s*:\s*\[', "Supervisely": '"classTitle"',
+    "Labelbox": '"data_row"', "V7 Darwin": '"bounding_box"', "VoTT": r'"assets"\s*:\s*\{', "Datumaro": '"label_id"',
+    "SageMaker": '"source-ref"', "COCO's results of a detector": r'\n\[\s*\{\s*"(image|category)_id"',
+    "KITTI": r"\n[a-zA-Z]\w*( -?[\d.]+){14}", "OIDv4": r"\n[^\d\n]+( [\d.]+){4}\s*?$",
+    "VisDrone": r"\n(\d+,){7}\d+,?\s*?$", "WIDER FACE": r"\.jpg\s+\d+\s(\d+ ){4}", "MOT": r"\n(\d+,){2}(-?[\d.]+,){6,}",
+}
+# fmt: on
 _KNOWN = "*.json of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml of Pascal VOC or CVAT"
-_KNOWN += ". Export other formats, such as CreateML or the JSON format of Label Studio, as COCO"
 
 
 @dataclass(frozen=True)
@@ -65,8 +74,8 @@ class Dataset:
         """Return ``mine is Pascal VOC: 364 images, 3 classes, boxes; train 291, val 73``, and a line for each note."""
         numbers = f"{counted(sum(self.sizes.values()), 'image')}, {counted(len(self.classes), 'class')}"
         sizes = ", ".join(f"{split} {size:,}" for split, size in self.sizes.items())
-        advice = ["add missing images, or give their folder with --images"] * any("missing" in r for r in self.unused)
         first = f"{self.source} is {self.format}: {numbers}, boxes{' and masks' * self.has_masks}; {sizes}"
+        advice = ["add missing images, or give their folder with --images"] * any("missing" in r for r in self.unused)
         return "\n    ".join([first, *self.notes, *_counts(self.unused), *advice])
 
 
@@ -113,9 +122,9 @@ def read_dataset(
     extracted = os.path.abspath(extracted or Path(folder, "images"))
     found = Annotations() if name == "COCO" else _READERS[name](files, index)
     parts = find_coco(files, index, found) if name == "COCO" else _to_coco(source, found, index, extracted)
-    _count_unused(source, parts, index, found.unused)
     found.unused["JSON or XML files that are not annotations"] = others
     found.unused["text files with labels of YOLO"] = yolo.label_files(index.files) if name != "YOLO" else []
+    _count_unused(source, parts, index, {*files, *found.read}, found.unused)
     parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
     if "train" not in parts:
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
@@ -144,7 +153,13 @@ def read_dataset(
         effect = "the others get the rectangle of their box as a mask" if has_masks else "all are read as boxes"
         found.notes.append(f"{number:,} of {total:,} objects have masks, so {effect}")
     found.notes += compare_splits(parts, copies)
-    return Dataset(source, name, splits, sizes, classes, has_masks, tuple(found.notes), unused, copies)
+    missing, used = sum(len(paths) for reason, paths in unused.items() if "missing" in reason), sum(sizes.values())
+    if missing > used:
+        number = f"{missing:,} of {missing + used:,} images are missing in '{index.image_root}'"
+        found.notes.insert(0, f"warning: {number}. Check the path, or give their folder with --images DIR")
+    # Images inside annotation files may be in a temporary folder.
+    notes = tuple(note.replace(extracted, index.root) for note in found.notes)
+    return Dataset(source, name, splits, sizes, classes, has_masks, notes, unused, copies)
 
 
 def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: dict[str, Any]) -> dict[str, tuple]:
@@ -166,17 +181,20 @@ def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: d
     return splits
 
 
-def _count_unused(source: Path, parts: Parts, index: FileIndex, unused: dict[str, list[str]]) -> None:
-    """Add the images of a dataset that no annotation names, and the files of unsupported types."""
+def _count_unused(source: Path, parts: Parts, index: FileIndex, read: set[str], unused: dict[str, list[str]]) -> None:
+    """Add the images of a dataset that no annotation names, and the other files that are neither read nor counted."""
     used = {path for content, _, root in parts.values() for path in paths_of(content, root)}
-    below = tuple(str(root) for _, _, root in parts.values()) if source.is_file() else ""
-    others = [path for path in index.all_files if path not in used]
-    unused["images that the annotations do not name"] += [p for p in others if is_image(p) and p.startswith(below)]
-    unsupported = [path for path in others if path.lower().endswith(_UNSUPPORTED)]
-    unsupported += [path for path in others if "." not in os.path.basename(path) and size_or_none(path)]
-    if types := Counter(os.path.splitext(path)[1].lower() for path in unsupported):
-        text = ", ".join(f"{suffix or 'none'} ({number:,})" for suffix, number in types.most_common())
-        unused[f"files of an unsupported type, {text}"] = unsupported
+    known = used.union(read, *unused.values())
+    below = tuple(os.path.join(root, "") for _, _, root in parts.values()) if source.is_file() else ""
+    others = [path for path in index.all_files if path not in known and path.startswith(below)]
+    unused["images that the annotations do not name"] += filter(is_image, others)
+    unsupported = [path for path in others if not is_image(path)]
+    unused[f"files of an unsupported type, {_types(unsupported)}"] += unsupported
+
+
+def _types(paths: list[str]) -> str:
+    types = Counter(os.path.splitext(path)[1].lower() or "none" for path in paths)
+    return ", ".join(f"{suffix} ({number:,})" for suffix, number in types.most_common())
 
 
 def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) -> Parts:
@@ -204,9 +222,8 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
     if not any(record.objects for record in records):
         details = "; ".join([*found.notes, *_counts(found.unused)]) or "the annotations are empty"
         what = f"box or polygon in its {counted(len(records), 'image')}" if records else "image of its annotations"
-        is_missing = any("missing" in reason for reason, files in found.unused.items() if files)
-        advice = "Add images, or give their folder with --images" if is_missing else "Annotate objects"
-        raise ConfigError(f"'{source}' has no {what} ({details}). {advice}.")
+        advice = "Annotate objects, or give the folder of missing images with --images."
+        raise ConfigError(f"'{source}' has no {what} ({details}). {advice}")
     labels = *filter(None, found.classes), *sorted({one["label"] for record in records for one in record.objects})
     ids = {label: index for index, label in enumerate(dict.fromkeys(labels), start=1)}
     categories = [{"id": index, "name": label} for label, index in ids.items()]
@@ -250,18 +267,20 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
         found[annotation_format(path)].append(path)
     others = [path for path in found.pop(None, []) if path.lower().endswith((".json", ".xml"))]
     if not found:
-        classes = [path for path in own if os.path.basename(path) in yolo.CLASS_FILES]
         darknet = [p for p in own if p.endswith(".data") and re.search(rb"(?m)^\s*train\s*=", Path(p).read_bytes())]
-        labels = darknet or classes or yolo.label_files(own)[:1]
+        unread = [path for path in own if path not in index.images]
+        formats = {} if darknet or yolo.class_files(own) else {p: name for p in unread if (name := _other_format(p))}
+        labels = darknet or yolo.class_files(own) or yolo.label_files([p for p in unread if p not in formats])[:1]
         found |= {"YOLO": labels} if labels else {}
     if not found:
+        for path, name in formats.items():
+            text = f"'{source}' is in a format that is not supported: {name} (first file: '{path}')."
+            raise ConfigError(f"{text} Export or convert it to COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA.")
         # A file that is no JSON at all has a better message.
         for path in [path for path in others if path.lower().endswith(".json")][:1]:
             read_json(path)
-        unread = [*others, *(path for path in own if path not in index.images and path not in others)]
-        images = f"{counted(len(own) - len(unread), 'image')}, but " if len(own) > len(unread) else ""
-        text = f"'{source}' has {images}no annotations of a known format. Use {_KNOWN}."
-        raise ConfigError(text + f" Not read: {first_of(unread, 3)}." * bool(unread))
+        files = f"only files of type {_types(own)}" if own else "no files"
+        raise ConfigError(f"'{source}' has no annotations of a known format, {files}. Use {_KNOWN}.")
     if len(found) > 1:
         each = " and ".join(f"{name} ({os.path.relpath(files[0], root)})" for name, files in found.items())
         raise ConfigError(f"'{source}' has several formats: {each}. Give the file or the folder of one format.")
@@ -274,6 +293,13 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
             read_json(path)
         raise ConfigError(f"Files that are empty or not {name}: {first_of(damaged, 5)}. Repair or remove them.")
     return name, files, index, others
+
+
+def _other_format(path: str) -> str | None:
+    """Return the name of the format of a file in a format that is not supported, or None."""
+    with open(path, "rb") as file:
+        text = f"{os.path.basename(path).lower()}\n{file.read(1 << 16).decode(errors='replace')}"
+    return next((name for name, pattern in _OTHERS.items() if re.search(pattern, text, re.M)), None)
 
 
 def annotation_format(path: str) -> str | None:

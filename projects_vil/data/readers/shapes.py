@@ -28,6 +28,7 @@ class Annotations:
         classes: The class names, if the format defines their order.
         listed: The split of each annotation file that a list of the dataset names.
         write_image: Writes the image inside an annotation file to a folder, and returns its path, or None.
+        read: The other files that are read: files of one image, lists and class names.
         unused: The annotation files that are not used, by reason.
         noted: The files of each choice and each skipped entry, by description.
         notes: Messages about choices.
@@ -37,6 +38,7 @@ class Annotations:
     classes: list[str] = field(default_factory=list)
     listed: dict[str, str] = field(default_factory=dict)
     write_image: Callable[[str, FileIndex, str], str | None] = lambda path, index, folder: None
+    read: list[str] = field(default_factory=list)
     unused: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     noted: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     notes: list[str] = field(default_factory=list)

@@ -23,7 +23,8 @@ _SIDES = ("xmin", "ymin", "xmax", "ymax")
 def read(files: list[str], index: FileIndex) -> Annotations:
     """Read a dataset in Pascal VOC's format, which has one XML file per image."""
     # The classes of PaddleDetection
-    found = Annotations(classes=next((read_lines(p) for p in index.files if p.endswith("/label_list.txt")), []))
+    found = Annotations(read=[path for path in index.files if path.endswith("/label_list.txt")][:1])
+    found.classes += [name for path in found.read for name in read_lines(path)]
     for path in _read_lists(files, index, found):
         annotation, stem = parse_xml(path, found), Path(path).stem
         name = annotation.findtext("filename", "").strip()
@@ -51,6 +52,7 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
     kinds = [[match for match in map(kind.fullmatch, index.files) if match] for kind in _LISTS]
     kinds[2] = [match for match in kinds[2] if any(map(_PADDLE_LINE.match, read_lines(match[0])))]
     lists = next(filter(None, kinds), [])
+    found.read += [match[0] for match in lists]
     # trainval comes last. What it has besides train is val, and the other way round.
     for match in sorted(lists, key=lambda match: match[2] == "trainval"):
         root, name = match.groups()

@@ -9,12 +9,13 @@ from typing import Any
 import yaml
 
 from backbones import ConfigError
+from backbones.errors import counted
 from projects_vil.data.detection_utils import is_image, read_sizes
 from projects_vil.data.readers.index import FileIndex, Record, content_hash, read_lines, split_of, walk
 from projects_vil.data.readers.shapes import Annotations, box_object, number, polygon_object
 
-# Files with one class name per line: labelImg, Darknet and CVAT, Roboflow
-CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")
+# Files with one class name per line: of labelImg, Darknet and CVAT, Roboflow. Other names are used without these files.
+_CLASS_FILES = r"classes\.txt|obj\.names|_darknet\.labels", r"(predefined_classes|labels|names)\.txt|.+\.names"
 _SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
@@ -22,10 +23,10 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 def read(files: list[str], index: FileIndex) -> Annotations:
     """Read a dataset in YOLO's format, which has one text file per image."""
     # labelImg writes classes.txt into each folder.
-    if len({Path(file).read_bytes() if os.path.basename(file) in CLASS_FILES else file for file in files}) > 1:
+    if len({Path(file).read_bytes() if class_files([file]) else file for file in files}) > 1:
         raise ConfigError(f"'{index.root}' has several YOLO files, '{files[0]}' and '{files[1]}'. Give one file.")
     path, found = files[0], Annotations()
-    bases, data = _settings(path, index)
+    bases, data = _settings(path, index, found)
     found.classes = names = _names(path, data) if data else []
     if (own := str(data.get("path", ""))) and not os.path.exists(os.path.join(os.path.dirname(path), own)):
         found.notes.append(f"path is '{bases[0]}', because {own!r} does not exist")
@@ -65,13 +66,19 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     # The dataset check reports unreadable images.
     rows = {image: _rows(files[0]) if files and sizes[image] else [] for image, files in labels.items()}
     has_points = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
+    unknown: dict[str, list[str]] = defaultdict(list)
     for split, image in pairs:
-        own = [_object(row[:5] if has_points else row, names, sizes[image], line) for row, line in rows[image]]
+        own = [_object(row[:5] if has_points else row, names, sizes[image], line, unknown) for row, line in rows[image]]
         found.records.append(Record(image, (), sizes[image], split=split, objects=own, file=image))
         if any(max(one["bbox"][2:]) > 2 * max(sizes[image]) for one in own):
             found.noted["label files with values larger than 1, which are not fractions of the image"] += labels[image]
+    if unknown:
+        every = ", ".join(f"{label} ({counted(len(lines), 'object')})" for label, lines in unknown.items())
+        location = next(iter(unknown.values()))[0]
+        raise ConfigError(f"{location}: no name for class {every}. Add names to data.yaml, or as lines to classes.txt.")
     found.unused["other label files of an image"] += [file for files in labels.values() for file in files[1:]]
     used = {file for files in labels.values() for file in files}
+    found.read += used
     others = {label for image in index.images.keys() - labels.keys() for label in _label_paths(image)}
     folders = {*map(os.path.dirname, used)}
     # An image without objects has an empty file.
@@ -90,9 +97,16 @@ def settings_of(path: str) -> dict[str, Any] | None:
         if re.search(rb"(?m)^names\s*:", Path(path).read_bytes()):
             raise ConfigError(f"'{path}' is not YAML: {' '.join(str(error).split())}. Repair it.") from error
         return None
+    keys = data.keys() if isinstance(data, dict) else set()
     # The arguments of a training run have "val", but neither "train" nor "names".
-    is_yolo = isinstance(data, dict) and (isinstance(data.get("train"), str | list) or {"names", "val"} <= data.keys())
-    return data if is_yolo else None
+    is_yolo = "names" in keys and not keys.isdisjoint(("nc", "val"))
+    return data if is_yolo or ("train" in keys and isinstance(data["train"], str | list)) else None
+
+
+def class_files(files: list[str]) -> list[str]:
+    """Return the files with one class name per line."""
+    kinds = ([path for path in files if re.fullmatch(kind, os.path.basename(path), re.I)] for kind in _CLASS_FILES)
+    return next(filter(None, kinds), [])
 
 
 def label_files(files: list[str]) -> list[str]:
@@ -103,10 +117,10 @@ def label_files(files: list[str]) -> list[str]:
     return [path for path, row in rows if len(row) in (9, 10) or (len(row) > 4 and float(row[0]).is_integer())]
 
 
-def _settings(path: str, index: FileIndex) -> tuple[list[str], dict[str, Any]]:
+def _settings(path: str, index: FileIndex, found: Annotations) -> tuple[list[str], dict[str, Any]]:
     """Return the folders that the paths in a settings file may be relative to, and the settings."""
     folder = os.path.dirname(path)
-    if os.path.basename(path) in CLASS_FILES:
+    if class_files([path]):
         return [index.root], {"names": [*filter(None, read_lines(path))]}
     if path.lower().endswith(".txt"):
         return [index.root], {}
@@ -115,6 +129,7 @@ def _settings(path: str, index: FileIndex) -> tuple[list[str], dict[str, Any]]:
         entry = data.get("names", "obj.names")
         if not (names := _existing(entry, [folder, index.root], index)):
             raise ConfigError(f"'{path}' needs '{entry}', which does not exist. Add it, with one class name per line.")
+        found.read.append(names)
         return [folder, index.root], data | {"names": [*filter(None, read_lines(names))]}
     data = settings_of(path) or {}
     # The path may be outdated if the dataset was moved from another computer.
@@ -150,6 +165,7 @@ def _images(place: str, split: str | None, index: FileIndex, found: Annotations)
         return [image for image in index.images if Path(image).stem in stems or (not stems and split == "train")]
     if not os.path.isfile(place) or is_image(place):
         return [place] if os.path.isfile(place) else [*filter(is_image, walk(place))]
+    found.read.append(place)
     # An empty line is normalized to a period.
     lines = {*map(os.path.normpath, read_lines(place))} - {"."}
     # A list may name an image by a relative and by an absolute path.
@@ -197,21 +213,23 @@ def _are_poses(rows: list[list[str]]) -> bool:
     return len(lengths) == 1 and max(lengths) % 3 == 2 and all(re.fullmatch(r"[012](\.0*)?", word) for word in visible)
 
 
-def _object(row: list[str], names: list[str], size: tuple[int, int], location: str) -> dict[str, Any]:
+def _object(row: list[str], names: list[str], size: tuple[int, int], location: str, unknown: dict) -> dict[str, Any]:
+    """Return the object of a row. If its class is not in ``names``, add the location to ``unknown``."""
     is_dota = len(row) in (9, 10) and not _NUMBER.fullmatch(row[8])
     if is_dota or (len(row) == 10 and row[8] in names):
         # Four corners in pixels, the class and the difficulty
         if names and row[8] not in names:
-            raise ConfigError(f"{location}: class {row[8]!r} is not in the list of names. Add it to the list.")
+            unknown[repr(row[8])].append(location)
         return box_object(row[8], [number(word, location) for word in row[:8]])
     index, *values = (number(word, location) for word in row)
-    if index not in range(len(names)):
-        raise ConfigError(f"{location}: class {row[0]} has no name. Add it to data.yaml, or as a line to classes.txt.")
-    label, pixels = names[int(index)], [value * size[1 - axis % 2] for axis, value in enumerate(values)]
+    label = names[int(index)] if index in range(len(names)) else ""
+    if not label:
+        unknown[row[0]].append(location)
+    pixels = [value * size[1 - axis % 2] for axis, value in enumerate(values)]
     if len(pixels) == 4:
         x, y, width, height = pixels
         left, top = round(x - width / 2, 2), round(y - height / 2, 2)
         return box_object(label, [left, top, left + round(width, 2), top + round(height, 2)])
     if len(values) < 6 or len(values) % 2:
-        raise ConfigError(f"{location}: {len(row)} numbers are not an object. Write a class with a box or a polygon.")
+        raise ConfigError(f"{location}: {len(row)} numbers are not a class and a box or polygon. Remove confidences.")
     return polygon_object(label, [[round(pixel, 2) for pixel in pixels]])

@@ -65,6 +65,14 @@ def text_id_of_an_image(content: dict, images: Path) -> None:
             entry["image_id"] = "second"
 
 
+def boxes_of_other_images(content: dict, images: Path) -> None:
+    """Write boxes that could be [left, top, right, bottom], but are far from the masks."""
+    sizes = {image["id"]: (image["width"], image["height"]) for image in content["images"]}
+    for entry in content["annotations"]:
+        width, height = sizes[entry["image_id"]]
+        entry["bbox"] = [0.9 * width, 0.9 * height, 0.95 * width, 0.95 * height]
+
+
 CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     # boxes
     "box of NaN": ("invalid_bbox", annotation(bbox=[1.0, math.nan, 5.0, 5.0])),
@@ -79,6 +87,8 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "box outside": ("bbox_outside_image", annotation(bbox=[-30.0, 2.0, 10.0, 10.0])),
     "box without area": ("zero_area_bbox", annotation(bbox=[5.0, 5.0, 0.0, 8.0])),
     "box beyond the edge": ("bbox_exceeds_image", annotation(bbox=[-4.0, 2.0, 20.0, 20.0])),
+    "box of another object": ("bbox_misfits_mask", annotation(bbox=[1.0, 1.0, 6.0, 6.0])),
+    "boxes of other images": ("bbox_misfits_mask", boxes_of_other_images),
     "box missing": ("missing_bbox", annotation("bbox")),
     "box and mask missing": ("missing_bbox_and_mask", annotation("bbox", "segmentation")),
     # masks
@@ -123,6 +133,9 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "category without a name": ("invalid_category_entry", second("categories", "name")),
     "category name twice": ("duplicate_category_name", second("categories", name="circle")),
     "category name in the plural": ("duplicate_category_name", second("categories", name="Circles ")),
+    "category name with a typing mistake": ("duplicate_category_name", lambda c, i: [
+        c["categories"].append({"id": 9, "name": "circl"}),
+        *(entry.update(category_id=9 if number == 1 else 1) for number, entry in enumerate(c["annotations"]))]),
     "category without an object": ("category_without_objects", again("categories", id=9, name="star")),
     # images
     "image id twice": ("duplicate_image_id", lambda c, i: c["images"][1].update(id=c["images"][2]["id"])),

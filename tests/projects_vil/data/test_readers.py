@@ -239,8 +239,10 @@ def test_kinds_of_files(kind, tmp_path):
     annotation = contents["train"]["annotations"][0]
     np.testing.assert_allclose(annotation["bbox"], BOX, atol=0.01)
     assert all((dataset.splits["train"][1] / image["file_name"]).is_file() for image in contents["train"]["images"])
-    words = "skeleton", "tag:", "path is", "text files", "label files", "swapped"
-    assert all((word in dataset.line()) == (word in kind) for word in words)
+    words = "skeleton", "tag:", "path is", "text files", "label files", "swapped", "warning"
+    line = dataset.line()
+    assert all((word in line) == (word in kind) for word in words) and str(tmp_path / "out") not in line
+    assert "unsupported type" in line or "unsupported type" not in kind
     assert ("val" in dataset.splits) == ("splits" in kind)
     # Another format has the same objects.
     output_format = LABEL_FORMATS[sorted(KINDS).index(kind) % len(LABEL_FORMATS)]
