@@ -144,7 +144,7 @@ def split_listed(paths: Listed, archives: dict[str, str], shard: tuple[int, int]
         shard: (i, n) selects shard i, counted from 0, of n. A hash of its name assigns an image to a shard.
     """
     for name, path in paths:
-        shown = _utf8(without_password(name))
+        shown = shown_name(name)
         if suffix_of(path) in ARCHIVES:
             archives[shown] = path
         elif shard is None or int.from_bytes(hashlib.sha256(shown.encode()).digest(), "big") % shard[1] == shard[0]:
@@ -167,12 +167,12 @@ def load_listed(paths: Iterable[tuple[str, str]]) -> Iterator[ImageSource]:
     for name, path in paths:
         is_archive = suffix_of(path) in ARCHIVES
         for member, image in _read_tar(path) if is_archive else [("", path if "://" in path else Path(path))]:
-            yield ImageSource(image, _utf8(without_password(name) + member), next(number))
+            yield ImageSource(image, shown_name(name + member), next(number))
 
 
-def _utf8(name: str) -> str:
-    """Return a name for results, which must be UTF-8. File names may be any bytes."""
-    return name.encode(errors="backslashreplace").decode()
+def shown_name(name: str) -> str:
+    """Return a listed name as in the results: without passwords, and in UTF-8. File names may be any bytes."""
+    return without_password(name).encode(errors="backslashreplace").decode()
 
 
 def _supported_files(folder: str, exclude: str | Path) -> Iterator[str]:

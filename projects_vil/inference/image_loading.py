@@ -343,7 +343,7 @@ def read_ahead(batches: Iterator[Any], *, depth: int = PREFETCHED_BATCHES) -> Ge
 
 def without_password(text: str) -> str:
     """Return a text without user names and passwords in its URLs."""
-    return re.sub(r"(?<=://)[^/@\s]*@", "", text)
+    return re.sub(r"(?<=://)[^/\s]*@", "", text)
 
 
 @contextlib.contextmanager

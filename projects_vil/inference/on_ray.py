@@ -9,6 +9,8 @@ import itertools
 import json
 import os
 import re
+import zlib
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,11 @@ from backbones import ConfigError
 from backbones.checkpoint_files import write_text
 from backbones.errors import first_of, pip_install
 from projects_vil.inference.detector import Detector
-from projects_vil.inference.image_listing import ARCHIVES, FORMATS, list_paths, load_listed, suffix_of
-from projects_vil.inference.image_loading import BATCHING_WINDOW, ImageBatches, without_password
+from projects_vil.inference.image_listing import ARCHIVES, FORMATS, list_paths, load_listed, shown_name, suffix_of
+from projects_vil.inference.image_loading import BATCHING_WINDOW, ImageBatches, ImageSource
 from projects_vil.inference.parquet_writer import (
     SCHEMA,
+    count_rows,
     describe_runner,
     failed_rows,
     file_versions,
@@ -45,6 +48,7 @@ except ImportError as missing:
 
 # The sizes and times of the tar files of an output. Readers of Parquet folders skip names that begin with "_".
 VERSIONS_FILE = "_tar_files.json"
+ROWS_PER_TASK = 2**22  # rows of output files that one task reads; their keys take 64 MiB
 
 
 def predict_on_ray(
@@ -102,7 +106,6 @@ def predict_on_ray(
     made_of = describe_runner(detector.runner)
     if unit == "GPU" and detector.runner.cfg.INFERENCE.DTYPE == "auto":
         made_of["dtype"] = "auto"  # the workers choose it for their GPU
-    keys = [_finished(path, made_of) for path in sorted(output.glob("*.parquet"))]
     # Reading and writing need a CPU too.
     available = int(ray.cluster_resources()[unit])
     free = available * workers_per_gpu if unit == "GPU" else available - 1
@@ -112,20 +115,23 @@ def predict_on_ray(
             f"Ray has room for {free} workers on {available} {unit}s, but ray_workers is {smallest} {largest}. Use "
             "fewer workers or a larger cluster."
         )
-    keys = np.concatenate([_keys([]), *keys])
-    keys.sort()
-    finished = ray.put(keys)
-    # One block of paths is one task. Blocks are in Ray's object store, which spills to disk.
+    files = output_files(output, part_size)
+    # One block of paths is one task, and needs the finished images of one partition. Blocks are in Ray's object store,
+    # which spills to disk.
     rows = 1 if suffix_of(first[1]) in ARCHIVES else min(part_size, BATCHING_WINDOW)
-    paths, blocks, archives = itertools.chain([first], paths), [], {}
-    while block := list(itertools.islice(paths, rows)):
-        archives |= {without_password(name): path for name, path in block if suffix_of(path) in ARCHIVES}
-        # Bytes, because not all file names are UTF-8.
-        columns = [pa.array(map(os.fsencode, texts), pa.binary()) for texts in zip(*block, strict=True)]
-        blocks.append(ray.put(pa.Table.from_arrays(columns, ["name", "path"])))
+    pending, blocks, archives = defaultdict(list), [], {}
+    for name, path in itertools.chain([first], paths):
+        if suffix_of(path) in ARCHIVES:
+            archives[shown_name(name)] = path
+        partition = _partition(name, len(files))
+        pending[partition].append((name, path))
+        if len(pending[partition]) == rows:
+            blocks.append(_put(pending.pop(partition)))
+    blocks += map(_put, pending.values())
+    finished = finished_keys(files, made_of, set(archives))
     # Ray would also reserve a CPU for each GPU worker, and might have none left for reading.
     reserved = {"num_gpus": 1 / workers_per_gpu, "num_cpus": 0} if unit == "GPU" else {"num_cpus": 1}
-    arguments = {"fn_constructor_args": (model, options | {"overrides": given}, batch_size, [finished]), **reserved}
+    arguments = {"fn_constructor_args": (model, options | {"overrides": given}, batch_size, finished), **reserved}
     pool = ray.data.ActorPoolStrategy(min_size=smallest, max_size=largest)
     # Ray does not accept GPU workers without a batch size.
     listed = ray.data.from_arrow_refs(blocks)
@@ -134,8 +140,9 @@ def predict_on_ray(
     if archives:
         _check_versions(output / VERSIONS_FILE, file_versions(archives, strict=False))
     detected.write_parquet(str(output), schema=schema_of(detector.categories, made_of), min_rows_per_file=part_size)
-    files = output.glob("*.parquet")
-    summary = summarize(output, (parquet.read_table(path, columns=["scores", "error"]) for path in files))
+    files = output_files(output, part_size)
+    tasks = [ray.remote(_count).remote(paths) for paths in files[1:]]
+    summary = summarize(output, sum(ray.get(tasks), _count(files[0])))
     if not summary.num_images + summary.num_skipped:
         raise ConfigError(f"Input '{source}' has no images. {FORMATS}")
     return summary
@@ -145,21 +152,23 @@ class _Worker:
     """A detector that converts tables of names and paths to tables of rows."""
 
     def __init__(self, model: str, options: dict[str, Any], batch_size: int, finished: "list[ray.ObjectRef]") -> None:
-        self.detector, self.batch_size = Detector.load(model, **options), batch_size
-        # Ray does not resolve a reference inside a list, so that the workers of a machine share one copy.
-        self.finished = ray.get(finished[0])
+        # Ray does not resolve references in a list. The workers of a machine share one copy of a partition.
+        self.detector, self.batch_size, self.finished = Detector.load(model, **options), batch_size, finished
 
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
-        listed = zip(*(map(os.fsdecode, table[name].to_pylist()) for name in ("name", "path")), strict=True)
-        images = (image for image in load_listed(listed) if not self._is_finished(image.name))
+        images = self._unfinished(table)
         while window := list(itertools.islice(images, BATCHING_WINDOW)):
             rows = list(self.detector.detect(ImageBatches(window), to_row, batch_size=self.batch_size))
             yield pa.Table.from_pylist(rows, SCHEMA)
 
-    def _is_finished(self, name: str) -> bool:
-        key = _keys([name])
-        position = np.searchsorted(self.finished, key)[0]
-        return key[0] in self.finished[position : position + 1]
+    def _unfinished(self, table: pa.Table) -> Iterator[ImageSource]:
+        listed = zip(*(map(os.fsdecode, table[name].to_pylist()) for name in ("name", "path")), strict=True)
+        for partition, paths in itertools.groupby(listed, lambda one: _partition(one[0], len(self.finished))):
+            finished = ray.get(self.finished[partition])
+            for image in load_listed(paths):
+                key = _keys([image.name])
+                if np.searchsorted(finished, key) == np.searchsorted(finished, key, "right"):
+                    yield image
 
 
 def _check_versions(path: Path, versions: dict[str, list | None]) -> None:
@@ -173,20 +182,77 @@ def _check_versions(path: Path, versions: dict[str, list | None]) -> None:
     write_text(path, json.dumps(before | {name: one for name, one in versions.items() if one}))
 
 
-def _finished(path: Path, made_of: dict[str, str]) -> np.ndarray:
-    """Return the keys of the images in an output file. Rows with a temporary error and incomplete files are deleted."""
-    table = read_part(path, made_of, columns=["file_name", "error"])
-    if table is not None:
+def output_files(output: Path, part_size: int) -> list[list[Path]]:
+    """Return groups of the output files, each with about ``ROWS_PER_TASK`` rows. One group may be empty."""
+    paths, number = sorted(output.glob("*.parquet")), max(ROWS_PER_TASK // part_size, 1)
+    return [paths[first : first + number] for first in range(0, len(paths), number)] or [[]]
+
+
+def _count(paths: list[Path]) -> Counter:
+    return count_rows(parquet.read_table(path, columns=["scores", "error"]) for path in paths)
+
+
+def _put(listed: list[tuple[str, str]]) -> "ray.ObjectRef":
+    # Bytes, because not all file names are UTF-8.
+    columns = [pa.array(map(os.fsencode, texts), pa.binary()) for texts in zip(*listed, strict=True)]
+    return ray.put(pa.Table.from_arrays(columns, ["name", "path"]))
+
+
+def finished_keys(files: list[list[Path]], made_of: dict[str, str], archives: set[str]) -> "list[ray.ObjectRef]":
+    """Return the sorted keys of the finished images in each partition. Ray tasks read and sort them.
+
+    Args:
+        files: groups of output files. There are as many partitions.
+        made_of: what the rows must be made of.
+        archives: the names of the tar files. All images of a tar file are in one partition.
+
+    Raises:
+        ConfigError: if a file was made of something else, or if it is damaged and Ray has not named it.
+        OSError: if a file cannot be read.
+    """
+    if len(files) == 1:  # to start a task would take longer
+        return [ray.put(np.sort(_read_keys(files[0], made_of, archives, 1)[1]))]
+    read, shared = ray.remote(_read_keys).options(num_returns=1 + len(files)), ray.put(archives)
+    checked, *keys = zip(*(read.remote(paths, made_of, shared, len(files)) for paths in files), strict=True)
+    try:
+        ray.get(list(checked))
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    sort = ray.remote(lambda *parts: np.sort(np.concatenate(parts)))
+    return [sort.remote(*parts) for parts in keys]
+
+
+def _read_keys(paths: list[Path], made_of: dict[str, str], archives: set[str], num_partitions: int) -> list:
+    """Return None, and the keys of the images in output files by partition.
+
+    Rows with a temporary error and incomplete files are deleted.
+    """
+    keys, partitions = [], []
+    for path in paths:
+        table = read_part(path, made_of, columns=["file_name", "error"])
+        if table is None:
+            # Delete only files that Ray has named.
+            if not re.fullmatch(r"\w+_\d{6}-\d+\.parquet", path.name):
+                raise ConfigError(f"'{path}' is not a complete Parquet file. Choose another output directory.")
+            path.unlink(missing_ok=True)  # Ray may repeat a task
+            continue
         if failed := failed_rows(table):
             table = write_part(path, read_part(path, made_of).take(np.setdiff1d(np.arange(len(table)), failed)))
-        return _keys(table["file_name"].to_pylist())
-    # Delete only files that Ray has named.
-    if not re.fullmatch(r"\w+_\d{6}-\d+\.parquet", path.name):
-        raise ConfigError(f"'{path}' is not a complete Parquet file. Choose another output directory.")
-    path.unlink()
-    return _keys([])
+        names = table["file_name"].to_pylist()
+        keys.append(_keys(names))
+        for name in names:
+            folders = itertools.accumulate(name.split("/"), "{}/{}".format)
+            archive = next(filter(archives.__contains__, folders), name)
+            partitions.append(_partition(archive, num_partitions))
+    keys, partitions = np.concatenate([_keys([]), *keys]), np.array(partitions)
+    return [None, *(keys[partitions == number] for number in range(num_partitions))]
+
+
+def _partition(name: str, num_partitions: int) -> int:
+    """Return the partition of the finished images in which an image or a tar file is looked up."""
+    return zlib.crc32(shown_name(name).encode()) % num_partitions
 
 
 def _keys(names: list[str]) -> np.ndarray:
-    """Return a 16-byte hash of each name. 10^9 images need 16 GB."""
+    """Return a 16-byte hash of each name."""
     return np.array([hashlib.blake2b(name.encode(), digest_size=16).digest() for name in names], "S16")

@@ -231,7 +231,7 @@ def write_parts(
             yield from parts_of(_stem(name), load_listed([(name, archives[name])]), name)
 
     with progress_bar("image") as progress:
-        summary = summarize(output, parts())
+        summary = summarize(output, count_rows(parts()))
     if not archives:
         return summary
     # The tar files of other jobs too.
@@ -263,13 +263,17 @@ def _manifest_entry(table: pa.Table | None) -> dict[str, Any]:
     return {} if table is None else json.loads(table.schema.metadata.get(b"archive", "{}"))
 
 
-def summarize(output: Path, tables: Iterable[pa.Table]) -> Summary:
-    """Return the totals over the tables of Parquet files."""
-    images = errors = detections = parts = 0
+def count_rows(tables: Iterable[pa.Table]) -> Counter:
+    """Return the numbers of images, errors, detections and parts in the tables of Parquet files."""
+    counts = Counter()
     for table in tables:
-        parts, images = parts + 1, images + len(table)
-        errors += len(table) - table["error"].null_count
-        detections += compute.sum(compute.list_value_length(table["scores"])).as_py() or 0
-    units = {"image": images, "error": errors, "detection": detections, "part": parts}
-    line = f"{output}: {', '.join(counted(number, unit) for unit, number in units.items())}"
-    return Summary(images - errors, detections, errors, (line,))
+        counts.update(image=len(table), error=len(table) - table["error"].null_count, part=1)
+        counts["detection"] += compute.sum(compute.list_value_length(table["scores"])).as_py() or 0
+    return counts
+
+
+def summarize(output: Path, counts: Counter) -> Summary:
+    """Return the totals of an output directory from :func:`count_rows`."""
+    units = ("image", "error", "detection", "part")
+    line = f"{output}: {', '.join(counted(counts[unit], unit) for unit in units)}"
+    return Summary(counts["image"] - counts["error"], counts["detection"], counts["error"], (line,))

@@ -3,7 +3,7 @@ urls.
 
 coco-api         one COCO evaluation with pycocotools and one with faster-coco-eval, on synthetic annotations
 dataset-check    the check of `vil check`, on synthetic annotations
-finished-images  the memory with which `vil predict --ray` sorts the keys of finished images
+finished-images  the time and memory with which `vil predict --ray` reads the names of finished images
 predict          `vil predict` on synthetic images: single images, batches, bfloat16, shards and Ray workers
 predictions      `vil eval --predictions` on synthetic detections, with one and two processes
 reading          the memory with which a large COCO file and one of a third of its size are read
@@ -77,9 +77,12 @@ def reading(args: argparse.Namespace) -> None:
 
 
 def finished_images(args: argparse.Namespace) -> None:
-    from research.benchmarks.prediction import memory_of_finished_images
+    from research.benchmarks.prediction import measure_finished_images
 
-    print(f"{memory_of_finished_images(args.images):.0f} bytes per image")
+    found = measure_finished_images(args.images)
+    seconds = f"{found['seconds']:.1f} s, {found['processor_seconds']:.1f} s of its processor time"
+    print(f"the command: {seconds}, peak {_gigabytes(found.get('bytes'))}")
+    write_json(args.json, found)
 
 
 def tar_files(args: argparse.Namespace) -> None:

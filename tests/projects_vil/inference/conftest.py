@@ -74,6 +74,6 @@ def served(tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield f"http://me:secret@127.0.0.1:{server.server_port}"
+        yield f"http://me:my@secret@127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()

@@ -127,6 +127,7 @@ def test_resume_after_failures(inputs, cluster, trained_run, tmp_path, monkeypat
     lost.unlink()
     broken.write_bytes(broken.read_bytes()[:-20])
     before = [path.read_bytes() for path in kept]
+    monkeypatch.setattr("projects_vil.inference.on_ray.ROWS_PER_TASK", 16)  # the finished images are read in tasks
     predict_on_ray(trained_run, inputs / "photos", there)
     assert_same_rows(there, here)
     assert [path.read_bytes() for path in kept] == before
@@ -137,11 +138,15 @@ def test_resume_after_failures(inputs, cluster, trained_run, tmp_path, monkeypat
 
 @pytest.mark.parametrize("cluster", [{"num_cpus": 1, "num_gpus": 2}], indirect=True)
 @pytest.mark.parametrize("name", ["list.txt", "shard-{0..2}.tar"])
-def test_workers_take_the_gpus_of_a_cluster(name, inputs, cluster, trained_run, tmp_path):
+def test_workers_take_the_gpus_of_a_cluster(name, inputs, cluster, trained_run, tmp_path, monkeypatch):
     """The GPUs exist only for Ray. The detectors run on the CPU of this machine."""
     predict_here(trained_run, inputs / name, tmp_path / "here")
     only_on_gpus = ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"]
     options = {"num_workers": None, "workers_per_gpu": 2 if name == "list.txt" else 1}
+    predict_on_ray(trained_run, inputs / name, tmp_path / "there", overrides=only_on_gpus, **options)
+    assert_same_rows(tmp_path / "there", tmp_path / "here")
+    next((tmp_path / "there").glob("*.parquet")).unlink()
+    monkeypatch.setattr("projects_vil.inference.on_ray.ROWS_PER_TASK", 16)
     predict_on_ray(trained_run, inputs / name, tmp_path / "there", overrides=only_on_gpus, **options)
     assert_same_rows(tmp_path / "there", tmp_path / "here")
     shared = {"num_workers": (5, 5), "workers_per_gpu": 2}
