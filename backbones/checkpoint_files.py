@@ -59,7 +59,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         ``{"model": state dict}``.
 
     Raises:
-        ConfigError: if the file is missing or damaged, or if it has no state dict or contents other than tensors and
+        ConfigError: If the file is missing or damaged, or if it has no state dict or contents other than tensors and
             plain values.
     """
     path = Path(path)
@@ -112,7 +112,7 @@ def write_checkpoint(path: str | Path, contents: Mapping[str, Any]) -> None:
     A safetensors file stores the other contents as JSON in its header.
 
     Raises:
-        ConfigError: if the suffix is unknown or the file cannot be written.
+        ConfigError: If the suffix is unknown or the file cannot be written.
     """
     path = Path(path)
     check_writable(path)
@@ -139,11 +139,11 @@ def atomic_write(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
     because its own writer does not report the cause of a failure.
 
     Args:
-        path: the file to write.
-        sync: wait until the contents are on the disk. Not needed for many small files such as drawings.
+        path: The file to write.
+        sync: Wait until the contents are on the disk. Not needed for many small files such as drawings.
 
     Raises:
-        ConfigError: if the file cannot be written.
+        ConfigError: If the file cannot be written.
 
     Example:
         >>> with atomic_write("results.json") as partial:

@@ -323,10 +323,10 @@ def convert_tensor(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn
     """Return our tensors for an official tensor, or reasons to drop it.
 
     Args:
-        name: its official name.
-        key: our name, by ``OFFICIAL_NAMES``.
-        tensor: its values, of any shape.
-        modules: the modules of the backbone, by name.
+        name: Its official name.
+        key: Our name, by ``OFFICIAL_NAMES``.
+        tensor: Its values, of any shape.
+        modules: The modules of the backbone, by name.
 
     Returns:
         Our names and tensors. For a part that is dropped: its index (``""`` for the whole tensor) and the reason.

@@ -58,19 +58,19 @@ def parameter_groups(
     in the order of the model.
 
     Args:
-        model: a detector, or any module.
-        base_lr: learning rate before all factors.
-        weight_decay: weight decay of all other parameters.
-        weight_decay_norm: weight decay of norms; None for ``weight_decay``. It applies to their biases if
+        model: A detector, or any module.
+        base_lr: Learning rate before all factors.
+        weight_decay: Weight decay of all other parameters.
+        weight_decay_norm: Weight decay of norms; None for ``weight_decay``. It applies to their biases if
             ``weight_decay_bias`` is None.
-        weight_decay_bias: weight decay of biases; None for ``weight_decay``.
-        bias_lr_factor: factor of the learning rate of biases.
-        lr_multipliers: pairs of a shell-style pattern of parameter names and a factor. If several patterns match, the
+        weight_decay_bias: Weight decay of biases; None for ``weight_decay``.
+        bias_lr_factor: Factor of the learning rate of biases.
+        lr_multipliers: Pairs of a shell-style pattern of parameter names and a factor. If several patterns match, the
             factors are multiplied.
-        layer_decay: see :func:`layer_decay_factors`.
+        layer_decay: See :func:`layer_decay_factors`.
 
     Raises:
-        ConfigError: if a pattern matches no trainable parameter, or the layer decay is invalid.
+        ConfigError: If a pattern matches no trainable parameter, or the layer decay is invalid.
     """
     for entry in lr_multipliers:
         match entry:
@@ -121,11 +121,11 @@ def layer_decay_factors(model: nn.Module, decay: float) -> dict[str, float]:
     the last block, ``decay ** (num_layers + 1)`` for the patch embedding. FPN and heads have no factor.
 
     Args:
-        model: a model with a :class:`backbones.backbone.Backbone`.
-        decay: a number above 0 and at most 1; 1 means no decay.
+        model: A model with a :class:`backbones.backbone.Backbone`.
+        decay: A number above 0 and at most 1; 1 means no decay.
 
     Raises:
-        ConfigError: for a decay out of range, or below 1 for a model without numbered layers.
+        ConfigError: For a decay out of range, or below 1 for a model without numbered layers.
     """
     if not 0 < decay <= 1:
         raise ConfigError(f"{_LAYER_DECAY} is {decay!r}. It must be above 0 and at most 1.0 (no decay).")
@@ -150,7 +150,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
     gradients is not finite, ``step()`` raises FloatingPointError before any weight changes.
 
     Raises:
-        ConfigError: for an unknown ``SOLVER.OPTIMIZER``, and see :func:`parameter_groups`.
+        ConfigError: For an unknown ``SOLVER.OPTIMIZER``, and see :func:`parameter_groups`.
     """
     solver, clip = cfg.SOLVER, cfg.SOLVER.CLIP_GRADIENTS
     check_choice("SOLVER.OPTIMIZER", solver.OPTIMIZER, OPTIMIZERS)
@@ -201,7 +201,7 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
     where t grows from 0 in the first iteration to 1 after the last. fvcore's polynomial decay always ends at 0.
 
     Raises:
-        ConfigError: if the last learning rate is larger than the first, or the steps are outside of the run.
+        ConfigError: If the last learning rate is larger than the first, or the steps are outside of the run.
     """
     solver = cfg.SOLVER
     if solver.LR_SCHEDULER_NAME != "WarmupPolyLR":
@@ -258,16 +258,16 @@ def resolve_schedule(cfg: CfgNode, num_images: int, overridden: Collection[str] 
     ``SOLVER.BASE_LR`` and ``BASE_LR_END`` are multiplied by ``IMS_PER_BATCH / REFERENCE_BATCH_SIZE``.
 
     Args:
-        cfg: the config.
-        num_images: images per epoch, without the images that ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` removes.
-        overridden: config keys that the user set for this run.
+        cfg: The config.
+        num_images: Images per epoch, without the images that ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` removes.
+        overridden: Config keys that the user set for this run.
 
     Returns:
         A config in which ``SOLVER.EPOCHS`` and ``REFERENCE_BATCH_SIZE`` are 0, so that a resumed run has the same
         schedule, and lines for the log.
 
     Raises:
-        ConfigError: for a negative number of epochs.
+        ConfigError: For a negative number of epochs.
     """
     solver, values, lines = cfg.SOLVER, {}, []
     epochs, batch, reference = solver.EPOCHS, solver.IMS_PER_BATCH, solver.REFERENCE_BATCH_SIZE

@@ -84,7 +84,7 @@ def export_table(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Export the detectors in all formats and compare each file with eager; progress goes to stderr.
 
     Args:
-        args: the arguments of :func:`main`.
+        args: The arguments of :func:`main`.
 
     Returns:
         For each export a dict with ``detector``, ``family``, ``format``, ``precision``, ``trained``, ``seconds`` and

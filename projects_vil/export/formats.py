@@ -58,20 +58,20 @@ class Format:
     """An export format.
 
     Attributes:
-        suffix: the file name suffix.
-        write: write a detector to a file: ``write(exportable, example, path)``. The file accepts inputs of the
+        suffix: The file name suffix.
+        write: Write a detector to a file: ``write(exportable, example, path)``. The file accepts inputs of the
             example's dtype. Writers of formats with int8 also take ``quantizes``, the ONNX writer ``opset``.
-        load: load a file into its runtime. Returns a function from an input to the tuple of outputs, and the JSON of
+        load: Load a file into its runtime. Returns a function from an input to the tuple of outputs, and the JSON of
             the embedded metadata or ``None``. The ONNX loader also takes ``device``.
-        embed: write metadata into a file, and remove what the exporter stored about this machine.
-        precisions: the supported precisions.
-        packages: the packages that writing needs, from the extra of the same name as the format. The metadata records
+        embed: Write metadata into a file, and remove what the exporter stored about this machine.
+        precisions: The supported precisions.
+        packages: The packages that writing needs, from the extra of the same name as the format. The metadata records
             their versions.
-        runtime: the package that runs the file.
-        uses_torch_export: whether the file is written from a ``torch.export`` program.
-        shortest_side: the smallest image side in pixels; ``None`` for the limit of ``export_sides``.
-        extra_suffixes: suffixes of further files of a model, in place of ``suffix``.
-        options: runtime options of the loaded model.
+        runtime: The package that runs the file.
+        uses_torch_export: Whether the file is written from a ``torch.export`` program.
+        shortest_side: The smallest image side in pixels; ``None`` for the limit of ``export_sides``.
+        extra_suffixes: Suffixes of further files of a model, in place of ``suffix``.
+        options: Runtime options of the loaded model.
     """
 
     suffix: str
@@ -529,7 +529,7 @@ def load_model(path: Path, *, device: str | torch.device = "cpu") -> Loaded:
     """Load an exported file in its runtime.
 
     Args:
-        path: the file.
+        path: The file.
         device: ``"cpu"``, or ``"cuda"`` for an ONNX file.
 
     Returns:

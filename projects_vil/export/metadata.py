@@ -56,7 +56,7 @@ def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None
     """Raise a :class:`ConfigError` if a side of an image of ``size`` (height, width) is outside ``sides``.
 
     Args:
-        sides: the smallest and largest side in pixels.
+        sides: The smallest and largest side in pixels.
     """
     if min(size) < sides[0] or max(size) > sides[1]:
         raise ConfigError(
@@ -82,14 +82,14 @@ def describe_model(
     """Return the metadata of an exported detector, for JSON.
 
     Args:
-        cfg: the config of the detector.
-        exportable: the exported detector.
-        categories: the classes of the model.
-        file_format: a key of ``FORMATS``.
-        precision: the precision of the weights.
-        input_dtype: the dtype of the input images.
-        weights: the path of the checkpoint.
-        opset: the opset of an ONNX file; ``None`` for ``OPSET``.
+        cfg: The config of the detector.
+        exportable: The exported detector.
+        categories: The classes of the model.
+        file_format: A key of ``FORMATS``.
+        precision: The precision of the weights.
+        input_dtype: The dtype of the input images.
+        weights: The path of the checkpoint.
+        opset: The opset of an ONNX file; ``None`` for ``OPSET``.
 
     Raises:
         ConfigError: If the detector or the format does not accept ``exportable.size``.

@@ -63,9 +63,9 @@ def parity_images(
     """Return the images (3, H, W), uint8, of a parity check.
 
     Args:
-        cfg: the config of the detector; files are read and resized as in testing.
-        files: image files; by default four synthetic images.
-        fixed: height and width for a model that accepts only one size.
+        cfg: The config of the detector; files are read and resized as in testing.
+        files: Image files; by default four synthetic images.
+        fixed: Height and width for a model that accepts only one size.
 
     Raises:
         ConfigError: If a file cannot be read.
@@ -100,8 +100,8 @@ def compare_detections(ours: Outputs, theirs: Outputs, precision: str, threshold
     full list, of the lowest score.
 
     Args:
-        ours, theirs: boxes (D, 4), scores (D,), classes (D,), and for Mask R-CNN masks (D, 1, S, S).
-        precision: a key of ``TOLERANCES`` and ``CHANGED_SHARE``.
+        ours, theirs: Boxes (D, 4), scores (D,), classes (D,), and for Mask R-CNN masks (D, 1, S, S).
+        precision: A key of ``TOLERANCES`` and ``CHANGED_SHARE``.
         thresholds: ``thresholds`` of the metadata; a negative ``detections_per_image`` means no limit.
 
     Returns:
@@ -169,11 +169,11 @@ def eager_detections(detector: nn.Module, image: Tensor) -> dict[str, Tensor]:
     """Return the detections of detectron2's own inference, by the output names of an exported model.
 
     Args:
-        detector: a detectron2 model in eval mode.
+        detector: A detectron2 model in eval mode.
         image: (3, H, W).
 
     Returns:
-        boxes (D, 4), scores (D,), classes (D,), and masks (D, 1, S, S) relative to their boxes. As in detectron2's
+        Boxes (D, 4), scores (D,), classes (D,), and masks (D, 1, S, S) relative to their boxes. As in detectron2's
         post-processing, empty boxes are removed.
     """
     batch = [{"image": image}]
@@ -223,12 +223,12 @@ def check_export(
     A batched model sees each image first and second in a batch of two, next to its mirror image.
 
     Args:
-        cfg: the config of the detector.
-        reference: the detector, in float32 and eval mode.
-        model: the exported model.
+        cfg: The config of the detector.
+        reference: The detector, in float32 and eval mode.
+        model: The exported model.
         images: (3, H, W) each.
-        evaluate: whether to compare average precision on ``DATASETS.TEST`` too.
-        accept_drop: whether to accept any drop of average precision.
+        evaluate: Whether to compare average precision on ``DATASETS.TEST`` too.
+        accept_drop: Whether to accept any drop of average precision.
 
     Raises:
         RuntimeError: If an ONNX file is not portable, see :func:`projects_vil.export.formats.check_onnx`.

@@ -93,8 +93,8 @@ def grouped_nms(boxes: Tensor, scores: Tensor, group: Tensor, groups_per_image: 
         boxes: (N, 4).
         scores: (N,).
         group: (N,), non-negative and numbered image by image.
-        groups_per_image: the number of groups of each image.
-        threshold: the IoU threshold.
+        groups_per_image: The number of groups of each image.
+        threshold: The IoU threshold.
 
     Returns:
         The indices of the kept boxes, highest score first.
@@ -204,10 +204,10 @@ class ExportableDetector(nn.Module):
     name, including ``image_index``.
 
     Args:
-        detector: a detectron2 model in eval mode.
-        batched: whether the input is a batch of images of one size.
-        fixed_number: number of detections per image, see :func:`pad_detections`; ``None`` for a variable number.
-        size: height and width of all images; ``None`` for any size.
+        detector: A detectron2 model in eval mode.
+        batched: Whether the input is a batch of images of one size.
+        fixed_number: Number of detections per image, see :func:`pad_detections`; ``None`` for a variable number.
+        size: Height and width of all images; ``None`` for any size.
 
     Input: (3, H, W), or (B, 3, H, W) if batched; uint8 or float, 0 to 255, with channels in the order of
     ``INPUT.FORMAT``.
@@ -391,8 +391,8 @@ def make_exportable(
     """Return the exportable equivalent of a detector, in eval mode. It shares the parameters of the detector.
 
     Args:
-        detector: a detectron2 model.
-        batched, fixed_number, size: see :class:`ExportableDetector`.
+        detector: A detectron2 model.
+        batched, fixed_number, size: See :class:`ExportableDetector`.
 
     Raises:
         ConfigError: If a part of the detector cannot be exported.

@@ -13,7 +13,7 @@ class SyncFreeAnchorGenerator(DefaultAnchorGenerator):
     """detectron2's anchors, with grids that are created on the device instead of copied to it.
 
     Args:
-        generator: the generator to replace.
+        generator: The generator to replace.
     """
 
     def __init__(self, generator: DefaultAnchorGenerator) -> None:
@@ -29,8 +29,8 @@ def grid_anchors(generator: DefaultAnchorGenerator, sizes: Sequence[Sequence[int
     """Return the anchors of each feature map, (H * W * A, 4), XYXY in pixels, as ``generator`` does.
 
     Args:
-        generator: the anchor generator, with A anchors per position.
-        sizes: height and width of each feature map.
+        generator: The anchor generator, with A anchors per position.
+        sizes: Height and width of each feature map.
     """
     anchors = []
     for size, stride, cells in zip(sizes, generator.strides, generator.cell_anchors, strict=True):
@@ -49,7 +49,7 @@ class SyncFreeMatcher(Matcher):
     """detectron2's matches, with masks instead of indices and without the check that IoUs are not negative.
 
     Args:
-        matcher: the matcher to replace.
+        matcher: The matcher to replace.
     """
 
     def __init__(self, matcher: Matcher) -> None:
@@ -73,7 +73,7 @@ class SyncFreeBoxTransform(Box2BoxTransform):
     """detectron2's box deltas, without the check that widths are positive.
 
     Args:
-        transform: the transform to replace.
+        transform: The transform to replace.
     """
 
     def __init__(self, transform: Box2BoxTransform) -> None:

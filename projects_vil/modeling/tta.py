@@ -27,11 +27,11 @@ def add_tta(cfg: CfgNode, model: nn.Module) -> GeneralizedRCNNWithTTA:
     original size.
 
     Args:
-        cfg: config of the detector.
-        model: a GeneralizedRCNN or RetinaNet in eval mode.
+        cfg: Config of the detector.
+        model: A GeneralizedRCNN or RetinaNet in eval mode.
 
     Raises:
-        ConfigError: for a size above the limit of the model.
+        ConfigError: For a size above the limit of the model.
     """
     given, short, end = tuple(cfg.TEST.AUG.MIN_SIZES), cfg.INPUT.MIN_SIZE_TEST, max_input_side(model)
     sizes, longest = given, cfg.TEST.AUG.MAX_SIZE
@@ -60,10 +60,10 @@ class RetinaNetWithTTA(GeneralizedRCNNWithTTA):
     ``MODEL.RETINANET.NMS_THRESH_TEST``. At most ``TEST.DETECTIONS_PER_IMAGE`` detections remain.
 
     Args:
-        cfg: config of the detector.
-        model: a RetinaNet in eval mode.
-        mapper: creates the augmented images.
-        batch_size: augmented images per batch, in the order of the mapper.
+        cfg: Config of the detector.
+        model: A RetinaNet in eval mode.
+        mapper: Creates the augmented images.
+        batch_size: Augmented images per batch, in the order of the mapper.
     """
 
     def __init__(self, cfg: CfgNode, model: nn.Module, mapper: DatasetMapperTTA, batch_size: int) -> None:

@@ -31,11 +31,11 @@ class Canvas:
 
     Args:
         image: (H, W, 3) uint8 RGB.
-        scale: scale of the image. The size of the labels does not depend on it.
-        label_size: size of the labels, as a multiple of 17 pixels.
+        scale: Scale of the image. The size of the labels does not depend on it.
+        label_size: Size of the labels, as a multiple of 17 pixels.
 
     Attributes:
-        image: the drawing, about (H * scale, W * scale, 3).
+        image: The drawing, about (H * scale, W * scale, 3).
     """
 
     def __init__(self, image: np.ndarray, *, scale: float = 1, label_size: float = 1) -> None:
@@ -114,10 +114,10 @@ def draw_instances(
 
     Args:
         image: (H, W, 3) uint8 RGB.
-        instances: annotations of detectron2's dataset dicts, or COCO results. ``category_id`` is the class index, and
+        instances: Annotations of detectron2's dataset dicts, or COCO results. ``category_id`` is the class index, and
             ``segmentation`` may also be a mask (H, W). ``track_id`` is written on the label and sets the color.
-        metadata: the metadata of the dataset: ``thing_classes``, and optionally ``thing_colors``.
-        scale, label_size: see :class:`Canvas`.
+        metadata: The metadata of the dataset: ``thing_classes``, and optionally ``thing_colors``.
+        scale, label_size: See :class:`Canvas`.
     """
     canvas = Canvas(image, scale=scale, label_size=label_size)
     colors = _colors(metadata, "thing_colors")
@@ -141,8 +141,8 @@ def draw_labels(image: np.ndarray, labels: np.ndarray, metadata, *, scale: float
     Args:
         image: (H, W, 3) uint8 RGB.
         labels: (H, W) class indices. Indices without a class, such as ``IGNORED_LABEL``, are not drawn.
-        metadata: the metadata of the dataset: ``stuff_classes``, and optionally ``stuff_colors``.
-        scale: scale of the image.
+        metadata: The metadata of the dataset: ``stuff_classes``, and optionally ``stuff_colors``.
+        scale: Scale of the image.
     """
     canvas, colors, names = Canvas(image, scale=scale), _colors(metadata, "stuff_colors"), metadata.stuff_classes
     present = [index for index in np.unique(labels).tolist() if index < len(names)]
@@ -172,7 +172,7 @@ def write_image(path: Path, image: np.ndarray) -> None:
     """Write (H, W, 3) uint8 RGB as a JPEG or PNG file, depending on the suffix. The folder is created.
 
     Raises:
-        ConfigError: if the file cannot be written, or if it exists and was not written by this function.
+        ConfigError: If the file cannot be written, or if it exists and was not written by this function.
     """
     check_replaceable(path, advice="Choose another output directory.")
     # The comment lets a later command replace the file.

@@ -38,8 +38,8 @@ def compare_coco_apis(*, num_images: int, num_detections: int) -> dict[str, dict
     """Evaluate synthetic detections with each COCO API, each in a new process.
 
     Args:
-        num_images: images in the synthetic dataset, with ``NUM_OBJECTS`` objects each.
-        num_detections: detections per image; half of them are close to an object.
+        num_images: Images in the synthetic dataset, with ``NUM_OBJECTS`` objects each.
+        num_detections: Detections per image; half of them are close to an object.
 
     Returns:
         For each API ``seconds``, ``metrics``, and ``memory``, the peak of the process in bytes (``None`` without

@@ -48,10 +48,10 @@ def measure_predictions(
     start of the processes and the loading of the model.
 
     Args:
-        model: a model that ``vil predict`` takes.
-        num_images: number of images, at least 10.
-        runs: runs of each mode; the result is the median.
-        overrides: config keys and values.
+        model: A model that ``vil predict`` takes.
+        num_images: Number of images, at least 10.
+        runs: Runs of each mode; the result is the median.
+        overrides: Config keys and values.
 
     Returns:
         One row per mode: ``name``; ``images_per_second`` (``None`` if the images took no longer than the start
@@ -118,8 +118,8 @@ def rate_of_urls(num_images: int, *, latency: float = 0.05) -> float:
     """Return the images per second that are loaded from a local server, for small images and without a model.
 
     Args:
-        num_images: number of images.
-        latency: seconds before the server answers a request.
+        num_images: Number of images.
+        latency: Seconds before the server answers a request.
     """
     image = cv2.imencode(".jpg", np.zeros((48, 64, 3), np.uint8))[1].tobytes()
 
@@ -169,9 +169,9 @@ def measure_tar_files(num_images: int, *, num_files: int = 128, num_jobs: int = 
     """Predict on tar files of log-normal sizes with a stand-in model, and repeat the finished command.
 
     Args:
-        num_images: number of images, of 60 kB each.
-        num_files: number of tar files.
-        num_jobs: number of jobs, whose shares are computed.
+        num_images: Number of images, of 60 kB each.
+        num_files: Number of tar files.
+        num_jobs: Number of jobs, whose shares are computed.
 
     Returns:
         ``bytes`` of the tar files; seconds to ``predict``, to ``resume``, and to ``read`` all files; and the bytes of

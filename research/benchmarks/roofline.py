@@ -38,9 +38,9 @@ class DeviceRates:
     """The highest measured rates of a device.
 
     Attributes:
-        flops: floating-point operations per second of a large matrix product.
-        bytes: bytes per second of a large copy, reads and writes.
-        call: seconds of the smallest operator.
+        flops: Floating-point operations per second of a large matrix product.
+        bytes: Bytes per second of a large copy, reads and writes.
+        call: Seconds of the smallest operator.
     """
 
     flops: float
@@ -147,7 +147,7 @@ def format_bounds(rows: Sequence[dict[str, Any]], rates: DeviceRates) -> str:
     """Format the rates of the device and a table of the bounds.
 
     Args:
-        rows: results of :func:`projects_vil.analysis.measure`, each updated with the result of :func:`lower_bound`.
+        rows: Results of :func:`projects_vil.analysis.measure`, each updated with the result of :func:`lower_bound`.
     """
     headers = ["model", "size", "seconds", "bound", "x bound", *BOUNDS, *OPERATOR_TYPES, "operators"]
     cells = []

@@ -20,7 +20,7 @@ class Vocabulary:
     """A map from bytes to ids: one id for each known byte, in ascending order, then one id for all others.
 
     Args:
-        known: bytes, 0 to 255, in ascending order.
+        known: Bytes, 0 to 255, in ascending order.
     """
 
     def __init__(self, known: Sequence[int]) -> None:
@@ -44,7 +44,7 @@ class Vocabulary:
         """Return the ids of a text's UTF-8 bytes.
 
         Raises:
-            ConfigError: if the prompt is empty or has an unknown byte.
+            ConfigError: If the prompt is empty or has an unknown byte.
         """
         data = prompt.encode(errors="surrogateescape")
         unknown = sorted(set(data) - set(self.known))
@@ -65,8 +65,8 @@ class Text:
 
     Attributes:
         train: (N,) int16.
-        val, test: the same. Each starts with the byte before it, from which its first byte is predicted.
-        sha256: of the file.
+        val, test: The same. Each starts with the byte before it, from which its first byte is predicted.
+        sha256: Of the file.
     """
 
     vocabulary: Vocabulary
@@ -80,10 +80,10 @@ def read_text(path: str | Path, *, vocabulary: Vocabulary | None = None) -> Text
     """Read a file: the first 90 percent of its bytes train, the next 5 validate, the last 5 test.
 
     Args:
-        vocabulary: vocabulary of a trained model; None for the bytes of the training part.
+        vocabulary: Vocabulary of a trained model; None for the bytes of the training part.
 
     Raises:
-        ConfigError: for a file of fewer than 100 bytes.
+        ConfigError: For a file of fewer than 100 bytes.
     """
     data = Path(path).read_bytes()
     if len(data) < _LEAST_BYTES:
@@ -102,7 +102,7 @@ class Streams:
     Args:
         ids: (T,), a text.
         num_streams: B.
-        length: bytes of a block.
+        length: Bytes of a block.
     """
 
     def __init__(self, ids: Tensor, num_streams: int, length: int) -> None:

@@ -26,10 +26,10 @@ class Settings:
     """A run.
 
     Attributes:
-        models: models to train on the same blocks.
-        memory_length: bytes of memory; None for the length of a block, as in the paper.
-        accumulate: gradient accumulation steps, which divide the streams of a step.
-        eval_every: steps between two evaluations on the validation part. Each evaluation saves a checkpoint.
+        models: Models to train on the same blocks.
+        memory_length: Bytes of memory; None for the length of a block, as in the paper.
+        accumulate: Gradient accumulation steps, which divide the streams of a step.
+        eval_every: Steps between two evaluations on the validation part. Each evaluation saves a checkpoint.
     """
 
     models: tuple[str, ...]
@@ -51,14 +51,14 @@ class Training:
     bitwise the same weights as a run without interruption.
 
     Args:
-        output: folder for ``last.pth``, with the state, and ``best_MODEL.pth``.
-        resume: whether to continue from ``last.pth``.
+        output: Folder for ``last.pth``, with the state, and ``best_MODEL.pth``.
+        resume: Whether to continue from ``last.pth``.
 
     Attributes:
-        evaluations: dicts with model, phase, step, train and val (bits per character) and seconds.
+        evaluations: Dicts with model, phase, step, train and val (bits per character) and seconds.
 
     Raises:
-        ConfigError: if the text is too short, the folder already has a run, or the run to resume has other settings.
+        ConfigError: If the text is too short, the folder already has a run, or the run to resume has other settings.
     """
 
     def __init__(
@@ -201,14 +201,14 @@ def load_trained(
     """Load a ``best_MODEL.pth``.
 
     Args:
-        memory_length: bytes of memory; None for the value in training.
+        memory_length: Bytes of memory; None for the value in training.
 
     Returns:
         The model in eval mode, its vocabulary, and the training: ``name``, ``size``, ``length`` (bytes of a block),
         ``memory_length`` and ``val`` (bits per character).
 
     Raises:
-        ConfigError: if the file is another checkpoint.
+        ConfigError: If the file is another checkpoint.
     """
     contents = read_checkpoint(path)
     if "char_lm_model" not in contents:
@@ -238,11 +238,11 @@ def bits_per_character(
     All unknown bytes share the probability of the unknown id equally.
 
     Args:
-        length: bytes of a block. The memory passes from block to block.
+        length: Bytes of a block. The memory passes from block to block.
         step: None for blocks, or the bytes from one sequence of ``length`` bytes to the next (section 4.2). Each
             sequence starts without a memory. All its predictions count for the first sequence, and the last ``step``
             for the others.
-        num_streams: number of parts to evaluate in parallel. Each starts with an empty memory, so more parts are faster
+        num_streams: Number of parts to evaluate in parallel. Each starts with an empty memory, so more parts are faster
             and slightly worse. Sequences are evaluated one by one.
     """
     if step is not None and step > length:
@@ -300,12 +300,12 @@ def generate(
     computed again for each byte.
 
     Args:
-        model: a model in eval mode.
+        model: A model in eval mode.
         prompt: (P,) ids, one or more.
-        number: number of ids to sample.
-        length: bytes of a block.
-        unknown: the id of unknown bytes, which is never sampled.
-        temperature: divides the log-probabilities, above 0.
+        number: Number of ids to sample.
+        length: Bytes of a block.
+        unknown: The id of unknown bytes, which is never sampled.
+        temperature: Divides the log-probabilities, above 0.
     """
     generator = torch.Generator().manual_seed(seed)
     ids, first, memory = prompt.tolist(), 0, None

@@ -28,10 +28,10 @@ class ListOpsRules:
     """The rule of the trees; the defaults are the published ones.
 
     Attributes:
-        min_length, max_length: a sample is longer than the one and shorter than the other, in tokens.
-        max_depth: levels of a tree; those on the last are values.
-        max_arguments: most arguments of an operator, at least 2.
-        operator_probability: that a node above the last level is an operator.
+        min_length, max_length: A sample is longer than the one and shorter than the other, in tokens.
+        max_depth: Levels of a tree; those on the last are values.
+        max_arguments: Most arguments of an operator, at least 2.
+        operator_probability: That a node above the last level is an operator.
     """
 
     min_length: int = 500
@@ -69,7 +69,7 @@ def generate_listops(
     """Generate the splits, in which no sample occurs twice; the same arguments give the same samples.
 
     Raises:
-        ConfigError: for rules that too few different trees fit.
+        ConfigError: For rules that too few different trees fit.
     """
     if rules.max_length - rules.min_length < 2 or rules.max_length < 5:
         raise ConfigError(

@@ -75,8 +75,8 @@ class SequenceClassifier(nn.Module):
     """An encoder, and a head on the class token, or on u, v, u * v and u - v for the class tokens of two documents.
 
     Args:
-        encoder: ids (B, N), mask (B, N) -> (B, 1, dim)
-        hidden_dim: channels inside the head.
+        encoder: Ids (B, N), mask (B, N) -> (B, 1, dim).
+        hidden_dim: Channels inside the head.
 
     Source: lra/model_wrapper.py, SCHead and SCHeadDual.
     """
@@ -102,7 +102,7 @@ def create_classifier(settings: Settings) -> SequenceClassifier:
     """Create a classifier with random weights.
 
     Raises:
-        ConfigError: for sizes or rates that the encoder does not take.
+        ConfigError: For sizes or rates that the encoder does not take.
     """
     options = {**ENCODER, "max_length": settings.max_length}
     options |= {"dropout": settings.dropout, "attention_dropout": settings.attention_dropout}

@@ -43,16 +43,16 @@ def train_classifier(
     """Train, evaluate on ``val`` every ``eval_every`` steps and at the end, and evaluate the best weights on ``test``.
 
     Args:
-        output: folder for the best checkpoint; None for no file.
-        overwrite: whether a checkpoint there may be replaced.
-        log: called with each evaluation: step, train_loss, loss, accuracy (on ``val``) and seconds.
+        output: Folder for the best checkpoint; None for no file.
+        overwrite: Whether a checkpoint there may be replaced.
+        log: Called with each evaluation: step, train_loss, loss, accuracy (on ``val``) and seconds.
 
     Returns:
         The model with the best weights, and the figures: ``test``, ``best``, ``chance``, ``parameters``, ``seconds``
         and ``evaluations``.
 
     Raises:
-        ConfigError: where the loss is not finite, and for a folder that has a checkpoint.
+        ConfigError: Where the loss is not finite, and for a folder that has a checkpoint.
     """
     path = None if output is None else checkpoint_path(output, overwrite=overwrite)
     torch.manual_seed(settings.seed)

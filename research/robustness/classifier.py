@@ -27,11 +27,11 @@ class LoadedClassifier:
 
     Attributes:
         model: timm's model of the variant, in eval mode: (B, 3, H, W) -> (B, ``num_classes``).
-        variant: one of ``backbones.list_variants()``.
-        img_size: height and width in pixels of its images.
-        table_img_size: height and width of the images that its position tables are for. timm may train on smaller ones.
-        source: a description of the file.
-        preparation: the file's values, or None, for keys of timm's data config.
+        variant: One of ``backbones.list_variants()``.
+        img_size: Height and width in pixels of its images.
+        table_img_size: Height and width of the images that its position tables are for. timm may train on smaller ones.
+        source: A description of the file.
+        preparation: The file's values, or None, for keys of timm's data config.
     """
 
     model: nn.Module
@@ -53,13 +53,13 @@ def load_classifier(
     Args:
         path: ``.pth``, ``.pth.tar`` or ``.safetensors``: of timm's ``train.py``, of ``tools/convert_checkpoint.py
             --classifier``, an official classifier, or a state dict of ``create_classifier``.
-        variant: name of the variant; None if the file has it.
-        img_size: side in pixels of images and position tables; None for the size in the file, or else the size of its
+        variant: Name of the variant; None if the file has it.
+        img_size: Side in pixels of images and position tables; None for the size in the file, or else the size of its
             tables, or else the default size of the variant.
-        averaged: take the averaged weights of ``train.py --model-ema``.
+        averaged: Take the averaged weights of ``train.py --model-ema``.
 
     Raises:
-        ConfigError: if the file has no classifier, or does not match the variant or the size.
+        ConfigError: If the file has no classifier, or does not match the variant or the size.
     """
     contents = read_checkpoint(path)
     try:

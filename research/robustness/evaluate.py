@@ -48,10 +48,10 @@ def evaluate_robustness(
     Images of ImageNet-C and ImageNet-9, which are crops of 224 pixels, are not cropped again.
 
     Args:
-        weights: file that :func:`.load_classifier` takes, with ``variant``, ``img_size`` and ``averaged``.
-        data: the folder that contains the sets' folders.
-        sets: keys of ``ROBUSTNESS_SETS``.
-        crop_pct: crop side / shorter image side; None for the value in the checkpoint, or else of the variant.
+        weights: File that :func:`.load_classifier` takes, with ``variant``, ``img_size`` and ``averaged``.
+        data: The folder that contains the sets' folders.
+        sets: Keys of ``ROBUSTNESS_SETS``.
+        crop_pct: Crop side / shorter image side; None for the value in the checkpoint, or else of the variant.
 
     Returns:
         ``variant``, ``source`` (a description of the file), ``data_config`` (timm's, for the images) and ``sets``, for
@@ -65,7 +65,7 @@ def evaluate_robustness(
         paper: the paper's figure, top-1 or for ImageNet-C mCE, and its table.
 
     Raises:
-        ConfigError: for an unknown set, where no set is there, a folder that is not as published, a broken image, and a
+        ConfigError: For an unknown set, where no set is there, a folder that is not as published, a broken image, and a
             checkpoint without a head of ImageNet's 1000 classes.
     """
     data = Path(data)

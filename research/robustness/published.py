@@ -35,8 +35,8 @@ def paper_figures(variant: str, img_size: tuple[int, int]) -> dict[str, tuple[fl
     The paper does not name its version of ImageNet-V2: its figure is returned for ``"v2"``, matched frequency.
 
     Args:
-        variant: one of ``backbones.list_variants()``.
-        img_size: height and width in pixels.
+        variant: One of ``backbones.list_variants()``.
+        img_size: Height and width in pixels.
     """
     if img_size[0] != img_size[1]:
         return {}

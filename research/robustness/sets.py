@@ -61,14 +61,14 @@ class ImageSet:
     """A published set.
 
     Attributes:
-        title: its name in tables.
-        folder: folder of the images.
-        num_images: the published number; for ImageNet-C of each severity.
+        title: Its name in tables.
+        folder: Folder of the images.
+        num_images: The published number; for ImageNet-C of each severity.
         classes: ``"wordnet"`` for folders named by WordNet ids, ``"number"`` for folders 0 to 999, ``"in9"`` for
             ``IN9_CLASSES``.
         subset: timm's list of the 200 classes that ImageNet-A and -R have; None for all 1000.
-        labels: a file with the correct classes; None where the folders are the classes.
-        cropped: whether a crop of its images is taken; False for images that are crops of 224 pixels.
+        labels: A file with the correct classes; None where the folders are the classes.
+        cropped: Whether a crop of its images is taken; False for images that are crops of 224 pixels.
     """
 
     title: str
@@ -109,7 +109,7 @@ class LabeledImages(ImageFolder):
     """The images of a set, or of a folder ``inside`` it, such as a corruption and a severity of ImageNet-C.
 
     Raises:
-        ConfigError: for a folder that is not one of the set's classes; FileNotFoundError for an empty one.
+        ConfigError: For a folder that is not one of the set's classes; FileNotFoundError for an empty one.
     """
 
     def __init__(self, data: Path, name: str, *inside: str, transform: Callable[[Any], Tensor] | None = None) -> None:
@@ -152,7 +152,7 @@ def correct_classes(data: Path, name: str, samples: Sequence[tuple[str, int]]) -
     """Return the correct classes, 0 to 999, of each (path, class of its folder); none for an image without a label.
 
     Raises:
-        ConfigError: for a file of labels that is not the published one, and for an image without its published name.
+        ConfigError: For a file of labels that is not the published one, and for an image without its published name.
     """
     image_set = ROBUSTNESS_SETS[name]
     if image_set.labels is None:
@@ -177,7 +177,7 @@ def top_classes(logits: Tensor, subset: Sequence[int] | None = None) -> Tensor:
     """Return the five most probable classes of each image, (B, 5), from logits (B, K).
 
     Args:
-        subset: the only classes that may be predicted; None for all.
+        subset: The only classes that may be predicted; None for all.
     """
     if subset is None:
         return logits.topk(5, dim=1).indices
@@ -193,7 +193,7 @@ def accuracy(predictions: Tensor, correct: Sequence[Collection[int]]) -> dict[st
         top1, top5: percent of the labeled images whose first prediction, or one of five, is correct.
 
     Raises:
-        ConfigError: where no image has a label.
+        ConfigError: Where no image has a label.
     """
     hits = [
         [number in classes for number in row]

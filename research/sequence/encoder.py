@@ -37,11 +37,11 @@ def sequence_attention(
 
     Args:
         query, key, value: (B, M, N, D); any N.
-        window_size: w. The window has ``max(w // 2, 1)`` more tokens on each side of a segment. 0 for only the shared
+        window_size: W. The window has ``max(w // 2, 1)`` more tokens on each side of a segment. 0 for only the shared
             keys.
         mask: (B, N), True for real tokens, False for padding; None if all tokens are real.
         shared_key, shared_value: (B, M, P, D), attended to by all tokens, or None.
-        dropout: dropout rate of the attention weights.
+        dropout: Dropout rate of the attention weights.
 
     Returns:
         (B, M, N, D), 0 for padding.
@@ -116,13 +116,13 @@ class SequenceAttention(DualNorm):
     Keys and values of the class token are normalized with the projected keys, not with the tokens.
 
     Args:
-        dim: channels of a token.
-        num_heads: divides ``dim``.
-        window_size: w, tokens of a segment; 0 for only the projection.
-        rank: r, projected keys of a head; 0 for only the window.
-        class_token: whether there is a class token.
-        update_tokens: whether to compute an output of the tokens. The last layer may have only the class token.
-        dropout: dropout rate of the tokens' attention weights in training.
+        dim: Channels of a token.
+        num_heads: Divides ``dim``.
+        window_size: W, tokens of a segment; 0 for only the projection.
+        rank: R, projected keys of a head; 0 for only the window.
+        class_token: Whether there is a class token.
+        update_tokens: Whether to compute an output of the tokens. The last layer may have only the class token.
+        dropout: Dropout rate of the tokens' attention weights in training.
     """
 
     def __init__(
@@ -208,10 +208,10 @@ class EncoderLayer(nn.Module):
     The class token is not normalized before the attention, as in the official code.
 
     Args:
-        dim: channels of a token.
-        attention: module from tokens (B, N, C), class token (B, 1, C) or None and mask to updates of both.
-        hidden_dim: channels inside the MLP.
-        dropout: dropout rate after the attention and in the MLP.
+        dim: Channels of a token.
+        attention: Module from tokens (B, N, C), class token (B, 1, C) or None and mask to updates of both.
+        hidden_dim: Channels inside the MLP.
+        dropout: Dropout rate after the attention and in the MLP.
     """
 
     def __init__(self, dim: int, attention: nn.Module, *, hidden_dim: int, dropout: float = 0.0) -> None:
@@ -238,22 +238,22 @@ class SequenceEncoder(nn.Module):
     """A bidirectional encoder: word and position embeddings, layers of long-short attention, a LayerNorm.
 
     Args:
-        vocab_size: number of token ids.
-        dim: channels of a token.
-        num_heads: divides ``dim``.
-        hidden_dim: channels inside the MLPs.
-        depth: number of layers.
-        max_length: tokens of the longest sequence.
-        window_size: w, tokens of a segment. A token attends to its segment and to w // 2 tokens, at least 1, on each
+        vocab_size: Number of token ids.
+        dim: Channels of a token.
+        num_heads: Divides ``dim``.
+        hidden_dim: Channels inside the MLPs.
+        depth: Number of layers.
+        max_length: Tokens of the longest sequence.
+        window_size: W, tokens of a segment. A token attends to its segment and to w // 2 tokens, at least 1, on each
             side of the segment. 0 for only the dynamic projection.
-        rank: r, projected keys of a head; 0 for only the window.
-        class_token: whether the output is a class token, which attends to all tokens and all tokens to it.
+        rank: R, projected keys of a head; 0 for only the window.
+        class_token: Whether the output is a class token, which attends to all tokens and all tokens to it.
             ``"last_layer"`` adds it only in the last layer, as in the official scripts.
-        dropout: dropout rate after the embeddings and the attention, and in the MLPs.
-        attention_dropout: dropout rate of the attention weights.
+        dropout: Dropout rate after the embeddings and the attention, and in the MLPs.
+        attention_dropout: Dropout rate of the attention weights.
 
     Raises:
-        ConfigError: for an unknown keyword, with the closest known one, and for invalid sizes.
+        ConfigError: For an unknown keyword, with the closest known one, and for invalid sizes.
     """
 
     no_weight_decay_names = ("positions", "class_token")
@@ -315,7 +315,7 @@ class SequenceEncoder(nn.Module):
             The class token, (B, 1, C). Without a class token: the tokens, (B, N, C), with 0 for padding.
 
         Raises:
-            ConfigError: if N is larger than ``max_length``.
+            ConfigError: If N is larger than ``max_length``.
         """
         if ids.shape[1] > len(self.positions):
             raise ConfigError(f"A sequence has {ids.shape[1]} tokens. Use at most max_length={len(self.positions)}.")

@@ -22,8 +22,8 @@ class Learner:
     """A model in training.
 
     Attributes:
-        seconds: total time of its steps.
-        losses: losses of the steps since the last call of :meth:`take_mean_loss`.
+        seconds: Total time of its steps.
+        losses: Losses of the steps since the last call of :meth:`take_mean_loss`.
     """
 
     def __init__(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -62,8 +62,8 @@ def train(
     """Train all learners on the same data, from step ``first`` to ``steps``.
 
     Args:
-        compute_losses: yields the losses of the micro-batches of a learner and a step, one after the other.
-        evaluate: called with the number of finished steps, every ``eval_every`` steps and at the end.
+        compute_losses: Yields the losses of the micro-batches of a learner and a step, one after the other.
+        evaluate: Called with the number of finished steps, every ``eval_every`` steps and at the end.
         first: 0, or the number of finished steps of a resumed training.
     """
     for step in range(first, steps):
@@ -78,8 +78,8 @@ class StepCase:
     """A training step to measure.
 
     Attributes:
-        name: name in errors.
-        build_step: builds a step for a sequence length. For None it builds a small step, which runs first as a warm-up.
+        name: Name in errors.
+        build_step: Builds a step for a sequence length. For None it builds a small step, which runs first as a warm-up.
             It is pickled.
     """
 
@@ -105,7 +105,7 @@ def measure_lengths(
     """Measure a training step of each model at each length, as in LS figure 3.
 
     Args:
-        builders: model -> ``build_step`` of a :class:`StepCase`.
+        builders: Model -> ``build_step`` of a :class:`StepCase`.
 
     Returns:
         For each length and model: ``length``, ``model``, ``seconds`` (median of interleaved runs) and ``memory`` (peak
@@ -138,7 +138,7 @@ def format_costs(rows: Sequence[dict[str, Any]], titles: dict[str, str]) -> str:
     They also have ``parameters``, and optionally ``multiply_adds`` and ``as_published``.
 
     Args:
-        titles: model -> its name in the table.
+        titles: Model -> its name in the table.
     """
     table = []
     for row in rows:
