@@ -83,7 +83,7 @@ class OfficialCheckpoint:
 
 
 def detect_format(contents: Mapping[str, object]) -> OfficialCheckpoint | None:
-    """Return the official checkpoint that a file contains, or None if it is in no official format.
+    """Return the official checkpoint that a file contains, or None if it has no official format.
 
     Args:
         contents: Result of :func:`backbones.checkpoint_files.read_checkpoint`, or a bare state dict.
@@ -172,9 +172,9 @@ def convert_tensors(
     initial_values: InitialValues | None = None,
     wrappers: Sequence[str] = _WRAPPERS,
 ) -> tuple[dict[str, Tensor], ConversionReport]:
-    """Fill the state dict of a model with the tensors of a checkpoint, so that every name on both sides is explained.
+    """Fill the state dict of a model with the tensors of a checkpoint. Names without a match or a reason are errors.
 
-    Position tables of other sizes are resized.
+    Position tables of another size are resized.
 
     Args:
         model: The model, on any device. Its values are not read.

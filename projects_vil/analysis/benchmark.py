@@ -244,9 +244,9 @@ def measure(cases: Sequence[BenchmarkCase], *, reference: int = 0, runs: int = 5
     times, peaks = measure_steps(cases, runs=runs, memory=memory)
     fields = ("part", "size", "batch_size", "backward", "device", "dtype")
     rows = []
-    for case, own, peak in zip(cases, times, peaks, strict=True):
+    for case, seconds, peak in zip(cases, times, peaks, strict=True):
         row = {"model": case.name} | {field: getattr(case, field) for field in fields}
-        for name, values in (("seconds", own), ("ratio", own / times[reference])):
+        for name, values in (("seconds", seconds), ("ratio", seconds / times[reference])):
             low, row[name], high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
             row[f"{name}_quartiles"] = [low, high]
         rows.append(row | {"images_per_second": case.batch_size / row["seconds"], "memory": peak})
@@ -258,6 +258,7 @@ def measure_steps(cases: Sequence[Any], *, runs: int, memory: bool) -> tuple[np.
 
     Args:
         cases: Objects with ``name``, ``device`` and ``build``, which returns a step.
+        runs, memory: See :func:`measure`.
     """
     steps = [case.build() for case in cases]
     is_cuda = cases[0].device.startswith("cuda")
@@ -359,15 +360,15 @@ def format_measurements(rows: Sequence[dict[str, Any]], *, reference: str) -> st
 
 def growth(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Fit time and memory of models with several sizes as powers of the number of pixels, and return the exponents."""
-    found = {}
-    for name, own in _by_model(rows).items():
-        if len(own) > 1:
-            pixels = np.log([math.prod(row["size"]) for row in own])
-            values = {"time": [row["seconds"] for row in own]}
-            if all(row["memory"] for row in own):
-                values["memory"] = [row["memory"] for row in own]
-            found[name] = {what: float(np.polyfit(pixels, np.log(y), 1)[0]) for what, y in values.items()}
-    return found
+    exponents = {}
+    for name, model_rows in _by_model(rows).items():
+        if len(model_rows) > 1:
+            pixels = np.log([math.prod(row["size"]) for row in model_rows])
+            values = {"time": [row["seconds"] for row in model_rows]}
+            if all(row["memory"] for row in model_rows):
+                values["memory"] = [row["memory"] for row in model_rows]
+            exponents[name] = {what: float(np.polyfit(pixels, np.log(y), 1)[0]) for what, y in values.items()}
+    return exponents
 
 
 def plot_measurements(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
@@ -379,10 +380,10 @@ def plot_measurements(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
     exponents = growth(rows)
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (what, (key, title, unit)) in zip(all_axes, panels.items(), strict=True):
-        for name, own in _by_model(rows).items():
+        for name, model_rows in _by_model(rows).items():
             label = f"{name} ({exponents[name][what]:.2f})" if name in exponents else name
-            pixels = [math.prod(row["size"]) / 1e6 for row in own]
-            axes.loglog(pixels, [row[key] / unit for row in own], marker="o", label=label)
+            pixels = [math.prod(row["size"]) / 1e6 for row in model_rows]
+            axes.loglog(pixels, [row[key] / unit for row in model_rows], marker="o", label=label)
         axes.set(title=title, xlabel="megapixels")
         axes.grid(which="both", alpha=0.3)
         axes.legend(title="exponent in parentheses" if exponents else None, fontsize="small")

@@ -308,7 +308,7 @@ class Checkpointer(DetectionCheckpointer):
             self._fail(f"was trained on {saved.input}, but the config has {ours.input} ({keys})", only_complete=True)
 
     def _fail(self, reason: str, *, only_complete: bool = False) -> None:
-        """Raise a :class:`ConfigError`, or log a warning if only a complete checkpoint must match in this."""
+        """Raise a :class:`ConfigError`. With ``only_complete``, an incomplete checkpoint gives a warning instead."""
         if not self.complete and only_complete:
             self.logger.warning(f"{self._path} {reason}")
             return

@@ -346,7 +346,7 @@ def _classifier_options(
             if stage.attention != "sliding_chunk":
                 continue
             if _has_full_attention(weights, index + 1):
-                # Two chunks are as long as the feature map, so that all tokens see each other.
+                # Two chunks are as long as the feature map, so that each token attends to all tokens.
                 chunks[index] = max(stage.chunk_size, math.ceil(sizes[index] / 2))
             elif (offsets := _num_offsets(weights, index + 1)) % 4 == 3:
                 chunks[index] = (offsets + 1) // 4

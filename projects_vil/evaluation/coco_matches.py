@@ -29,8 +29,8 @@ def match_image(
         max_detections: ``maxDets`` of COCOeval. Keypoints use COCOeval's default.
 
     Returns:
-        An array with a record per detection: image, category, score, rank within the category, and for each of A area
-        ranges two bit masks over the IoU thresholds, ``matched`` and ``ignored``. And an array with a record per
+        Two arrays. The first has a record per detection: image, category, score, rank within the category, and for each
+        of A area ranges two bit masks over the IoU thresholds, ``matched`` and ``ignored``. The second has a record per
         category: image, category, and for each area range the number of objects that are not ignored.
     """
     # As in detectron2, the area of a mask is its number of pixels, not the area of its box.

@@ -129,9 +129,9 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
     """detectron2's COCO evaluator with identical metrics and a small memory footprint. Without detections the AP is 0.
 
     Each process matches every image with pycocotools as soon as it is processed, and keeps about 40 bytes per
-    detection. The main process gathers these, and in small chunks the entries of ``coco_instances_results.json``. An
-    image that was already processed, in the same or in another process, is ignored. Proposals are evaluated by
-    detectron2.
+    detection. The main process gathers these records. It gathers the entries of ``coco_instances_results.json`` in
+    small chunks. An image that was already processed, in the same or in another process, is ignored. Proposals are
+    evaluated by detectron2.
 
     The annotations are read as in training. If an image has more objects than ``max_dets_per_image``, a warning gives
     the largest possible recall.
@@ -162,7 +162,7 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
             coco, self._coco_api = self._coco_api, None
             truth, categories = serialized(by_image(coco.dataset)), coco.cats
         else:
-            # detectron2's constructor always reads the annotation file, which may have errors that ``truth`` has not.
+            # detectron2's constructor always reads the annotation file, which may have errors that truth does not have.
             self._logger = logging.getLogger(coco_evaluation.__name__)
             self._distributed, self._output_dir, self._use_fast_impl = True, output_dir, False
             self._max_dets_per_image = [1, 10, max_dets_per_image]

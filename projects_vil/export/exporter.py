@@ -129,7 +129,7 @@ def export_detector(
     if batched:
         example = example.repeat(2, 1, 1, 1)
 
-    # Different inputs and outputs get different file names.
+    # Files with different inputs or outputs have different names.
     parts = ["model", batched and "batched", precision != "fp32" and precision, fixed_detections and "fixed"]
     parts += [input_dtype != "uint8" and input_dtype, size and f"{size[0]}x{size[1]}", opset and f"opset{opset}"]
     path = Path(output) / ("_".join(filter(None, parts)) + entry.suffix)
@@ -140,13 +140,14 @@ def export_detector(
         source = new.with_name(f"float{entry.suffix}") if is_int8 else new
         options = {"quantizes": is_int8} if "int8" in entry.precisions else {}
         options |= {"opset": opset} if opset else {}
+        logging.getLogger(__name__).info("exporting to %s, which may take minutes", file_format)
         entry.write(exportable, example, source, **options)
         if is_int8:
             quantize(source, new, file_format, calibration, read)
             metadata["quantization"] = {"calibration_images": len(calibration), "float_layers": FLOAT_LAYERS}
         entry.embed(new, metadata)
-        own, *others = entry.files(new)
-        digests = {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
+        main, *others = entry.files(new)
+        digests = {"sha256": digest_of(main), "other_files": {file.name: digest_of(file) for file in others}}
         metadata_path(new).write_text(json.dumps(metadata | digests, indent=2) + "\n")
         report = check_export(cfg, reference, ExportedModel(new), compared, evaluate=evaluate, accept_drop=accept_drop)
         low_threshold = with_overrides(cfg, dict.fromkeys(_SCORE_THRESHOLDS, 0.0))

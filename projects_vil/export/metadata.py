@@ -57,6 +57,8 @@ def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None
 
     Args:
         sides: The smallest and largest side in pixels.
+        size: Height and width of the image in pixels.
+        what: The image or the argument, for the message.
     """
     if min(size) < sides[0] or max(size) > sides[1]:
         raise ConfigError(
@@ -166,7 +168,7 @@ _COUNT = "number of detections: the first rows of the other outputs. All other r
 def _describe_outputs(exportable: ExportableDetector, mask_side: int) -> list[dict]:
     images = ["batch"] if exportable.batched else []
     rows = ["detections"] if exportable.fixed_number is None else [*images, exportable.fixed_number]
-    known = {
+    descriptions = {
         "boxes": ([*rows, 4], "float32", "left, top, right, bottom in pixels of the input image"),
         "scores": (rows, "float32", "probability, highest first"),
         "classes": (rows, "int64", "index into classes"),
@@ -175,4 +177,4 @@ def _describe_outputs(exportable: ExportableDetector, mask_side: int) -> list[di
         "count": (images or [1], "int64", _COUNT),
     }
     keys = ("name", "shape", "dtype", "meaning")
-    return [dict(zip(keys, (name, *known[name]), strict=True)) for name in exportable.output_names]
+    return [dict(zip(keys, (name, *descriptions[name]), strict=True)) for name in exportable.output_names]

@@ -31,8 +31,8 @@ TOLERANCES = {
     "bf16": {"boxes": 4.0, "scores": 1e-1, "masks": 2e-1},
     "int8": {"boxes": 4.0, "scores": 1e-1, "masks": 2e-1},
 }
-# The fraction of detections per image that may differ by more: after rounding, non-maximum suppression can keep the
-# other one of two nearly equal candidates. None: average precision decides for int8, not pairs.
+# The fraction of detections per image that may differ by more. After rounding, non-maximum suppression can keep the
+# other one of two nearly equal candidates. None for int8, which is judged by average precision instead of by pairs.
 CHANGED_SHARE = {"fp32": 0.0, "fp16": 0.1, "bf16": 0.1, "int8": None}
 # Within this distance of the score threshold, or of the lowest score of a full list, a detection may be missing.
 BORDERLINE = TOLERANCES["fp32"]["scores"]
@@ -194,11 +194,11 @@ def measure_latency(reference: DetectFn, exported: DetectFn, image: Tensor) -> d
     """Return the median milliseconds of both on one image, run alternately, and the speedup of the exported model."""
     times: dict[DetectFn, list[float]] = {reference: [], exported: []}
     for _ in range(1 + 5):
-        for detector, own in times.items():
+        for detector, milliseconds in times.items():
             start = time.perf_counter()
             detector(image)
-            own.append(1000 * (time.perf_counter() - start))
-    eager, ours = (statistics.median(own[1:]) for own in times.values())  # without the warm-up
+            milliseconds.append(1000 * (time.perf_counter() - start))
+    eager, ours = (statistics.median(values[1:]) for values in times.values())  # without the warm-up
     return {
         "eager_ms": round(eager, 3),
         "exported_ms": round(ours, 3),
@@ -220,7 +220,8 @@ def check_export(
 ) -> dict:
     """Compare an exported model with the detector that it was made from, and return the report (docs/export.md).
 
-    A batched model sees each image first and second in a batch of two, next to its mirror image.
+    A batched model gets each image twice, as the first and as the second of a batch of two. The other image of the
+    batch is its mirror image.
 
     Args:
         cfg: The config of the detector.
@@ -244,7 +245,7 @@ def check_export(
         else:
             theirs = [model(image)]
         size = {"height": image.shape[-2], "width": image.shape[-1]}
-        rows += [size | compare_detections(ours, found, precision, thresholds) for found in theirs]
+        rows += [size | compare_detections(ours, outputs, precision, thresholds) for outputs in theirs]
     report = {
         "file": model.path.name,
         "format": model.file_format,
@@ -274,7 +275,7 @@ def is_equal(rows: Sequence[dict]) -> bool:
 
 
 def _evaluate(cfg: CfgNode, reference: nn.Module, model: ExportedModel) -> list[dict]:
-    """Return the average precision of both for each test set and task."""
+    """Return the average precision of the detector and the exported model for each test dataset and task."""
     rows = []
     for name in cfg.DATASETS.TEST:
         results = []
@@ -298,7 +299,7 @@ def _number(value: float) -> float | None:
 
 
 def _advice(report: dict) -> list[str]:
-    """Return a line about what different detections mean and what to do, if an image has any."""
+    """Return a line that explains different detections and what to do, if there are any."""
     rows = [row for row in report["images"] if row["ok"] is False]
     if not rows:
         return []

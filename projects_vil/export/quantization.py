@@ -48,6 +48,8 @@ def quantize(source: Path, path: Path, file_format: str, files: Sequence[Any], r
     """Quantize the float file ``source`` and write the result to ``path``.
 
     Args:
+        source: The float file.
+        path: The int8 file to write.
         file_format: ``"onnx"`` or ``"openvino"``.
         files: The calibration images.
         read: A function from one of ``files`` to an input of the model.
