@@ -22,9 +22,9 @@ LR_SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGamm
 # Modules with SOLVER.WEIGHT_DECAY_NORM. detectron2 has the same list, local to a function. Batch and instance norms are
 # subclasses of _NormBase.
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm)
-# SOLVER.EPOCHS: largest share of the warm-up in the run. A short run has 20 iterations, or half of its iterations:
-# AdamW's first steps at the full rate would ruin pretrained weights. Evaluations follow each epoch of 1000 or more
-# iterations; shorter epochs are evaluated every 100 iterations, at most 20 times.
+# With SOLVER.EPOCHS, the warm-up is limited to this share of the run. The limit is at least 20 iterations, or half of a
+# shorter run, because AdamW's first steps at the full rate would damage pretrained weights. An epoch of 1000 or more
+# iterations ends with an evaluation. Shorter epochs are evaluated at most every 100 iterations and 20 times.
 _WARMUP_SHARE, _SHORT_WARMUP = 0.05, 20
 _LONG_EPOCH = 1000
 _MIN_PERIOD = 100
@@ -88,15 +88,15 @@ def parameter_groups(
     no_decay: set[nn.Parameter] = set()
     for module in model.modules():
         if hasattr(module, "no_weight_decay"):
-            own = module.no_weight_decay()
-            no_decay |= {parameter for name, parameter in module.named_parameters() if name in own}
+            names = module.no_weight_decay()
+            no_decay |= {parameter for name, parameter in module.named_parameters() if name in names}
     # In the order of the model, because checkpoints number the parameters of an optimizer.
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        prefix, _, own_name = name.rpartition(".")
-        module, is_bias = model.get_submodule(prefix), own_name == "bias"
+        prefix, _, leaf = name.rpartition(".")
+        module, is_bias = model.get_submodule(prefix), leaf == "bias"
         factor = layer_factors.get(name, 1.0) * (bias_lr_factor if is_bias else 1.0)
         for pattern, pattern_factor in lr_multipliers:
             if fnmatch.fnmatchcase(name, pattern):
@@ -125,7 +125,7 @@ def layer_decay_factors(model: nn.Module, decay: float) -> dict[str, float]:
         decay: A number above 0 and at most 1; 1 means no decay.
 
     Raises:
-        ConfigError: For a decay out of range, or below 1 for a model without numbered layers.
+        ConfigError: If the decay is out of range, or below 1 for a model without numbered layers.
     """
     if not 0 < decay <= 1:
         raise ConfigError(f"{_LAYER_DECAY} is {decay!r}. It must be above 0 and at most 1.0 (no decay).")
@@ -212,7 +212,7 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
                 f"Invalid schedule ({one_line(error)}). Check SOLVER.STEPS, MAX_ITER and WARMUP_ITERS."
             ) from error
     if not 0 <= solver.BASE_LR_END <= solver.BASE_LR:
-        raise ConfigError(f"SOLVER.BASE_LR_END is {solver.BASE_LR_END}. It must be 0 to BASE_LR, {solver.BASE_LR}.")
+        raise ConfigError(f"SOLVER.BASE_LR_END is {solver.BASE_LR_END}. Use 0 to SOLVER.BASE_LR, {solver.BASE_LR}.")
     end = solver.BASE_LR_END / solver.BASE_LR
     schedule = WarmupParamScheduler(
         lambda where: end + (1 - end) * max(1 - where, 0.0) ** solver.POLY_LR_POWER,
@@ -251,8 +251,8 @@ def resolve_schedule(cfg: CfgNode, num_images: int, overridden: Collection[str] 
     - ``SOLVER.MAX_ITER`` is set to the length of all epochs.
     - ``SOLVER.STEPS`` keep their fractions of ``MAX_ITER``. Schedules without steps keep their shape anyway.
     - ``SOLVER.WARMUP_ITERS`` is limited to :func:`longest_warmup`.
-    - ``TEST.EVAL_PERIOD`` and ``SOLVER.CHECKPOINT_PERIOD`` are one epoch of 1000 iterations or more. For shorter epochs
-      they are the number of epochs that takes at least 100 iterations and a twentieth of the run.
+    - ``TEST.EVAL_PERIOD`` and ``SOLVER.CHECKPOINT_PERIOD`` are one epoch if it has at least 1000 iterations. Otherwise
+      they are the smallest number of epochs with at least 100 iterations and at least 1/20 of all epochs.
 
     A key in ``overridden`` keeps its value. ``SOLVER.MAX_ITER`` in it takes precedence over epochs of the config file.
     ``SOLVER.BASE_LR`` and ``BASE_LR_END`` are multiplied by ``IMS_PER_BATCH / REFERENCE_BATCH_SIZE``.

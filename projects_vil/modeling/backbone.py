@@ -320,7 +320,7 @@ def eval_dtype(cfg: CfgNode) -> torch.dtype:
 def autocast_detector(dtype: torch.dtype, detector: nn.Module) -> Iterator[None]:
     """Run the backbone and all but the last layers of the heads under autocast, and the rest in float32.
 
-    float32 changes nothing.
+    If ``dtype`` is float32, autocast is not used.
     """
     if dtype == torch.float32:
         yield

@@ -1,4 +1,4 @@
-"""Parts of detectron2's detectors with the same results, for which the host does not wait for the GPU."""
+"""Parts of detectron2's detectors that compute the same results without synchronizing with the GPU."""
 
 from collections.abc import Sequence
 
@@ -99,7 +99,7 @@ _SYNC_FREE = {
 def use_sync_free_parts(detector: nn.Module) -> None:
     """Replace the anchor generators, matchers and box transforms of a detector by the classes of this module.
 
-    Parts of other classes, subclasses included, stay.
+    Parts of other classes, including subclasses, are not replaced.
     """
     for module in list(detector.modules()):
         for name, part in [*module.named_children(), *vars(module).items()]:

@@ -183,7 +183,7 @@ class _SameConv2d(nn.Conv2d):
 
 
 def check_freeze_at(freeze_at: int, name: str, num_stages: int) -> None:
-    """Raise a :class:`ConfigError` unless the model has as many stages as are frozen."""
+    """Raise a :class:`ConfigError` unless ``freeze_at`` is from 0 to the number of stages."""
     if not 0 <= freeze_at <= num_stages:
         stages = counted(num_stages, "stage")
         raise ConfigError(f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}, but {name} has {stages}. Use 0 to {num_stages}.")

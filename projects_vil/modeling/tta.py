@@ -40,10 +40,10 @@ def add_tta(cfg: CfgNode, model: nn.Module) -> GeneralizedRCNNWithTTA:
     if end is not None:
         if given != _USUAL_SIZES and max(given) > end:
             raise ConfigError(
-                f"TEST.AUG.MIN_SIZES has {max(given)}, but the absolute positions of this model end at "
-                f"MODEL.TRANSFORMER.MAX_IMG_SIZE {end}. Lower the sizes, or raise the limit."
+                f"TEST.AUG.MIN_SIZES has {max(given)}, but the position tables of this model are for at most {end} "
+                "pixels (MODEL.TRANSFORMER.MAX_IMG_SIZE). Lower the sizes, or raise this limit."
             )
-        # Without duplicates.
+        # Limited sizes may be equal. dict.fromkeys removes duplicates.
         sizes, longest = tuple(dict.fromkeys(min(size, end) for size in sizes)), min(longest, end)
     mapper = DatasetMapperTTA(sizes, longest, cfg.TEST.AUG.FLIP)
     # A batch is an image and its mirror image: images of different sizes would be padded.

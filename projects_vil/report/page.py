@@ -43,7 +43,7 @@ _WARNING = re.compile(rf"^{_TIME} \S+ (?:WARNING|ERROR|CRITICAL): (.*(?:\n(?!{_T
 
 @dataclass
 class RunFolder:
-    """The content of a run's files. A missing or unreadable file is empty, and ``omitted`` has the reason."""
+    """The content of a run's files. It is empty for a missing or unreadable file, and ``omitted`` has the reason."""
 
     folder: Path
     cfg: CfgNode | None = None

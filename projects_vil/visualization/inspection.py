@@ -52,7 +52,7 @@ def read_input(
     Args:
         cfg, model: The config and the model.
         path: The image file.
-        point: Y and x of a pixel of the file. The default is the center.
+        point: Row and column (y, x) of a pixel of the file. The default is the center.
 
     Returns:
         The resized image (H, W, 3) uint8 RGB; the input of the backbone (1, 3, H', W'), padded at the bottom and on the
@@ -65,7 +65,9 @@ def read_input(
     rows, cols = pixels.shape[:2]
     y, x = (height // 2, width // 2) if point is None else point
     if not (0 <= y < height and 0 <= x < width):
-        raise ConfigError(f"Point {y} {x} is outside '{path}' (height {height}, width {width}).")
+        raise ConfigError(
+            f"Point {y} {x} is outside '{path}' ({height} x {width} pixels). Choose a pixel of the image."
+        )
     point = (2 * y + 1) * rows // (2 * height), (2 * x + 1) * cols // (2 * width)
     channels = pixels[:, :, ::-1] if cfg.INPUT.FORMAT == "BGR" else pixels
     image = torch.as_tensor(channels.transpose(2, 0, 1).astype("float32"))
@@ -94,7 +96,7 @@ def draw_attention(
         image_file: The image.
         output: The folder of the PNG file.
         stage, block: The stage and the block of the backbone, counted from 1. The default is the last one.
-        point: Y and x in pixels of the image file. The default is the center.
+        point: Row and column (y, x) in pixels of the image file. The default is the center.
 
     Raises:
         ConfigError: If the stage or block does not exist or has no attention to the image, the point is outside the
@@ -137,7 +139,7 @@ def plot_attention(
         pixels: (H, W, 3) uint8 RGB, without padding.
         stride: Side of a token in pixels.
         token: Row and column of the token.
-        keys: What the projected keys are, for the titles of their heat maps.
+        keys: A description of the projected keys, for the titles of their heat maps.
     """
     height, width = pixels.shape[:2]
     # Tokens of the padding are not drawn.
@@ -266,7 +268,7 @@ def draw_offsets(
         image_files: The images.
         output: The folder of the PNG files.
         num_points: Number of tokens, evenly distributed over the image.
-        point: Y and x in pixels of the image file, for one token instead of ``num_points``.
+        point: Row and column (y, x) in pixels of the image file, for one token instead of ``num_points``.
 
     Raises:
         ConfigError: If the model has no deformable token merging, the point is outside an image, or a file cannot be
@@ -275,8 +277,8 @@ def draw_offsets(
     paths = [Path(output) / f"{Path(file).stem}_offsets.png" for file in image_files]
     model, backbone = load_model(cfg, weights)
     for file, path in zip(image_files, paths, strict=True):
-        pixels, batch, found = read_input(cfg, model, file, point)
-        points = [found]
+        pixels, batch, resized_point = read_input(cfg, model, file, point)
+        points = [resized_point]
         if point is None:
             # The R2 sequence: any number of its points is evenly distributed, and the first is in the center.
             fractions = 0.05 + 0.9 * ((0.5 + np.arange(num_points)[:, None] * [0.7548776662, 0.5698402910]) % 1)

@@ -110,8 +110,8 @@ def predictions_file(run: Path, dataset_name: str) -> Path:
     """Return the file with the predictions of a run. With several test datasets, each has its own folder."""
     is_sem_seg = MetadataCatalog.get(dataset_name).get("evaluator_type") == "sem_seg"
     name = "sem_seg_predictions.json" if is_sem_seg else "coco_instances_results.json"
-    own = run / "inference" / dataset_name / name
-    return own if own.exists() else run / "inference" / name
+    dataset_file = run / "inference" / dataset_name / name
+    return dataset_file if dataset_file.exists() else run / "inference" / name
 
 
 def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: int | None = None) -> list[Path]:

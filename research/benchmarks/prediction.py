@@ -48,9 +48,10 @@ def measure_predictions(
     start of the processes and the loading of the model.
 
     Args:
-        model: A model that ``vil predict`` takes.
+        model: A model that ``vil predict`` accepts.
         num_images: Number of images, at least 10.
-        runs: Runs of each mode; the result is the median.
+        batch_size: Images per batch, for the modes with batches.
+        runs: Runs of each mode. The result is the median.
         overrides: Config keys and values.
 
     Returns:
@@ -83,7 +84,7 @@ def measure_predictions(
                     started = ("predict", model, f"{folder}/{split}", "--output", f"{folder}/{name}-{split}-{run}")
                     with _ray_cluster() if name == _RAY else nullcontext({}) as env:
                         measured.append(
-                            _run([(*started, "--format", "parquet", *own, *overrides) for own in commands], env)
+                            _run([(*started, "--format", "parquet", *flags, *overrides) for flags in commands], env)
                         )
                 seconds.setdefault(name, []).append((measured[0][0], measured[1][0]))
                 peaks.setdefault(name, []).append(measured[1][1])
@@ -150,7 +151,7 @@ def rate_of_urls(num_images: int, *, latency: float = 0.05) -> float:
 
 
 class _EmptyRunner:
-    """A runner that detects nothing."""
+    """A runner without a model. It returns no detections."""
 
     channels, sides, score_threshold, weights = "RGB", (1, None), 0.0, __file__
     categories = Categories((1,), ("thing",))
@@ -166,7 +167,7 @@ class _EmptyRunner:
 
 
 def measure_tar_files(num_images: int, *, num_files: int = 128, num_jobs: int = 16) -> dict[str, float]:
-    """Predict on tar files of log-normal sizes with a stand-in model, and repeat the finished command.
+    """Predict on tar files of log-normal sizes without a model, and repeat the finished command.
 
     Args:
         num_images: Number of images, of 60 kB each.
@@ -265,7 +266,7 @@ def _descendants(process: int) -> Iterator[int]:
 
 def _proportional_memory(process: int) -> int:
     try:
-        found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{process}/smaps_rollup").read_text(), re.MULTILINE)
+        match = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{process}/smaps_rollup").read_text(), re.MULTILINE)
     except (FileNotFoundError, ProcessLookupError):  # the process has ended
         return 0
-    return int(found[1]) * 1024 if found else 0
+    return int(match[1]) * 1024 if match else 0

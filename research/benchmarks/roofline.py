@@ -1,7 +1,7 @@
 """A roofline model: a lower bound of the time of a step.
 
-Each operator takes its arithmetic or its memory traffic at the highest rate of the device, or the overhead of a call,
-whichever is longest. Kernels that bypass PyTorch's dispatcher are not counted.
+The time of an operator is the longest of three: its arithmetic at the peak rate of the device, its memory traffic at
+the peak rate, and the overhead of a call. Kernels that bypass PyTorch's dispatcher are not counted.
 """
 
 import dataclasses
@@ -118,8 +118,8 @@ def operator_type(name: str) -> str:
 
 def _tensors(values: object) -> list[Tensor]:
     """Return the distinct tensors in ``values``, by memory and shape."""
-    found = {(x.data_ptr(), x.shape): x for x in tree_leaves(values) if isinstance(x, Tensor)}
-    return list(found.values())
+    tensors = {(x.data_ptr(), x.shape): x for x in tree_leaves(values) if isinstance(x, Tensor)}
+    return list(tensors.values())
 
 
 def _bytes_moved(name: str, args: tuple, kwargs: dict, output: object) -> int:

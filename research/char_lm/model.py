@@ -198,9 +198,9 @@ class FullAttentionLM(nn.Module):
     """Ids (B, N) and the memory of earlier blocks -> log-probabilities (B, N, vocab_size) and the next memory.
 
     Args:
-        vocab_size: Ids are below it.
+        vocab_size: Number V of ids.
         dim: Channels of a token.
-        num_heads: Divides ``dim``.
+        num_heads: Number of heads. It divides ``dim``.
         hidden_dim: Channels inside the MLPs.
         depth: Layers.
         memory_length: Maximum number of tokens in the memory.

@@ -66,7 +66,7 @@ class Text:
     Attributes:
         train: (N,) int16.
         val, test: The same. Each starts with the byte before it, from which its first byte is predicted.
-        sha256: Of the file.
+        sha256: SHA-256 of the file.
     """
 
     vocabulary: Vocabulary
@@ -108,11 +108,12 @@ class Streams:
     def __init__(self, ids: Tensor, num_streams: int, length: int) -> None:
         num_targets = len(ids) - 1
         if num_targets < num_streams:
-            raise ConfigError(f"A text of {len(ids)} bytes is too short for batch_size={num_streams} streams.")
+            advice = "Use a longer text or a smaller batch_size."
+            raise ConfigError(f"A text of {len(ids)} bytes is too short for batch_size={num_streams} streams. {advice}")
         self.ids, self.length = ids, length
         starts = [stream * num_targets // num_streams for stream in range(num_streams)]
-        own = [after - before for before, after in zip(starts, [*starts[1:], num_targets], strict=True)]
-        self.starts, self.own = torch.tensor(starts), torch.tensor(own)
+        lengths = [after - before for before, after in zip(starts, [*starts[1:], num_targets], strict=True)]
+        self.starts, self.lengths = torch.tensor(starts), torch.tensor(lengths)
         self.stream_length = -(-num_targets // num_streams)
 
     def __len__(self) -> int:
@@ -125,9 +126,9 @@ class Streams:
         Returns:
             inputs: (B, N) int64
             targets: (B, N) int64, the byte after each input
-            is_own: (B, N) bool, False where the next stream has that target too
+            is_first: (B, N) bool, False if the target is also a target of the next stream
         """
         first = index * self.length
         positions = torch.arange(first, min(first + self.length, self.stream_length))
         inputs = self.starts[:, None] + positions
-        return self.ids[inputs].long(), self.ids[inputs + 1].long(), positions < self.own[:, None]
+        return self.ids[inputs].long(), self.ids[inputs + 1].long(), positions < self.lengths[:, None]

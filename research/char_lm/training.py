@@ -1,4 +1,4 @@
-"""Train one or two language models on parallel streams of a text; evaluate, generate and measure."""
+"""Train one or two language models on parallel streams of a text, evaluate them, and generate text."""
 
 import logging
 import math
@@ -52,7 +52,7 @@ class Training:
 
     Args:
         output: Folder for ``last.pth``, with the state, and ``best_MODEL.pth``.
-        resume: Whether to continue from ``last.pth``.
+        resume: Whether to resume from ``last.pth``.
 
     Attributes:
         evaluations: Dicts with model, phase, step, train and val (bits per character) and seconds.
@@ -76,7 +76,7 @@ class Training:
             if bytes_per_stream < phase.length or phase.batch_size % settings.accumulate:
                 raise ConfigError(
                     f"batch_size={phase.batch_size} streams of {bytes_per_stream} bytes are shorter than a block of "
-                    f"length={phase.length}, or are not a multiple of accumulate={settings.accumulate}"
+                    f"length={phase.length}, or not a multiple of accumulate={settings.accumulate}. Change batch_size."
                 )
         path = output / LAST
         if not resume:
@@ -147,7 +147,7 @@ class Training:
         index, memories = step % len(streams), self.memories[learner.name]
         if index == 0:
             memories[:] = [None] * len(memories)
-        # Dropout depends only on the step. So it is the same in a resumed run, and for one model or two.
+        # Dropout depends only on the step, so it is the same in a resumed run, and with one or two models.
         torch.manual_seed((self.settings.seed << 40) + (self.phase << 36) + step + 1)
         for group in learner.optimizer.param_groups:
             group["lr"] = phase.learning_rate_at(step)
@@ -212,7 +212,7 @@ def load_trained(
     """
     contents = read_checkpoint(path)
     if "char_lm_model" not in contents:
-        raise ConfigError(f"'{path}' is not a best_*.pth of research.char_lm.")
+        raise ConfigError(f"'{path}' is not a best_*.pth of research.char_lm. Use a checkpoint of its train command.")
     trained = contents["char_lm_model"]
     vocabulary = Vocabulary(trained["vocabulary"])
     trained["memory_length"] = memory_length or trained["memory_length"]
@@ -267,13 +267,13 @@ def _blocks(
     """Yield the log-probabilities (N, V) and targets (N,) of each block."""
     streams, memory = Streams(ids, min(num_streams, len(ids) - 1), length), None
     for index in range(len(streams)):
-        inputs, targets, is_own = (x.to(device) for x in streams.block(index))
+        inputs, targets, is_first = (x.to(device) for x in streams.block(index))
         log_probabilities, memory = model(inputs, memory)
-        yield log_probabilities[is_own], targets[is_own]
+        yield log_probabilities[is_first], targets[is_first]
 
 
 def _sequences(model: nn.Module, ids: Tensor, length: int, step: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the log-probabilities (N, V) and targets (N,) of each overlapping sequence that count."""
+    """Yield the log-probabilities (N, V) and targets (N,) that each overlapping sequence adds."""
     done, last = 0, len(ids) - 1
     for end in [*range(length, last, step), last]:
         part = ids[max(end - length, 0) : end + 1].long().to(device)

@@ -1,4 +1,4 @@
-"""Samples of a task in memory, and the files that they come from.
+"""Read the samples of a task from files, and create batches.
 
 Text (IMDb) and Retrieval (ACL Anthology Network) are read as published, with their bytes as tokens. ListOps is
 generated once and kept in a file, or read as the Long Range Arena released it.
@@ -111,7 +111,9 @@ def _read_reviews(folder: Path, read_length: int) -> Examples:
 
 
 def read_pairs(folder: str | Path, *, read_length: int) -> Dataset:
-    """Read ``new_aan_pairs.{train,eval,test}.tsv``: label, two names, two texts; 1 where one paper cites the other.
+    """Read ``new_aan_pairs.{train,eval,test}.tsv``. A line has a label, two names and two texts.
+
+    The label is 1 if one paper cites the other.
 
     Args:
         read_length: Bytes of a paper that are read.
@@ -127,7 +129,7 @@ def _read_pairs(path: Path, read_length: int) -> Examples:
         columns = line.rstrip(b"\r\n").split(b"\t")
         # The labels are written as decimal numbers.
         if len(columns) != 5 or columns[0] not in (b"0", b"0.0", b"1", b"1.0"):
-            raise ConfigError(f"{path} line {number}: expected a label of 0 or 1, two names and two texts.")
+            raise ConfigError(f"{path} line {number} is not a label of 0 or 1, two names and two texts. Correct it.")
         labels.append(int(float(columns[0])))
         first.append(columns[3][:read_length])
         second.append(columns[4][:read_length])
@@ -135,11 +137,11 @@ def _read_pairs(path: Path, read_length: int) -> Examples:
 
 
 def read_released_listops(folder: str | Path, *, read_length: int, words: tuple[str, ...]) -> Dataset:
-    """Read ``basic_{train,val,test}.tsv``: below a line of titles, a tree with round brackets, a tab and a digit.
+    """Read ``basic_{train,val,test}.tsv``. A line after the header has a tree with round brackets, a tab and a digit.
 
     Args:
         read_length: Tokens of a sample that are read.
-        words: The vocabulary, each word's index is its token.
+        words: The vocabulary. The index of a word is its token.
     """
     tokens = {word.encode(): bytes([token]) for token, word in enumerate(words)}
     splits = {split: _read_listops(Path(folder) / f"basic_{split}.tsv", read_length, tokens) for split in SPLITS}
@@ -152,7 +154,7 @@ def _read_listops(path: Path, read_length: int, tokens: dict[bytes, bytes]) -> E
         source, _, target = line.strip().partition(b"\t")
         words = source.translate(None, b"()").split()
         if not words or not all(word in tokens for word in words) or len(target) != 1 or not target.isdigit():
-            raise ConfigError(f"{path} line {number}: expected a ListOps tree, a tab and a digit.")
+            raise ConfigError(f"{path} line {number} is not a ListOps tree, a tab and a digit. Correct it.")
         texts.append(b"".join(tokens[word] for word in words)[:read_length])
         labels.append(int(target))
     return Examples((texts,), np.array(labels, dtype=np.int64))
@@ -164,7 +166,7 @@ def _lines(path: Path) -> list[bytes]:
         raise ConfigError(f"'{path}' does not exist. Unpack lra_release.gz, and name its folder with --data.")
     lines = path.read_bytes().splitlines()
     if len(lines) < 2:
-        raise ConfigError(f"'{path}' has no samples.")
+        raise ConfigError(f"'{path}' has no samples. Use the released file.")
     return lines
 
 

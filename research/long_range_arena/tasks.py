@@ -1,7 +1,7 @@
 """The three tasks and the sizes of the paper.
 
 Sources: Transformer-LS (LS) section 4.1, appendix B, tables 1, 5 and 6; the official ``lra/run_tasks.py``,
-``lra/run_*.sh`` and ``lra/datasets/*.py``. Where paper and scripts differ (README.md), these are the scripts' values.
+``lra/run_*.sh`` and ``lra/datasets/*.py``. If the paper and the scripts differ (README.md), the scripts are followed.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ WINDOW_AND_RANK = {
     "retrieval": {"best": (1, 254), "fixed": (8, 32), "projection": (0, 256)},
 }
 CONFIGS = ("best", "fixed", "projection")
-# warmup_steps and steps are table 6; weight decay, dropout, eval_every and read_length (tokens of a document that are
-# read) are the scripts'.
+# warmup_steps and steps are from table 6. Weight decay, dropout, eval_every and read_length (tokens of a document that
+# are read) are from the scripts.
 TASKS: dict[str, dict[str, Any]] = {
     "listops": {
         **{"num_classes": 10, "num_documents": 1, "max_length": 2048, "read_length": 2000},

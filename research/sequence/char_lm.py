@@ -49,9 +49,9 @@ def causal_attention(
     Args:
         query: (B, M, N, D); any N.
         key, value: (B, M, w + N, D): the last w tokens before the block, then the block.
-        window_size: W.
-        segment_length: L. Segments are counted from the start of the block.
-        rank: R, projected keys of a segment.
+        window_size: Number w of tokens that a token attends to, including itself.
+        segment_length: Number l of tokens of a segment. Segments are counted from the start of the block.
+        rank: Number r of projected keys of a segment.
         projected_key, projected_value: (B, M, V, D): all segments of the memory, then all segments of the block except
             for the last one, to which no token of the block attends.
         key_bias, query_bias: (M, D).
@@ -133,15 +133,15 @@ def _bias_of_sums(scaled: Tensor, positions: Tensor, length: int, rank: int, seg
 class CausalAttention(DualNorm):
     """Multi-head long-short attention over a block of a text and a memory of earlier tokens.
 
-    Keys of the block are projected, then summed. The memory is summed head by head, then projected, as in the official
-    code. So the output depends on the division of a text into blocks.
+    Keys of the block are projected, then summed. As in the official code, the memory is summed head by head, then
+    projected. Therefore the output depends on how a text is divided into blocks.
 
     Args:
         dim: Channels of a token.
-        num_heads: Divides ``dim``.
-        window_size: W, tokens that a token attends to, including itself.
-        segment_length: L, tokens of a segment.
-        rank: R, projected keys of a segment and head.
+        num_heads: Number of heads. It divides ``dim``.
+        window_size: Number w of tokens that a token attends to, including itself.
+        segment_length: Number l of tokens of a segment.
+        rank: Number r of projected keys of a segment and head.
         dropout: Dropout rate of the attention weights.
     """
 
@@ -257,12 +257,12 @@ class CharLM(nn.Module):
         vocab_size: Number of token ids.
         dim: Channels of a token, even.
         hidden_dim: Channels inside the MLPs.
-        num_heads: Divides ``dim``.
+        num_heads: Number of heads. It divides ``dim``.
         depth: Number of layers.
         memory_length: Tokens of the memory, a multiple of ``segment_length``, and ``window_size`` or more.
-        segment_length: L, tokens of a segment.
-        rank: R, projected keys of a segment and head.
-        window_size: W, tokens that a token attends to, including itself.
+        segment_length: Number l of tokens of a segment.
+        rank: Number r of projected keys of a segment and head.
+        window_size: Number w of tokens that a token attends to, including itself.
         dropout: Dropout rate after the embeddings and the attention, in the MLPs, and before the last layer.
         attention_dropout: Dropout rate of the attention weights.
 
@@ -294,7 +294,7 @@ class CharLM(nn.Module):
         if memory_length % segment_length or memory_length < window_size:
             raise ConfigError(
                 f"memory_length={memory_length} must be a multiple of segment_length={segment_length}, and at least "
-                f"window_size={window_size}"
+                f"window_size={window_size}. Change it."
             )
         self.memory_length = memory_length
         self.segment_length = segment_length

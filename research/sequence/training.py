@@ -115,7 +115,7 @@ def measure_lengths(
     for length in lengths:
         cases = [StepCase(f"{name} at length {length}", device, length, build) for name, build in builders.items()]
         figures = _measure_cases(cases, runs=runs, memory=memory)
-        rows += [{"length": length, "model": name} | found for name, found in zip(builders, figures, strict=True)]
+        rows += [{"length": length, "model": name} | costs for name, costs in zip(builders, figures, strict=True)]
     return rows
 
 
@@ -126,7 +126,7 @@ def _measure_cases(cases: Sequence[StepCase], *, runs: int, memory: bool) -> lis
     with contextlib.suppress(torch.cuda.OutOfMemoryError):
         measured = measure_steps(cases, runs=runs, memory=memory)
     if measured is not None:
-        return [{"seconds": statistics.median(own), "memory": peak} for own, peak in zip(*measured, strict=True)]
+        return [{"seconds": statistics.median(times), "memory": peak} for times, peak in zip(*measured, strict=True)]
     if len(cases) == 1:
         return [{"seconds": None, "memory": None}]
     return [row for case in cases for row in _measure_cases([case], runs=runs, memory=memory)]
