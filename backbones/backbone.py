@@ -64,20 +64,18 @@ class Variant:
 
     def with_options(self, **options: object) -> "Variant":
         """Return the variant with other fields. A field of the stages takes one value, or one value per stage."""
-        variant_fields = options.keys() & {field.name for field in dataclasses.fields(self)}
+        fields = options.keys() & {field.name for field in dataclasses.fields(self)}
         stages = self.stages
-        for name in options.keys() - variant_fields:
+        for name in options.keys() - fields:
             stages = with_stage_values(stages, name, options[name])
-        return dataclasses.replace(self, stages=stages, **{name: options[name] for name in variant_fields})
+        return dataclasses.replace(self, stages=stages, **{name: options[name] for name in fields})
 
 
 def with_stage_values(stages: tuple[Any, ...], name: str, value: object) -> tuple[Any, ...]:
     """Return ``stages`` with the field ``name`` set to ``value``, or to one value per stage from a list or tuple."""
     values = list(value) if isinstance(value, list | tuple) else [value] * len(stages)
     if len(values) != len(stages):
-        raise ConfigError(
-            f"{name}={value!r} has {len(values)} values. Give one value, or {len(stages)}: one per stage."
-        )
+        raise ConfigError(f"{name}={value!r} has {len(values)} values. Give one, or {len(stages)}: one per stage.")
     return tuple(dataclasses.replace(stage, **{name: v}) for stage, v in zip(stages, values, strict=True))
 
 

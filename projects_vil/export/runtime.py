@@ -67,8 +67,7 @@ class ExportedModel:
         size = self.metadata["input"]["size"]
         if size and list(images.shape[-2:]) != list(size):
             given = " x ".join(map(str, images.shape[-2:]))
-            pixels = f"{size[0]} x {size[1]} pixels, not {given}"
-            raise ConfigError(f"'{self.path}' accepts only images of {pixels}. Resize and pad them.")
+            raise ConfigError(f"'{self.path}' accepts only {size[0]} x {size[1]} pixels, not {given}. Resize images.")
         check_sides(self.metadata["input"]["sides"], images.shape[-2:], what=str(self.path))
         with torch.no_grad():
             outputs = dict(zip(self.output_names, self._run(images.to(self.dtype)), strict=True))

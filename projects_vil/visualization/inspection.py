@@ -65,9 +65,7 @@ def read_input(
     rows, cols = pixels.shape[:2]
     y, x = (height // 2, width // 2) if point is None else point
     if not (0 <= y < height and 0 <= x < width):
-        raise ConfigError(
-            f"Point {y} {x} is outside '{path}' ({height} x {width} pixels). Choose a pixel of the image."
-        )
+        raise ConfigError(f"Point {y} {x} is outside '{path}' ({height} x {width} pixels). Choose another point.")
     point = (2 * y + 1) * rows // (2 * height), (2 * x + 1) * cols // (2 * width)
     channels = pixels[:, :, ::-1] if cfg.INPUT.FORMAT == "BGR" else pixels
     image = torch.as_tensor(channels.transpose(2, 0, 1).astype("float32"))
