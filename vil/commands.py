@@ -155,7 +155,7 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
         vil eval more_photos --predictions found/*.parquet
     """
     parser.add("model", f"{_MODEL}. Leave it out with --predictions", nargs="?", metavar="MODEL")
-    data_help = f"{_DATA} (default: the dataset of the run); its test images, or else its validation or all images"
+    data_help = f"{_DATA} (default: the dataset of the run); uses the test images, else the validation images, else all"
     parser.add("data", data_help, nargs="?", type=existing_path, metavar="DATA")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     predictions_help = "evaluate Parquet files from vil predict, or folders with such files, instead of a model"

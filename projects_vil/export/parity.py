@@ -134,11 +134,11 @@ def compare_detections(ours: Outputs, theirs: Outputs, precision: str, threshold
         "unmatched": int(rest[0].sum() + rest[1].sum()) - 2 * len(far),
         "borderline": borderline,
     }
-    mine, other = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1)
+    our_rows, their_rows = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1)
     within = torch.ones(len(pairs), dtype=torch.bool)
     for name in tolerances:
         if name in ours:
-            difference = (ours[name][mine].float() - theirs[name][other].float()).abs()
+            difference = (ours[name][our_rows].float() - theirs[name][their_rows].float()).abs()
             row[name] = difference.max().item() if difference.numel() else 0.0
             within &= (difference <= tolerances[name]).view(len(pairs), *difference.shape[1:], 1).flatten(1).all(1)
     row["changed"] = int((~within).sum())
