@@ -2,8 +2,8 @@
 urls.
 
 coco-api         COCO evaluation with pycocotools and with faster-coco-eval, on synthetic annotations
-dataset-check    `vil check` on synthetic annotations
-finished-images  peak memory of sorting the keys of finished images, as `vil predict --ray` does
+dataset-check    the check of `vil check`, on synthetic annotations
+finished-images  the memory with which `vil predict --ray` sorts the keys of finished images
 predict          `vil predict` on synthetic images: single images, batches, bfloat16, shards and Ray workers
 predictions      `vil eval --predictions` on synthetic detections, with one and two processes
 reading          time and peak memory of reading a large COCO file, and a file of a third of its size

@@ -137,7 +137,7 @@ def test_resume_after_failures(inputs, cluster, trained_run, tmp_path, monkeypat
 
 @pytest.mark.parametrize("cluster", [{"num_cpus": 1, "num_gpus": 2}], indirect=True)
 @pytest.mark.parametrize("name", ["list.txt", "shard-{0..2}.tar"])
-def test_workers_use_the_gpus_of_a_cluster(name, inputs, cluster, trained_run, tmp_path):
+def test_workers_take_the_gpus_of_a_cluster(name, inputs, cluster, trained_run, tmp_path):
     """The GPUs exist only for Ray. The detectors run on the CPU of this machine."""
     predict_here(trained_run, inputs / name, tmp_path / "here")
     only_on_gpus = ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"]
