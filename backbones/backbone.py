@@ -35,7 +35,7 @@ class Variant:
     """The sizes of a model. Each family has a subclass.
 
     Attributes:
-        stages: A dataclass for each stage, with the fields ``depth`` and ``dim`` and others.
+        stages: One dataclass per stage, with at least the fields ``depth`` and ``dim``.
         drop_path_rate: Stochastic depth rate for training a detector, from the official code.
         options: The fields of the variant or of its stages that a user may override.
         pool: How the classifier pools tokens.
@@ -64,18 +64,18 @@ class Variant:
 
     def with_options(self, **options: object) -> "Variant":
         """Return the variant with other fields. A field of the stages takes one value, or one value per stage."""
-        own = options.keys() & {field.name for field in dataclasses.fields(self)}
+        fields = options.keys() & {field.name for field in dataclasses.fields(self)}
         stages = self.stages
-        for name in options.keys() - own:
+        for name in options.keys() - fields:
             stages = with_stage_values(stages, name, options[name])
-        return dataclasses.replace(self, stages=stages, **{name: options[name] for name in own})
+        return dataclasses.replace(self, stages=stages, **{name: options[name] for name in fields})
 
 
 def with_stage_values(stages: tuple[Any, ...], name: str, value: object) -> tuple[Any, ...]:
     """Return ``stages`` with the field ``name`` set to ``value``, or to one value per stage from a list or tuple."""
     values = list(value) if isinstance(value, list | tuple) else [value] * len(stages)
     if len(values) != len(stages):
-        raise ConfigError(f"{name}={value!r} has {len(values)} values. Give one, or {len(stages)}.")
+        raise ConfigError(f"{name}={value!r} has {len(values)} values. Give one, or {len(stages)}: one per stage.")
     return tuple(dataclasses.replace(stage, **{name: v}) for stage, v in zip(stages, values, strict=True))
 
 
@@ -185,7 +185,7 @@ def _no_batch_statistics(module: nn.Module) -> Iterator[None]:
 class Backbone(nn.Module, abc.ABC):
     """Base class of multi-scale backbones, which return a feature map for each requested stage.
 
-    The class of a family creates the parts of its stages in the methods that start with ``_make``. They are called in
+    A subclass implements the methods that start with ``_make``, which create the parts of one stage. They are called in
     the order of the stages, and may use ``variant``, ``settings`` and ``strides``.
 
     Args:
@@ -219,7 +219,7 @@ class Backbone(nn.Module, abc.ABC):
             if name in out_features
         }
         self.num_frozen_stages = 0
-        # The backend of attention without a Triton kernel.
+        # The backend of the attention mechanisms that have no Triton kernel.
         self.common_backend = "reference" if settings.attention_backend == "reference" else "sdpa"
         self.stages = nn.ModuleList()
         self.output_norms = nn.ModuleDict()
@@ -268,7 +268,7 @@ class Backbone(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _make_attention(self, index: int, number: int) -> nn.Module | None:
-        """Return the attention of block ``number`` of stage ``index``, both from 0, or None for only an MLP."""
+        """Return the attention of block ``number`` of stage ``index``, both from 0, or None if there is only an MLP."""
 
     def _make_positions(self, index: int) -> nn.Module | None:
         """Return the absolute positions of a stage."""
@@ -301,7 +301,7 @@ class Backbone(nn.Module, abc.ABC):
         features, outputs, global_tokens = images, {}, None
         for index, stage in enumerate(self.stages):
             tokens, global_tokens = stage(features)
-            # Otherwise an export would specialize to the memory format of one batch size in the next convolution.
+            # Otherwise an exported program would be valid only for the memory format that one batch size has here.
             features = contiguous_for_export(tokens.permute(0, 3, 1, 2))
             name = f"stage{index + 1}"
             if name in self.output_norms:

@@ -81,7 +81,7 @@ def create_backbone(
             :func:`.resolve_backend`. ``"reference"`` is quadratic and for debugging.
         options: Options that override the variant if they are not None:
 
-            - ViL and LS: ``chunk_size`` (side of a chunk in tokens, where 7 is ViL's window of 15), ``global_tokens``,
+            - ViL and LS: ``chunk_size`` (side of a chunk in tokens; 7 is ViL's window of 15), ``global_tokens``,
               ``projection_rank`` and ``attention`` (``"sliding_chunk"``, ``"long_short"`` or ``"dense"``). Each takes
               one value, or one value per stage.
             - ViL and LS: ``attention_mode`` (``"zero_pad"``, ``"exact"`` or ``"cyclic"``, ViL appendix C) and
@@ -108,7 +108,7 @@ def create_backbone(
     """
     variant = get_variant(name, options, keywords=inspect.signature(create_backbone).parameters)
     if any(getattr(stage, "attention", None) == "linformer" for stage in variant.stages):
-        raise ConfigError(f"{name} works with one image size only, so it is no backbone. Use create_classifier.")
+        raise ConfigError(f"{name} supports one image size only, so it cannot be a backbone. Use create_classifier.")
     settings = BackboneSettings(
         out_features=out_features,
         max_img_size=height_and_width("max_img_size", max_img_size),

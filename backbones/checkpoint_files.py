@@ -19,7 +19,8 @@ from torch import Tensor
 
 from backbones.errors import ConfigError, check_file, find_os_error
 
-# The key of the state dict in checkpoints of detectron2, LIT and timm; of vision-longformer; of mmdetection and timm.
+# Keys of the state dict: "model" in detectron2, LIT and timm, "net" in vision-longformer, "state_dict" in mmdetection
+# and timm.
 STATE_DICT_KEYS = ("model", "net", "state_dict")
 SUFFIXES = (".pth", ".safetensors")
 # What to do about a damaged file.
@@ -30,8 +31,8 @@ _METADATA, _DIGEST = "vil-detectron2", "sha256"
 _SETTINGS: list[Any] = [(OrderedDict, "yacs.config.CfgNode"), (OrderedDict, "argparse.Namespace")]
 
 
-class _Unread:
-    """Takes the place of an object of a training log in a checkpoint."""
+class _Placeholder:
+    """Placeholder for an object of a training log in a checkpoint. Its contents are not read."""
 
     def __init__(self, *arguments: object) -> None:
         pass
@@ -42,7 +43,7 @@ class _Unread:
 
 # mmengine, the runner of mmdetection 3, saves its log as arrays next to the weights.
 _SETTINGS += [
-    (_Unread, name)
+    (_Placeholder, name)
     for name in (
         "mmengine.logging.history_buffer.HistoryBuffer",
         *("numpy.ndarray", "numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
@@ -59,7 +60,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         ``{"model": state dict}``.
 
     Raises:
-        ConfigError: if the file is missing or damaged, or if it has no state dict or contents other than tensors and
+        ConfigError: If the file is missing or damaged, or if it has no state dict or contents other than tensors and
             plain values.
     """
     path = Path(path)
@@ -78,9 +79,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     except zipfile.BadZipFile as error:
         raise ConfigError(f"'{path}' is damaged: {error}. {_GET_AGAIN}") from error
     except Exception as error:  # A damaged file may raise anything.
-        # torch's own message recommends to load the file without weights_only.
+        # torch's own message recommends loading the file without weights_only.
         if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
-            advice = "Use a checkpoint of tensors."
+            advice = "Use a checkpoint that has only tensors."
             raise ConfigError(f"'{path}' refers to {unsafe[1]}, which could run code. {advice}") from error
         raise ConfigError(f"'{path}' is not a PyTorch checkpoint, or is truncated. {_GET_AGAIN}") from error
     if isinstance(loaded, dict) and not any(key in loaded for key in STATE_DICT_KEYS):
@@ -112,7 +113,7 @@ def write_checkpoint(path: str | Path, contents: Mapping[str, Any]) -> None:
     A safetensors file stores the other contents as JSON in its header.
 
     Raises:
-        ConfigError: if the suffix is unknown or the file cannot be written.
+        ConfigError: If the suffix is unknown or the file cannot be written.
     """
     path = Path(path)
     check_writable(path)
@@ -139,11 +140,11 @@ def atomic_write(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
     because its own writer does not report the cause of a failure.
 
     Args:
-        path: the file to write.
-        sync: wait until the contents are on the disk. Not needed for many small files such as drawings.
+        path: The file to write.
+        sync: Wait until the contents are on the disk. Not needed for many small files such as drawings.
 
     Raises:
-        ConfigError: if the file cannot be written.
+        ConfigError: If the file cannot be written.
 
     Example:
         >>> with atomic_write("results.json") as partial:
@@ -197,7 +198,7 @@ def check_writable(path: str | Path) -> None:
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
-    """Read a safetensors file; contents of :func:`write_checkpoint` other than the model are in its header."""
+    """Read a safetensors file. Its header has the other contents that :func:`write_checkpoint` wrote."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}

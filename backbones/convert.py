@@ -44,12 +44,12 @@ class ConversionReport:
     """What happened to each name of a checkpoint.
 
     Attributes:
-        mapped: official name -> our name.
-        resized: our name -> (official shape, our shape).
-        split: official name -> our names, for a tensor that became several parameters.
-        tied: official name -> our name of the parameter that already has the same values.
-        dropped: official name -> reason.
-        initialized: our name -> reason why it has its initial value: the checkpoint cannot have a value for it.
+        mapped: Official name -> our name.
+        resized: Our name -> (official shape, our shape).
+        split: Official name -> our names, for a tensor that became several parameters.
+        tied: Official name -> our name of the parameter that already has the same values.
+        dropped: Official name -> reason.
+        initialized: Our name -> reason why it has its initial value: the checkpoint cannot have a value for it.
     """
 
     mapped: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -71,9 +71,9 @@ class OfficialCheckpoint:
     Attributes:
         project: ``"vision-longformer"``, ``"VisionLongformerForObjectDetection"``, ``"transformer-ls"``, ``"LIT"``,
             ``"LIT mmdetection"`` or ``"LIT mmsegmentation"``. LITv2 is called LIT too.
-        backbone: the input of :func:`convert_state_dict`, without prefixes.
+        backbone: The input of :func:`convert_state_dict`, without prefixes.
         detector: FPN, heads and buffers under their official names; empty for a classifier.
-        classifier: whether the checkpoint has a classification head.
+        classifier: Whether the checkpoint has a classification head.
     """
 
     project: str
@@ -83,10 +83,10 @@ class OfficialCheckpoint:
 
 
 def detect_format(contents: Mapping[str, object]) -> OfficialCheckpoint | None:
-    """Return the official checkpoint that a file contains, or None if it is in no official format.
+    """Return the official checkpoint that a file contains, or None if it has no official format.
 
     Args:
-        contents: result of :func:`backbones.checkpoint_files.read_checkpoint`, or a bare state dict.
+        contents: Result of :func:`backbones.checkpoint_files.read_checkpoint`, or a bare state dict.
     """
     # detectron2 may save numbers next to the tensors.
     state_dict = {k: t for k, t in (state_dict_of(contents) or contents).items() if isinstance(t, Tensor)}
@@ -121,17 +121,17 @@ def convert_state_dict(
     """Convert an official state dict for ``create_backbone(name, **model_options)``.
 
     Args:
-        official: state dict of vision-longformer, VisionLongformerForObjectDetection, transformer-ls, LIT or LITv2. The
+        official: State dict of vision-longformer, VisionLongformerForObjectDetection, transformer-ls, LIT or LITv2. The
             prefixes ``module.`` and ``backbone.bottom_up.`` are removed.
-        name: name of a variant.
-        classifier: convert for ``create_classifier`` instead.
-        model_options: keywords that the model is created with. They determine the sizes of its tables.
+        name: Name of a variant.
+        classifier: Convert for ``create_classifier`` instead.
+        model_options: Keywords that the model is created with. They determine the sizes of its tables.
 
     Returns:
         The state dict, which loads with ``strict=True``, and the report.
 
     Raises:
-        ConfigError: if the variant has no official weights, or if a name or a shape does not match.
+        ConfigError: If the variant has no official weights, or if a name or a shape does not match.
 
     Example:
         >>> state_dict, report = convert_state_dict(torch.load("model_best.pth")["net"], "vil_tiny_rpb")
@@ -172,24 +172,24 @@ def convert_tensors(
     initial_values: InitialValues | None = None,
     wrappers: Sequence[str] = _WRAPPERS,
 ) -> tuple[dict[str, Tensor], ConversionReport]:
-    """Fill the state dict of a model with the tensors of a checkpoint, so that every name on both sides is explained.
+    """Fill the state dict of a model with the tensors of a checkpoint. Names without a match or a reason are errors.
 
-    Position tables of other sizes are resized.
+    Position tables of another size are resized.
 
     Args:
-        model: the model, on any device. Its values are not read.
-        official: the checkpoint's names and tensors.
-        convert: maps a name without ``wrappers``, and its tensor, to our names and tensors.
-        name: name of the model in errors.
-        initial_values: maps the parameters without a value, and ``official``, to initial values and reasons, for
+        model: The model, on any device. Its values are not read.
+        official: The checkpoint's names and tensors.
+        convert: Maps a name without ``wrappers``, and its tensor, to our names and tensors.
+        name: Name of the model in errors.
+        initial_values: Maps the parameters without a value, and ``official``, to initial values and reasons, for
             parameters that the checkpoint cannot have.
-        wrappers: prefixes to remove from names.
+        wrappers: Prefixes to remove from names.
 
     Returns:
         The state dict, in the model's order, and the report.
 
     Raises:
-        ConfigError: for an unexpected name, a parameter without a value, a shape that does not match, or a tensor that
+        ConfigError: For an unexpected name, a parameter without a value, a shape that does not match, or a tensor that
             is not a weight.
     """
     target, modules = model.state_dict(), dict(model.named_modules())
@@ -246,9 +246,9 @@ def check_names(name: str, unexpected: Sequence[str], missing: Sequence[str]) ->
     """Raise a :class:`ConfigError` if there are names of the checkpoint or parameters of the model without a match.
 
     Args:
-        name: name of the model.
-        unexpected: names of the checkpoint that the model does not have.
-        missing: parameters of the model that the checkpoint does not have.
+        name: Name of the model.
+        unexpected: Names of the checkpoint that the model does not have.
+        missing: Parameters of the model that the checkpoint does not have.
     """
     parts = []
     for description, names in (("unexpected names", unexpected), ("missing parameters", missing)):

@@ -1,9 +1,9 @@
 """CvT with long-short attention (Transformer-LS section 4.3 and appendix D), in three stages.
 
-The official code was never published. The paper defines the stages, heads and widths of CvT (Table 8 for 17 and 21s),
+The official code was never published. The paper specifies the stages, heads and widths of CvT (Table 8 for 17 and 21s),
 DualLN, and no positions. Depth-wise separable convolutions compute queries, keys and values. Another one computes the
-scores of the dynamic projection, with standardized spatial weights instead of BatchNorm. The paper leaves open some
-details, which are chosen as follows:
+scores of the dynamic projection, with standardized spatial weights instead of BatchNorm. The paper does not specify
+these details:
 
 - Keys and values share one projection P, as in equation 3. It has no bias, because the softmax over tokens would cancel
   it.

@@ -21,7 +21,7 @@ class ConfigError(ValueError):
 
 
 def find_os_error(error: BaseException) -> OSError | None:
-    """Return ``error`` if it is an OSError, or else the disk error that led to it, or None."""
+    """Return ``error`` if it is an OSError. Otherwise return the disk error that caused it, or None."""
     cause = error.__context__
     if isinstance(error, OSError):
         return error
@@ -32,7 +32,7 @@ def printable(text: object) -> str:
     """Return ``text`` as one line, with control characters escaped. File names may contain them."""
     # Line ends, colors, and characters that hide or reverse text
     control = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-    return re.sub(control, lambda found: found[0].encode("unicode_escape").decode(), str(text))
+    return re.sub(control, lambda match: match[0].encode("unicode_escape").decode(), str(text))
 
 
 def counted(number: int, noun: str) -> str:
@@ -59,8 +59,8 @@ def closest(word: str, candidates: Iterable[str], *, most: int = 1, cutoff: floa
     Args:
         word: An invalid value.
         candidates: The valid values.
-        most: Largest number of suggestions.
-        cutoff: Least similarity, from 0 to 1.
+        most: Maximum number of suggestions.
+        cutoff: Minimum similarity, from 0 to 1.
     """
     matches = difflib.get_close_matches(word, list(candidates), n=most, cutoff=cutoff)
     return f". Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
@@ -90,7 +90,7 @@ def check_file(path: str | Path, description: str, *, key: str = "") -> None:
     if Path(path).is_dir():
         raise ConfigError(f"'{path}' is a folder, not a {description}{named_by}. Give a file in it.")
     if not Path(path).is_file():
-        # To read a pipe or a device may take forever.
+        # Reading a pipe or a device may never end.
         problem = "is a pipe or a device" if Path(path).exists() else "does not exist"
         raise ConfigError(f"The {description} '{path}'{named_by} {problem}. Give another file.")
 

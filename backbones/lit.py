@@ -32,7 +32,7 @@ class LITStage:
 
 @dataclasses.dataclass(frozen=True)
 class LITVariant(Variant):
-    """A LIT.
+    """A variant of LIT.
 
     Attributes:
         stages: One :class:`LITStage` per stage. The first embeds patches of 4 x 4, the others merge 2 x 2 tokens.
@@ -154,7 +154,7 @@ class LIT(Backbone):
 
 
 def _lit(dim: int, heads: int, depths: tuple[int, ...], drop_path_rate: float) -> LITVariant:
-    """Return LIT-S, -M or -B. Channels and heads double at each stage. Tables are for 800 pixels, as officially."""
+    """Return LIT-S, -M or -B. Channels and heads double at each stage. The official tables are for 800 pixels."""
     stages = tuple(LITStage(depth, dim * 2**i, heads * 2**i if i >= 2 else 0) for i, depth in enumerate(depths))
     norms = ("stage2", "stage3", "stage4")
     sizes = {"norm_eps": 1e-5, "output_norms": norms, "position_img_size": 800}
@@ -186,7 +186,7 @@ VARIANTS = {"lit_ti": _TI} | _DETECTION | _SEGMENTATION
 # -- Official checkpoints --------------------------------------------------------------------------
 
 # Official names -> ours (see backbones/convert.py). LIT-Ti has block3.0 and patch_embed3, the others have
-# layers.2.blocks.0 and layers.1.downsample: their stages end with the merging that ours begin with.
+# layers.2.blocks.0 and layers.1.downsample. Their stages end with a merging layer. Ours begin with it.
 OFFICIAL_NAMES = (
     (r"^block([1-4])\.(\d+)", lambda m: f"stages.{int(m[1]) - 1}.blocks.{m[2]}"),
     (r"^layers\.([0-3])\.blocks", r"stages.\1.blocks"),
@@ -230,7 +230,7 @@ def convert_tensor(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn
 
 
 def initial_values(missing: Mapping[str, Tensor], official: Collection[str]) -> dict[str, tuple[Tensor, str]]:
-    """Return the output norms of a backbone that starts from a classifier, which has none: ones and zeros."""
+    """Return initial output norms (ones and zeros) for a backbone with the weights of a classifier, which has none."""
     names = {name.removeprefix("module.") for name in official}
     if "head.weight" not in names or any(re.match(r"norm[0-3]\.", name) for name in names):
         return {}

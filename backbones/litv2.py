@@ -18,14 +18,14 @@ from backbones.layers.conv import BATCH_NORMS
 
 @dataclasses.dataclass(frozen=True)
 class LITv2Stage(lit.LITStage):
-    """One stage of LITv2. Windows of one token are full attention."""
+    """One stage of LITv2. A window size of 1 is full attention."""
 
     window_size: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class LITv2Variant(Variant):
-    """A LITv2.
+    """A variant of LITv2.
 
     Attributes:
         stages: One :class:`LITv2Stage` per stage.

@@ -79,7 +79,7 @@ class ViLStage:
 
 @dataclasses.dataclass(frozen=True)
 class ViLVariant(Variant):
-    """A multi-scale ViL, or a model with the same stages and another attention.
+    """A variant of the multi-scale ViL, or of a model with the same stages and another attention.
 
     Attributes:
         stages: One :class:`ViLStage` per stage.
@@ -234,7 +234,7 @@ def _with_mechanism(variant: ViLVariant, mechanism: str, *, partial: bool = Fals
 
 
 def _long_short(variant: ViLVariant, *, chunk_size: int = 7, img_size: int = 224) -> ViLVariant:
-    """Return long-short attention in stages 1 and 2, full attention in 3 and 4, and a relative bias, as officially."""
+    """Return the official ViL-LS: long-short attention in stages 1 and 2, full attention in 3 and 4, relative bias."""
     stages = with_stage_values(variant.stages, "attention", ("long_short", "long_short", "dense", "dense"))
     stages = with_stage_values(stages, "chunk_size", chunk_size)
     return dataclasses.replace(variant, stages=stages, relative_bias=True, position_img_size=img_size)
@@ -323,10 +323,10 @@ def convert_tensor(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn
     """Return our tensors for an official tensor, or reasons to drop it.
 
     Args:
-        name: its official name.
-        key: our name, by ``OFFICIAL_NAMES``.
-        tensor: its values, of any shape.
-        modules: the modules of the backbone, by name.
+        name: Its official name.
+        key: Our name, by ``OFFICIAL_NAMES``.
+        tensor: Its values, of any shape.
+        modules: The modules of the backbone, by name.
 
     Returns:
         Our names and tensors. For a part that is dropped: its index (``""`` for the whole tensor) and the reason.
@@ -359,7 +359,7 @@ def convert_tensor(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn
 
 
 def initial_values(missing: Mapping[str, Tensor], official: Collection[str]) -> dict[str, tuple[Tensor, str]]:
-    """Sample the random features of a Performer that starts from one with full attention in some stages (Table 8)."""
+    """Sample random features for a Performer whose checkpoint has full attention in some stages (Table 8)."""
     reason = "full attention has no random features: they are sampled"
     features = {key: tensor.shape for key, tensor in missing.items() if key.endswith("attention.features")}
     return {key: (sample_features(*shape), reason) for key, shape in features.items()}

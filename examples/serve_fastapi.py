@@ -20,7 +20,7 @@ from backbones import ConfigError
 from projects_vil import Detector
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("detector", help="anything that Detector.load takes")
+parser.add_argument("detector", help="detector, as for Detector.load")
 # Bytes and pixels of a photo, seconds of a request, requests at once.
 limits = {"bytes": 10_000_000, "pixels": 25_000_000, "seconds": 30, "requests": 8}
 for name, default in {"port": 8000, **limits}.items():

@@ -22,14 +22,14 @@ def slim_checkpoint(source: str | Path, output: str | Path) -> list[str]:
     Use the copy for ``MODEL.WEIGHTS``, evaluation and export. Training cannot resume from it.
 
     Args:
-        source: a ``.pth`` or ``.safetensors`` checkpoint of this project or of detectron2.
-        output: a ``.pth`` or ``.safetensors`` file. An existing file is replaced, unless it is the source.
+        source: A ``.pth`` or ``.safetensors`` checkpoint of this project or of detectron2.
+        output: A ``.pth`` or ``.safetensors`` file. An existing file is replaced, unless it is the source.
 
     Returns:
         The sizes of both files and the keys that were left out, as lines of text.
 
     Raises:
-        ConfigError: if the source cannot be read or is not a detector, if both files are the same, or if the output
+        ConfigError: If the source cannot be read or is not a detector, if both files are the same, or if the output
             cannot be written.
     """
     source, output = Path(source), Path(output)

@@ -82,7 +82,7 @@ def with_recipe(
         given: Config keys that the user has set, and that keep their values.
         num_processes: Number of processes.
         keep_anchors: Whether the weights are a detector with the image size and the anchors of the config.
-        low_rate: Whether the weights are a detector of the same classes. A high learning rate would ruin it.
+        low_rate: Whether the weights are a detector of the same classes, which needs a low learning rate.
     """
     device = "cuda" if cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available() else "cpu"
     is_paper, objects = recipe == "paper", objects_of(content) if content else ()
@@ -293,7 +293,7 @@ def choose_size(cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit:
             for factor in _FACTORS:
                 ladder = [[round(factor * side, 1) for side in level] for level in generator.SIZES]
                 fits.append((_best_ious(cfg, boxes, ladder, ratios), ladder))
-            ious, ladder = max(fits, key=lambda one: (round(np.mean(one[0] >= MATCH_IOU), 2), one[0].mean()))
+            ious, ladder = max(fits, key=lambda pair: (round(np.mean(pair[0] >= MATCH_IOU), 2), pair[0].mean()))
             anchors = {"MODEL.ANCHOR_GENERATOR.SIZES": ladder, "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS": [ratios]}
         share, sides = float(np.mean(ious >= MATCH_IOU)), np.sqrt(boxes[:, 2] * boxes[:, 3])
         choice = SizeChoice(size, share, tuple(np.percentile(sides, (10, 50, 90)).tolist()), number, anchors)

@@ -365,7 +365,7 @@ def evaluate(
             contents.clear()  # frees its memory
             evaluated = "all images" if test == "train" else f"split {test}"
             evaluated += f" (split {present[0]} has no annotations)" if test != present[0] else ""
-            print(f"{dataset.line()}\nevaluated: {evaluated}", flush=True)
+            print(f"{dataset.line()}\nevaluated: {evaluated}; in the results it is '{folder.name}_{test}'", flush=True)
             # Classes are matched by name to the classes of the checkpoint, or else of its training dataset.
             labels = [name for _, name in read_categories(str(dataset.splits[test][0])) or ()]
             classes = None if predictions else _write_classes(cfg.MODEL.WEIGHTS, folder / DATA_FOLDER, data, labels)

@@ -22,9 +22,9 @@ LR_SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGamm
 # Modules with SOLVER.WEIGHT_DECAY_NORM. detectron2 has the same list, local to a function. Batch and instance norms are
 # subclasses of _NormBase.
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm)
-# SOLVER.EPOCHS: largest share of the warm-up in the run. A short run has 20 iterations, or half of its iterations:
-# AdamW's first steps at the full rate would ruin pretrained weights. Evaluations follow each epoch of 1000 or more
-# iterations; shorter epochs are evaluated every 100 iterations, at most 20 times.
+# With SOLVER.EPOCHS, the warm-up is limited to this share of the run. The limit is at least 20 iterations, or half of a
+# shorter run, because AdamW's first steps at the full rate would damage pretrained weights. An epoch of 1000 or more
+# iterations ends with an evaluation. Shorter epochs are evaluated at most every 100 iterations and 20 times.
 _WARMUP_SHARE, _SHORT_WARMUP = 0.05, 20
 _LONG_EPOCH = 1000
 _MIN_PERIOD = 100
@@ -58,19 +58,19 @@ def parameter_groups(
     in the order of the model.
 
     Args:
-        model: a detector, or any module.
-        base_lr: learning rate before all factors.
-        weight_decay: weight decay of all other parameters.
-        weight_decay_norm: weight decay of norms; None for ``weight_decay``. It applies to their biases if
+        model: A detector, or any module.
+        base_lr: Learning rate before all factors.
+        weight_decay: Weight decay of all other parameters.
+        weight_decay_norm: Weight decay of norms; None for ``weight_decay``. It applies to their biases if
             ``weight_decay_bias`` is None.
-        weight_decay_bias: weight decay of biases; None for ``weight_decay``.
-        bias_lr_factor: factor of the learning rate of biases.
-        lr_multipliers: pairs of a shell-style pattern of parameter names and a factor. If several patterns match, the
+        weight_decay_bias: Weight decay of biases; None for ``weight_decay``.
+        bias_lr_factor: Factor of the learning rate of biases.
+        lr_multipliers: Pairs of a shell-style pattern of parameter names and a factor. If several patterns match, the
             factors are multiplied.
-        layer_decay: see :func:`layer_decay_factors`.
+        layer_decay: See :func:`layer_decay_factors`.
 
     Raises:
-        ConfigError: if a pattern matches no trainable parameter, or the layer decay is invalid.
+        ConfigError: If a pattern matches no trainable parameter, or the layer decay is invalid.
     """
     for entry in lr_multipliers:
         match entry:
@@ -88,15 +88,15 @@ def parameter_groups(
     no_decay: set[nn.Parameter] = set()
     for module in model.modules():
         if hasattr(module, "no_weight_decay"):
-            own = module.no_weight_decay()
-            no_decay |= {parameter for name, parameter in module.named_parameters() if name in own}
+            names = module.no_weight_decay()
+            no_decay |= {parameter for name, parameter in module.named_parameters() if name in names}
     # In the order of the model, because checkpoints number the parameters of an optimizer.
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        prefix, _, own_name = name.rpartition(".")
-        module, is_bias = model.get_submodule(prefix), own_name == "bias"
+        prefix, _, leaf = name.rpartition(".")
+        module, is_bias = model.get_submodule(prefix), leaf == "bias"
         factor = layer_factors.get(name, 1.0) * (bias_lr_factor if is_bias else 1.0)
         for pattern, pattern_factor in lr_multipliers:
             if fnmatch.fnmatchcase(name, pattern):
@@ -121,11 +121,11 @@ def layer_decay_factors(model: nn.Module, decay: float) -> dict[str, float]:
     the last block, ``decay ** (num_layers + 1)`` for the patch embedding. FPN and heads have no factor.
 
     Args:
-        model: a model with a :class:`backbones.backbone.Backbone`.
-        decay: a number above 0 and at most 1; 1 means no decay.
+        model: A model with a :class:`backbones.backbone.Backbone`.
+        decay: A number above 0 and at most 1; 1 means no decay.
 
     Raises:
-        ConfigError: for a decay out of range, or below 1 for a model without numbered layers.
+        ConfigError: If the decay is out of range, or below 1 for a model without numbered layers.
     """
     if not 0 < decay <= 1:
         raise ConfigError(f"{_LAYER_DECAY} is {decay!r}. It must be above 0 and at most 1.0 (no decay).")
@@ -150,7 +150,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
     gradients is not finite, ``step()`` raises FloatingPointError before any weight changes.
 
     Raises:
-        ConfigError: for an unknown ``SOLVER.OPTIMIZER``, and see :func:`parameter_groups`.
+        ConfigError: For an unknown ``SOLVER.OPTIMIZER``, and see :func:`parameter_groups`.
     """
     solver, clip = cfg.SOLVER, cfg.SOLVER.CLIP_GRADIENTS
     check_choice("SOLVER.OPTIMIZER", solver.OPTIMIZER, OPTIMIZERS)
@@ -201,7 +201,7 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
     where t grows from 0 in the first iteration to 1 after the last. fvcore's polynomial decay always ends at 0.
 
     Raises:
-        ConfigError: if the last learning rate is larger than the first, or the steps are outside of the run.
+        ConfigError: If the last learning rate is larger than the first, or the steps are outside of the run.
     """
     solver = cfg.SOLVER
     if solver.LR_SCHEDULER_NAME != "WarmupPolyLR":
@@ -212,7 +212,7 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
                 f"Invalid schedule ({one_line(error)}). Check SOLVER.STEPS, MAX_ITER and WARMUP_ITERS."
             ) from error
     if not 0 <= solver.BASE_LR_END <= solver.BASE_LR:
-        raise ConfigError(f"SOLVER.BASE_LR_END is {solver.BASE_LR_END}. It must be 0 to BASE_LR, {solver.BASE_LR}.")
+        raise ConfigError(f"SOLVER.BASE_LR_END is {solver.BASE_LR_END}. Use 0 to SOLVER.BASE_LR, {solver.BASE_LR}.")
     end = solver.BASE_LR_END / solver.BASE_LR
     schedule = WarmupParamScheduler(
         lambda where: end + (1 - end) * max(1 - where, 0.0) ** solver.POLY_LR_POWER,
@@ -251,23 +251,23 @@ def resolve_schedule(cfg: CfgNode, num_images: int, overridden: Collection[str] 
     - ``SOLVER.MAX_ITER`` is set to the length of all epochs.
     - ``SOLVER.STEPS`` keep their fractions of ``MAX_ITER``. Schedules without steps keep their shape anyway.
     - ``SOLVER.WARMUP_ITERS`` is limited to :func:`longest_warmup`.
-    - ``TEST.EVAL_PERIOD`` and ``SOLVER.CHECKPOINT_PERIOD`` are one epoch of 1000 iterations or more. For shorter epochs
-      they are the number of epochs that takes at least 100 iterations and a twentieth of the run.
+    - ``TEST.EVAL_PERIOD`` and ``SOLVER.CHECKPOINT_PERIOD`` are one epoch if it has at least 1000 iterations. Otherwise
+      they are the smallest number of epochs with at least 100 iterations and at least 1/20 of all epochs.
 
     A key in ``overridden`` keeps its value. ``SOLVER.MAX_ITER`` in it takes precedence over epochs of the config file.
     ``SOLVER.BASE_LR`` and ``BASE_LR_END`` are multiplied by ``IMS_PER_BATCH / REFERENCE_BATCH_SIZE``.
 
     Args:
-        cfg: the config.
-        num_images: images per epoch, without the images that ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` removes.
-        overridden: config keys that the user set for this run.
+        cfg: The config.
+        num_images: Images per epoch, without the images that ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` removes.
+        overridden: Config keys that the user set for this run.
 
     Returns:
         A config in which ``SOLVER.EPOCHS`` and ``REFERENCE_BATCH_SIZE`` are 0, so that a resumed run has the same
         schedule, and lines for the log.
 
     Raises:
-        ConfigError: for a negative number of epochs.
+        ConfigError: For a negative number of epochs.
     """
     solver, values, lines = cfg.SOLVER, {}, []
     epochs, batch, reference = solver.EPOCHS, solver.IMS_PER_BATCH, solver.REFERENCE_BATCH_SIZE

@@ -1,4 +1,4 @@
-"""The changed models of the papers' ablations, and their parameters and multiply-adds beside the papers' figures.
+"""The models of the papers' ablation studies. The command counts their parameters and multiply-adds.
 
 ``examples/timm_run.py`` trains them, for example with ``--model cvt_ls_13 --model-kwargs changes=no_dual_norm``.
 
@@ -36,7 +36,7 @@ from research.deformable_swin import with_deformable_merging
 
 
 class ConvAttention(nn.Module):
-    """Full attention with the convolutional projections of CvT, which do not change the global tokens.
+    """Full attention with the convolutional projections of CvT. Only their linear layers apply to global tokens.
 
     Args:
         like: The attention of CvT-LS that it replaces.
@@ -55,8 +55,8 @@ class ConvAttention(nn.Module):
         global_tokens, tokens = split_globals(tokens, self.num_global_tokens)
         projected = self.conv_qkv(tokens.unflatten(1, size))
         if global_tokens is not None:
-            own = self.conv_qkv.pointwise(global_tokens).unflatten(2, (3, -1)).movedim(2, 0)
-            projected = torch.cat([own, projected], dim=2)
+            projected_globals = self.conv_qkv.pointwise(global_tokens).unflatten(2, (3, -1)).movedim(2, 0)
+            projected = torch.cat([projected_globals, projected], dim=2)
         return self.proj(merge_heads(pytorch_attention(*(split_heads(x, self.num_heads) for x in projected))))
 
 
@@ -91,29 +91,29 @@ def full_attention(model: Classifier) -> int:
 
 def no_dual_norm(model: Classifier) -> int:
     """Remove the two norms of keys and values (LS appendix D)."""
-    found = [module for module in model.modules() if isinstance(module, DualNorm)]
-    for module in found:
+    modules = [module for module in model.modules() if isinstance(module, DualNorm)]
+    for module in modules:
         module.local_norm = module.projected_norm = nn.Identity()
-    return len(found)
+    return len(modules)
 
 
 def no_embed_norm(model: Classifier) -> int:
     """Remove the LayerNorm after the patch embedding (ViL section 3.1, Table 11)."""
-    found = [module for module in model.modules() if isinstance(module, PatchEmbed)]
-    for module in found:
+    modules = [module for module in model.modules() if isinstance(module, PatchEmbed)]
+    for module in modules:
         module.norm = nn.Identity()
-    return len(found)
+    return len(modules)
 
 
 def positions_1d(model: Classifier) -> int:
-    """Give each token a position of its own, instead of a row and a column (ViL section 3.1, Table 11)."""
-    found = [stage for stage in model.backbone.stages if isinstance(stage.positions, AbsolutePositions)]
-    for stage in found:
+    """Use one position per token instead of one per row and one per column (ViL section 3.1, Table 11)."""
+    stages = [stage for stage in model.backbone.stages if isinstance(stage.positions, AbsolutePositions)]
+    for stage in stages:
         old = stage.positions
         (height, half), width = old.rows.shape, len(old.cols)
         number = 0 if stage.global_tokens is None else stage.global_tokens.shape[1]
         stage.positions = GridPositions((height, width), 2 * half, num_global_tokens=number, resizing=old.resizing)
-    return len(found)
+    return len(stages)
 
 
 def pvt(model: Classifier, *, reductions: Sequence[int]) -> int:
@@ -141,7 +141,7 @@ def pvt(model: Classifier, *, reductions: Sequence[int]) -> int:
             block.attention.apply(init_linear)
             block.attention_norm = nn.LayerNorm(spec.dim, eps=variant.norm_eps)
     if not reductions[-1]:
-        # No other token reaches the class token.
+        # Without attention, the class token gets no information from the other tokens.
         model.pool = "mean"
     return 1
 

@@ -59,8 +59,8 @@ def mean_attention(model: timm_models.TimmClassifier, images: Iterable[Tensor]) 
             weights = []
             for module in modules:
                 tokens, (height, width) = captured[module]
-                found = attention_weights(module, tokens, (height, width), height // 2, width // 2)
-                weights.append(found.direct + found.spread)
+                attention = attention_weights(module, tokens, (height, width), height // 2, width // 2)
+                weights.append(attention.direct + attention.spread)
             sums[number] = sums[number] + torch.stack(weights)
     for hook in hooks:
         hook.remove()

@@ -1,9 +1,9 @@
 """Export the demo detectors with every backbone family in every format, and print one table.
 
-It has a row for each detector, format and precision: average precision, latency, size and peak memory of one file, each
-with eager's in brackets, and the largest difference from eager's detections. Files and reports are in
-DIR/DETECTOR_FAMILY. The exit status is 1 where an export failed or differs. Weights are random where --runs has no run
-DETECTOR_FAMILY.
+The table has a row for each detector, format and precision, with the average precision, latency, file size and peak
+memory. The values of the eager detector are in parentheses. The last column is the largest difference between both
+detections. Files and reports are in DIR/DETECTOR_FAMILY. If an export fails or differs, the exit status is 1. A
+detector has random weights if there is no run DETECTOR_FAMILY in --runs.
 
 Example:
     python -m research.export_table --output output/table --runs output/runs --evaluate --json output/table.json
@@ -59,7 +59,7 @@ _FACTORS = {
 
 
 def untrained_detector(cfg: CfgNode) -> nn.Module:
-    """Build a detector in eval mode with random weights and large predictors, whose scores and boxes differ widely."""
+    """Build a detector in eval mode with random weights. Large weights of the predictors make its detections differ."""
     torch.manual_seed(0)
     detector = build_model(cfg).eval()
     with torch.no_grad():
@@ -81,16 +81,16 @@ def available_formats() -> list[str]:
 
 
 def export_table(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Export the detectors in all formats and compare each file with eager; progress goes to stderr.
+    """Export the detectors in all formats, compare each file with the eager detector, and print progress to stderr.
 
     Args:
-        args: the arguments of :func:`main`.
+        args: The arguments of :func:`main`.
 
     Returns:
-        For each export a dict with ``detector``, ``family``, ``format``, ``precision``, ``trained``, ``seconds`` and
-        ``ok``; ``error`` where it failed, else ``images``, ``latency``, ``evaluation`` and ``bytes`` of the export's
-        report, and ``memory``: of ``eager`` and ``exported``, bytes at the peak of a new process that loads it and runs
-        once. A format without a precision is left out.
+        A dict for each export, with ``detector``, ``family``, ``format``, ``precision``, ``trained``, ``seconds`` and
+        ``ok``. If the export failed, it has ``error``. Otherwise it has ``images``, ``latency``, ``evaluation`` and
+        ``bytes`` of the report, and ``memory``: the peak bytes of ``eager`` and ``exported``, each in a new process
+        that loads the model and runs it once. Precisions that a format does not support are skipped.
     """
     pairs = [
         (file_format, precision)
@@ -134,7 +134,7 @@ def _load(name: str, args: argparse.Namespace) -> tuple[CfgNode, Path, bool]:
 
 def _measure(cfg: CfgNode, weights: Path, folder: Path, row: dict, args: argparse.Namespace) -> dict[str, Any]:
     options = {"file_format": row["format"], "precision": row["precision"]}
-    # pycocotools prints its tables where this one is to be printed.
+    # pycocotools prints its tables to stdout, where only the table of this program belongs.
     with contextlib.redirect_stdout(sys.stderr):
         path, report = export_detector(cfg, weights, folder, **options, evaluate=args.evaluate and row["trained"])
     images = [example_image(64, 64, seed=5), *([example_image(800, 1333, seed=6)] if args.large else [])]
@@ -147,7 +147,7 @@ def _measure(cfg: CfgNode, weights: Path, folder: Path, row: dict, args: argpars
     if args.image_size:
         latency = measure_latency(eager, model, example_image(*args.image_size, seed=7))
     image = example_image(latency["height"], latency["width"], seed=7)
-    # Two detectors less, before processes that hold one more.
+    # Free two detectors before new processes load another one.
     del eager, model
     builds = {
         "eager": functools.partial(_run_eager, cfg, weights, image),
@@ -175,7 +175,7 @@ def _run_exported(path: Path, image: Tensor) -> Callable[[], object]:
 
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows of :func:`export_table` as a Markdown table, eager's figures in brackets."""
+    """Return the rows of :func:`export_table` as a Markdown table, with the values of eager in parentheses."""
     lines = []
     for row in rows:
         line = {"detector": f"{row['detector']} {row['family']}", "format": row["format"]}
@@ -206,12 +206,12 @@ def main() -> None:
     parser.add_argument("--runs", metavar="DIR", help="folder with trained runs, DETECTOR_FAMILY/model_final.pth")
     parser.add_argument("--detectors", nargs="+", choices=DETECTORS, default=tuple(DETECTORS), help="default: all")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="default: all")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=(), help="default: all that work here")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=(), help="default: all supported formats")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=("fp32",), help="default: fp32")
-    parser.add_argument("--image-size", nargs=2, type=positive, metavar=("H", "W"), help="of the timed image")
-    parser.add_argument("--evaluate", action="store_true", help="average precision of trained runs on DATASETS.TEST")
-    parser.add_argument("--large", action="store_true", help="compare on 800 x 1333 too")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures there too")
+    parser.add_argument("--image-size", nargs=2, type=positive, metavar=("H", "W"), help="size of the timed image")
+    parser.add_argument("--evaluate", action="store_true", help="evaluate trained runs on DATASETS.TEST")
+    parser.add_argument("--large", action="store_true", help="also compare on an image of 800 x 1333 pixels")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the results as JSON")
     args = parser.parse_args()
     rows = export_table(args)
     print(format_table(rows))

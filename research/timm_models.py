@@ -77,10 +77,10 @@ class TimmClassifier(Classifier):
         **options: object,
     ) -> None:
         check_choice("in_chans", in_chans, (3,))
-        made = create_changed_classifier(
+        classifier = create_changed_classifier(
             name, img_size=get_variant(name).classifier_img_size if img_size is None else img_size, **options
         )
-        super().__init__(made.backbone, num_classes=1, pool=made.pool, norm_eps=made.norm.eps)
+        super().__init__(classifier.backbone, num_classes=1, pool=classifier.pool, norm_eps=classifier.norm.eps)
         self.in_chans = in_chans
         self.drop_rate = drop_rate
         self.num_features = self.head_hidden_size = self.head.in_features

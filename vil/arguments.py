@@ -40,7 +40,7 @@ SECTIONS = frozenset(
 )
 # A misspelled key such as SOLVR.BASE_LR is accepted as a key, so that the error suggests the closest one.
 _LIKE_A_KEY = re.compile(r"([A-Z][A-Z0-9_]+)(\.[A-Z][A-Z0-9_]*)+")
-# Start of the last line of a traceback from another process, which arrives as text.
+# Start of the last line in the traceback text of another process.
 _REMOTE = f"{ConfigError.__module__}.{ConfigError.__qualname__}: "
 # Seconds that a process under torchrun waits, so that only the first process on each machine prints a common error.
 _TORCHRUN_SECONDS = 10
@@ -138,6 +138,13 @@ def image_size(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
+def fraction(text: str) -> float:
+    """Return a number of at least 0 and below 1. This is an argparse type."""
+    if not re.fullmatch(r"0|0?\.\d+", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number between 0 and 1, such as 0.2")
+    return float(text)
+
+
 def shard(text: str) -> tuple[int, int]:
     """Return I and N of a shard ``I/N``. This is an argparse type."""
     if not re.fullmatch(r"\d+/\d+", text):
@@ -166,7 +173,7 @@ class ToolParser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
         # A shell does not expand ~ in quotes or in --output=~/x.
         words = [
-            re.sub(r"^(--[\w-]+=)?(~[^/]*)", lambda found: (found[1] or "") + os.path.expanduser(found[2]), word)
+            re.sub(r"^(--[\w-]+=)?(~[^/]*)", lambda match: (match[1] or "") + os.path.expanduser(match[2]), word)
             for word in (sys.argv[1:] if args is None else args)
         ]
         return self._parse(words)
@@ -216,8 +223,8 @@ class ToolParser(argparse.ArgumentParser):
     def _hint(self, word: str) -> str:
         """Return advice for an unknown argument: the argument or key with this name in this project."""
         flag, _, value = word.partition("=")
-        name = flag.lstrip("-").replace("-", "_")
-        name = choices.NAMES_OF_OTHERS.get(name, name)
+        other_name = flag.lstrip("-").replace("-", "_")
+        name = choices.NAMES_OF_OTHERS.get(other_name, other_name)
         same = f"--{name.replace('_', '-')}"
         if (action := self._option_string_actions.get(same)) is not None:
             values = value or self._get_formatter()._format_args(action, "VALUE")
@@ -225,7 +232,8 @@ class ToolParser(argparse.ArgumentParser):
         if any(name == action.dest and not action.option_strings for action in self._actions):
             return f". Write {value}" if value else f". Write the path without '{flag}'"
         if (hint := self._key_hint(name, value)) or word.startswith("-"):
-            return hint or closest(flag, self._option_string_actions, cutoff=0.7)
+            no_option = ". This command has no such option" * (name != other_name)
+            return hint or no_option or closest(flag, self._option_string_actions, cutoff=0.7)
         names = [str(action.metavar) for action in self._actions if not action.option_strings]
         return f". The command takes only {' and '.join(names)}. Quote a path that has spaces" * bool(names)
 
@@ -388,7 +396,7 @@ def config_of(args: argparse.Namespace, path: str | Path | None = None) -> "CfgN
     return choose_device(load_config(path or args.config_file, args.opts), devices=args.devices, requested=requested)
 
 
-# How a tool ends -----------------------------------------------------------------------------------------------------
+# Output, errors and signals ------------------------------------------------------------------------------------------
 
 
 def show(*lines: object) -> None:
@@ -482,8 +490,7 @@ def _explain(error: Exception) -> tuple[str, int] | None:
     if isinstance(error, ConfigError) or (lines and lines[-1].startswith(_REMOTE)):
         return _with_flag(text.rpartition(_REMOTE)[2]), 1
     if isinstance(error, ImportError) and "libGL.so" in text:
-        advice = "Install libgl1, or opencv-python-headless instead of opencv-python."
-        return f"OpenCV cannot be loaded: {text}. {advice}", 1
+        return f"OpenCV cannot be loaded: {text}. Install libgl1, or opencv-python-headless instead.", 1
     if isinstance(error, ModuleNotFoundError) and error.name == "detectron2":
         return "detectron2 is not installed. Run 'vil install-detectron2'.", 1
     if hasattr(error, "exit_status"):
@@ -506,7 +513,7 @@ def _explain(error: Exception) -> tuple[str, int] | None:
 
 
 def _with_flag(message: str) -> str:
-    """Name the flags that the user gave instead of arguments of the library, and next to the first config key."""
+    """Replace argument names of the library by the flags that the user gave. Add the flag to its config key."""
     given = {word.partition("=")[0] for word in sys.argv}
 
     def as_flag(name: re.Match) -> str:

@@ -13,7 +13,7 @@ SCHEDULES = ("1x", "3x_ms")
 RECIPES = ("finetune", "scratch", "paper")
 # Smallest and largest image size of `vil train`, in pixels.
 IMAGE_SIZES = (64, 4096)
-# Commands, arguments and values of other programs, and the ones or the config keys with the same effect.
+# Our commands, arguments, values and config keys, each with the names that other programs use for it.
 _OTHERS = {
     "batch": "batch_size",
     "config": "cfg",

@@ -19,6 +19,7 @@ from vil.arguments import (
     config_name,
     config_of,
     existing_path,
+    fraction,
     image_size,
     image_source,
     local_path,
@@ -63,8 +64,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     """
     parser.section("Common options")
     parser.add("data", _DATA, nargs="?", type=existing_path, metavar="DATA")
-    epochs_help = "passes over the training images (default: by recipe, number of images and device)"
-    parser.add("--epochs", epochs_help, type=positive)
+    parser.add("--epochs", "passes over the training images (default: by recipe, images and device)", type=positive)
     parser.add("--batch", "images per iteration (default: by recipe and device)", type=positive)
     size_help = "shorter side of the images in pixels, or auto (default): chosen from the sizes of the objects"
     parser.add("--image-size", size_help, type=image_size, metavar="PX")
@@ -91,7 +91,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.section("Data")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     val_help = "fraction of the images for validation if DATA has no validation images (default 0.2)"
-    parser.add("--val-fraction", val_help, type=float, metavar="F")
+    parser.add("--val-fraction", val_help, type=fraction, metavar="F")
     parser.add("--workers", "data loader processes (default: at most 4)", type=not_negative)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
@@ -155,7 +155,7 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
         vil eval more_photos --predictions found/*.parquet
     """
     parser.add("model", f"{_MODEL}. Leave it out with --predictions", nargs="?", metavar="MODEL")
-    data_help = f"{_DATA} (default: the dataset of the run). Its test, or else validation, or else all images are used"
+    data_help = f"{_DATA} (default: the dataset of the run); uses the test images, else the validation images, else all"
     parser.add("data", data_help, nargs="?", type=existing_path, metavar="DATA")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     predictions_help = "evaluate Parquet files from vil predict, or folders with such files, instead of a model"
@@ -199,10 +199,10 @@ def _keywords(parser: ConfigToolParser, words: Sequence[str]) -> dict[str, Any]:
     return _options(args) | dict(zip(args.opts[::2], args.opts[1::2], strict=True))
 
 
-def _options(args: argparse.Namespace, *others: str) -> dict[str, Any]:
-    """Return the arguments as keyword arguments of the library, without config keys and the arguments ``others``."""
-    others = (*others, "config_file", "device", "devices", "opts", "weights")
-    return {name: value for name, value in vars(args).items() if name not in others}
+def _options(args: argparse.Namespace, *excluded: str) -> dict[str, Any]:
+    """Return the arguments as keyword arguments of the library, without config keys and the ``excluded`` arguments."""
+    excluded = (*excluded, "config_file", "device", "devices", "opts", "weights")
+    return {name: value for name, value in vars(args).items() if name not in excluded}
 
 
 # Prediction and export -----------------------------------------------------------------------------------------------
@@ -292,8 +292,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
     parser.add("--output", "output folder (default: export/ in the folder of MODEL)", type=local_path, metavar="DIR")
     formats, precisions, dtypes = choices.EXPORT_FORMATS, choices.PRECISIONS, choices.INPUT_DTYPES
-    format_help = f"file format (default {formats[0]})"
-    parser.add("--format", format_help, dest="file_format", choices=formats, default=formats[0])
+    parser.add("--format", "file format (default torchscript)", dest="file_format", choices=formats, default=formats[0])
     parser.add("--precision", "model precision (default fp32)", choices=precisions, default="fp32")
     parser.add("--input-dtype", "dtype of the images (default uint8)", choices=dtypes, default="uint8")
     parser.add("--batched", "export a model with batches as input (B, 3, H, W)", action="store_true")
@@ -304,12 +303,11 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     parity = {"dest": "images", "nargs": "+", "type": existing_path, "default": [], "metavar": "FILE"}
     parser.add("--parity-images", "images for the parity check (default: synthetic images)", **parity)
     parser.add("--evaluate", "also compare the AP on DATASETS.TEST; always on for int8", action="store_true")
-    calibration_help = "maximum number of images from DATASETS.TRAIN for int8 calibration (default 100)"
-    parser.add("--calibration-images", calibration_help, type=positive, default=100)
+    parser.add("--calibration-images", "images of DATASETS.TRAIN for int8 (default 100)", type=positive, default=100)
     parser.add("--accept-drop", "accept an int8 model that loses more than 1 AP", action="store_true")
     parser.add("--triton", "also write a Triton model; needs --batched --fixed-detections", metavar="REPOSITORY/NAME")
     args = parser.parse_args(words)
-    cfg, path = _found_model(parser, args)
+    cfg, path = _load_config(parser, args)
 
     from projects_vil.export import check_triton, describe_report, export_detector, write_triton_model
     from projects_vil.run import folder_of
@@ -327,7 +325,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
         show(f"wrote {args.triton}")
 
 
-def _found_model(parser: ToolParser, args: argparse.Namespace) -> tuple["CfgNode", Path]:
+def _load_config(parser: ToolParser, args: argparse.Namespace) -> tuple["CfgNode", Path]:
     """Return the config of ``MODEL``, or of ``--config-file`` and ``--weights``, and its file."""
     source = args.model or args.config_file or args.weights
     if not source:
@@ -401,15 +399,15 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         if len(objects := objects_of(train)):
             sizes = IMAGE_SIZES["cuda" if torch.cuda.is_available() else "cpu"]
             lines.append(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=sizes).line())
-        found = {split: file.to_json() for split, file in files.items()}
-        write_json(args.json, {"splits": found, "notes": dataset.notes, "unused": dataset.unused})
+        splits = {split: file.to_json() for split, file in files.items()}
+        write_json(args.json, {"splits": splits, "notes": dataset.notes, "unused": dataset.unused})
         lines += write_fixed(files, args.fix)
     except BaseException:
         if args.fix:
             shutil.rmtree(args.fix, ignore_errors=True)
         raise
     finally:
-        # Last, because a closed pipe must not remove the fixed copy.
+        # Print last, because an error of a closed pipe must not remove the fixed copy.
         show(*lines)
 
 
@@ -495,8 +493,7 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
         vil analyze --variants vil_tiny lit --json variants.json
     """
     what = parser.add_mutually_exclusive_group(required=True)
-    config_help = "configs of detectors"
-    what.add_argument("--config-file", nargs="+", type=existing_path, metavar="FILE", help=config_help)
+    what.add_argument("--config-file", nargs="+", type=existing_path, metavar="FILE", help="configs of detectors")
     variants_help = "backbones: all variants, or the variants whose names start with PREFIX"
     what.add_argument("--variants", nargs="*", metavar="PREFIX", help=variants_help)
     _add_image_size(parser, "image size (default 800 1333)")
@@ -592,8 +589,8 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     """Draw the attention, training samples, sampling offsets or predictions of a detector as PNG files.
 
     Example:
-        vil visualize attention output/vil_tiny --input photo.jpg --output drawings --stage 3 --point 120 200
-        vil visualize data output/mine --output drawings INPUT.AUGMENTATION lsj_copy_paste INPUT.LSJ.SIZE 128
+        vil visualize attention output/vil_tiny --input photo.jpg --stage 3 --point 120 200
+        vil visualize data output/mine INPUT.AUGMENTATION lsj_copy_paste INPUT.LSJ.SIZE 128
         vil visualize offsets output/lit_s --input photo.jpg --output drawings --points 8
         vil visualize results output/demo_retinanet --num-images 8
     """
@@ -606,7 +603,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
         command.set_defaults(render=render, parser=command)
         if not options:
             command.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
-            command.add("--output", "output folder", required=True, type=local_path, metavar="DIR")
+            command.add("--output", "folder (default: drawings)", default="drawings", type=local_path, metavar="DIR")
         return command
 
     image = {"required": True, "type": existing_path, "metavar": "IMAGE"}
@@ -614,8 +611,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     command.add("--input", "image file", **image)
     command.add("--stage", "stage of the backbone, counted from 1 (default: the last)", type=int, metavar="S")
     command.add("--block", "block of the stage, counted from 1 (default: the last)", type=int, metavar="B")
-    point_help = "position in the image in pixels (default: the center)"
-    command.add("--point", point_help, type=int, nargs=2, metavar=("Y", "X"))
+    command.add("--point", "pixel of the image (default: the center)", type=int, nargs=2, metavar=("Y", "X"))
 
     command = add(_draw_data, "training samples after augmentation")
     command.add("--number", "number of samples (default 16)", type=positive, default=16)
@@ -633,8 +629,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     command.add("--output", "PNG or JPEG file, or a folder for predictions.png (default: RUN)", type=local_path)
     command.add("--num-images", "images, one per row (default 8)", type=positive, default=8)
     default = choices.SCORE_THRESHOLD
-    threshold_help = f"minimum score of detections (default {default})"
-    command.add("--score-threshold", threshold_help, type=float, default=default, metavar="T")
+    command.add("--score-threshold", f"minimum score (default {default})", type=float, default=default, metavar="T")
 
     args = parser.parse_args(words)
     show(*args.render(args))
@@ -644,7 +639,7 @@ def _draw_attention(args: argparse.Namespace) -> list[str]:
     """Draw the attention of one token in one block as a heat map per head."""
     from projects_vil.visualization import draw_attention
 
-    cfg, _ = _found_model(args.parser, args)
+    cfg, _ = _load_config(args.parser, args)
     position = {"stage": args.stage, "block": args.block, "point": args.point}
     return [f"wrote {draw_attention(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **position)}"]
 
@@ -655,8 +650,8 @@ def _draw_data(args: argparse.Namespace) -> list[str]:
     from projects_vil.engine import check_values
     from projects_vil.visualization import draw_samples
 
-    args.weights = args.weights or (args.model and "none")  # a run without weights has samples, too
-    cfg, _ = _found_model(args.parser, args)
+    args.weights = args.weights or (args.model and "none")  # samples do not need the weights of the run
+    cfg, _ = _load_config(args.parser, args)
     check_values(cfg, args.opts[::2])
     register_datasets(cfg)
     return [f"wrote {path}" for path in draw_samples(cfg, args.output, number=args.number, seed=args.seed)]
@@ -666,7 +661,7 @@ def _draw_offsets(args: argparse.Namespace) -> list[str]:
     """Draw the image positions that LIT's deformable token merging samples, as in figure 2 of the paper."""
     from projects_vil.visualization import draw_offsets
 
-    cfg, _ = _found_model(args.parser, args)
+    cfg, _ = _load_config(args.parser, args)
     tokens = {"num_points": args.points, "point": args.point}
     return [f"wrote {path}" for path in draw_offsets(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **tokens)]
 

@@ -103,10 +103,10 @@ def install_from_index(work: Path) -> None:
     choice = ["--no-deps", "--only-binary=:all:", "--python-version", BUNDLE_PYTHON, "--retries", "1", "--timeout", "8"]
     pip("download", *choice, "--dest", str(work), BUNDLE)
     (wheel,) = work.glob("*.whl")
-    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if found != BUNDLE_SHA256:
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != BUNDLE_SHA256:
         raise InstallError(
-            f"{wheel.name} has the SHA-256 {found} instead of {BUNDLE_SHA256}. Check the index in 'pip config list'."
+            f"{wheel.name} has the SHA-256 {digest} instead of {BUNDLE_SHA256}. Check the index in 'pip config list'."
         )
     unpack(wheel, work / "detectron2")
     pip("install", str(work / "detectron2"))

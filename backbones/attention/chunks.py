@@ -35,7 +35,7 @@ QUERY_MASK, _KEY_MASK_FLOAT16 = 256.0, -32768.0
 
 
 class WindowInputs(NamedTuple):
-    """The tensors of attention to windows. Also their gradients, or whether each needs one.
+    """The tensors of attention to windows. The same class is used for their gradients and for flags per tensor.
 
     For long-short attention, the global keys are the projected keys, followed by the keys of the global tokens. The
     global values have the same order.
@@ -79,7 +79,7 @@ def attend_chunks(
     # (B * rows * M, cols, w * w, D + E)
     queries = to_chunks(F.pad(query, (0, static_size(keys.shape[3]) - channels), value=QUERY_MASK), chunk_size)
     if bias is not None:
-        # PyTorch would cast the copies below, and not keep their rows aligned.
+        # Otherwise autocast would cast the copies below, and their rows would not stay aligned.
         (bias,) = in_autocast_dtype(bias)
         # (B * rows * M, 1, w * w, S)
         # OpenVINO does not fuse attention if the bias of one head is expanded.
@@ -106,7 +106,7 @@ def needs_alignment(device: torch.device) -> bool:
 
 
 def extra_channels(channels: int, device: torch.device) -> tuple[int, int]:
-    """Return the number of mask channels of keys, and of channels of zeros of values.
+    """Return the number of mask channels that keys get, and the number of zero channels that values get.
 
     Keys have one mask channel. The fast kernels for GPUs need multiples of 8 channels.
     """
@@ -164,7 +164,7 @@ def _key_mask(key: Tensor, extra: int) -> float:
 
 
 def pad_keys_values(key: Tensor, value: Tensor, pad: tuple[int, int, int, int], extra: int) -> Tensor:
-    """Pad keys with a hidden border, as :func:`mask_keys`, and values with the same border.
+    """Pad keys with a border that is hidden as in :func:`mask_keys`. Pad values with the same border.
 
     Args:
         key: (B, M, H, W, D).
@@ -266,7 +266,7 @@ def wrap(size: int, padded: int, chunk_size: int, device: torch.device) -> tuple
     # As a tensor, the padded size depends on the image in exported models too.
     whole = position[-1:] + 1 - chunk_size
     source = position % whole
-    # With fewer than three chunks, the chunk behind the border is a neighbor already.
+    # With fewer than three chunks, the chunk at the opposite border is already a neighbor.
     return source, (source >= size) | ((position != source) & (whole < 3 * chunk_size))
 
 
@@ -299,11 +299,11 @@ def copies_windows() -> bool:
 
 
 def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
-    """Return overlapping windows of ``size`` along ``dim``, at each ``step``: a view.
+    """Return a view with overlapping windows of ``size`` along ``dim``, one at each ``step``.
 
     ``dim``, counted from the front, becomes the number of windows. The positions in a window are the next axis. The
     backward pass adds whole blocks, while the backward pass of ``unfold`` adds position by position. The windows are a
-    copy if :func:`copies_windows` is true, because ``unfold`` would then become transposes of single numbers.
+    copy if :func:`copies_windows` is true, because exporters convert ``unfold`` to many small operations.
     """
     if copies_windows():
         number = (x.shape[dim] - size) // step + 1
@@ -324,7 +324,7 @@ class _Windows(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         dim, step, number = ctx.dim, ctx.step, grad.shape[ctx.dim]
         pieces = -(-ctx.size // step)
-        # (..., number + pieces - 1, step, ...), as x with dim in two
+        # (..., number + pieces - 1, step, ...), the shape of x with dim split into two axes
         total = grad.new_zeros(*ctx.shape[:dim], number + pieces - 1, step, *ctx.shape[dim + 1 :])
         for piece in range(pieces):
             part = grad.narrow(dim + 1, piece * step, min(step, ctx.size - piece * step))

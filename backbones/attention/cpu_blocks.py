@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from backbones.attention.chunks import WindowInputs, split_blocks
 from backbones.layers.tracing import at_least_float32, autocast_off, in_autocast_dtype, is_tracing, padding_to_multiple
 
-# Scores in a block: they fit the cache.
+# Scores in a block. They fit in the cache.
 BLOCK_SCORES = 2**20
 # Smaller exponents are raised to this value. The weight is negligible, and denormal numbers slow exponentials tenfold.
 _MIN_EXPONENT = -60.0
@@ -30,9 +30,9 @@ _MASK = -1e9
 
 
 def is_needed(*tensors: Tensor | None) -> bool:
-    """Return whether tensors of attention to windows are on a CPU and need gradients, if gradients are enabled.
+    """Return whether the tensors of attention to windows are on a CPU and at least one requires a gradient.
 
-    Traced and compiled runs are left to PyTorch.
+    The result is False in traced and compiled runs, which use PyTorch's attention.
     """
     if tensors[0].device.type != "cpu" or is_tracing() or torch.compiler.is_compiling():
         return False
@@ -100,7 +100,7 @@ class _RecomputedAttention(torch.autograd.Function):
     """Attention with its own backward pass.
 
     ``forward(*tensors)`` returns the output and the log-sum-exps. ``backward(grad, output, logsumexp, needed,
-    *tensors)`` returns a gradient for each tensor; ``needed`` tells which of them are used.
+    *tensors)`` returns a gradient for each tensor. ``needed`` has one flag per tensor: whether its gradient is used.
     """
 
     @staticmethod
@@ -185,21 +185,21 @@ def _add_gradients(
     # A view for each of the keys
     weights = [x.view(len(query), -1, query.shape[1]) for x in all_weights.split(sizes)]
     products = [x.view(len(query), -1, query.shape[1]) for x in all_products.split(sizes)]
-    for part, own in zip(weights, keys, strict=True):
-        for queries, bias, _ in own.biases:
+    for part, group in zip(weights, keys, strict=True):
+        for queries, bias, _ in group.biases:
             scores = part[..., queries].unflatten(0, (-1, heads))
             torch.sub(bias.expand_as(scores), logsumexp[:, :, None, queries], out=scores)
-        part.baddbmm_(own.key, query_columns)
+        part.baddbmm_(group.key, query_columns)
     all_weights.clamp_(min=_MIN_EXPONENT).exp_()
-    for part, own in zip(products, keys, strict=True):
-        torch.bmm(own.value, grad_columns, out=part)
+    for part, group in zip(products, keys, strict=True):
+        torch.bmm(group.value, grad_columns, out=part)
     # The gradient of the scores
     all_products.mul_(all_weights)
-    for index, (weight, product, own) in enumerate(zip(weights, products, keys, strict=True)):
-        _add_products(own.value_grad, weight, grad)
-        _add_products(own.key_grad, product, query)
-        query_grad.baddbmm_(product.mT, own.key[..., :-1], beta=min(index, 1))
-        for queries, _, bias_grad in own.biases:
+    for index, (weight, product, group) in enumerate(zip(weights, products, keys, strict=True)):
+        _add_products(group.value_grad, weight, grad)
+        _add_products(group.key_grad, product, query)
+        query_grad.baddbmm_(product.mT, group.key[..., :-1], beta=min(index, 1))
+        for queries, _, bias_grad in group.biases:
             if bias_grad is not None:
                 bias_grad += product[..., queries].unflatten(0, (-1, heads)).sum_to_size(bias_grad.shape)
 
@@ -281,15 +281,15 @@ def _window_gradients(
             keys = []
             for (first, col, columns), bias, bias_grad in zip(pieces, biases[:-1], bias_grads[:-1], strict=True):
                 groups = slice(chunks.start + col // size, chunks.stop + col // size)
-                own = [x[index, groups].flatten(0, 1)[:, :columns] for x in strips[first] for index in range(2)]
-                keys.append(_Keys(*(x.flatten(1, 2) for x in own), [(slice(None), bias, bias_grad)]))
+                parts = [x[index, groups].flatten(0, 1)[:, :columns] for x in strips[first] for index in range(2)]
+                keys.append(_Keys(*(x.flatten(1, 2) for x in parts), [(slice(None), bias, bias_grad)]))
             if num_global:
                 shared = (x[image].expand(chunks.stop - chunks.start, -1, -1, -1) for x in (global_key, global_value))
-                own_biases = [(slice(None), biases[-1], bias_grads[-1])]
-                keys.append(_Keys(*(x.flatten(0, 1) for x in shared), *(x[image] for x in global_grads), own_biases))
+                shared_bias = [(slice(None), biases[-1], bias_grads[-1])]
+                keys.append(_Keys(*(x.flatten(0, 1) for x in shared), *(x[image] for x in global_grads), shared_bias))
             block = [x[image, row, chunks].flatten(0, 1) for x in (query, grad, delta)]
-            own_grad = query_grad[image, row, chunks].flatten(0, 1)
-            _add_gradients(*block, logsumexp[image, row, chunks], own_grad, keys, heads, buffer)
+            block_grad = query_grad[image, row, chunks].flatten(0, 1)
+            _add_gradients(*block, logsumexp[image, row, chunks], block_grad, keys, heads, buffer)
         for first, (_, strip_grad) in strips.items():
             halo_grad[:, image, ..., row * size + first : row * size + first + piece_rows, :] += strip_grad
 
@@ -320,7 +320,7 @@ def _to_chunks(x: Tensor, chunk_size: int, rows: int, cols: int) -> Tensor:
 def _with_halo(key: Tensor, value: Tensor, chunk_size: int, side: int) -> Tensor:
     """Return keys and values with the margins of the windows: (2, B, groups, M, w columns, rows * w + 2 * side, D + 1).
 
-    A group is the columns of a chunk. Groups of the margins follow on both sides, and the last may be filled up. The
+    A group is the columns of one chunk. The margins are more groups on both sides. The last group may be padded. The
     last channel of values is 1. The last channel of keys is 0 for a token and a large negative number elsewhere.
     """
     batch, heads, height, width, channels = key.shape
@@ -353,8 +353,8 @@ def _map_forward(
         if num_global:
             bias[..., :num_global] = global_bias[heads, None, None]
         for row in range(rows.start, rows.stop):
-            own = offset_bias[heads, :, height - 1 - row : 2 * height - 1 - row]
-            bias[:, row - rows.start, :, num_global:] = own.flatten(2)
+            row_bias = offset_bias[heads, :, height - 1 - row : 2 * height - 1 - row]
+            bias[:, row - rows.start, :, num_global:] = row_bias.flatten(2)
         bias = bias.flatten(1, 2)[None]
         block = _attention_with_logsumexp(q, k, v, attn_mask=bias, scale=scale)
         output[images, heads, queries], logsumexp[images, heads, queries] = block
@@ -384,9 +384,9 @@ def _map_gradients(
     for images, heads, rows in split_blocks((*query.shape[:2], height), width * key.shape[2], BLOCK_SCORES):
         queries, biases = slice(rows.start * width, rows.stop * width), []
         for row in range(rows.start, rows.stop):
-            own = heads, slice(height - 1 - row, 2 * height - 1 - row)
+            index = heads, slice(height - 1 - row, 2 * height - 1 - row)
             columns = slice((row - rows.start) * width, (row - rows.start + 1) * width)
-            biases.append((columns, offset_bias[own].flatten(1, 2), offset_grad[own].flatten(1, 2)))
+            biases.append((columns, offset_bias[index].flatten(1, 2), offset_grad[index].flatten(1, 2)))
         # Views (N, K, E)
         all_keys = [x[images, heads].flatten(0, 1) for x in (key, value, key_grad, value_grad)]
         keys = [_Keys(*(x[:, num_global:] for x in all_keys), biases)]
@@ -397,7 +397,7 @@ def _map_gradients(
         needed_size = len(block[0]) * block[0].shape[1] * key.shape[2]
         if buffer.shape[1] < needed_size:
             buffer = query.new_empty(2, needed_size)
-        own_grad = query_grad[images, heads, queries].flatten(0, 1)
+        block_grad = query_grad[images, heads, queries].flatten(0, 1)
         lse, num_heads = logsumexp[images, heads, queries], heads.stop - heads.start
-        _add_gradients(*block, lse, own_grad, keys, num_heads, buffer)
+        _add_gradients(*block, lse, block_grad, keys, num_heads, buffer)
     return query_grad.mul_(scale), key_grad, value_grad, offset_grad.mT.flip(1), global_grad

@@ -24,7 +24,7 @@ from backbones.layers.tracing import (
 
 # Kernels of PyTorch's attention: all but cuDNN's.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# Most scores of a call on a GPU: 512 MB in bfloat16
+# Maximum number of scores in one call on a GPU: 512 MB in bfloat16
 _CALL_SCORES = 2**28
 
 
@@ -34,7 +34,7 @@ def pytorch_attention(query: Tensor, key: Tensor, value: Tensor, **options: Tens
     PyTorch may choose cuDNN's kernel on an H100. Its backward pass has rules for strides, which keys that are
     overlapping views may break.
     """
-    # Dynamo cannot trace the query of the flag. If the caller excludes cuDNN, its other choices remain.
+    # Dynamo cannot trace a read of the flag. If the caller has excluded cuDNN, its choice of kernels is kept.
     if query.device.type != "cuda" or not (torch.compiler.is_compiling() or torch.backends.cuda.cudnn_sdp_enabled()):
         return F.scaled_dot_product_attention(query, key, value, **options)
     with sdpa_kernel(_KERNELS):
@@ -65,8 +65,8 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor |
 def global_query_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """Return the same as :func:`dense_attention`, but faster on a GPU for few queries and many keys.
 
-    PyTorch's kernel for biases computes all keys of a query in sequence, which took 17 ms for a query of 67,201 keys on
-    an H200. Matrix products took 0.7 ms. Without a bias, the kernel for half precision divides the keys.
+    PyTorch's kernel for biases computes all keys of a query in sequence. One query with 67,201 keys took 17 ms on an
+    H200, and matrix products took 0.7 ms. Without a bias, the kernel for half precision splits the keys.
     """
     dtype = autocast_dtype(query.device) or query.dtype
     if query.device.type != "cuda" or (bias is None and dtype != torch.float32):
@@ -226,7 +226,7 @@ class DenseAttention(TokenAttention):
         backend = resolve_backend(self.backend, tensors | parameters, mode=DENSE_MODE)
         if backend == "reference" or (backend == "sdpa" and torch.compiler.is_compiling()) or not query.numel():
             return self.backends[backend](query, key, value, bias=bias(height, width))
-        # On the meta device FLOPs are counted, without the alignment of a GPU.
+        # FLOPs are counted on the meta device, so the padding for a GPU must not be counted there.
         if backend == "sdpa" and query.device.type in ("cpu", "meta"):
             by_row_offset = bias.by_row_offset(height, width)
             output = cpu_blocks.map_attention(local, key, value, by_row_offset, bias.local_to_global)

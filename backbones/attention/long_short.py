@@ -32,7 +32,7 @@ from backbones.layers.tracing import autocast_off, contiguous_for_export, is_tra
 
 # On a GPU, segments without a bias are joined to chunks of about this side. The kernels have tiles of 64 queries.
 _CHUNKS = {"cuda": 8}
-# Most elements of the keys of a feature map whose windows are kept for the backward pass on a GPU
+# On a GPU, windows are kept for the backward pass only if the keys of the feature map have at most this many elements.
 _KEPT_CHANNELS = 2**23
 
 
@@ -98,7 +98,7 @@ def long_short_attention(
     inputs = WindowInputs(query, key, value, projected_key, projected_value, local_bias)
     attend = functools.partial(_attend, chunk_size=chunk_size, side=side)
     if query.device.type != "cpu" and is_plain(query) and key.numel() > _KEPT_CHANNELS:
-        # The windows take as much memory as all else in a block. A backward pass makes them again.
+        # The windows take as much memory as the rest of a block, so the backward pass computes them again.
         return checkpoint(attend, inputs, use_reentrant=False, preserve_rng_state=False)
     if torch.is_grad_enabled() and cpu_blocks.is_needed(*inputs):
         return cpu_blocks.window_attention(attend, inputs, chunk_size=chunk_size, side=side)
@@ -317,7 +317,7 @@ class LongShortAttention(DualNormAttention):
         (global_query, query), (global_keys_values, keys_values) = (
             split_globals(x, self.num_global_tokens, dim=2) for x in (query, keys_values)
         )
-        # The scores of the global tokens are not used. To leave them out would copy the local tokens.
+        # The scores of the global tokens are not used. Leaving them out would copy the local tokens.
         scores = split_globals(self.dynamic_projection(tokens), self.num_global_tokens)[1].unflatten(1, size)
         output = self.attend(query.unflatten(2, size), keys_values.unflatten(2, size), scores, global_keys_values)
         merged = merge_heads(output).flatten(1, 2)

@@ -29,7 +29,7 @@ from backbones.layers.tracing import in_autocast_dtype, is_tracing
 logger = logging.getLogger(__name__)
 # Relative to the largest value
 _TOLERANCES = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-# Compute capabilities and dtypes for which `make gpu` has shown that the kernels are right and faster, and the oldest
+# Compute capabilities and dtypes for which `make gpu` has shown that the kernels are correct and faster, and the oldest
 # version of Triton in these runs. docs/performance.md has the times.
 MEASURED = {(9, 0): (torch.bfloat16, torch.float16)}
 _LEAST_TRITON = (3, 6)
@@ -43,7 +43,7 @@ class Case(NamedTuple):
         dtype: Dtype of the queries.
         channels: Channels D of a head.
         num_global: Number of global tokens, and of projected keys in long-short attention.
-        biases: The given ones of ``"local_bias"`` and ``"global_bias"``.
+        biases: The biases that are not None: ``"local_bias"``, ``"global_bias"``, both or neither.
         is_learned: Whether gradients are needed.
         chunk_size: See :func:`.sliding_chunk.sliding_chunk_attention`. 0 for full attention.
         mode: See there. The mode of long-short attention is ``SEGMENT_MODE``, and of full attention ``DENSE_MODE``.
@@ -71,9 +71,9 @@ def resolve_backend(
 ) -> str:
     """Return the backend for these tensors: ``"sdpa"``, ``"triton"`` or ``"reference"``.
 
-    ``"auto"`` is ``"triton"`` where it was measured to be faster (:func:`automatic_backend`), and otherwise ``"sdpa"``.
-    Traced and exported runs cannot contain a Triton kernel, and a kernel is not used if it is wrong
-    (:func:`choose_kernel`). Compiled runs do not check it.
+    ``"auto"`` is ``"triton"`` if it was measured to be faster (:func:`automatic_backend`), and otherwise ``"sdpa"``.
+    Traced and exported runs cannot contain a Triton kernel. A kernel with wrong results is not used
+    (:func:`choose_kernel`), but compiled runs do not check this.
 
     Args:
         backend: The backend that the user has chosen.
@@ -114,7 +114,7 @@ def resolve_backend(
 
 @functools.cache
 def automatic_backend(device: torch.device, dtype: torch.dtype, channels: int) -> str:
-    """Return the backend of ``"auto"`` on a GPU: the choice of :func:`read_choices`, or else of ``MEASURED``."""
+    """Return the backend of ``"auto"`` on a GPU, from :func:`read_choices`, or from ``MEASURED`` if it has none."""
     if unmet_requirement(device, channels, dtype) is not None:
         return "sdpa"
     chosen = read_choices().get(choice_key(device, dtype))
@@ -139,7 +139,7 @@ def suggest_tuning(device: torch.device) -> None:
 
 
 def choices_file() -> Path:
-    """Return the file of the user's cache in which ``vil benchmark --tune`` stores its choices."""
+    """Return the file in the user's cache folder in which ``vil benchmark --tune`` stores its choices."""
     return (
         Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "vil-detectron2" / "attention.json"
     )

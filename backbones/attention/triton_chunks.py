@@ -155,8 +155,8 @@ def define_operator(
         schema: Schema of its arguments: first the queries, then other tensors, then options.
         num_tensors: Number of tensors in ``schema``.
         launcher: Returns an object for arguments. Its ``forward()`` returns the output and the log-sum-exps. Its
-            ``backward(grad, output, logsumexp, needed)`` returns the gradients of the tensors. ``needed`` tells which
-            of them are used.
+            ``backward(grad, output, logsumexp, needed)`` returns the gradients of the tensors. ``needed`` has one flag
+            per tensor: whether its gradient is used.
         logsumexp_shape: Returns the shape of the log-sum-exps for queries.
 
     Returns:
@@ -381,8 +381,8 @@ class _KernelLauncher:
         """
         needed, query_grad = WindowInputs(*needed), new_map(self.inputs.query)
         # delta: the product of the output and its gradient, (B, H, W, M)
-        known = {"grad": grad, "lse": logsumexp, "delta": torch.empty_like(logsumexp)}
-        self.arguments |= known | strides_by_name("bmhwd", grad=grad)
+        saved = {"grad": grad, "lse": logsumexp, "delta": torch.empty_like(logsumexp)}
+        self.arguments |= saved | strides_by_name("bmhwd", grad=grad)
         self._start("query_grad_kernel", self.grid, output=output, query_grad=query_grad)
         gradients = {"query": query_grad, "key": None, "value": None}
         if needed.key or needed.value:

@@ -154,8 +154,8 @@ class _KernelLauncher:
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the queries and of the other inputs that need one."""
         _, needs_key, needs_value, needs_local_bias, needs_global_bias = needed
-        known = {"grad": grad, "lse": logsumexp, "delta": torch.empty_like(logsumexp)}
-        self.arguments |= known | strides_by_name("bmnd", grad=grad)
+        saved = {"grad": grad, "lse": logsumexp, "delta": torch.empty_like(logsumexp)}
+        self.arguments |= saved | strides_by_name("bmnd", grad=grad)
         launch = self._launch("query_grad_kernel")
         blocks = -(-self.tokens // launch.queries)
         query_grad, partial = new_map(self.query), None

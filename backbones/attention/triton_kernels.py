@@ -51,7 +51,7 @@ def _along_axis(slot, chunk, size, WINDOW: tl.constexpr, SIDE: tl.constexpr, MOD
     """Return the positions of slots around a chunk along an axis of ``size`` tokens, and which of them are tokens."""
     position = chunk * WINDOW - SIDE + slot
     if MODE == "cyclic":
-        # With fewer than three chunks, the chunk behind the border is a neighbor already.
+        # With fewer than three chunks, the chunk at the opposite border is already a neighbor.
         whole = tl.cdiv(size, WINDOW) * WINDOW
         wraps = whole >= 3 * WINDOW
         position = tl.where(wraps & (position < 0), position + whole, position)

@@ -96,7 +96,7 @@ class Mlp(nn.Module):
             hidden = contiguous_for_export(self.depthwise(features).permute(0, 2, 3, 1)).flatten(1, 2)
         if tokens.device.type == "cpu" or is_tracing() or torch.compiler.is_compiling():
             return self.fc2(F.gelu(hidden))
-        # Adapters replace the layer, and hooks need its call.
+        # Adapters such as LoRA replace the layer, and hooks run only if the layer is called.
         hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
         if type(self.fc2) is not nn.Linear or any(getattr(self.fc2, name) for name in hooks):
             return self.fc2(F.gelu(hidden))
@@ -107,8 +107,8 @@ class Mlp(nn.Module):
 class GeluLinear(torch.autograd.Function):
     """A linear layer after a GELU. The backward pass computes the GELU again.
 
-    Of the widest tensor of a block, only the copy before the GELU is kept. Arguments: hidden (..., C), weight (D, C)
-    and bias (D,), of one dtype. Result: (..., D).
+    Only the input of the GELU is kept for the backward pass. It is the widest tensor of a block. Arguments: hidden
+    (..., C), weight (D, C) and bias (D,), of one dtype. Result: (..., D).
     """
 
     @staticmethod
@@ -184,14 +184,14 @@ class Block(nn.Module):
         return attention is not None and attention.num_global_tokens > 0 and not attention.update_globals
 
     def _drop_path(self, update: Tensor, dtype: torch.dtype) -> Tensor:
-        """Apply stochastic depth with one sample per image. Half precision would round the factor: it is ``dtype``."""
+        """Apply stochastic depth with one sample per image. The factor is ``dtype``, because float16 would round it."""
         if not self.training or self.drop_path_rate == 0:
             return update
         keep = update.new_empty((update.shape[0], 1, 1), dtype=dtype).bernoulli_(1 - self.drop_path_rate)
         return update * keep.div_(1 - self.drop_path_rate)
 
 
-# Layers whose weights autocast would cast one by one. Subclasses are excluded: they may use their weights otherwise.
+# Layers whose weights autocast would cast one by one. Subclasses are excluded, because they may use weights otherwise.
 _CAST_LAYERS = (nn.Linear, nn.Conv2d, AutocastLayerNorm)
 
 
@@ -199,7 +199,7 @@ def call_block(block: Block, tokens: Tensor, size: tuple[int, int]) -> Tensor:
     """Return ``block(tokens, size)``. In training with autocast, cast all weights of the block together.
 
     This takes one kernel instead of one kernel per weight, in the forward and in the backward pass. ``torch.compile``
-    does the same without help.
+    already fuses these casts.
     """
     dtype = autocast_dtype(tokens.device)
     if dtype is None or not torch.is_grad_enabled() or is_tracing() or torch.compiler.is_compiling():

@@ -107,7 +107,7 @@ class _OffsetBias(nn.Module):
 
     def forward(self) -> Tensor:
         """Return the bias (M, side^2, window_side^2) of queries by keys, both row by row."""
-        # The keys of a query are a square of offsets, from the last key on. The gradient of an index would sort.
+        # The keys of a query are a square of offsets in reverse order. The backward pass of indexing would sort.
         offsets = self.table.T.unfold(1, self.num_offsets, self.stride)
         squares = F.unfold(offsets[None], self.window_side)[0].unflatten(0, (-1, self.window_side**2))
         return squares.flip(1).transpose(1, 2).contiguous()
@@ -240,7 +240,7 @@ class GridRelativeBias(nn.Module):
         return grid.index_select(2, offset.flatten()).unflatten(2, (width, width))
 
     def row_group_biases(self, offset_bias: Tensor, rows: Tensor, key_rows: Tensor) -> Iterator[Tensor]:
-        """Yield the bias of the queries in each group of rows. It needs one copy, but its gradient is slow.
+        """Yield the bias of the queries in each group of rows. This makes one copy, but the backward pass is slow.
 
         Args:
             offset_bias: The result of :meth:`by_row_offset`.
@@ -272,7 +272,7 @@ class GridRelativeBias(nn.Module):
         """Return the bias (M, L, G + H * W) of a feature map. L is H * W, or G + H * W with global queries."""
         row = torch.arange(height, device=self.table.device)
         offset = row[:, None] - row[None, :] + height - 1
-        # (M, H, H, W, W). This is a second copy, but its gradient is faster than the gradient of the groups.
+        # (M, H, H, W, W). This is a second copy, but its backward pass is faster than with row_group_biases.
         bias = self.by_row_offset(height, width).index_select(1, offset.flatten()).unflatten(1, (height, height))
         bias = self._with_globals(bias.transpose(2, 3).flatten(3, 4).flatten(1, 2))
         if self.global_queries:
@@ -305,8 +305,8 @@ def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, is_square: bool = 
             checkpoints. A table whose size differs from the parameter is always treated as square.
 
     Returns:
-        ``tensor`` in the size of the parameter. It is unchanged if the parameter is no position table, or is a
-        :class:`SegmentRelativeBias`: offsets share rows of its table, so it is not a grid.
+        ``tensor`` in the size of the parameter. It is unchanged if the parameter is not a position table, or is the
+        table of a :class:`SegmentRelativeBias`, which is not a grid, because offsets share its rows.
     """
     table = getattr(owner, leaf, None)
     # A bias for 2 x 14 tokens has as many rows as one for 14 x 2.

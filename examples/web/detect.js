@@ -7,13 +7,13 @@ ort.env.wasm.proxy = true; // in a worker, so that the page stays responsive
 // The color-blind safe palette of Okabe and Ito.
 const COLORS = [[230, 159, 0], [86, 180, 233], [0, 158, 115], [240, 228, 66], [213, 94, 0], [204, 121, 167]];
 const element = (id) => document.getElementById(id);
-const say = (text) => (element("status").textContent = text);
+const showStatus = (text) => (element("status").textContent = text);
 let session, metadata, photo, found;
 
 async function loadModel(bytes, description) {
   if (description.format !== "onnx" || description.input?.size !== null)
     throw new Error("this page runs ONNX files for any image size: export with --format onnx, without --image-size");
-  say("Loading the detector ...");
+  showStatus("Loading the detector ...");
   session = await ort.InferenceSession.create(new Uint8Array(bytes));
   metadata = description;
 }
@@ -62,7 +62,7 @@ function prepare() {
 }
 
 async function detect() {
-  say("Detecting objects ...");
+  showStatus("Detecting objects ...");
   const start = performance.now(), input = prepare();
   const { boxes, scores, classes, masks } = await session.run({ [metadata.input.name]: input });
   const [height, width] = input.dims.slice(-2), area = masks && masks.dims.at(-1) ** 2;
@@ -73,7 +73,7 @@ async function detect() {
     box: Array.from(boxes.data.slice(4 * i, 4 * i + 4), (edge, axis) => edge * scales[axis % 2]),
     mask: masks && masks.data.slice(area * i, area * (i + 1)),
   }));
-  say(`${metadata.detector} with ${metadata.backbone}: ${((performance.now() - start) / 1000).toFixed(1)} s`);
+  showStatus(`${metadata.detector} with ${metadata.backbone}: ${((performance.now() - start) / 1000).toFixed(1)} s`);
 }
 
 /** Mix a color into the pixels of an object, whose mask covers its box; return their number. */
@@ -134,8 +134,8 @@ async function use(files) {
       throw new Error(`${image.name} is not an image that this browser reads`);
     });
   }
-  if (!session) return say("Drop model.onnx and model.onnx.metadata.json here.");
-  if (!photo) return say("Drop a photo here.");
+  if (!session) return showStatus("Drop model.onnx and model.onnx.metadata.json here.");
+  if (!photo) return showStatus("Drop a photo here.");
   await detect();
   draw();
 }
@@ -148,17 +148,17 @@ async function download(url) {
 
 // One after the other: files may be dropped while the detector works.
 let work = Promise.resolve();
-function later(files) {
-  work = work.then(async () => use(await files)).catch((error) => say(`error: ${error.message}`));
+function enqueue(files) {
+  work = work.then(async () => use(await files)).catch((error) => showStatus(`error: ${error.message}`));
 }
 
 addEventListener("dragover", (event) => event.preventDefault());
 addEventListener("drop", (event) => {
   event.preventDefault();
-  later([...event.dataTransfer.files]);
+  enqueue([...event.dataTransfer.files]);
 });
-element("files").addEventListener("change", ({ target }) => later([...target.files]));
+element("files").addEventListener("change", ({ target }) => enqueue([...target.files]));
 element("threshold").addEventListener("input", draw);
 const query = new URLSearchParams(location.search), model = query.get("model");
 const given = [...(model ? [model, `${model}.metadata.json`] : []), ...query.getAll("photo")];
-later(Promise.all(given.map(download)));
+enqueue(Promise.all(given.map(download)));

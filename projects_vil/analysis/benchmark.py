@@ -58,20 +58,20 @@ class BenchmarkCase:
     """A model, the part of it to measure, and its input.
 
     Attributes:
-        name: a variant, ``timm:MODEL`` or a config file, followed by any of the suffixes ``+checkpointing`` (activation
+        name: A variant, ``timm:MODEL`` or a config file, followed by any of the suffixes ``+checkpointing`` (activation
             checkpointing), ``+shift`` (random shifts), ``+long_short`` (long-short attention in all stages), ``+sdpa``
             and ``+triton`` (attention backend), and ``+KEY=VALUE`` for a key of ``MODEL.TRANSFORMER``; or the name of a
             baseline.
-        is_baseline: whether ``name`` is a baseline, see :func:`build_baseline`.
-        part: one of :data:`vil.choices.BENCHMARK_PARTS`: the first attention module, the backbone with all feature
+        is_baseline: Whether ``name`` is a baseline, see :func:`build_baseline`.
+        part: One of :data:`vil.choices.BENCHMARK_PARTS`: the first attention module, the backbone with all feature
             maps, detector inference, or a training step with the optimizer.
-        base: the config of the detector for variants and baselines.
-        size: height and width of the images in pixels, padded to multiples of 32.
-        batch_size: images per batch.
-        backward: whether to include the backward pass of attention and backbones.
-        device: the device.
-        dtype: one of :data:`vil.choices.DTYPES`; autocast is used unless it is float32.
-        overrides: config keys and values, not applied to baselines.
+        base: The config of the detector for variants and baselines.
+        size: Height and width of the images in pixels, padded to multiples of 32.
+        batch_size: Images per batch.
+        backward: Whether to include the backward pass of attention and backbones.
+        device: The device.
+        dtype: One of :data:`vil.choices.DTYPES`; autocast is used unless it is float32.
+        overrides: Config keys and values, not applied to baselines.
     """
 
     name: str
@@ -227,10 +227,10 @@ def measure(cases: Sequence[BenchmarkCase], *, reference: int = 0, runs: int = 5
     """Measure the time and memory of cases, after one warm-up of each.
 
     Args:
-        cases: cases of one size on one device.
-        reference: the index of the case that ratios are relative to.
-        runs: timed runs of each case.
-        memory: whether to measure memory: on a GPU with its counter, otherwise in a new process per case.
+        cases: Cases of one size on one device.
+        reference: The index of the case that ratios are relative to.
+        runs: Timed runs of each case.
+        memory: Whether to measure memory: on a GPU with its counter, otherwise in a new process per case.
 
     Returns:
         One row per case: ``model``, ``part``, ``size``, ``batch_size``, ``backward``, ``device`` and ``dtype``; the
@@ -244,9 +244,9 @@ def measure(cases: Sequence[BenchmarkCase], *, reference: int = 0, runs: int = 5
     times, peaks = measure_steps(cases, runs=runs, memory=memory)
     fields = ("part", "size", "batch_size", "backward", "device", "dtype")
     rows = []
-    for case, own, peak in zip(cases, times, peaks, strict=True):
+    for case, seconds, peak in zip(cases, times, peaks, strict=True):
         row = {"model": case.name} | {field: getattr(case, field) for field in fields}
-        for name, values in (("seconds", own), ("ratio", own / times[reference])):
+        for name, values in (("seconds", seconds), ("ratio", seconds / times[reference])):
             low, row[name], high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
             row[f"{name}_quartiles"] = [low, high]
         rows.append(row | {"images_per_second": case.batch_size / row["seconds"], "memory": peak})
@@ -257,7 +257,8 @@ def measure_steps(cases: Sequence[Any], *, runs: int, memory: bool) -> tuple[np.
     """Return the seconds of each step in each round, (cases, runs), and the peak bytes of each step or ``None``.
 
     Args:
-        cases: objects with ``name``, ``device`` and ``build``, which returns a step.
+        cases: Objects with ``name``, ``device`` and ``build``, which returns a step.
+        runs, memory: See :func:`measure`.
     """
     steps = [case.build() for case in cases]
     is_cuda = cases[0].device.startswith("cuda")
@@ -305,15 +306,15 @@ def tune_attention(cases: Sequence[BenchmarkCase], *, runs: int = 5, measure: Ca
     A kernel that differs is replaced by PyTorch's attention, so it is not faster.
 
     Args:
-        cases: models and image sizes, on one GPU and with one dtype.
-        runs: timed runs of each backend.
-        measure: measures steps, as :func:`measure_steps`.
+        cases: Models and image sizes, on one GPU and with one dtype.
+        runs: Timed runs of each backend.
+        measure: Measures steps, as :func:`measure_steps`.
 
     Returns:
         Lines with the times, the choice and its file.
 
     Raises:
-        ConfigError: if the device or a model has no Triton kernels, or if the file cannot be written.
+        ConfigError: If the device or a model has no Triton kernels, or if the file cannot be written.
     """
     if not cases[0].device.startswith("cuda"):
         raise ConfigError("The option --tune needs a GPU. Run it on a machine with a GPU.")
@@ -359,15 +360,15 @@ def format_measurements(rows: Sequence[dict[str, Any]], *, reference: str) -> st
 
 def growth(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Fit time and memory of models with several sizes as powers of the number of pixels, and return the exponents."""
-    found = {}
-    for name, own in _by_model(rows).items():
-        if len(own) > 1:
-            pixels = np.log([math.prod(row["size"]) for row in own])
-            values = {"time": [row["seconds"] for row in own]}
-            if all(row["memory"] for row in own):
-                values["memory"] = [row["memory"] for row in own]
-            found[name] = {what: float(np.polyfit(pixels, np.log(y), 1)[0]) for what, y in values.items()}
-    return found
+    exponents = {}
+    for name, model_rows in _by_model(rows).items():
+        if len(model_rows) > 1:
+            pixels = np.log([math.prod(row["size"]) for row in model_rows])
+            values = {"time": [row["seconds"] for row in model_rows]}
+            if all(row["memory"] for row in model_rows):
+                values["memory"] = [row["memory"] for row in model_rows]
+            exponents[name] = {what: float(np.polyfit(pixels, np.log(y), 1)[0]) for what, y in values.items()}
+    return exponents
 
 
 def plot_measurements(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
@@ -379,10 +380,10 @@ def plot_measurements(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
     exponents = growth(rows)
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (what, (key, title, unit)) in zip(all_axes, panels.items(), strict=True):
-        for name, own in _by_model(rows).items():
+        for name, model_rows in _by_model(rows).items():
             label = f"{name} ({exponents[name][what]:.2f})" if name in exponents else name
-            pixels = [math.prod(row["size"]) / 1e6 for row in own]
-            axes.loglog(pixels, [row[key] / unit for row in own], marker="o", label=label)
+            pixels = [math.prod(row["size"]) / 1e6 for row in model_rows]
+            axes.loglog(pixels, [row[key] / unit for row in model_rows], marker="o", label=label)
         axes.set(title=title, xlabel="megapixels")
         axes.grid(which="both", alpha=0.3)
         axes.legend(title="exponent in parentheses" if exponents else None, fontsize="small")

@@ -85,10 +85,10 @@ def count_detector(cfg: CfgNode, name: str, *, size: tuple[int, int] = (800, 133
     The image is dark noise and the weights are random, so that there are few detections.
 
     Args:
-        cfg: the config of the detector.
-        name: a name for the row.
-        size: height and width of the image in pixels.
-        with_flops: whether to count multiply-adds.
+        cfg: The config of the detector.
+        name: A name for the row.
+        size: Height and width of the image in pixels.
+        with_flops: Whether to count multiply-adds.
 
     Returns:
         - ``parameters`` by part, and their ``total``;
@@ -156,8 +156,8 @@ def count_flops(model: nn.Module, *inputs: Any) -> dict[str, int]:
     counted.
 
     Args:
-        model: a model, which may be on the meta device.
-        inputs: the arguments of its forward.
+        model: A model, which may be on the meta device.
+        inputs: The arguments of its forward.
     """
     model.eval().requires_grad_(False)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

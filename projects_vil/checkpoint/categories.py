@@ -31,7 +31,7 @@ class Categories:
 
     Attributes:
         ids: ``category_id`` of each class in COCO files.
-        names: class names, in the same order.
+        names: Class names, in the same order.
         colors: RGB in 0..255 of each class in drawings, or None.
     """
 
@@ -60,10 +60,10 @@ def known_categories(
     names are ``class 1``, ``class 2``, and so on.
 
     Args:
-        names: class names in the metadata, or None.
-        ids: category ids in the metadata, or None.
-        number: number of classes.
-        datasets: names of datasets to search. If there are class names, COCO is searched last.
+        names: Class names in the metadata, or None.
+        ids: Category ids in the metadata, or None.
+        number: Number of classes.
+        datasets: Names of datasets to search. If there are class names, COCO is searched last.
     """
     # detectron2 has the categories of coco_2017_val built in.
     found = dataset_categories(datasets if names is None else (*datasets, "coco_2017_val"), number, names=names)
@@ -79,10 +79,10 @@ def dataset_categories(
     """Return the categories of the first dataset with ``number`` classes, or None.
 
     Args:
-        datasets: dataset names in detectron2's catalog. Unknown names are skipped.
-        number: number of classes.
-        names: class names that the dataset must have, in this order; None for any names.
-        stuff: use detectron2's stuff classes instead of its thing classes.
+        datasets: Dataset names in detectron2's catalog. Unknown names are skipped.
+        number: Number of classes.
+        names: Class names that the dataset must have, in this order; None for any names.
+        stuff: Use detectron2's stuff classes instead of its thing classes.
     """
     group = "stuff" if stuff else "thing"
     for dataset in datasets:
@@ -113,9 +113,9 @@ def copy_classes(
     """Copy our predictors, with the rows of matched classes and of the background from ``theirs``.
 
     Args:
-        ours, theirs: state dicts. Ours may be on the meta device.
-        matched: our class index -> their class index.
-        numbers: our number of classes, and theirs.
+        ours, theirs: State dicts. Ours may be on the meta device.
+        matched: Our class index -> their class index.
+        numbers: Our number of classes, and theirs.
 
     Returns:
         The predictors whose rows match the number of classes on both sides and have the same shape.

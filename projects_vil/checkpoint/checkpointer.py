@@ -61,18 +61,18 @@ class Checkpointer(DetectionCheckpointer):
     Every saved checkpoint has :class:`~projects_vil.checkpoint.metadata.CheckpointMetadata`.
 
     Args:
-        model: see detectron2's checkpointer.
-        save_dir: see detectron2's checkpointer.
-        cfg: the config of the model, with its datasets and input format. Without a config, they are not checked and
+        model: See detectron2's checkpointer.
+        save_dir: See detectron2's checkpointer.
+        cfg: The config of the model, with its datasets and input format. Without a config, they are not checked and
             not saved.
-        complete: require weights for the whole model, as evaluation and export do. Resuming always requires them.
-        averaged: average of the weights during training. It is saved as ``model``. The weights of training, from which
+        complete: Require weights for the whole model, as evaluation and export do. Resuming always requires them.
+        averaged: Average of the weights during training. It is saved as ``model``. The weights of training, from which
             training resumes, are saved next to it.
-        checkpointables: see detectron2's checkpointer.
+        checkpointables: See detectron2's checkpointer.
 
     Attributes:
-        resumed_from: the checkpoint that training resumed from, or None.
-        has_average: whether that checkpoint has averaged weights.
+        resumed_from: The checkpoint that training resumed from, or None.
+        has_average: Whether that checkpoint has averaged weights.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Checkpointer(DetectionCheckpointer):
         """Save a checkpoint with metadata atomically, then write its name to ``last_checkpoint`` unless it is the best.
 
         Args:
-            name: file name without suffix.
-            kwargs: more contents.
+            name: File name without suffix.
+            kwargs: More contents.
 
         Raises:
-            ConfigError: if the file cannot be written.
+            ConfigError: If the file cannot be written.
         """
         if not self.save_dir or not self.save_to_disk:
             return
@@ -126,7 +126,7 @@ class Checkpointer(DetectionCheckpointer):
         If ``path`` is empty, a timm backbone that is named with a tag starts from the pretrained weights of this tag.
 
         Raises:
-            ConfigError: see :meth:`load` and :func:`read_last_checkpoint`.
+            ConfigError: See :meth:`load` and :func:`read_last_checkpoint`.
         """
         last = read_last_checkpoint(self.save_dir) if resume else None
         if last is not None:
@@ -146,7 +146,7 @@ class Checkpointer(DetectionCheckpointer):
         """Load a checkpoint and return its contents without the weights.
 
         Raises:
-            ConfigError: if the file is missing or unreadable, or if it does not match the model. With ``complete``,
+            ConfigError: If the file is missing or unreadable, or if it does not match the model. With ``complete``,
                 also if the checkpoint was trained with another input format.
         """
         if path and not os.path.exists(path):
@@ -308,7 +308,7 @@ class Checkpointer(DetectionCheckpointer):
             self._fail(f"was trained on {saved.input}, but the config has {ours.input} ({keys})", only_complete=True)
 
     def _fail(self, reason: str, *, only_complete: bool = False) -> None:
-        """Raise a :class:`ConfigError`, or log a warning if only a complete checkpoint must match in this."""
+        """Raise a :class:`ConfigError`. With ``only_complete``, an incomplete checkpoint gives a warning instead."""
         if not self.complete and only_complete:
             self.logger.warning(f"{self._path} {reason}")
             return
@@ -345,13 +345,13 @@ def check_weights(cfg: CfgNode, path: str, *, complete: bool = False, model: nn.
     """Check that a local checkpoint matches the model of a config, without memory for the model; nothing is logged.
 
     Args:
-        cfg: the config of the model.
-        path: the checkpoint. A URL is not checked.
-        complete: see :class:`Checkpointer`.
-        model: the result of :func:`build_on_meta`, if it has been built already.
+        cfg: The config of the model.
+        path: The checkpoint. A URL is not checked.
+        complete: See :class:`Checkpointer`.
+        model: The result of :func:`build_on_meta`, if it has been built already.
 
     Raises:
-        ConfigError: see :meth:`Checkpointer.load`.
+        ConfigError: See :meth:`Checkpointer.load`.
     """
     if "://" in path:
         return
@@ -373,16 +373,16 @@ def load_detector(
     """Build the model of a config in eval mode, load a checkpoint into it, and return both the model and its classes.
 
     Args:
-        cfg: the config of the model. ``MODEL.DEVICE`` is ignored.
-        weights: the checkpoint. It may be empty if ``complete`` is False.
-        device: the device of the model.
-        complete: require weights for the whole model.
-        as_datasets: reorder the classes to match the config's datasets; a checkpoint with other classes raises. If
+        cfg: The config of the model. ``MODEL.DEVICE`` is ignored.
+        weights: The checkpoint. It may be empty if ``complete`` is False.
+        device: The device of the model.
+        complete: Require weights for the whole model.
+        as_datasets: Reorder the classes to match the config's datasets; a checkpoint with other classes raises. If
             False, the classes are the checkpoint's own. In both cases the classes of a checkpoint without metadata are
             looked up in the datasets.
 
     Raises:
-        ConfigError: if the checkpoint is missing or does not match.
+        ConfigError: If the checkpoint is missing or does not match.
     """
     datasets = (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)
     values = {} if as_datasets else {"DATASETS.TEST": (), "DATASETS.TRAIN": ()}
@@ -446,13 +446,13 @@ def read_last_checkpoint(folder: str | Path) -> tuple[Path, dict[str, Any]] | No
     """Read the checkpoint to resume from: the last complete one. The log lists skipped checkpoints.
 
     Args:
-        folder: output directory of a run.
+        folder: Output directory of a run.
 
     Returns:
         The path of the checkpoint and its contents; None if the folder has no checkpoint.
 
     Raises:
-        ConfigError: if no checkpoint in the folder is complete, or if the only one is missing.
+        ConfigError: If no checkpoint in the folder is complete, or if the only one is missing.
     """
     candidates, tag = last_checkpoints(folder), Path(folder) / LAST_CHECKPOINT
     for path in candidates:

@@ -51,11 +51,11 @@ class CheckpointMetadata:
     """Metadata of a checkpoint, stored under ``METADATA_KEY``. Unknown values are None.
 
     Attributes:
-        variant: variant of the backbone.
-        options: options of the variant that differ from its defaults.
-        classes: class names, in the order of the predictors' rows.
+        variant: Variant of the backbone.
+        options: Options of the variant that differ from its defaults.
+        classes: Class names, in the order of the predictors' rows.
         category_ids: COCO category ids of the classes, in the same order.
-        input: input format during training.
+        input: Input format during training.
     """
 
     variant: str | None = None

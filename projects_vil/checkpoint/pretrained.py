@@ -77,10 +77,10 @@ class ConvertedCheckpoint:
     """A converted checkpoint.
 
     Attributes:
-        source: the project that the checkpoint is from.
-        contents: the contents for :func:`backbones.checkpoint_files.write_checkpoint`.
-        report: what happened to each name.
-        options: keywords of ``create_backbone`` or ``create_classifier`` for the model that the weights are for.
+        source: The project that the checkpoint is from.
+        contents: The contents for :func:`backbones.checkpoint_files.write_checkpoint`.
+        report: What happened to each name.
+        options: Keywords of ``create_backbone`` or ``create_classifier`` for the model that the weights are for.
     """
 
     source: str
@@ -131,14 +131,14 @@ def convert_file(
     Args:
         source: ``.pth`` or ``.safetensors`` file, or a name of the model zoo.
         output: ``.pth`` or ``.safetensors`` file.
-        variant: one of ``backbones.list_variants()``; None for the variant in the model zoo.
-        img_size: height and width in pixels of the largest image, to which position tables are resized once; None for
+        variant: One of ``backbones.list_variants()``; None for the variant in the model zoo.
+        img_size: Height and width in pixels of the largest image, to which position tables are resized once; None for
             the default sizes of the model.
-        classifier: convert for ``create_classifier`` instead of a detector. Then ``img_size`` is the input size; None
+        classifier: Convert for ``create_classifier`` instead of a detector. Then ``img_size`` is the input size; None
             for the size in the model zoo, in the checkpoint's tables, or of the variant.
 
     Raises:
-        ConfigError: if a file cannot be read or written, or if the checkpoint does not match the variant.
+        ConfigError: If a file cannot be read or written, or if the checkpoint does not match the variant.
     """
     entry = zoo_entry(str(source)) if is_zoo_name(source) else None
     if variant is None and entry is None:
@@ -178,9 +178,9 @@ def convert_official(
     """Convert a checkpoint in memory; see :func:`convert_file`.
 
     Args:
-        chunk_size: chunk size of each stage of a classifier; None for the sizes of the checkpoint's tables, or else of
+        chunk_size: Chunk size of each stage of a classifier; None for the sizes of the checkpoint's tables, or else of
             the variant. Absolute positions do not show the chunk size.
-        model_options: keywords of ``create_backbone`` for an existing model; None to derive them from the checkpoint.
+        model_options: Keywords of ``create_backbone`` for an existing model; None to derive them from the checkpoint.
     """
     if classifier and not official.classifier:
         raise ConfigError("The checkpoint has no classification head. Leave out --classifier.")
@@ -238,15 +238,15 @@ def convert_classifier(contents: Mapping[str, object], variant: str, net: Backbo
     """Convert a classifier of this project for a backbone.
 
     Args:
-        contents: contents of the checkpoint.
-        variant: the backbone's variant.
-        net: the backbone, on any device. Its values are not read.
+        contents: Contents of the checkpoint.
+        variant: The backbone's variant.
+        net: The backbone, on any device. Its values are not read.
 
     Returns:
         The checkpoint of a detector without FPN and heads, with the metadata of the classifier, except for its classes.
 
     Raises:
-        ConfigError: if the classifier is of another variant, or if a name or a shape does not match.
+        ConfigError: If the classifier is of another variant, or if a name or a shape does not match.
     """
     last, has_global_token = f"stages.{len(net.variant.stages) - 1}", net.variant.pool == "global_token"
 
@@ -277,11 +277,11 @@ def weights_of_timm(
     """Return the contents of a checkpoint with pretrained weights of timm, or with the weights of a timm classifier.
 
     Args:
-        classifier: see :meth:`TimmBackbone.pretrained_weights`.
-        source: where the weights come from, for errors.
+        classifier: See :meth:`TimmBackbone.pretrained_weights`.
+        source: Where the weights come from, for errors.
 
     Raises:
-        ConfigError: if the weights cannot be downloaded or do not match.
+        ConfigError: If the weights cannot be downloaded or do not match.
     """
     try:
         weights = backbone.pretrained_weights(classifier)
@@ -346,7 +346,7 @@ def _classifier_options(
             if stage.attention != "sliding_chunk":
                 continue
             if _has_full_attention(weights, index + 1):
-                # Two chunks are as long as the feature map, so that all tokens see each other.
+                # Two chunks are as long as the feature map, so that each token attends to all tokens.
                 chunks[index] = max(stage.chunk_size, math.ceil(sizes[index] / 2))
             elif (offsets := _num_offsets(weights, index + 1)) % 4 == 3:
                 chunks[index] = (offsets + 1) // 4
@@ -426,9 +426,9 @@ def detector_layers(names: Collection[str], variant: str) -> dict[str, str]:
     """Return all layers of FPN and heads: mmdetection's name -> detectron2's; none if there is only a backbone.
 
     Args:
-        names: some parameters of the detector, with the names of mmdetection 2 or 3 or of detectron2. They show which
+        names: Some parameters of the detector, with the names of mmdetection 2 or 3 or of detectron2. They show which
             heads the detector has.
-        variant: the backbone's variant.
+        variant: The backbone's variant.
     """
     if all(_CONFIG_BUFFER.fullmatch(name) for name in names):
         return {}

@@ -31,13 +31,13 @@ class ZooEntry:
     """An official file.
 
     Attributes:
-        variant: variant of the backbone.
-        url: address of the file.
-        config: config of a detector, for :func:`projects_vil.config.config_path`; None for other weights.
-        img_size: image side in pixels of a classifier; None for the variant's own.
-        chunk_size: chunk size of each stage of a classifier; None if the variant or the file determines it.
-        params: millions of parameters of the whole official model.
-        figures: published results, by the names of the table's columns.
+        variant: Variant of the backbone.
+        url: Address of the file.
+        config: Config of a detector, for :func:`projects_vil.config.config_path`; None for other weights.
+        img_size: Image side in pixels of a classifier; None for the variant's own.
+        chunk_size: Chunk size of each stage of a classifier; None if the variant or the file determines it.
+        params: Millions of parameters of the whole official model.
+        figures: Published results, by the names of the table's columns.
         group: ``title``, ``source``, ``license``, ``trained_on`` and optionally ``note``, ``unreachable`` and
             ``package`` of the table with the file.
     """
@@ -56,7 +56,7 @@ def read_zoo() -> dict[str, ZooEntry]:
     """Return the entries of the table by name.
 
     Raises:
-        ConfigError: if the table in ``VIL_ZOO`` is missing or invalid.
+        ConfigError: If the table in ``VIL_ZOO`` is missing or invalid.
     """
     path = os.environ.get("VIL_ZOO") or Path(__file__).with_name("zoo.yaml")
     check_file(path, "table of weights", key="VIL_ZOO")
@@ -102,7 +102,7 @@ def find_weights(weights: str) -> str:
     """Return the path of ``MODEL.WEIGHTS``. For a name of the model zoo it is the downloaded file.
 
     Raises:
-        ConfigError: for an unknown name, and if the file cannot be downloaded or is not a checkpoint. Also if the
+        ConfigError: For an unknown name, and if the file cannot be downloaded or is not a checkpoint. Also if the
             package with the file is not installed.
     """
     if not is_zoo_name(weights):

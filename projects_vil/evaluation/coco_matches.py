@@ -22,15 +22,15 @@ def match_image(
     """Match the results of one image to its annotations with pycocotools.
 
     Args:
-        image: the entry of the image in the COCO file.
-        annotations: its annotations. pycocotools modifies them.
-        results: detections in COCO's results format.
+        image: The entry of the image in the COCO file.
+        annotations: Its annotations. pycocotools modifies them.
+        results: Detections in COCO's results format.
         task: ``"bbox"``, ``"segm"`` or ``"keypoints"``.
         max_detections: ``maxDets`` of COCOeval. Keypoints use COCOeval's default.
 
     Returns:
-        An array with a record per detection: image, category, score, rank within the category, and for each of A area
-        ranges two bit masks over the IoU thresholds, ``matched`` and ``ignored``. And an array with a record per
+        Two arrays. The first has a record per detection: image, category, score, rank within the category, and for each
+        of A area ranges two bit masks over the IoU thresholds, ``matched`` and ``ignored``. The second has a record per
         category: image, category, and for each area range the number of objects that are not ignored.
     """
     # As in detectron2, the area of a mask is its number of pixels, not the area of its box.
@@ -67,9 +67,9 @@ def summarize(matches: list[Matches], task: str, categories: list[int], max_dete
     Precision, recall and scores are bitwise identical to ``COCOeval.accumulate``.
 
     Args:
-        matches: the matches of all images, in any order.
-        task, max_detections: as for :func:`match_image`.
-        categories: all category ids.
+        matches: The matches of all images, in any order.
+        task, max_detections: As for :func:`match_image`.
+        categories: All category ids.
     """
     evaluation = (COCOeval if max_detections[2] == 100 else COCOevalMaxDets)(iouType=task)
     parameters = evaluation.params

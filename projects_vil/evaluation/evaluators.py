@@ -61,13 +61,13 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str | None =
     of the dataset by name.
 
     Args:
-        cfg: the config of the model.
-        dataset_name: a name in detectron2's catalog.
-        output_folder: the folder for predictions. By default ``OUTPUT_DIR/inference``, or a folder with the name of the
+        cfg: The config of the model.
+        dataset_name: A name in detectron2's catalog.
+        output_folder: The folder for predictions. By default ``OUTPUT_DIR/inference``, or a folder with the name of the
             dataset in it if there are several test datasets.
 
     Raises:
-        ConfigError: if the dataset has another type, ``DATASETS.CHECK`` rejects its annotations, or
+        ConfigError: If the dataset has another type, ``DATASETS.CHECK`` rejects its annotations, or
             :func:`~projects_vil.data.class_order` raises.
     """
     if output_folder is None:
@@ -99,8 +99,8 @@ class CheckedEvaluator(DatasetEvaluators):
     dropped.
 
     Args:
-        evaluators: evaluators for the classes of the dataset.
-        order: the model's index of each class of the dataset (:func:`~projects_vil.data.class_order`); None if both
+        evaluators: Evaluators for the classes of the dataset.
+        order: The model's index of each class of the dataset (:func:`~projects_vil.data.class_order`); None if both
             have the same classes.
     """
 
@@ -129,22 +129,22 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
     """detectron2's COCO evaluator with identical metrics and a small memory footprint. Without detections the AP is 0.
 
     Each process matches every image with pycocotools as soon as it is processed, and keeps about 40 bytes per
-    detection. The main process gathers these, and in small chunks the entries of ``coco_instances_results.json``. An
-    image that was already processed, in the same or in another process, is ignored. Proposals are evaluated by
-    detectron2.
+    detection. The main process gathers these records. It gathers the entries of ``coco_instances_results.json`` in
+    small chunks. An image that was already processed, in the same or in another process, is ignored. Proposals are
+    evaluated by detectron2.
 
     The annotations are read as in training. If an image has more objects than ``max_dets_per_image``, a warning gives
     the largest possible recall.
 
     Args:
-        dataset_name: a name in detectron2's catalog.
-        output_dir: the folder for ``coco_instances_results.json``.
-        max_dets_per_image: maximum number of detections per image and class.
-        masks: whether the detector has masks.
-        check: the value of ``DATASETS.CHECK``.
+        dataset_name: A name in detectron2's catalog.
+        output_dir: The folder for ``coco_instances_results.json``.
+        max_dets_per_image: Maximum number of detections per image and class.
+        masks: Whether the detector has masks.
+        check: The value of ``DATASETS.CHECK``.
 
     Raises:
-        ConfigError: if the check rejects the annotations.
+        ConfigError: If the check rejects the annotations.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
             coco, self._coco_api = self._coco_api, None
             truth, categories = SharedRecords(by_image(coco.dataset)), coco.cats
         else:
-            # detectron2's constructor always reads the annotation file, which may have errors that ``truth`` has not.
+            # detectron2's constructor always reads the annotation file, which may have errors that truth does not have.
             self._logger = logging.getLogger(coco_evaluation.__name__)
             self._distributed, self._output_dir, self._use_fast_impl = True, output_dir, False
             self._max_dets_per_image = [1, 10, max_dets_per_image]
@@ -320,7 +320,7 @@ def check_metric(cfg: CfgNode) -> None:
     """Raise a :class:`ConfigError` unless an evaluation has the metric ``TEST.BEST_METRIC``.
 
     Args:
-        cfg: a config whose ``DATASETS.TEST`` are registered.
+        cfg: A config whose ``DATASETS.TEST`` are registered.
     """
     dataset, metric = split_metric_name(cfg)
     if metric.startswith(f"{LOSS_TASK}/") and not cfg.TEST.VALIDATION_LOSS:

@@ -31,12 +31,12 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
     of positive anchors in the dataset, and other losses by the number of images.
 
     Args:
-        cfg: the config of the model.
-        model: the model, without DistributedDataParallel. Its state does not change.
-        dataset_name: a name in detectron2's catalog.
+        cfg: The config of the model.
+        model: The model, without DistributedDataParallel. Its state does not change.
+        dataset_name: A name in detectron2's catalog.
 
     Raises:
-        ConfigError: see :func:`projects_vil.data.load_dataset`.
+        ConfigError: See :func:`projects_vil.data.load_dataset`.
     """
     records = data.load_dataset(cfg, [dataset_name], train=False)
     order = data.class_order(cfg, dataset_name)

@@ -31,11 +31,11 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     An image without a row, or with an error row, counts as an image without detections.
 
     Args:
-        cfg: a config with one test dataset.
+        cfg: A config with one test dataset.
         paths: Parquet files, or folders of Parquet files.
 
     Raises:
-        ConfigError: if a file cannot be read, a box or score is not finite, a row matches several images, an image has
+        ConfigError: If a file cannot be read, a box or score is not finite, a row matches several images, an image has
             several rows, or no image or class has predictions.
     """
     data.register_datasets(cfg)

@@ -30,7 +30,7 @@ def check_finite(boxes: ArrayLike, scores: ArrayLike, *, source: str) -> None:
 
     Args:
         boxes, scores: (N, 4) and (N,).
-        source: the image, and the file of the detections if there is one.
+        source: The image, and the file of the detections if there is one.
     """
     rows = np.column_stack([np.asarray(scores, np.float64), np.asarray(boxes, np.float64).reshape(-1, 4)])
     for score, *box in rows[~np.isfinite(rows).all(axis=1)][:1].tolist():
@@ -44,8 +44,8 @@ def write_results(cfg: CfgNode, results: OrderedDict) -> None:
     null.
 
     Args:
-        cfg: the config with the datasets and the output directory.
-        results: the results of the evaluators.
+        cfg: The config with the datasets and the output directory.
+        results: The results of the evaluators.
     """
     names = cfg.DATASETS.TEST
     by_dataset = {names[0]: results} if len(names) == 1 else results
@@ -82,7 +82,7 @@ def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return a line for the undefined metrics of each task (nan, or -1 in COCO's table), and for an AP of about 0.
 
     Args:
-        results: task -> metric -> value, as an evaluator returns them.
+        results: Task -> metric -> value, as an evaluator returns them.
     """
     lines = []
     for task, metrics in results.items():

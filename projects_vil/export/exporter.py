@@ -59,21 +59,21 @@ def export_detector(
     The files are written atomically: an export that fails leaves older files unchanged.
 
     Args:
-        cfg: the config of the detector.
-        weights: the path of its checkpoint.
-        output: the folder for the model, its metadata and its report.
-        file_format: a key of ``FORMATS``.
-        precision: a precision of the format. For int8, average precision on ``DATASETS.TEST`` decides about parity.
+        cfg: The config of the detector.
+        weights: The path of its checkpoint.
+        output: The folder for the model, its metadata and its report.
+        file_format: A key of ``FORMATS``.
+        precision: A precision of the format. For int8, average precision on ``DATASETS.TEST`` decides about parity.
         input_dtype: uint8 or float32. TorchScript files accept both.
-        batched: whether the model takes a batch (B, 3, H, W).
-        fixed_detections: whether to return ``TEST.DETECTIONS_PER_IMAGE`` rows per image, padded with zeros, and the
+        batched: Whether the model takes a batch (B, 3, H, W).
+        fixed_detections: Whether to return ``TEST.DETECTIONS_PER_IMAGE`` rows per image, padded with zeros, and the
             number of detections.
-        size: height and width of all images; ``None`` for any size.
-        images: image files for the parity check; by default four synthetic images.
-        evaluate: whether to compare average precision on ``DATASETS.TEST`` too.
-        calibration_images: the maximum number of images of ``DATASETS.TRAIN`` that calibrate int8.
-        accept_drop: whether int8 may lose more than ``AP_DROP`` points.
-        opset: the opset of an ONNX file, 18 or newer; ``None`` for 20.
+        size: Height and width of all images; ``None`` for any size.
+        images: Image files for the parity check; by default four synthetic images.
+        evaluate: Whether to compare average precision on ``DATASETS.TEST`` too.
+        calibration_images: The maximum number of images of ``DATASETS.TRAIN`` that calibrate int8.
+        accept_drop: Whether int8 may lose more than ``AP_DROP`` points.
+        opset: The opset of an ONNX file, 18 or newer; ``None`` for 20.
 
     Returns:
         The path of the model, and the report of :func:`projects_vil.export.parity.check_export`.
@@ -129,7 +129,7 @@ def export_detector(
     if batched:
         example = example.repeat(2, 1, 1, 1)
 
-    # Different inputs and outputs get different file names.
+    # Files with different inputs or outputs have different names.
     parts = ["model", batched and "batched", precision != "fp32" and precision, fixed_detections and "fixed"]
     parts += [input_dtype != "uint8" and input_dtype, size and f"{size[0]}x{size[1]}", opset and f"opset{opset}"]
     path = Path(output) / ("_".join(filter(None, parts)) + entry.suffix)
@@ -140,13 +140,14 @@ def export_detector(
         source = new.with_name(f"float{entry.suffix}") if is_int8 else new
         options = {"quantizes": is_int8} if "int8" in entry.precisions else {}
         options |= {"opset": opset} if opset else {}
+        logging.getLogger(__name__).info("exporting to %s, which may take minutes", file_format)
         entry.write(exportable, example, source, **options)
         if is_int8:
             quantize(source, new, file_format, calibration, read)
             metadata["quantization"] = {"calibration_images": len(calibration), "float_layers": FLOAT_LAYERS}
         entry.embed(new, metadata)
-        own, *others = entry.files(new)
-        digests = {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
+        main, *others = entry.files(new)
+        digests = {"sha256": digest_of(main), "other_files": {file.name: digest_of(file) for file in others}}
         metadata_path(new).write_text(json.dumps(metadata | digests, indent=2) + "\n")
         report = check_export(cfg, reference, ExportedModel(new), compared, evaluate=evaluate, accept_drop=accept_drop)
         low_threshold = with_overrides(cfg, dict.fromkeys(_SCORE_THRESHOLDS, 0.0))

@@ -57,20 +57,20 @@ class Format:
     """An export format.
 
     Attributes:
-        suffix: the file name suffix.
-        write: write a detector to a file: ``write(exportable, example, path)``. The file accepts inputs of the
+        suffix: The file name suffix.
+        write: Write a detector to a file: ``write(exportable, example, path)``. The file accepts inputs of the
             example's dtype. Writers of formats with int8 also take ``quantizes``, the ONNX writer ``opset``.
-        load: load a file into its runtime. Returns a function from an input to the tuple of outputs, and the JSON of
+        load: Load a file into its runtime. Returns a function from an input to the tuple of outputs, and the JSON of
             the embedded metadata or ``None``. The ONNX loader also takes ``device``.
-        embed: write metadata into a file, and remove what the exporter stored about this machine.
-        precisions: the supported precisions.
-        packages: the packages that writing needs, from the extra of the same name as the format. The metadata records
+        embed: Write metadata into a file, and remove what the exporter stored about this machine.
+        precisions: The supported precisions.
+        packages: The packages that writing needs, from the extra of the same name as the format. The metadata records
             their versions.
-        runtime: the package that runs the file.
-        uses_torch_export: whether the file is written from a ``torch.export`` program.
-        shortest_side: the smallest image side in pixels; ``None`` for the limit of ``export_sides``.
-        extra_suffixes: suffixes of further files of a model, in place of ``suffix``.
-        options: runtime options of the loaded model.
+        runtime: The package that runs the file.
+        uses_torch_export: Whether the file is written from a ``torch.export`` program.
+        shortest_side: The smallest image side in pixels; ``None`` for the limit of ``export_sides``.
+        extra_suffixes: Suffixes of further files of a model, in place of ``suffix``.
+        options: Runtime options of the loaded model.
     """
 
     suffix: str
@@ -151,7 +151,7 @@ def _save(save: Callable[[io.BytesIO], object], path: Path) -> None:
 
 
 class _ReplaceFunctions(TorchFunctionMode):
-    """Trace faster equivalents in place of some torch functions."""
+    """Replace some torch functions by faster equivalents while a model is traced."""
 
     def __init__(self, replacements: Mapping[Callable, Callable]) -> None:
         super().__init__()
@@ -199,14 +199,15 @@ def _winograd_conv2d(
     (channels, height), x = (static_size(x.shape[1]), x.shape[2]), F.pad(x, (0, 0, 1, 4))
     # Derived from the weights in the graph, so that the file stores only the weights.
     kernels = torch.einsum("gk,ockw->gocw", _WINOGRAD_KERNELS, weight)[:, :, :, None].unbind()
-    # Depth-wise convolutions compute sums of rows faster than additions. ONNX's converter makes four nodes of no bias.
+    # Depth-wise convolutions compute sums of rows faster than additions. The zeros are a bias, because ONNX's converter
+    # makes four nodes if there is none.
     sums, zeros = _WINOGRAD_SUMS.expand(-1, channels, 1, -1, 1).unbind(), weight.new_zeros(channels)
     rows = [F.conv2d(x, one, zeros, stride=(4, 1), groups=channels) for one in sums]
     # Only the second convolution contributes once to each output row.
     zeros = weight.new_zeros(static_size(weight.shape[0]))
     biases = zeros, zeros if bias is None else bias, zeros, zeros, zeros, zeros
     parts = zip(rows, kernels, biases, strict=True)
-    y0, y1, y2, y3, y4, y5 = (F.conv2d(row, kernel, own, padding=(0, 1)) for row, kernel, own in parts)
+    y0, y1, y2, y3, y4, y5 = (F.conv2d(row, kernel, bias, padding=(0, 1)) for row, kernel, bias in parts)
     even, odd, even2, odd2 = y1 + y2, y1 - y2, y3 + y4, 2 * (y3 - y4)
     y = torch.stack([y0 + even + even2, odd + odd2, even + 4 * even2, odd + 4 * odd2 + y5], 3)
     return take_first(y.flatten(2, 3), 2, height)
@@ -264,13 +265,13 @@ def _load_torch_export(path: Path) -> Loaded:
         try:
             buffer.seek(0)
             return torch.export.load(buffer, extra_files=embedded).module(), embedded[_METADATA_FILE] or None
-        except pickle.UnpicklingError as error:  # torch's message suggests to run the pickle
+        except pickle.UnpicklingError as error:  # torch's message suggests running the pickle
             raise ConfigError(f"'{path}' contains a pickle. Do not load it: no export has one.") from error
 
 
 def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
     program = export_program(exportable, example)
-    with log_step("AOTInductor, which compiles for minutes"):
+    with log_step("AOTInductor"):
         # With layout optimization, torch 2.15 assumes channels-last outputs of convolutions on a data-dependent number
         # of boxes. On a CPU this is wrong, and all masks are silently wrong.
         options = {"layout_optimization": False}
@@ -358,9 +359,9 @@ def _embed_in_onnx(path: Path, metadata: dict) -> None:
 
 
 def _properties(metadata: dict) -> dict[str, str]:
-    """Return the metadata by the keys that ultralytics runtimes read, and all of it as JSON."""
+    """Return the metadata under the keys that ultralytics runtimes read, and all metadata as JSON."""
     size = metadata["input"]["size"] or [metadata["resizing"]["short_side"] or metadata["input"]["sides"][0]] * 2
-    known = {
+    properties = {
         "description": f"{metadata['detector']} with {metadata['backbone']}",
         "task": "segment" if "mask" in metadata["thresholds"] else "detect",
         "names": dict(enumerate(metadata["classes"])),
@@ -372,7 +373,7 @@ def _properties(metadata: dict) -> dict[str, str]:
         "short_side": metadata["resizing"]["short_side"] or 0,
         "longest_side": metadata["resizing"]["longest_side"] or 0,
     }
-    return {key: str(value) for key, value in known.items()} | {_METADATA_KEY: json.dumps(metadata)}
+    return {key: str(value) for key, value in properties.items()} | {_METADATA_KEY: json.dumps(metadata)}
 
 
 def check_onnx(path: Path) -> dict[str, int]:
@@ -528,7 +529,7 @@ def load_model(path: Path, *, device: str | torch.device = "cpu") -> Loaded:
     """Load an exported file in its runtime.
 
     Args:
-        path: the file.
+        path: The file.
         device: ``"cpu"``, or ``"cuda"`` for an ONNX file.
 
     Returns:

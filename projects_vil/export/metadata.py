@@ -56,7 +56,9 @@ def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None
     """Raise a :class:`ConfigError` if a side of an image of ``size`` (height, width) is outside ``sides``.
 
     Args:
-        sides: the smallest and largest side in pixels.
+        sides: The smallest and largest side in pixels.
+        size: Height and width of the image in pixels.
+        what: The image or the argument, for the message.
     """
     if min(size) < sides[0] or max(size) > sides[1]:
         raise ConfigError(
@@ -82,14 +84,14 @@ def describe_model(
     """Return the metadata of an exported detector, for JSON.
 
     Args:
-        cfg: the config of the detector.
-        exportable: the exported detector.
-        categories: the classes of the model.
-        file_format: a key of ``FORMATS``.
-        precision: the precision of the weights.
-        input_dtype: the dtype of the input images.
-        weights: the path of the checkpoint.
-        opset: the opset of an ONNX file; ``None`` for ``OPSET``.
+        cfg: The config of the detector.
+        exportable: The exported detector.
+        categories: The classes of the model.
+        file_format: A key of ``FORMATS``.
+        precision: The precision of the weights.
+        input_dtype: The dtype of the input images.
+        weights: The path of the checkpoint.
+        opset: The opset of an ONNX file; ``None`` for ``OPSET``.
 
     Raises:
         ConfigError: If the detector or the format does not accept ``exportable.size``.
@@ -166,7 +168,7 @@ _COUNT = "number of detections: the first rows of the other outputs. All other r
 def _describe_outputs(exportable: ExportableDetector, mask_side: int) -> list[dict]:
     images = ["batch"] if exportable.batched else []
     rows = ["detections"] if exportable.fixed_number is None else [*images, exportable.fixed_number]
-    known = {
+    descriptions = {
         "boxes": ([*rows, 4], "float32", "left, top, right, bottom in pixels of the input image"),
         "scores": (rows, "float32", "probability, highest first"),
         "classes": (rows, "int64", "index into classes"),
@@ -175,4 +177,4 @@ def _describe_outputs(exportable: ExportableDetector, mask_side: int) -> list[di
         "count": (images or [1], "int64", _COUNT),
     }
     keys = ("name", "shape", "dtype", "meaning")
-    return [dict(zip(keys, (name, *known[name]), strict=True)) for name in exportable.output_names]
+    return [dict(zip(keys, (name, *descriptions[name]), strict=True)) for name in exportable.output_names]

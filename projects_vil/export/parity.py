@@ -31,8 +31,8 @@ TOLERANCES = {
     "bf16": {"boxes": 4.0, "scores": 1e-1, "masks": 2e-1},
     "int8": {"boxes": 4.0, "scores": 1e-1, "masks": 2e-1},
 }
-# The fraction of detections per image that may differ by more: after rounding, non-maximum suppression can keep the
-# other one of two nearly equal candidates. None: average precision decides for int8, not pairs.
+# The fraction of detections per image that may differ by more. After rounding, non-maximum suppression can keep the
+# other one of two nearly equal candidates. None for int8, which is judged by average precision instead of by pairs.
 CHANGED_SHARE = {"fp32": 0.0, "fp16": 0.1, "bf16": 0.1, "int8": None}
 # Within this distance of the score threshold, or of the lowest score of a full list, a detection may be missing.
 BORDERLINE = TOLERANCES["fp32"]["scores"]
@@ -63,9 +63,9 @@ def parity_images(
     """Return the images (3, H, W), uint8, of a parity check.
 
     Args:
-        cfg: the config of the detector; files are read and resized as in testing.
-        files: image files; by default four synthetic images.
-        fixed: height and width for a model that accepts only one size.
+        cfg: The config of the detector; files are read and resized as in testing.
+        files: Image files; by default four synthetic images.
+        fixed: Height and width for a model that accepts only one size.
 
     Raises:
         ConfigError: If a file cannot be read.
@@ -100,8 +100,8 @@ def compare_detections(ours: Outputs, theirs: Outputs, precision: str, threshold
     full list, of the lowest score.
 
     Args:
-        ours, theirs: boxes (D, 4), scores (D,), classes (D,), and for Mask R-CNN masks (D, 1, S, S).
-        precision: a key of ``TOLERANCES`` and ``CHANGED_SHARE``.
+        ours, theirs: Boxes (D, 4), scores (D,), classes (D,), and for Mask R-CNN masks (D, 1, S, S).
+        precision: A key of ``TOLERANCES`` and ``CHANGED_SHARE``.
         thresholds: ``thresholds`` of the metadata; a negative ``detections_per_image`` means no limit.
 
     Returns:
@@ -134,11 +134,11 @@ def compare_detections(ours: Outputs, theirs: Outputs, precision: str, threshold
         "unmatched": int(rest[0].sum() + rest[1].sum()) - 2 * len(far),
         "borderline": borderline,
     }
-    mine, other = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1)
+    our_rows, their_rows = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1)
     within = torch.ones(len(pairs), dtype=torch.bool)
     for name in tolerances:
         if name in ours:
-            difference = (ours[name][mine].float() - theirs[name][other].float()).abs()
+            difference = (ours[name][our_rows].float() - theirs[name][their_rows].float()).abs()
             row[name] = difference.max().item() if difference.numel() else 0.0
             within &= (difference <= tolerances[name]).view(len(pairs), *difference.shape[1:], 1).flatten(1).all(1)
     row["changed"] = int((~within).sum())
@@ -169,11 +169,11 @@ def eager_detections(detector: nn.Module, image: Tensor) -> dict[str, Tensor]:
     """Return the detections of detectron2's own inference, by the output names of an exported model.
 
     Args:
-        detector: a detectron2 model in eval mode.
+        detector: A detectron2 model in eval mode.
         image: (3, H, W).
 
     Returns:
-        boxes (D, 4), scores (D,), classes (D,), and masks (D, 1, S, S) relative to their boxes. As in detectron2's
+        Boxes (D, 4), scores (D,), classes (D,), and masks (D, 1, S, S) relative to their boxes. As in detectron2's
         post-processing, empty boxes are removed.
     """
     batch = [{"image": image}]
@@ -194,11 +194,11 @@ def measure_latency(reference: DetectFn, exported: DetectFn, image: Tensor) -> d
     """Return the median milliseconds of both on one image, run alternately, and the speedup of the exported model."""
     times: dict[DetectFn, list[float]] = {reference: [], exported: []}
     for _ in range(1 + 5):
-        for detector, own in times.items():
+        for detector, milliseconds in times.items():
             start = time.perf_counter()
             detector(image)
-            own.append(1000 * (time.perf_counter() - start))
-    eager, ours = (statistics.median(own[1:]) for own in times.values())  # without the warm-up
+            milliseconds.append(1000 * (time.perf_counter() - start))
+    eager, ours = (statistics.median(values[1:]) for values in times.values())  # without the warm-up
     return {
         "eager_ms": round(eager, 3),
         "exported_ms": round(ours, 3),
@@ -220,15 +220,16 @@ def check_export(
 ) -> dict:
     """Compare an exported model with the detector that it was made from, and return the report (docs/export.md).
 
-    A batched model sees each image first and second in a batch of two, next to its mirror image.
+    A batched model gets each image twice, as the first and as the second of a batch of two. The other image of the
+    batch is its mirror image.
 
     Args:
-        cfg: the config of the detector.
-        reference: the detector, in float32 and eval mode.
-        model: the exported model.
+        cfg: The config of the detector.
+        reference: The detector, in float32 and eval mode.
+        model: The exported model.
         images: (3, H, W) each.
-        evaluate: whether to compare average precision on ``DATASETS.TEST`` too.
-        accept_drop: whether to accept any drop of average precision.
+        evaluate: Whether to compare average precision on ``DATASETS.TEST`` too.
+        accept_drop: Whether to accept any drop of average precision.
 
     Raises:
         RuntimeError: If an ONNX file is not portable, see :func:`projects_vil.export.formats.check_onnx`.
@@ -244,7 +245,7 @@ def check_export(
         else:
             theirs = [model(image)]
         size = {"height": image.shape[-2], "width": image.shape[-1]}
-        rows += [size | compare_detections(ours, found, precision, thresholds) for found in theirs]
+        rows += [size | compare_detections(ours, outputs, precision, thresholds) for outputs in theirs]
     report = {
         "file": model.path.name,
         "format": model.file_format,
@@ -274,7 +275,7 @@ def is_equal(rows: Sequence[dict]) -> bool:
 
 
 def _evaluate(cfg: CfgNode, reference: nn.Module, model: ExportedModel) -> list[dict]:
-    """Return the average precision of both for each test set and task."""
+    """Return the average precision of the detector and the exported model for each test dataset and task."""
     rows = []
     for name in cfg.DATASETS.TEST:
         results = []
@@ -298,7 +299,7 @@ def _number(value: float) -> float | None:
 
 
 def _advice(report: dict) -> list[str]:
-    """Return a line about what different detections mean and what to do, if an image has any."""
+    """Return a line that explains different detections and what to do, if there are any."""
     rows = [row for row in report["images"] if row["ok"] is False]
     if not rows:
         return []

@@ -48,9 +48,11 @@ def quantize(source: Path, path: Path, file_format: str, files: Sequence[Any], r
     """Quantize the float file ``source`` and write the result to ``path``.
 
     Args:
-        file_format: onnx or openvino.
-        files: the calibration images.
-        read: a function from one of ``files`` to an input of the model.
+        source: The float file.
+        path: The int8 file to write.
+        file_format: ``"onnx"`` or ``"openvino"``.
+        files: The calibration images.
+        read: A function from one of ``files`` to an input of the model.
     """
     with log_step(f"nncf.quantize on {len(files)} images"), contextlib.redirect_stdout(io.StringIO()):
         if file_format == "onnx":

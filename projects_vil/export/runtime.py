@@ -20,15 +20,15 @@ class ExportedModel:
     """An exported file in its own runtime, with its metadata.
 
     Args:
-        path: the exported file.
+        path: The exported file.
         device: ``"cpu"``, or ``"cuda"`` for an ONNX file.
 
     Attributes:
-        file_format: a key of ``FORMATS``.
-        metadata: see :func:`projects_vil.export.describe_model`.
-        output_names: the names of the outputs, in the order of the file.
-        batched: whether the model takes a batch.
-        dtype: the dtype of the input.
+        file_format: A key of ``FORMATS``.
+        metadata: See :func:`projects_vil.export.describe_model`.
+        output_names: The names of the outputs, in the order of the file.
+        batched: Whether the model takes a batch.
+        dtype: The dtype of the input.
 
     Raises:
         ConfigError: If the file is missing or damaged, has no metadata, or its runtime is not installed or cannot
@@ -67,7 +67,7 @@ class ExportedModel:
         size = self.metadata["input"]["size"]
         if size and list(images.shape[-2:]) != list(size):
             given = " x ".join(map(str, images.shape[-2:]))
-            raise ConfigError(f"'{self.path}' accepts only images of {size[0]} x {size[1]} pixels, not {given}.")
+            raise ConfigError(f"'{self.path}' accepts only {size[0]} x {size[1]} pixels, not {given}. Resize images.")
         check_sides(self.metadata["input"]["sides"], images.shape[-2:], what=str(self.path))
         with torch.no_grad():
             outputs = dict(zip(self.output_names, self._run(images.to(self.dtype)), strict=True))
@@ -90,7 +90,7 @@ class ExportedModel:
         """Run with the interface of detectron2's models, for its evaluators.
 
         Args:
-            batch: dicts with ``image`` (3, H, W), and ``height`` and ``width`` of the original image.
+            batch: Dicts with ``image`` (3, H, W), and ``height`` and ``width`` of the original image.
 
         Returns:
             For each image ``{"instances": Instances}``, in pixels of the original image.
@@ -132,8 +132,8 @@ def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int], *, threshol
     Args:
         masks: (N, 1, S, S), the probability of each pixel of a box.
         boxes: (N, 4), XYXY in pixels.
-        size: height and width of the image.
-        threshold: the lowest probability of a mask pixel.
+        size: Height and width of the image.
+        threshold: The lowest probability of a mask pixel.
 
     Returns:
         (N, height, width) bool.
@@ -146,9 +146,9 @@ def to_instances(outputs: dict[str, Tensor], size: tuple[int, int], original: tu
     """Return the outputs of an exported model as detectron2's ``Instances``.
 
     Args:
-        outputs: the outputs by name.
-        size: height and width of the resized image, without padding. Boxes are clipped to it.
-        original: height and width of the original image. Boxes are scaled to it, and masks are pasted into it.
+        outputs: The outputs by name.
+        size: Height and width of the resized image, without padding. Boxes are clipped to it.
+        original: Height and width of the original image. Boxes are scaled to it, and masks are pasted into it.
     """
     boxes = Boxes(outputs["boxes"].clone())
     boxes.scale(original[1] / size[1], original[0] / size[0])

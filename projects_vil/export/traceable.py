@@ -71,7 +71,10 @@ def topk_above(scores: Tensor, threshold: float, number: int, *, batched: bool) 
     """Return the rows, indices and values, (N,) each, of the ``number`` largest values above ``threshold`` of each row.
 
     Args:
-        scores: (B, M); B is 1 unless ``batched``.
+        scores: (B, M). B is 1 unless ``batched``.
+        threshold: Lower values are not returned.
+        number: Maximum number of values of each row.
+        batched: Whether B may be larger than 1.
     """
     if batched:
         best, index = padded_topk(scores, number, padding=-math.inf)
@@ -93,8 +96,8 @@ def grouped_nms(boxes: Tensor, scores: Tensor, group: Tensor, groups_per_image: 
         boxes: (N, 4).
         scores: (N,).
         group: (N,), non-negative and numbered image by image.
-        groups_per_image: the number of groups of each image.
-        threshold: the IoU threshold.
+        groups_per_image: The number of groups of each image.
+        threshold: The IoU threshold.
 
     Returns:
         The indices of the kept boxes, highest score first.
@@ -104,7 +107,7 @@ def grouped_nms(boxes: Tensor, scores: Tensor, group: Tensor, groups_per_image: 
     ends = F.pad(boxes.flatten(), (0, 1))
     cell = ends.max() - ends.min() + 1
     offset = torch.stack([group % columns, _divide(group, columns)], dim=1).to(boxes.dtype) * cell
-    # torchvision tells torch.export that nms keeps at least two boxes, so append two empty boxes that come last.
+    # For torch.export, torchvision declares that nms keeps at least two boxes, so append two empty boxes at the end.
     # Their scores are finite, because OpenVINO drops boxes with a score of minus infinity.
     boxes = F.pad(boxes + offset.repeat(1, 2), (0, 0, 0, 2))
     return nms(boxes, F.pad(scores, (0, 2), value=_LOWEST), _overlap_threshold(threshold))[:-2]
@@ -120,8 +123,8 @@ def _overlap_threshold(threshold: float) -> float:
     if float(last_kept) > threshold:
         last_kept = np.nextafter(last_kept, np.float32(0))
     first_dropped = np.nextafter(last_kept, np.float32(1))
-    # Between both, for float64. Closer to the second, so that it rounds to it in float32. Only OpenVINO and TorchScript
-    # files are traced.
+    # Only OpenVINO and TorchScript files are traced. Their threshold is between both values in float64. It is closer to
+    # first_dropped, so float32 rounds it to first_dropped.
     return 0.25 * float(last_kept) + 0.75 * float(first_dropped) if torch.jit.is_tracing() else float(last_kept)
 
 
@@ -204,10 +207,10 @@ class ExportableDetector(nn.Module):
     name, including ``image_index``.
 
     Args:
-        detector: a detectron2 model in eval mode.
-        batched: whether the input is a batch of images of one size.
-        fixed_number: number of detections per image, see :func:`pad_detections`; ``None`` for a variable number.
-        size: height and width of all images; ``None`` for any size.
+        detector: A detectron2 model in eval mode.
+        batched: Whether the input is a batch of images of one size.
+        fixed_number: Number of detections per image, see :func:`pad_detections`; ``None`` for a variable number.
+        size: Height and width of all images; ``None`` for any size.
 
     Input: (3, H, W), or (B, 3, H, W) if batched; uint8 or float, 0 to 255, with channels in the order of
     ``INPUT.FORMAT``.
@@ -391,8 +394,8 @@ def make_exportable(
     """Return the exportable equivalent of a detector, in eval mode. It shares the parameters of the detector.
 
     Args:
-        detector: a detectron2 model.
-        batched, fixed_number, size: see :class:`ExportableDetector`.
+        detector: A detectron2 model.
+        batched, fixed_number, size: See :class:`ExportableDetector`.
 
     Raises:
         ConfigError: If a part of the detector cannot be exported.
@@ -412,7 +415,7 @@ def make_exportable(
     return exportable(detector, batched=batched, fixed_number=fixed_number, size=size).eval()
 
 
-def _check(name: str, part: object, *known: type) -> None:
-    if type(part) not in known:
-        names = " or ".join(one.__name__ for one in known)
+def _check(name: str, part: object, *supported: type) -> None:
+    if type(part) not in supported:
+        names = " or ".join(cls.__name__ for cls in supported)
         raise ConfigError(f"{name} {type(part).__name__} cannot be exported. Use {names}.")

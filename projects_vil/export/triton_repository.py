@@ -27,8 +27,8 @@ def write_triton_model(model: str | Path, folder: str | Path) -> None:
     ``model_config.proto`` in https://github.com/triton-inference-server/common.
 
     Args:
-        model: an ONNX file with a batched input and a fixed number of detections.
-        folder: the folder of the model in the model repository.
+        model: An ONNX file with a batched input and a fixed number of detections.
+        folder: The folder of the model in the model repository.
     """
     import onnxruntime
 

@@ -322,7 +322,7 @@ class Detector(HubMixin):
                 image = upright_pixels(image, "RGB", name=name)
             elif not isinstance(image, np.ndarray):
                 kind = type(image).__name__
-                raise ConfigError(f"{name} is a {kind}. Pass a file name, an array (H, W, 3) uint8 RGB or a PIL image.")
+                raise ConfigError(f"{name} has type {kind}. Pass a file name, array (H, W, 3) uint8 RGB or PIL image.")
             elif image.dtype != np.uint8 or image.shape[2:] != (3,) or not image.size:
                 raise ConfigError(f"{name} is an array {image.shape} {image.dtype}. Pass an array (H, W, 3) uint8 RGB.")
             sources.append(ImageSource(image, name, index))

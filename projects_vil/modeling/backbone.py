@@ -37,14 +37,14 @@ class TransformerBackbone(Backbone):
     """A backbone of :mod:`backbones` with detectron2's interface.
 
     Args:
-        name: variant name.
-        out_features: names of the stages to return.
-        freeze_at: number of frozen stages, counted from the first.
-        options: keyword arguments of :func:`backbones.create_backbone`. A ``drop_path_rate`` of None is the rate of the
+        name: Variant name.
+        out_features: Names of the stages to return.
+        freeze_at: Number of frozen stages, counted from the first.
+        options: Keyword arguments of :func:`backbones.create_backbone`. A ``drop_path_rate`` of None is the rate of the
             variant.
 
     Raises:
-        ConfigError: for an unknown variant or option.
+        ConfigError: For an unknown variant or option.
     """
 
     def __init__(self, name: str, *, out_features: Sequence[str], freeze_at: int = 0, **options) -> None:
@@ -81,7 +81,7 @@ def stage_names(name: str) -> tuple[str, ...]:
     """Return the stage names of a variant or of a timm model.
 
     Raises:
-        ConfigError: for an unknown variant.
+        ConfigError: For an unknown variant.
     """
     return tuple(TIMM_STAGES) if name.startswith(TIMM_PREFIX) else get_variant(name).stage_names
 
@@ -90,7 +90,7 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
     """Build the bottom-up backbone of ``MODEL.TRANSFORMER``.
 
     Raises:
-        ConfigError: for an invalid key of ``MODEL.TRANSFORMER``, or an unknown stage in ``MODEL.FPN.IN_FEATURES``.
+        ConfigError: For an invalid key of ``MODEL.TRANSFORMER``, or an unknown stage in ``MODEL.FPN.IN_FEATURES``.
     """
     node = cfg.MODEL.TRANSFORMER
     is_timm = node.VARIANT.startswith(TIMM_PREFIX)
@@ -126,12 +126,12 @@ class LastLevelConvs(nn.Module):
     names and initial values.
 
     Args:
-        in_channels: channels of ``in_feature``.
-        out_channels: channels of the new levels.
-        in_feature: name of a bottom-up feature map or of an FPN level.
-        levels: numbers of the new levels; may be empty.
-        pooled: whether to add one more level by pooling the last one, as P6 of Mask R-CNN.
-        relu: whether to apply a ReLU between two levels.
+        in_channels: Channels of ``in_feature``.
+        out_channels: Channels of the new levels.
+        in_feature: Name of a bottom-up feature map or of an FPN level.
+        levels: Numbers of the new levels; may be empty.
+        pooled: Whether to add one more level by pooling the last one, as P6 of Mask R-CNN.
+        relu: Whether to apply a ReLU between two levels.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ def build_on_meta(cfg: CfgNode) -> nn.Module:
     """Build the model of ``cfg`` on the meta device.
 
     Raises:
-        ConfigError: if the model cannot be built because of the value of a key.
+        ConfigError: If the model cannot be built because of the value of a key.
     """
     cfg = with_overrides(cfg, {"MODEL.DEVICE": "meta"})
     try:
@@ -274,7 +274,7 @@ def stage_channels(name: str, stage: str) -> int:
     """Return the channels of a stage of a variant or timm model. LazyConfigs use it for the layers that follow.
 
     Raises:
-        ConfigError: for an unknown variant or stage.
+        ConfigError: For an unknown variant or stage.
     """
     with torch.device("meta"):
         backbone = (TimmBackbone if name.startswith(TIMM_PREFIX) else TransformerBackbone)(name, out_features=(stage,))
@@ -320,7 +320,7 @@ def eval_dtype(cfg: CfgNode) -> torch.dtype:
 def autocast_detector(dtype: torch.dtype, detector: nn.Module) -> Iterator[None]:
     """Run the backbone and all but the last layers of the heads under autocast, and the rest in float32.
 
-    float32 changes nothing.
+    If ``dtype`` is float32, autocast is not used.
     """
     if dtype == torch.float32:
         yield

@@ -17,10 +17,10 @@ class MicroBatches:
     micro-batches (Mask R-CNN: sampled proposals and foreground masks; Semantic FPN: labeled pixels).
 
     Args:
-        model: the model without DistributedDataParallel.
+        model: The model without DistributedDataParallel.
 
     Attributes:
-        total: number of positive anchors so far (RetinaNet), or of micro-batches.
+        total: Number of positive anchors so far (RetinaNet), or of micro-batches.
     """
 
     def __init__(self, model: nn.Module) -> None:

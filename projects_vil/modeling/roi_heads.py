@@ -8,7 +8,7 @@ from torch import Tensor
 
 @ROI_MASK_HEAD_REGISTRY.register()
 class AnyBatchPointRendMaskHead(PointRendMaskHead):
-    """detectron2's head, which fails for batches without objects, with a loss of 0 for them.
+    """detectron2's PointRend mask head with a loss of 0 for batches without objects, for which the original fails.
 
     Such batches occur after cropping, and with ``TEST.VALIDATION_LOSS``, which evaluates single images.
     """

@@ -1,4 +1,4 @@
-"""Parts of detectron2's detectors with the same results, for which the host does not wait for the GPU."""
+"""Parts of detectron2's detectors that compute the same results without synchronizing with the GPU."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ class SyncFreeAnchorGenerator(DefaultAnchorGenerator):
     """detectron2's anchors, with grids that are created on the device instead of copied to it.
 
     Args:
-        generator: the generator to replace.
+        generator: The generator to replace.
     """
 
     def __init__(self, generator: DefaultAnchorGenerator) -> None:
@@ -29,8 +29,8 @@ def grid_anchors(generator: DefaultAnchorGenerator, sizes: Sequence[Sequence[int
     """Return the anchors of each feature map, (H * W * A, 4), XYXY in pixels, as ``generator`` does.
 
     Args:
-        generator: the anchor generator, with A anchors per position.
-        sizes: height and width of each feature map.
+        generator: The anchor generator, with A anchors per position.
+        sizes: Height and width of each feature map.
     """
     anchors = []
     for size, stride, cells in zip(sizes, generator.strides, generator.cell_anchors, strict=True):
@@ -49,7 +49,7 @@ class SyncFreeMatcher(Matcher):
     """detectron2's matches, with masks instead of indices and without the check that IoUs are not negative.
 
     Args:
-        matcher: the matcher to replace.
+        matcher: The matcher to replace.
     """
 
     def __init__(self, matcher: Matcher) -> None:
@@ -73,7 +73,7 @@ class SyncFreeBoxTransform(Box2BoxTransform):
     """detectron2's box deltas, without the check that widths are positive.
 
     Args:
-        transform: the transform to replace.
+        transform: The transform to replace.
     """
 
     def __init__(self, transform: Box2BoxTransform) -> None:
@@ -99,7 +99,7 @@ _SYNC_FREE = {
 def use_sync_free_parts(detector: nn.Module) -> None:
     """Replace the anchor generators, matchers and box transforms of a detector by the classes of this module.
 
-    Parts of other classes, subclasses included, stay.
+    Parts of other classes, including subclasses, are not replaced.
     """
     for module in list(detector.modules()):
         for name, part in [*module.named_children(), *vars(module).items()]:

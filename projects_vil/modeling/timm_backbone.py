@@ -32,16 +32,16 @@ class TimmBackbone(Backbone):
 
     Args:
         name: ``timm:MODEL``, or ``timm:MODEL.TAG`` for a model with pretrained weights (:meth:`pretrained_weights`).
-        out_features: names of the stages to return. Later stages are not built. A plain ViT returns its feature map.
-        freeze_at: number of frozen stages, counted from the first; 0 or 1 for a plain ViT.
+        out_features: Names of the stages to return. Later stages are not built. A plain ViT returns its feature map.
+        freeze_at: Number of frozen stages, counted from the first; 0 or 1 for a plain ViT.
         drop_path_rate: timm's stochastic depth rate; by default 0.1 for models that have it.
-        activation_checkpointing: recompute activations in the backward pass.
+        activation_checkpointing: Recompute activations in the backward pass.
         attention_backend: ``"auto"`` or ``"sdpa"``, because timm uses PyTorch's attention.
         norm: ``"BN"`` (also None), ``"FrozenBN"`` or ``"SyncBN"``.
-        options: options of other backbones; they must be None.
+        options: Options of other backbones; they must be None.
 
     Raises:
-        ConfigError: for an unknown model, a model without these strides or with a fixed image size, and an option that
+        ConfigError: For an unknown model, a model without these strides or with a fixed image size, and an option that
             the model does not have.
     """
 
@@ -132,11 +132,11 @@ class TimmBackbone(Backbone):
         """Return a state dict for ``net`` with timm's pretrained weights, downloaded once, or a classifier's.
 
         Args:
-            classifier: a state dict with names of timm, names that timm can convert, or the names of
+            classifier: A state dict with names of timm, names that timm can convert, or the names of
                 lukemelas/EfficientNet-PyTorch.
 
         Raises:
-            ConfigError: if the weights cannot be downloaded, or do not fit.
+            ConfigError: If the weights cannot be downloaded, or do not fit.
         """
         overlay: dict[str, object] = {}
         if classifier is not None:
@@ -182,7 +182,7 @@ class _SameConv2d(nn.Conv2d):
 
 
 def check_freeze_at(freeze_at: int, name: str, num_stages: int) -> None:
-    """Raise a :class:`ConfigError` unless the model has as many stages as are frozen."""
+    """Raise a :class:`ConfigError` unless ``freeze_at`` is from 0 to the number of stages."""
     if not 0 <= freeze_at <= num_stages:
         stages = counted(num_stages, "stage")
         raise ConfigError(f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}, but {name} has {stages}. Use 0 to {num_stages}.")
@@ -224,7 +224,7 @@ def _parameters_before(net: nn.Module, freeze_at: int, name: str) -> set[str]:
     """Return the parameters that the feature map of stage ``freeze_at`` depends on; ``net`` is on the meta device.
 
     Raises:
-        ConfigError: if the model has a fixed image size.
+        ConfigError: If the model has a fixed image size.
     """
     height, width = 96, 160
     try:

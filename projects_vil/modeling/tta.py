@@ -27,11 +27,11 @@ def add_tta(cfg: CfgNode, model: nn.Module) -> GeneralizedRCNNWithTTA:
     original size.
 
     Args:
-        cfg: config of the detector.
-        model: a GeneralizedRCNN or RetinaNet in eval mode.
+        cfg: Config of the detector.
+        model: A GeneralizedRCNN or RetinaNet in eval mode.
 
     Raises:
-        ConfigError: for a size above the limit of the model.
+        ConfigError: For a size above the limit of the model.
     """
     given, short, end = tuple(cfg.TEST.AUG.MIN_SIZES), cfg.INPUT.MIN_SIZE_TEST, max_input_side(model)
     sizes, longest = given, cfg.TEST.AUG.MAX_SIZE
@@ -40,10 +40,10 @@ def add_tta(cfg: CfgNode, model: nn.Module) -> GeneralizedRCNNWithTTA:
     if end is not None:
         if given != _USUAL_SIZES and max(given) > end:
             raise ConfigError(
-                f"TEST.AUG.MIN_SIZES has {max(given)}, but the absolute positions of this model end at "
-                f"MODEL.TRANSFORMER.MAX_IMG_SIZE {end}. Lower the sizes, or raise the limit."
+                f"TEST.AUG.MIN_SIZES has {max(given)}, but the position tables of this model are for at most {end} "
+                "pixels (MODEL.TRANSFORMER.MAX_IMG_SIZE). Lower the sizes, or raise this limit."
             )
-        # Without duplicates.
+        # Limited sizes may be equal. dict.fromkeys removes duplicates.
         sizes, longest = tuple(dict.fromkeys(min(size, end) for size in sizes)), min(longest, end)
     mapper = DatasetMapperTTA(sizes, longest, cfg.TEST.AUG.FLIP)
     # A batch is an image and its mirror image: images of different sizes would be padded.
@@ -60,10 +60,10 @@ class RetinaNetWithTTA(GeneralizedRCNNWithTTA):
     ``MODEL.RETINANET.NMS_THRESH_TEST``. At most ``TEST.DETECTIONS_PER_IMAGE`` detections remain.
 
     Args:
-        cfg: config of the detector.
-        model: a RetinaNet in eval mode.
-        mapper: creates the augmented images.
-        batch_size: augmented images per batch, in the order of the mapper.
+        cfg: Config of the detector.
+        model: A RetinaNet in eval mode.
+        mapper: Creates the augmented images.
+        batch_size: Augmented images per batch, in the order of the mapper.
     """
 
     def __init__(self, cfg: CfgNode, model: nn.Module, mapper: DatasetMapperTTA, batch_size: int) -> None:

@@ -28,11 +28,11 @@ class DetectionMetrics:
     """COCO's evaluation of a dataset with C categories, sorted by id.
 
     Attributes:
-        categories: the categories of the COCO file.
-        precision: task -> (IoU 0.50 to 0.95, recall 0 to 1, C, all sizes and each size), in [0, 1]; -1 without objects.
+        categories: The categories of the COCO file.
+        precision: Task -> (IoU 0.50 to 0.95, recall 0 to 1, C, all sizes and each size), in [0, 1]; -1 without objects.
         num_objects: (C, all sizes and each size), without crowds.
-        threshold, f1: the score threshold with the highest F1 of boxes over all classes, and this F1.
-        images: each image with its matches of boxes at this threshold and an IoU of 0.5, by descending score. Objects
+        threshold, f1: The score threshold with the highest F1 of boxes over all classes, and this F1.
+        images: Each image with its matches of boxes at this threshold and an IoU of 0.5, by descending score. Objects
             and detections that COCOeval ignores are omitted.
     """
 
@@ -58,12 +58,12 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
     """Evaluate ``coco_instances_results.json`` on the content of a COCO file with pycocotools.
 
     Args:
-        annotations: the content of the COCO file.
-        results: the results file.
-        max_detections: maximum number of detections per image and class.
+        annotations: The content of the COCO file.
+        results: The results file.
+        max_detections: Maximum number of detections per image and class.
 
     Raises:
-        ConfigError: if the results are empty, damaged, or of another dataset.
+        ConfigError: If the results are empty, damaged, or of another dataset.
     """
     try:
         detections = read_json(results)

@@ -101,7 +101,7 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
     """Draw the matches of images that are evenly distributed over the images with an object or a detection.
 
     Raises:
-        ConfigError: if an image cannot be read.
+        ConfigError: If an image cannot be read.
     """
     names = {category["id"]: str(category["name"]) for category in metrics.categories}
     candidates = [image for image in metrics.images if image[1]]

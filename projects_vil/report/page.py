@@ -43,7 +43,7 @@ _WARNING = re.compile(rf"^{_TIME} \S+ (?:WARNING|ERROR|CRITICAL): (.*(?:\n(?!{_T
 
 @dataclass
 class RunFolder:
-    """The content of a run's files. A missing or unreadable file is empty, and ``omitted`` has the reason."""
+    """The content of a run's files. It is empty for a missing or unreadable file, and ``omitted`` has the reason."""
 
     folder: Path
     cfg: CfgNode | None = None
@@ -67,13 +67,13 @@ def write_report(
     """Write a self-contained HTML report of a run, and return its path.
 
     Args:
-        folder: the output directory of a run.
-        output: the HTML file; ``report.html`` in the folder by default.
-        num_images: number of validation images to draw, 0 or more.
-        overrides: config keys and values, for example another path of the dataset.
+        folder: The output directory of a run.
+        output: The HTML file; ``report.html`` in the folder by default.
+        num_images: Number of validation images to draw, 0 or more.
+        overrides: Config keys and values, for example another path of the dataset.
 
     Raises:
-        ConfigError: if the folder is not a run, ``num_images`` is negative, or the report cannot be written.
+        ConfigError: If the folder is not a run, ``num_images`` is negative, or the report cannot be written.
 
     Example:
         ``write_report("output/vil_tiny", overrides=["DATASETS.TEST", "('my_val',)"])``
@@ -96,7 +96,7 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
     """Read the files of a training or evaluation run, as far as possible.
 
     Raises:
-        ConfigError: if the folder has none of the files, or if the overrides are invalid.
+        ConfigError: If the folder has none of the files, or if the overrides are invalid.
     """
     if not any((folder / name).is_file() for name in (CONFIG, METRICS, EVALUATION)):
         raise ConfigError(f"'{folder}' has no {CONFIG}, {METRICS} or {EVALUATION}. Use the output directory of a run.")

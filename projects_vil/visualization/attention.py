@@ -48,12 +48,12 @@ def attention_weights(module: nn.Module, tokens: Tensor, size: tuple[int, int], 
     """Return the attention weights of the token at a row and a column.
 
     Args:
-        module: an attention module of :mod:`backbones`, in eval mode.
-        tokens, size: the input of the module, (1, G + H * W, C) and (H, W).
-        row, col: the position of the query in the feature map.
+        module: An attention module of :mod:`backbones`, in eval mode.
+        tokens, size: The input of the module, (1, G + H * W, C) and (H, W).
+        row, col: The position of the query in the feature map.
 
     Raises:
-        ConfigError: if the module has no attention, or is a Linformer, whose weights do not sum to 1.
+        ConfigError: If the module has no attention, or is a Linformer, whose weights do not sum to 1.
     """
     if isinstance(module, LinformerAttention) or not isinstance(module, TokenAttention | DualNormAttention):
         raise ConfigError(f"{type(module).__name__} has no attention weights. Choose another block.")

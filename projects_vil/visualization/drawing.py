@@ -31,11 +31,11 @@ class Canvas:
 
     Args:
         image: (H, W, 3) uint8 RGB.
-        scale: scale of the image. The size of the labels does not depend on it.
-        label_size: size of the labels, as a multiple of 17 pixels.
+        scale: Scale of the image. The size of the labels does not depend on it.
+        label_size: Size of the labels, as a multiple of 17 pixels.
 
     Attributes:
-        image: the drawing, about (H * scale, W * scale, 3).
+        image: The drawing, about (H * scale, W * scale, 3).
     """
 
     def __init__(self, image: np.ndarray, *, scale: float = 1, label_size: float = 1) -> None:
@@ -110,27 +110,27 @@ def draw_instances(
     """Draw annotations or detections: (H, W, 3) uint8 RGB -> about (H * scale, W * scale, 3).
 
     In contrast to ``Visualizer.draw_dataset_dict``, holes in masks are kept, a class has the same color in every image,
-    and labels are legible on small images.
+    and labels are legible on small images. If there is only one class, each object has its own color.
 
     Args:
         image: (H, W, 3) uint8 RGB.
-        instances: annotations of detectron2's dataset dicts, or COCO results. ``category_id`` is the class index, and
+        instances: Annotations of detectron2's dataset dicts, or COCO results. ``category_id`` is the class index, and
             ``segmentation`` may also be a mask (H, W). ``track_id`` is written on the label and sets the color.
-        metadata: the metadata of the dataset: ``thing_classes``, and optionally ``thing_colors``.
-        scale, label_size: see :class:`Canvas`.
+        metadata: The metadata of the dataset: ``thing_classes``, and optionally ``thing_colors``.
+        scale, label_size: See :class:`Canvas`.
     """
     canvas = Canvas(image, scale=scale, label_size=label_size)
-    colors = _colors(metadata, "thing_colors")
-    for item in sorted(instances, key=lambda item: -np.prod(np.diff(_corners(item).reshape(2, 2), axis=0))):
-        color = colors[item.get("track_id", item["category_id"]) % len(colors)]
+    colors, is_single = _colors(metadata, "thing_colors"), len(metadata.thing_classes) == 1
+    keys = [item.get("track_id", index if is_single else item["category_id"]) for index, item in enumerate(instances)]
+    objects = [(item, colors[key % len(colors)]) for item, key in zip(instances, keys, strict=True)]
+    for item, color in sorted(objects, key=lambda pair: -np.prod(np.diff(_corners(pair[0]).reshape(2, 2), axis=0))):
         if item.get("segmentation") is not None and len(item["segmentation"]):
             canvas.draw_mask(GenericMask(item["segmentation"], *image.shape[:2]).mask, color)
         canvas.draw_box(_corners(item), color)
-    for item in instances:
+    for item, color in objects:
         label = metadata.thing_classes[item["category_id"]] + (" (crowd)" if item.get("iscrowd") else "")
         label = f"{label} {item['score']:.0%}" if "score" in item else label
         label = f"#{item['track_id']} {label}" if "track_id" in item else label
-        color = colors[item.get("track_id", item["category_id"]) % len(colors)]
         canvas.draw_label(label, _corners(item), color)
     return canvas.image
 
@@ -141,8 +141,8 @@ def draw_labels(image: np.ndarray, labels: np.ndarray, metadata, *, scale: float
     Args:
         image: (H, W, 3) uint8 RGB.
         labels: (H, W) class indices. Indices without a class, such as ``IGNORED_LABEL``, are not drawn.
-        metadata: the metadata of the dataset: ``stuff_classes``, and optionally ``stuff_colors``.
-        scale: scale of the image.
+        metadata: The metadata of the dataset: ``stuff_classes``, and optionally ``stuff_colors``.
+        scale: Scale of the image.
     """
     canvas, colors, names = Canvas(image, scale=scale), _colors(metadata, "stuff_colors"), metadata.stuff_classes
     present = [index for index in np.unique(labels).tolist() if index < len(names)]
@@ -172,7 +172,7 @@ def write_image(path: Path, image: np.ndarray) -> None:
     """Write (H, W, 3) uint8 RGB as a JPEG or PNG file, depending on the suffix. The folder is created.
 
     Raises:
-        ConfigError: if the file cannot be written, or if it exists and was not written by this function.
+        ConfigError: If the file cannot be written, or if it exists and was not written by this function.
     """
     check_replaceable(path, advice="Choose another output directory.")
     # The comment lets a later command replace the file.

@@ -33,7 +33,7 @@ def load_model(cfg: CfgNode, weights: str | Path | None = None) -> tuple[nn.Modu
     """Return a model on the CPU in eval mode, and its backbone. Without weights, the model is random.
 
     Raises:
-        ConfigError: if the backbone is not from this project, or if the weights are missing or do not fit.
+        ConfigError: If the backbone is not from this project, or if the weights are missing or do not fit.
     """
     model, _ = load_detector(cfg, weights or "", complete=False)
     if not isinstance(getattr(model.backbone, "bottom_up", None), TransformerBackbone):
@@ -50,22 +50,22 @@ def read_input(
     """Read an image, and resize, normalize and pad it as for evaluation.
 
     Args:
-        cfg, model: the config and the model.
-        path: the image file.
-        point: y and x of a pixel of the file. The default is the center.
+        cfg, model: The config and the model.
+        path: The image file.
+        point: Row and column (y, x) of a pixel of the file. The default is the center.
 
     Returns:
         The resized image (H, W, 3) uint8 RGB; the input of the backbone (1, 3, H', W'), padded at the bottom and on the
         right; and the row and column of ``point`` in the resized image.
 
     Raises:
-        ConfigError: if the file cannot be read, or if the point is outside the image.
+        ConfigError: If the file cannot be read, or if the point is outside the image.
     """
     pixels, (height, width) = read_for_testing(cfg, path, image_format="RGB")
     rows, cols = pixels.shape[:2]
     y, x = (height // 2, width // 2) if point is None else point
     if not (0 <= y < height and 0 <= x < width):
-        raise ConfigError(f"Point {y} {x} is outside '{path}' (height {height}, width {width}).")
+        raise ConfigError(f"Point {y} {x} is outside '{path}' ({height} x {width} pixels). Choose another point.")
     point = (2 * y + 1) * rows // (2 * height), (2 * x + 1) * cols // (2 * width)
     channels = pixels[:, :, ::-1] if cfg.INPUT.FORMAT == "BGR" else pixels
     image = torch.as_tensor(channels.transpose(2, 0, 1).astype("float32"))
@@ -89,15 +89,15 @@ def draw_attention(
     """Draw the attention of the token at a pixel, see :func:`plot_attention`, and return the path of the PNG file.
 
     Args:
-        cfg: the config of a detector or a semantic segmentation model.
-        weights: its checkpoint; None for random weights.
-        image_file: the image.
-        output: the folder of the PNG file.
-        stage, block: the stage and the block of the backbone, counted from 1. The default is the last one.
-        point: y and x in pixels of the image file. The default is the center.
+        cfg: The config of a detector or a semantic segmentation model.
+        weights: Its checkpoint; None for random weights.
+        image_file: The image.
+        output: The folder of the PNG file.
+        stage, block: The stage and the block of the backbone, counted from 1. The default is the last one.
+        point: Row and column (y, x) in pixels of the image file. The default is the center.
 
     Raises:
-        ConfigError: if the stage or block does not exist or has no attention to the image, the point is outside the
+        ConfigError: If the stage or block does not exist or has no attention to the image, the point is outside the
             image, or a file cannot be read or written.
     """
     model, backbone = load_model(cfg, weights)
@@ -133,11 +133,11 @@ def plot_attention(
     weight on global tokens and on the padding.
 
     Args:
-        attention: the attention weights of the token.
+        attention: The attention weights of the token.
         pixels: (H, W, 3) uint8 RGB, without padding.
-        stride: side of a token in pixels.
-        token: row and column of the token.
-        keys: what the projected keys are, for the titles of their heat maps.
+        stride: Side of a token in pixels.
+        token: Row and column of the token.
+        keys: A description of the projected keys, for the titles of their heat maps.
     """
     height, width = pixels.shape[:2]
     # Tokens of the padding are not drawn.
@@ -225,16 +225,16 @@ def sampling_positions(backbone: Backbone, batch: Tensor, tokens: Sequence[tuple
     A sampling position between tokens is traced to the nearest token, without interpolation.
 
     Args:
-        backbone: a LIT with n token merging layers; three if it ends with stage 4.
+        backbone: A LIT with n token merging layers; three if it ends with stage 4.
         batch: (1, 3, H, W).
-        tokens: row and column of each token in the last feature map.
+        tokens: Row and column of each token in the last feature map.
 
     Returns:
         The sampling positions, and in the same order the positions without offsets, (len(tokens), 4^n, 2) each: y and x
         of the centers of 4 x 4 patches, in pixels of ``batch``. The center of a pixel has integer coordinates.
 
     Raises:
-        ConfigError: if the backbone has no deformable token merging, or only one stage.
+        ConfigError: If the backbone has no deformable token merging, or only one stage.
     """
     if not isinstance(backbone, LIT):
         raise ConfigError(f"{type(backbone).__name__} has no deformable token merging. Use a LIT variant.")
@@ -261,22 +261,22 @@ def draw_offsets(
     """Draw the sampling positions of each image, see :func:`plot_offsets`, and return the paths of the PNG files.
 
     Args:
-        cfg: the config of a detector or a semantic segmentation model with LIT.
-        weights: its checkpoint; None for random weights.
-        image_files: the images.
-        output: the folder of the PNG files.
-        num_points: number of tokens, evenly distributed over the image.
-        point: y and x in pixels of the image file, for one token instead of ``num_points``.
+        cfg: The config of a detector or a semantic segmentation model with LIT.
+        weights: Its checkpoint; None for random weights.
+        image_files: The images.
+        output: The folder of the PNG files.
+        num_points: Number of tokens, evenly distributed over the image.
+        point: Row and column (y, x) in pixels of the image file, for one token instead of ``num_points``.
 
     Raises:
-        ConfigError: if the model has no deformable token merging, the point is outside an image, or a file cannot be
+        ConfigError: If the model has no deformable token merging, the point is outside an image, or a file cannot be
             read or written.
     """
     paths = [Path(output) / f"{Path(file).stem}_offsets.png" for file in image_files]
     model, backbone = load_model(cfg, weights)
     for file, path in zip(image_files, paths, strict=True):
-        pixels, batch, found = read_input(cfg, model, file, point)
-        points = [found]
+        pixels, batch, resized_point = read_input(cfg, model, file, point)
+        points = [resized_point]
         if point is None:
             # The R2 sequence: any number of its points is evenly distributed, and the first is in the center.
             fractions = 0.05 + 0.9 * ((0.5 + np.arange(num_points)[:, None] * [0.7548776662, 0.5698402910]) % 1)
@@ -293,9 +293,9 @@ def plot_offsets(backbone: Backbone, batch: Tensor, pixels: np.ndarray, points: 
     The complete image is at the top, and the tokens are enlarged below.
 
     Args:
-        backbone, batch: see :func:`sampling_positions`.
+        backbone, batch: See :func:`sampling_positions`.
         pixels: (H, W, 3) uint8 RGB, without padding.
-        points: row and column of each token in pixels.
+        points: Row and column of each token in pixels.
     """
     # The side of a token of the last stage in pixels.
     side = backbone.stages[0].patch_embed.patch_size * 2 ** (len(backbone.stages) - 1)

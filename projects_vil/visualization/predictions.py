@@ -42,16 +42,16 @@ def draw_results(
     """Draw the ground truth and the predictions of images that are evenly distributed over a dataset.
 
     Args:
-        dataset_name: a name in detectron2's catalog.
-        records: the records of the dataset, as in an evaluation.
+        dataset_name: A name in detectron2's catalog.
+        records: The records of the dataset, as in an evaluation.
         predictions: ``coco_instances_results.json`` of COCOEvaluator, or ``sem_seg_predictions.json`` of
             SemSegEvaluator.
-        output: the PNG or JPEG file. Its folder is created.
-        num_images: number of images.
-        score_threshold: lowest score of a drawn detection.
+        output: The PNG or JPEG file. Its folder is created.
+        num_images: Number of images.
+        score_threshold: Lowest score of a drawn detection.
 
     Raises:
-        ConfigError: if a file cannot be read, or if the predictions are of another dataset.
+        ConfigError: If a file cannot be read, or if the predictions are of another dataset.
     """
     metadata = MetadataCatalog.get(dataset_name)
     is_sem_seg = metadata.get("evaluator_type") == "sem_seg"
@@ -110,21 +110,21 @@ def predictions_file(run: Path, dataset_name: str) -> Path:
     """Return the file with the predictions of a run. With several test datasets, each has its own folder."""
     is_sem_seg = MetadataCatalog.get(dataset_name).get("evaluator_type") == "sem_seg"
     name = "sem_seg_predictions.json" if is_sem_seg else "coco_instances_results.json"
-    own = run / "inference" / dataset_name / name
-    return own if own.exists() else run / "inference" / name
+    dataset_file = run / "inference" / dataset_name / name
+    return dataset_file if dataset_file.exists() else run / "inference" / name
 
 
 def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: int | None = None) -> list[Path]:
     """Draw the first augmented training samples of a run with one process, as one PNG file per sample.
 
     Args:
-        cfg: the config of the run. Its datasets are registered.
-        output: the folder of the drawings, which is created.
-        number: number of samples.
-        seed: the seed of the run. By default ``SEED``, or 0 if ``SEED`` is negative.
+        cfg: The config of the run. Its datasets are registered.
+        output: The folder of the drawings, which is created.
+        number: Number of samples.
+        seed: The seed of the run. By default ``SEED``, or 0 if ``SEED`` is negative.
 
     Raises:
-        ConfigError: if the dataset check fails, or if a file cannot be written.
+        ConfigError: If the dataset check fails, or if a file cannot be written.
     """
     seed = max(cfg.SEED, 0) if seed is None else seed
     check_whole("seed", seed, least=0)

@@ -1,15 +1,15 @@
 """Run one benchmark: coco-api, dataset-check, finished-images, predict, predictions, reading, roofline, tar-files or
 urls.
 
-coco-api         one COCO evaluation with pycocotools and one with faster-coco-eval, on synthetic annotations
+coco-api         COCO evaluation with pycocotools and with faster-coco-eval, on synthetic annotations
 dataset-check    the check of `vil check`, on synthetic annotations
 finished-images  the time and memory with which `vil predict --ray` reads the names of finished images
 predict          `vil predict` on synthetic images: single images, batches, bfloat16, shards and Ray workers
 predictions      `vil eval --predictions` on synthetic detections, with one and two processes
-reading          the memory with which a large COCO file and one of a third of its size are read
+reading          time and peak memory of reading a large COCO file, and a file of a third of its size
 roofline         a lower bound of the time of each model, from the arithmetic and memory rates of the device
-tar-files        `vil predict` on tar files with a stand-in model: the first run, a resume, and the shares of 16 jobs
-urls             the loading of images from a local server that answers each request after 50 ms
+tar-files        `vil predict` on tar files without a model: the first run, a resumed run, and the shares of 16 jobs
+urls             rate of loading images from a local server that answers each request after 50 ms
 
 Example:
     python -m research.benchmarks coco-api --images 5000
@@ -30,8 +30,8 @@ def coco_api(args: argparse.Namespace) -> None:
     from research.benchmarks.annotations import compare_coco_apis
 
     compared = compare_coco_apis(num_images=args.images, num_detections=100)
-    for api, own in compared.items():
-        print(f"{api}: {own['seconds']:.2f} s, {_gigabytes(own['memory'])}, AP {own['metrics']['AP']:.4f}")
+    for api, costs in compared.items():
+        print(f"{api}: {costs['seconds']:.2f} s, {_gigabytes(costs['memory'])}, AP {costs['metrics']['AP']:.4f}")
     write_json(args.json, compared)
 
 
@@ -88,11 +88,11 @@ def finished_images(args: argparse.Namespace) -> None:
 def tar_files(args: argparse.Namespace) -> None:
     from research.benchmarks.prediction import measure_tar_files
 
-    found = measure_tar_files(args.images)
-    print(f"{found['bytes'] / 1e6:.0f} MB: {found['predict']:.1f} s, resume {found['resume']:.1f} s", end=", ")
-    print(f"reading {found['read']:.1f} s; largest job: {found['by_size']:.2f} times the mean", end=", ")
-    print(f"with hashed names {found['by_hash']:.2f}")
-    write_json(args.json, found)
+    costs = measure_tar_files(args.images)
+    print(f"{costs['bytes'] / 1e6:.0f} MB: {costs['predict']:.1f} s, resume {costs['resume']:.1f} s", end=", ")
+    print(f"reading {costs['read']:.1f} s; largest job: {costs['by_size']:.2f} times the mean", end=", ")
+    print(f"with hashed names {costs['by_hash']:.2f}")
+    write_json(args.json, costs)
 
 
 def roofline(args: argparse.Namespace) -> None:

@@ -38,8 +38,8 @@ def compare_coco_apis(*, num_images: int, num_detections: int) -> dict[str, dict
     """Evaluate synthetic detections with each COCO API, each in a new process.
 
     Args:
-        num_images: images in the synthetic dataset, with ``NUM_OBJECTS`` objects each.
-        num_detections: detections per image; half of them are close to an object.
+        num_images: Images in the synthetic dataset, with ``NUM_OBJECTS`` objects each.
+        num_detections: Detections per image; half of them are close to an object.
 
     Returns:
         For each API ``seconds``, ``metrics``, and ``memory``, the peak of the process in bytes (``None`` without
@@ -85,18 +85,18 @@ def cost_of_predictions(*, num_images: int, num_detections: int = 100) -> dict[i
     for number in (few, num_images):
         with tempfile.TemporaryDirectory() as folder:
             _write_predictions(Path(folder), number, num_detections)
-            for processes, own in costs.items():
+            for processes, measurements in costs.items():
                 output = f"{folder}/{processes}"
                 words = ["eval", f"{folder}/data", "--predictions", f"{folder}/found", "--output", output]
                 words += ["--num-gpus", str(processes), "DATASETS.CHECK", "off"]
                 start = np.array([time.perf_counter(), *os.times()[2:4]])
                 subprocess.run([sys.executable, "-m", "vil", *words], check=True, stdout=subprocess.DEVNULL)
                 seconds = np.array([time.perf_counter(), *os.times()[2:4]]) - start
-                own.append(np.array([seconds[0], seconds[1:].sum()]))
+                measurements.append(np.array([seconds[0], seconds[1:].sum()]))
                 results += json.loads(Path(f"{output}/evaluation.json").read_text()).values()
             if str(results.pop()) != str(results.pop()):
                 raise ConfigError("The metrics of 1 and 2 processes differ.")
-    return {number: tuple((own[1] - own[0]) / (num_images - few)) for number, own in costs.items()}
+    return {number: tuple((all_ - few_) / (num_images - few)) for number, (few_, all_) in costs.items()}
 
 
 def _write_predictions(folder: Path, num_images: int, num_detections: int) -> None:
@@ -111,10 +111,10 @@ def _write_predictions(folder: Path, num_images: int, num_detections: int) -> No
     for part in range(0, num_images, 1024):
         rows = []
         for index in range(part, min(part + 1024, num_images)):
-            found = _sample_detections(generator, *(one[index] for one in objects), num_detections)
+            detections = _sample_detections(generator, *(array[index] for array in objects), num_detections)
             rows.append({"file_name": f"{index + 1:012d}.jpg", "height": HEIGHT, "width": WIDTH})
-            rows[-1] |= {"boxes": found.pred_boxes.tensor.tolist(), "scores": found.scores.tolist()}
-            rows[-1]["category_ids"] = (found.pred_classes + 1).tolist()
+            rows[-1] |= {"boxes": detections.pred_boxes.tensor.tolist(), "scores": detections.scores.tolist()}
+            rows[-1]["category_ids"] = (detections.pred_classes + 1).tolist()
         write_part(folder / f"found/part-{part:06}.parquet", pa.Table.from_pylist(rows, schema))
 
 
@@ -141,7 +141,7 @@ def _time_check(annotations: Path, images: Path) -> dict[str, float | None]:
 def cost_of_reading(*, num_images: int, num_objects: int = 15) -> list[dict[str, Any]]:
     """Read a COCO file of boxes and a file of a third of its size, for training and for evaluation, in new processes.
 
-    Both are read as large files are.
+    Both are read as large files.
 
     Returns:
         For each purpose and file ``purpose``, ``images``, ``seconds`` of processor time, and in bytes ``peak`` and
@@ -160,9 +160,9 @@ def cost_of_reading(*, num_images: int, num_objects: int = 15) -> list[dict[str,
 
 def _read(folder: str, purpose: str) -> dict[str, float | None]:
     utils.LARGE_FILE = 0
-    own = {key: repr(("synthetic",) if key == purpose else ()) for key in ("training", "evaluation")}
+    datasets = {key: repr(("synthetic",) if key == purpose else ()) for key in ("training", "evaluation")}
     files = repr([["synthetic", f"{folder}/annotations.json", f"{folder}/images"]])
-    keys = ["DATASETS.COCO", files, "DATASETS.TRAIN", own["training"], "DATASETS.TEST", own["evaluation"]]
+    keys = ["DATASETS.COCO", files, "DATASETS.TRAIN", datasets["training"], "DATASETS.TEST", datasets["evaluation"]]
     keys += ["MODEL.RETINANET.NUM_CLASSES", str(NUM_CLASSES), "DATALOADER.NUM_WORKERS", "0", "OUTPUT_DIR", folder]
     cfg, start = load_config(RETINANET, keys), time.process_time()
     register_datasets(cfg)
@@ -200,7 +200,7 @@ def write_annotations(
         {"id": n, "file_name": f"{n:012d}.jpg", "height": HEIGHT, "width": WIDTH} for n in range(1, num_images + 1)
     ]
     categories = [{"id": index + 1, "name": str(index)} for index in range(NUM_CLASSES)]
-    # Written piece by piece, because the list of all annotations would need more memory than the measured processes.
+    # Written one by one, because the list of all annotations would need more memory than the measured processes.
     with path.open("w") as file:
         file.write(json.dumps({"images": images, "categories": categories})[:-1] + ', "annotations": [')
         for index in range(len(boxes)):

@@ -59,12 +59,12 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """Where and how large the measurements are.
+    """The device and the sizes of the measurements.
 
     Attributes:
         device: The device.
         size: Height and width of images in pixels.
-        checked_size: Height and width of the images of comparisons with float64.
+        checked_size: Height and width of the images that are compared with float64.
         batch: Images per batch.
         rounds: Timed rounds.
         processes: Processes that compile kernels at the same time.
@@ -72,7 +72,7 @@ class Setup:
         timed: Variants to time.
         scaled: Variants to time with several image sizes in a row.
         swept: Variants, and the stage whose kernels are timed with other block sizes.
-        blocks: Block sizes of the sweep. Numbers of warps are ``warps`` then, and numbers of stages ``stages``.
+        blocks, warps, stages: Block sizes, numbers of warps and numbers of pipeline stages of the sweep.
     """
 
     device: str = "cuda"
@@ -179,20 +179,20 @@ def compare(setup: Setup, steps: dict[str, Callable[[], object]]) -> dict[str, d
         kernels; and ``memory_gb``, the peak above the memory before the call. A step that fails has an ``error``
         instead.
     """
-    found: dict[str, dict] = {}
+    results: dict[str, dict] = {}
     for name, step in steps.items():
         try:
-            found[name] = {"first_ms": milliseconds(setup, step)}
+            results[name] = {"first_ms": milliseconds(setup, step)}
             step()
             synchronize(setup)
             if setup.is_gpu:
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
                 step()
-                found[name]["memory_gb"] = (torch.cuda.max_memory_allocated() - before) / 1e9
+                results[name]["memory_gb"] = (torch.cuda.max_memory_allocated() - before) / 1e9
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
-    times: dict[str, list] = {name: [] for name, result in found.items() if "error" not in result}
+            results[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+    times: dict[str, list] = {name: [] for name, result in results.items() if "error" not in result}
     launches: dict[str, list] = {name: [] for name in times}
     for _ in range(setup.rounds):
         for name in times:
@@ -205,18 +205,18 @@ def compare(setup: Setup, steps: dict[str, Callable[[], object]]) -> dict[str, d
     for name in times:
         ratios = [ms / first for ms, first in zip(times[name], next(iter(times.values())), strict=True)]
         medians = map(statistics.median, (times[name], ratios, launches[name]))
-        found[name] |= dict(zip(("ms", "ratio", "launch_ms"), medians, strict=True))
-    return found
+        results[name] |= dict(zip(("ms", "ratio", "launch_ms"), medians, strict=True))
+    return results
 
 
-def add_kernels(setup: Setup, steps: dict[str, Callable[[], object]], found: dict[str, dict[str, float]]) -> None:
+def add_kernels(setup: Setup, steps: dict[str, Callable[[], object]], results: dict[str, dict[str, float]]) -> None:
     """Add ``kernel_ms``, the sum of the kernels' times, and ``kernels``, their number, to results of :func:`compare`.
 
     Call it after all other measurements of a process, because the profiler may stay attached.
     """
-    for name in [name for name, result in found.items() if setup.is_gpu and "error" not in result]:
+    for name in [name for name, result in results.items() if setup.is_gpu and "error" not in result]:
         kernels = kernel_times(setup, steps[name])
-        found[name] |= {
+        results[name] |= {
             "kernel_ms": sum(us for _, us, _ in kernels) / 1e3,
             "kernels": sum(number for *_, number in kernels),
         }
@@ -247,14 +247,14 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def versions(setup: Setup) -> dict:
-    """Return the versions of the libraries, the device, and its measured ceilings."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__}
+    """Return the versions of the libraries, the device, and its measured peak rates."""
+    facts = {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__}
     if not setup.is_gpu:
-        return found
+        return facts
     import triton
 
     properties = torch.cuda.get_device_properties(setup.device)
-    found |= {
+    facts |= {
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
@@ -268,13 +268,13 @@ def versions(setup: Setup) -> dict:
     target = torch.empty_like(source)
     steps = {"product": lambda: a @ b, "copy": lambda: target.copy_(source)}
     times = {name: result["ms"] / 1e3 for name, result in compare(setup, steps).items()}
-    found["teraflops"] = 2 * 8192**3 / times["product"] / 1e12
-    found["copy_gb_per_s"] = 2 * source.numel() * 4 / times["copy"] / 1e9
-    return found
+    facts["teraflops"] = 2 * 8192**3 / times["product"] / 1e12
+    facts["copy_gb_per_s"] = 2 * source.numel() * 4 / times["copy"] / 1e9
+    return facts
 
 
 def correctness(setup: Setup) -> dict:
-    """Compare features and gradients of whole backbones with float64 on the same device, compiling in processes."""
+    """Compare features and gradients of whole backbones with float64 on the same device, in parallel processes."""
     cases = [(name, backend, dtype) for name in setup.checked for backend in ("triton", "sdpa") for dtype in DTYPES]
     check = functools.partial(_errors, setup)
     results, context = {}, multiprocessing.get_context("spawn")
@@ -333,7 +333,7 @@ def _errors(setup: Setup, case: tuple[str, str, str]) -> dict:
 
 
 def _loss(features: list[Tensor]) -> Tensor:
-    """Return a sum with other weights for each value."""
+    """Return a sum with a different weight for each value."""
     return sum((x.float() * torch.linspace(-1, 1, x.numel(), device=x.device).view(x.shape)).mean() for x in features)
 
 
@@ -351,9 +351,9 @@ def attention(setup: Setup) -> dict:
             for kernel, backward in itertools.product(_kernels_of(module), (False, True)):
                 step = functools.partial(_attend, setup, module, tokens, kernel, backward)
                 steps[f"{kernel} {'backward' if backward else 'forward'}"] = step
-            results[f"{name} stage{index}"] = own = compare(setup, steps)
-            add_kernels(setup, steps, own)
-            for label, result in own.items():
+            results[f"{name} stage{index}"] = by_kernel = compare(setup, steps)
+            add_kernels(setup, steps, by_kernel)
+            for label, result in by_kernel.items():
                 print(f"{name} stage{index} {label}: {_short(result)}", flush=True)
     return results
 
@@ -366,7 +366,7 @@ def _kernels_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def _tokens(setup: Setup, module: nn.Module, height: int, width: int) -> tuple:
-    """Return the arguments of an attention module, from a call of the module in its block."""
+    """Return random arguments for an attention module."""
     dim = next(p.shape[0] for name, p in module.named_parameters() if name.startswith("proj") and p.ndim == 2)
     tokens = torch.randn(setup.batch, module.num_global_tokens + height * width, dim, device=setup.device)
     return tokens.requires_grad_(), (height, width)
@@ -400,7 +400,7 @@ def _short(result: dict) -> str:
 
 
 def sizes(setup: Setup) -> dict:
-    """Time the first and the second training step for ten image sizes in a row, which training with scales has."""
+    """Time the first and the second training step for ten image sizes in a row, as in multi-scale training."""
     results = {}
     scales = [1.0, 0.6, 0.64, 0.68, 0.72, 0.76, 0.8, 0.84, 0.88, 0.92]
     for name, kernel in itertools.product(setup.scaled, ("triton", "pytorch", "pytorch with cudnn")):
@@ -418,7 +418,7 @@ def sizes(setup: Setup) -> dict:
 
 
 def backbones(setup: Setup) -> dict:
-    """Time inference and training steps of backbones beside Swin-T and ResNet-50, with their memory."""
+    """Measure the time and memory of inference and training steps of backbones, Swin-T and ResNet-50."""
     results, all_steps = {}, {}
     images = torch.randn(setup.batch, 3, *setup.size, device=setup.device)
     models = {name: function(setup.size).train().to(setup.device) for name, function in BASELINES.items()}
@@ -427,9 +427,9 @@ def backbones(setup: Setup) -> dict:
         steps = {name: functools.partial(_run, setup, model, images, dtype, backward) for name, model in models.items()}
         label = f"{dtype} {'forward and backward' if backward else 'forward'}"
         all_steps[label], results[label] = steps, compare(setup, steps)
-    for label, own in results.items():
-        add_kernels(setup, all_steps[label], own)
-        for name, result in own.items():
+    for label, by_model in results.items():
+        add_kernels(setup, all_steps[label], by_model)
+        for name, result in by_model.items():
             print(f"{label} {name}: {_short(result)}", flush=True)
     return results
 
@@ -441,7 +441,7 @@ def _run(setup: Setup, model: nn.Module, images: Tensor, dtype: str, backward: b
 
 
 def profile(setup: Setup) -> dict:
-    """Return the kernels of a training step with the most time on the device."""
+    """Return the kernels of a training step and their times on the device, the longest first."""
     results = {}
     images = torch.randn(setup.batch, 3, *setup.size, device=setup.device)
     ours = itertools.product(setup.timed, ("triton", "sdpa"))
@@ -483,16 +483,16 @@ def sweep(setup: Setup) -> dict:
                 continue
             triton_chunks.launch_parameters = original if launch is None else functools.partial(_always, launch)
             times = kernel_times(setup, functools.partial(_attend, setup, module, arguments, "triton", True))
-            own = {kernel: us for kernel, us, _ in times if kernel in KERNEL_NAMES}
-            rows.append({"launch": dataclasses.astuple(launch) if launch else None, **own})
+            microseconds = {kernel: us for kernel, us, _ in times if kernel in KERNEL_NAMES}
+            rows.append({"launch": dataclasses.astuple(launch) if launch else None, **microseconds})
         triton_chunks.launch_parameters = original
         results[f"{name} stage{index}"] = rows
         for kernel in KERNEL_NAMES:
             best = sorted((row for row in rows if kernel in row), key=lambda row: row[kernel])
             if best:
-                today = next(row[kernel] for row in rows if row["launch"] is None)
+                default = next(row[kernel] for row in rows if row["launch"] is None)
                 text = ", ".join(f"{row['launch']} {row[kernel]:.0f}" for row in best[:4])
-                print(f"{name} stage{index} {kernel}: today {today:.0f} us; {text}", flush=True)
+                print(f"{name} stage{index} {kernel}: default {default:.0f} us; {text}", flush=True)
     return results
 
 
@@ -521,7 +521,7 @@ def _compile(setup: Setup, task: tuple[str, int, Launch]) -> bool:
     return True
 
 
-# The profiler makes the steps after it slower. Therefore it is not used before the steps of whole backbones are timed.
+# The profiler slows down later steps, so whole backbones are timed before it is used.
 STEPS = {
     function.__name__: function for function in (versions, correctness, sizes, backbones, attention, profile, sweep)
 }

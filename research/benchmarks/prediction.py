@@ -48,10 +48,11 @@ def measure_predictions(
     start of the processes and the loading of the model.
 
     Args:
-        model: a model that ``vil predict`` takes.
-        num_images: number of images, at least 10.
-        runs: runs of each mode; the result is the median.
-        overrides: config keys and values.
+        model: A model that ``vil predict`` accepts.
+        num_images: Number of images, at least 10.
+        batch_size: Images per batch, for the modes with batches.
+        runs: Runs of each mode. The result is the median.
+        overrides: Config keys and values.
 
     Returns:
         One row per mode: ``name``; ``images_per_second`` (``None`` if the images took no longer than the start
@@ -83,7 +84,7 @@ def measure_predictions(
                     started = ("predict", model, f"{folder}/{split}", "--output", f"{folder}/{name}-{split}-{run}")
                     with _ray_cluster() if name == _RAY else nullcontext({}) as env:
                         measured.append(
-                            _run([(*started, "--format", "parquet", *own, *overrides) for own in commands], env)
+                            _run([(*started, "--format", "parquet", *flags, *overrides) for flags in commands], env)
                         )
                 seconds.setdefault(name, []).append((measured[0][0], measured[1][0]))
                 peaks.setdefault(name, []).append(measured[1][1])
@@ -118,8 +119,8 @@ def rate_of_urls(num_images: int, *, latency: float = 0.05) -> float:
     """Return the images per second that are loaded from a local server, for small images and without a model.
 
     Args:
-        num_images: number of images.
-        latency: seconds before the server answers a request.
+        num_images: Number of images.
+        latency: Seconds before the server answers a request.
     """
     image = cv2.imencode(".jpg", np.zeros((48, 64, 3), np.uint8))[1].tobytes()
 
@@ -150,7 +151,7 @@ def rate_of_urls(num_images: int, *, latency: float = 0.05) -> float:
 
 
 class _EmptyRunner:
-    """A runner that detects nothing."""
+    """A runner without a model. It returns no detections."""
 
     channels, sides, score_threshold, weights = "RGB", (1, None), 0.0, __file__
     categories = Categories((1,), ("thing",))
@@ -166,12 +167,12 @@ class _EmptyRunner:
 
 
 def measure_tar_files(num_images: int, *, num_files: int = 128, num_jobs: int = 16) -> dict[str, float]:
-    """Predict on tar files of log-normal sizes with a stand-in model, and repeat the finished command.
+    """Predict on tar files of log-normal sizes without a model, and repeat the finished command.
 
     Args:
-        num_images: number of images, of 60 kB each.
-        num_files: number of tar files.
-        num_jobs: number of jobs, whose shares are computed.
+        num_images: Number of images, of 60 kB each.
+        num_files: Number of tar files.
+        num_jobs: Number of jobs, whose shares are computed.
 
     Returns:
         ``bytes`` of the tar files; seconds to ``predict``, to ``resume``, and to ``read`` all files; and the bytes of
@@ -283,7 +284,7 @@ def _descendants(process: int) -> Iterator[int]:
 
 def _proportional_memory(process: int) -> int:
     try:
-        found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{process}/smaps_rollup").read_text(), re.MULTILINE)
+        match = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{process}/smaps_rollup").read_text(), re.MULTILINE)
     except (FileNotFoundError, ProcessLookupError):  # the process has ended
         return 0
-    return int(found[1]) * 1024 if found else 0
+    return int(match[1]) * 1024 if match else 0

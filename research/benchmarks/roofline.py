@@ -1,7 +1,7 @@
 """A roofline model: a lower bound of the time of a step.
 
-Each operator takes its arithmetic or its memory traffic at the highest rate of the device, or the overhead of a call,
-whichever is longest. Kernels that bypass PyTorch's dispatcher are not counted.
+The time of an operator is the longest of three: its arithmetic at the peak rate of the device, its memory traffic at
+the peak rate, and the overhead of a call. Kernels that bypass PyTorch's dispatcher are not counted.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ class DeviceRates:
     """The highest measured rates of a device.
 
     Attributes:
-        flops: floating-point operations per second of a large matrix product.
-        bytes: bytes per second of a large copy, reads and writes.
-        call: seconds of the smallest operator.
+        flops: Floating-point operations per second of a large matrix product.
+        bytes: Bytes per second of a large copy, reads and writes.
+        call: Seconds of the smallest operator.
     """
 
     flops: float
@@ -118,8 +118,8 @@ def operator_type(name: str) -> str:
 
 def _tensors(values: object) -> list[Tensor]:
     """Return the distinct tensors in ``values``, by memory and shape."""
-    found = {(x.data_ptr(), x.shape): x for x in tree_leaves(values) if isinstance(x, Tensor)}
-    return list(found.values())
+    tensors = {(x.data_ptr(), x.shape): x for x in tree_leaves(values) if isinstance(x, Tensor)}
+    return list(tensors.values())
 
 
 def _bytes_moved(name: str, args: tuple, kwargs: dict, output: object) -> int:
@@ -147,7 +147,7 @@ def format_bounds(rows: Sequence[dict[str, Any]], rates: DeviceRates) -> str:
     """Format the rates of the device and a table of the bounds.
 
     Args:
-        rows: results of :func:`projects_vil.analysis.measure`, each updated with the result of :func:`lower_bound`.
+        rows: Results of :func:`projects_vil.analysis.measure`, each updated with the result of :func:`lower_bound`.
     """
     headers = ["model", "size", "seconds", "bound", "x bound", *BOUNDS, *OPERATOR_TYPES, "operators"]
     cells = []

@@ -1,7 +1,8 @@
 """Train a character language model on the bytes of a file, with long-short attention or full attention.
 
-The first 90 percent of the bytes are for training, the next 5 for validation, and the last 5 for the test. The configs
-are the paper's: enwik8 in three phases, which take days on eight GPUs. The options make smaller runs of them.
+The first 90 percent of the bytes are for training, the next 5 percent for validation, and the last 5 percent for the
+test. The configs are from the paper. They train on enwik8 in three phases, which take days on eight GPUs. Use the
+options for smaller runs.
 
 Example:
     python -m research.char_lm train --data enwik8 --config small --output output/enwik8_small
@@ -24,7 +25,7 @@ from vil.arguments import ToolParser, existing_path, output_file, positive, run_
 SIZES = ("depth", "dim", "hidden_dim", "num_heads", "window_size", "segment_length", "rank")
 PHASES = {"steps": positive, "length": positive, "batch_size": positive, "learning_rate": float, "warmup_steps": int}
 # Type, default and help
-OF_TRAINING = {
+TRAINING_OPTIONS = {
     "memory_length": (positive, None, "bytes of memory (default: the length of a block)"),
     "dropout": (float, None, "dropout rate (default: the config's)"),
     "weight_decay": (float, None, "weight decay of AdamW (default: the config's)"),
@@ -32,7 +33,7 @@ OF_TRAINING = {
     "eval_every": (positive, 1000, "steps between evaluations (default 1000)"),
     "seed": (int, 0, "seed of weights, dropout and samples (default 0)"),
 }
-OF_TEST = {
+TEST_OPTIONS = {
     "test_memory": (positive, None, "bytes of memory in the test (default: as in training)"),
     "test_length": (positive, None, "bytes of a block in the test (default: as in training)"),
     "test_step": (
@@ -42,7 +43,7 @@ OF_TEST = {
     ),
     "test_streams": (positive, 1, "number of parts of the test text to evaluate in parallel (default 1)"),
 }
-OF_SAMPLE = {
+SAMPLE_OPTIONS = {
     "prompt": (str, "\n", "start of the sample (default: a new line)"),
     "temperature": (float, 1.0, "temperature of the sample (default 1)"),
 }
@@ -57,10 +58,10 @@ def add_arguments(command: argparse.ArgumentParser, table: dict[str, tuple[Any, 
 def parse_arguments() -> argparse.Namespace:
     parser = ToolParser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", description="Train a model, or continue its training.")
+    train = commands.add_parser("train", description="Train a model, or resume its training.")
     evaluate = commands.add_parser("evaluate", description="Test trained weights on a file.")
     generate = commands.add_parser("generate", description="Sample from trained weights.")
-    measure = commands.add_parser("measure", description="Measure a training step against the length of a block.")
+    measure = commands.add_parser("measure", description="Measure a training step for several block lengths.")
     for command in (train, measure):
         command.add_argument("--config", default="small", metavar="NAME", help="small, large or text8 (default: small)")
         add_arguments(command, {name: (positive, None, "default: the config's value") for name in SIZES})
@@ -68,16 +69,16 @@ def parse_arguments() -> argparse.Namespace:
     add_arguments(train, {name: (of_type, None, text) for name, of_type in PHASES.items()}, nargs="+")
     train.add_argument("--output", required=True, metavar="DIR", help="folder for last.pth and best_MODEL.pth")
     train.add_argument("--compare", action="store_true", help="also train full attention, on the same blocks")
-    train.add_argument("--resume", action="store_true", help="continue from last.pth")
-    add_arguments(train, OF_TRAINING)
+    train.add_argument("--resume", action="store_true", help="resume from last.pth")
+    add_arguments(train, TRAINING_OPTIONS)
     for command in (train, evaluate):
         command.add_argument("--data", type=existing_path, required=True, metavar="FILE", help="text file")
-        add_arguments(command, OF_TEST)
+        add_arguments(command, TEST_OPTIONS)
     for command in (evaluate, generate):
         command.add_argument("--weights", type=existing_path, required=True, metavar="FILE", help="a best_MODEL.pth")
     for command, number in ((train, 0), (generate, 500)):
         add_arguments(
-            command, {"sample": (int, number, f"number of bytes to generate (default {number})"), **OF_SAMPLE}
+            command, {"sample": (int, number, f"number of bytes to generate (default {number})"), **SAMPLE_OPTIONS}
         )
     add_arguments(generate, {"seed": (int, 0, "seed of the sample (default 0)")})
     lengths, streams = (512, 1024, 2048, 4096, 8192), (positive, 1, "number of parallel streams (default 1)")
@@ -110,7 +111,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         models=MODELS if args.compare else MODELS[:1],
         size=size,
         phases=phases_for(args.config, **given(args, tuple(PHASES))),
-        **{"dropout": config.dropout, "weight_decay": config.weight_decay} | given(args, tuple(OF_TRAINING)),
+        **{"dropout": config.dropout, "weight_decay": config.weight_decay} | given(args, tuple(TRAINING_OPTIONS)),
     )
     training = Training(settings, text, Path(args.output), device=args.device, resume=args.resume)
     print(f"{args.data}: {len(text.train):,} bytes to train on, {len(text.vocabulary)} ids", flush=True)
@@ -138,7 +139,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def test_file(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of ``args.weights`` on the test part of ``args.data``."""
+    """Return the results of the model of ``args.weights`` on the test part of ``args.data``."""
     from research.char_lm.text import read_text
     from research.char_lm.training import bits_per_character, load_trained
 
@@ -151,7 +152,7 @@ def test_file(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sample_file(args: argparse.Namespace) -> str:
-    """Return the prompt and what ``args.weights`` continues it with."""
+    """Return the prompt and the text that the model of ``args.weights`` generates after it."""
     from research.char_lm.training import generate, load_trained
 
     model, vocabulary, trained = load_trained(args.weights, device=args.device)

@@ -49,10 +49,10 @@ class Phase:
     """A phase of training, with blocks and memory of the same length (section 4.2).
 
     Attributes:
-        length: bytes of a block, and of the memory.
-        steps, warmup_steps: appendix C. The learning rate is constant after the linear warm-up.
-        learning_rate: from the official scripts; the first one is also in appendix C.
-        batch_size: parallel streams on all devices together (appendix C).
+        length: Bytes of a block, and of the memory.
+        steps, warmup_steps: Appendix C. The learning rate is constant after the linear warm-up.
+        learning_rate: From the official scripts; the first one is also in appendix C.
+        batch_size: Parallel streams on all devices together (appendix C).
     """
 
     length: int
@@ -78,7 +78,7 @@ class Config:
     """A model of LS table 2.
 
     Attributes:
-        dropout, weight_decay: appendix C.
+        dropout, weight_decay: Appendix C.
     """
 
     size: ModelSize
@@ -109,11 +109,11 @@ def phases_for(config: str, **overrides: Sequence[float]) -> tuple[Phase, ...]:
     """Return the phases of a config, with overrides.
 
     Args:
-        overrides: for each field one value for all phases, or one for each phase. The number of ``steps`` is the number
+        overrides: For each field one value for all phases, or one for each phase. The number of ``steps`` is the number
             of phases. If only ``steps`` is overridden, the warm-up keeps its share of the steps.
 
     Raises:
-        ConfigError: if the number of values does not match the number of phases.
+        ConfigError: If the number of values does not match the number of phases.
     """
     check_choice("config", config, CONFIGS)
     phases = CONFIGS[config].phases[: len(overrides.get("steps", PHASES))]
@@ -135,11 +135,11 @@ def create_model(name: str, size: ModelSize, *, vocab_size: int, memory_length: 
     """Create a model with random weights. No weight depends on ``memory_length``.
 
     Args:
-        name: one of ``MODELS``. Both map ids (B, N), and a memory or None, to log-probabilities (B, N, V) and the next
+        name: One of ``MODELS``. Both map ids (B, N), and a memory or None, to log-probabilities (B, N, V) and the next
             memory.
 
     Raises:
-        ConfigError: for invalid sizes.
+        ConfigError: For invalid sizes.
     """
     check_choice("model", name, MODELS)
     options = {**asdict(size), "vocab_size": vocab_size, "memory_length": memory_length, "dropout": dropout}
@@ -198,13 +198,13 @@ class FullAttentionLM(nn.Module):
     """Ids (B, N) and the memory of earlier blocks -> log-probabilities (B, N, vocab_size) and the next memory.
 
     Args:
-        vocab_size: ids are below it.
-        dim: channels of a token.
-        num_heads: divides ``dim``.
-        hidden_dim: channels inside the MLPs.
-        depth: layers.
-        memory_length: maximum number of tokens in the memory.
-        dropout: dropout rate after the embedding and the attention, in the MLPs, and before the output.
+        vocab_size: Number V of ids.
+        dim: Channels of a token.
+        num_heads: Number of heads. It divides ``dim``.
+        hidden_dim: Channels inside the MLPs.
+        depth: Layers.
+        memory_length: Maximum number of tokens in the memory.
+        dropout: Dropout rate after the embedding and the attention, in the MLPs, and before the output.
     """
 
     def __init__(

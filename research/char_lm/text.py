@@ -20,7 +20,7 @@ class Vocabulary:
     """A map from bytes to ids: one id for each known byte, in ascending order, then one id for all others.
 
     Args:
-        known: bytes, 0 to 255, in ascending order.
+        known: Bytes, 0 to 255, in ascending order.
     """
 
     def __init__(self, known: Sequence[int]) -> None:
@@ -44,7 +44,7 @@ class Vocabulary:
         """Return the ids of a text's UTF-8 bytes.
 
         Raises:
-            ConfigError: if the prompt is empty or has an unknown byte.
+            ConfigError: If the prompt is empty or has an unknown byte.
         """
         data = prompt.encode(errors="surrogateescape")
         unknown = sorted(set(data) - set(self.known))
@@ -65,8 +65,8 @@ class Text:
 
     Attributes:
         train: (N,) int16.
-        val, test: the same. Each starts with the byte before it, from which its first byte is predicted.
-        sha256: of the file.
+        val, test: The same. Each starts with the byte before it, from which its first byte is predicted.
+        sha256: SHA-256 of the file.
     """
 
     vocabulary: Vocabulary
@@ -80,10 +80,10 @@ def read_text(path: str | Path, *, vocabulary: Vocabulary | None = None) -> Text
     """Read a file: the first 90 percent of its bytes train, the next 5 validate, the last 5 test.
 
     Args:
-        vocabulary: vocabulary of a trained model; None for the bytes of the training part.
+        vocabulary: Vocabulary of a trained model; None for the bytes of the training part.
 
     Raises:
-        ConfigError: for a file of fewer than 100 bytes.
+        ConfigError: For a file of fewer than 100 bytes.
     """
     data = Path(path).read_bytes()
     if len(data) < _LEAST_BYTES:
@@ -102,17 +102,18 @@ class Streams:
     Args:
         ids: (T,), a text.
         num_streams: B.
-        length: bytes of a block.
+        length: Bytes of a block.
     """
 
     def __init__(self, ids: Tensor, num_streams: int, length: int) -> None:
         num_targets = len(ids) - 1
         if num_targets < num_streams:
-            raise ConfigError(f"A text of {len(ids)} bytes is too short for batch_size={num_streams} streams.")
+            advice = "Use a longer text or a smaller batch_size."
+            raise ConfigError(f"A text of {len(ids)} bytes is too short for batch_size={num_streams} streams. {advice}")
         self.ids, self.length = ids, length
         starts = [stream * num_targets // num_streams for stream in range(num_streams)]
-        own = [after - before for before, after in zip(starts, [*starts[1:], num_targets], strict=True)]
-        self.starts, self.own = torch.tensor(starts), torch.tensor(own)
+        lengths = [after - before for before, after in zip(starts, [*starts[1:], num_targets], strict=True)]
+        self.starts, self.lengths = torch.tensor(starts), torch.tensor(lengths)
         self.stream_length = -(-num_targets // num_streams)
 
     def __len__(self) -> int:
@@ -125,9 +126,9 @@ class Streams:
         Returns:
             inputs: (B, N) int64
             targets: (B, N) int64, the byte after each input
-            is_own: (B, N) bool, False where the next stream has that target too
+            is_first: (B, N) bool, False if the target is also a target of the next stream
         """
         first = index * self.length
         positions = torch.arange(first, min(first + self.length, self.stream_length))
         inputs = self.starts[:, None] + positions
-        return self.ids[inputs].long(), self.ids[inputs + 1].long(), positions < self.own[:, None]
+        return self.ids[inputs].long(), self.ids[inputs + 1].long(), positions < self.lengths[:, None]

@@ -1,4 +1,4 @@
-"""Train one or two language models on parallel streams of a text; evaluate, generate and measure."""
+"""Train one or two language models on parallel streams of a text, evaluate them, and generate text."""
 
 import logging
 import math
@@ -26,10 +26,10 @@ class Settings:
     """A run.
 
     Attributes:
-        models: models to train on the same blocks.
-        memory_length: bytes of memory; None for the length of a block, as in the paper.
-        accumulate: gradient accumulation steps, which divide the streams of a step.
-        eval_every: steps between two evaluations on the validation part. Each evaluation saves a checkpoint.
+        models: Models to train on the same blocks.
+        memory_length: Bytes of memory; None for the length of a block, as in the paper.
+        accumulate: Gradient accumulation steps, which divide the streams of a step.
+        eval_every: Steps between two evaluations on the validation part. Each evaluation saves a checkpoint.
     """
 
     models: tuple[str, ...]
@@ -51,14 +51,14 @@ class Training:
     bitwise the same weights as a run without interruption.
 
     Args:
-        output: folder for ``last.pth``, with the state, and ``best_MODEL.pth``.
-        resume: whether to continue from ``last.pth``.
+        output: Folder for ``last.pth``, with the state, and ``best_MODEL.pth``.
+        resume: Whether to resume from ``last.pth``.
 
     Attributes:
-        evaluations: dicts with model, phase, step, train and val (bits per character) and seconds.
+        evaluations: Dicts with model, phase, step, train and val (bits per character) and seconds.
 
     Raises:
-        ConfigError: if the text is too short, the folder already has a run, or the run to resume has other settings.
+        ConfigError: If the text is too short, the folder already has a run, or the run to resume has other settings.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Training:
             if bytes_per_stream < phase.length or phase.batch_size % settings.accumulate:
                 raise ConfigError(
                     f"batch_size={phase.batch_size} streams of {bytes_per_stream} bytes are shorter than a block of "
-                    f"length={phase.length}, or are not a multiple of accumulate={settings.accumulate}"
+                    f"length={phase.length}, or not a multiple of accumulate={settings.accumulate}. Change batch_size."
                 )
         path = output / LAST
         if not resume:
@@ -147,7 +147,7 @@ class Training:
         index, memories = step % len(streams), self.memories[learner.name]
         if index == 0:
             memories[:] = [None] * len(memories)
-        # Dropout depends only on the step. So it is the same in a resumed run, and for one model or two.
+        # Dropout depends only on the step, so it is the same in a resumed run, and with one or two models.
         torch.manual_seed((self.settings.seed << 40) + (self.phase << 36) + step + 1)
         for group in learner.optimizer.param_groups:
             group["lr"] = phase.learning_rate_at(step)
@@ -201,18 +201,18 @@ def load_trained(
     """Load a ``best_MODEL.pth``.
 
     Args:
-        memory_length: bytes of memory; None for the value in training.
+        memory_length: Bytes of memory; None for the value in training.
 
     Returns:
         The model in eval mode, its vocabulary, and the training: ``name``, ``size``, ``length`` (bytes of a block),
         ``memory_length`` and ``val`` (bits per character).
 
     Raises:
-        ConfigError: if the file is another checkpoint.
+        ConfigError: If the file is another checkpoint.
     """
     contents = read_checkpoint(path)
     if "char_lm_model" not in contents:
-        raise ConfigError(f"'{path}' is not a best_*.pth of research.char_lm.")
+        raise ConfigError(f"'{path}' is not a best_*.pth of research.char_lm. Use a checkpoint of its train command.")
     trained = contents["char_lm_model"]
     vocabulary = Vocabulary(trained["vocabulary"])
     trained["memory_length"] = memory_length or trained["memory_length"]
@@ -238,11 +238,11 @@ def bits_per_character(
     All unknown bytes share the probability of the unknown id equally.
 
     Args:
-        length: bytes of a block. The memory passes from block to block.
+        length: Bytes of a block. The memory passes from block to block.
         step: None for blocks, or the bytes from one sequence of ``length`` bytes to the next (section 4.2). Each
             sequence starts without a memory. All its predictions count for the first sequence, and the last ``step``
             for the others.
-        num_streams: number of parts to evaluate in parallel. Each starts with an empty memory, so more parts are faster
+        num_streams: Number of parts to evaluate in parallel. Each starts with an empty memory, so more parts are faster
             and slightly worse. Sequences are evaluated one by one.
     """
     if step is not None and step > length:
@@ -267,13 +267,13 @@ def _blocks(
     """Yield the log-probabilities (N, V) and targets (N,) of each block."""
     streams, memory = Streams(ids, min(num_streams, len(ids) - 1), length), None
     for index in range(len(streams)):
-        inputs, targets, is_own = (x.to(device) for x in streams.block(index))
+        inputs, targets, is_first = (x.to(device) for x in streams.block(index))
         log_probabilities, memory = model(inputs, memory)
-        yield log_probabilities[is_own], targets[is_own]
+        yield log_probabilities[is_first], targets[is_first]
 
 
 def _sequences(model: nn.Module, ids: Tensor, length: int, step: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the log-probabilities (N, V) and targets (N,) of each overlapping sequence that count."""
+    """Yield the log-probabilities (N, V) and targets (N,) that each overlapping sequence adds."""
     done, last = 0, len(ids) - 1
     for end in [*range(length, last, step), last]:
         part = ids[max(end - length, 0) : end + 1].long().to(device)
@@ -300,12 +300,12 @@ def generate(
     computed again for each byte.
 
     Args:
-        model: a model in eval mode.
+        model: A model in eval mode.
         prompt: (P,) ids, one or more.
-        number: number of ids to sample.
-        length: bytes of a block.
-        unknown: the id of unknown bytes, which is never sampled.
-        temperature: divides the log-probabilities, above 0.
+        number: Number of ids to sample.
+        length: Bytes of a block.
+        unknown: The id of unknown bytes, which is never sampled.
+        temperature: Divides the log-probabilities, above 0.
     """
     generator = torch.Generator().manual_seed(seed)
     ids, first, memory = prompt.tolist(), 0, None

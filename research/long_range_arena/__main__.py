@@ -19,10 +19,10 @@ from pathlib import Path
 
 from vil.arguments import ToolParser, output_file, positive, run_tool, write_json
 
-OF_SETTINGS = {
+SETTINGS_OPTIONS = {
     "model": (str, "ls, or full: softmax attention over all tokens (default: ls)"),
-    "window_size": (int, "w, 0 for only the projection (default: the config's)"),
-    "rank": (int, "r, 0 for only the window (default: the config's)"),
+    "window_size": (int, "tokens of a segment (w); 0 for only the projection (default: the value of the config)"),
+    "rank": (int, "projected keys (r); 0 for only the window (default: the value of the config)"),
     "class_token": (str, "all_layers as in the paper, or last_layer as in the official scripts (default)"),
     "steps": (positive, "number of training steps"),
     "warmup_steps": (int, "warm-up steps (default: the published share of the steps)"),
@@ -48,12 +48,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = ToolParser(__doc__)
     parser.add_argument("--task", required=True, metavar="TASK", help="listops, text or retrieval")
     parser.add_argument("--config", default="best", metavar="NAME", help="window and rank: best, fixed or projection")
-    for name, (of_type, text) in OF_SETTINGS.items():
+    for name, (of_type, text) in SETTINGS_OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=of_type, metavar="VALUE", help=text)
     data = parser.add_argument_group("data")
     data.add_argument("--data", default="datasets/lra", metavar="DIR", help="folder of the data (default: %(default)s)")
     data.add_argument(
-        "--released", action="store_true", help="ListOps: read basic_{train,val,test}.tsv, do not generate"
+        "--released", action="store_true", help="ListOps: read basic_{train,val,test}.tsv instead of generating samples"
     )
     data.add_argument("--drop-brackets", action="store_true", help="ListOps without closing brackets, as in the paper")
     for name, (default, text) in LISTOPS.items():
@@ -89,7 +89,7 @@ def main() -> None:
     from research.sequence.training import format_costs
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    given = {name: getattr(args, name) for name in OF_SETTINGS if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in SETTINGS_OPTIONS if getattr(args, name) is not None}
     settings = settings_for(args.task, args.config, **given)
     if args.measure:
         models = (args.model,) if args.model else MODELS
@@ -118,7 +118,7 @@ def main() -> None:
 
     seeds, runs = list(dict.fromkeys(args.seed)), []
     outputs = [args.output and Path(args.output, f"seed_{seed}" if len(seeds) > 1 else "") for seed in seeds]
-    # An error after hours of training would lose the results.
+    # Check the folders now, because an error after hours of training would lose the results.
     for output in filter(None, outputs):
         checkpoint_path(output, overwrite=args.overwrite)
     for seed, output in zip(seeds, outputs, strict=True):

@@ -22,7 +22,7 @@ class FullAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor, class_token: None, mask: Tensor | None) -> tuple[Tensor, None]:
-        """(B, N, C) and a mask (B, N) or None -> the update (B, N, C), and None: the class token is a token here."""
+        """(B, N, C) and a mask (B, N) or None -> (B, N, C), and None, because the class token is one of the tokens."""
         query, key, value = (split_heads(layer(tokens), self.num_heads) for layer in (self.query, self.key, self.value))
         keys_mask = None if mask is None else mask[:, None, None]
         rate = self.dropout if self.training else 0.0
@@ -33,7 +33,7 @@ class FullAttention(nn.Module):
 class FullAttentionEncoder(nn.Module):
     """Word and position embeddings, a class token, and pre-norm layers of softmax attention: ids (B, N) -> (B, 1, C).
 
-    Args: as of :func:`research.sequence.create_sequence_encoder`.
+    The arguments are the same as in :func:`research.sequence.create_sequence_encoder`.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class SequenceClassifier(nn.Module):
     """An encoder, and a head on the class token, or on u, v, u * v and u - v for the class tokens of two documents.
 
     Args:
-        encoder: ids (B, N), mask (B, N) -> (B, 1, dim)
-        hidden_dim: channels inside the head.
+        encoder: Module from ids (B, N) and mask (B, N) to (B, 1, dim).
+        hidden_dim: Channels inside the head.
 
     Source: lra/model_wrapper.py, SCHead and SCHeadDual.
     """
@@ -102,7 +102,7 @@ def create_classifier(settings: Settings) -> SequenceClassifier:
     """Create a classifier with random weights.
 
     Raises:
-        ConfigError: for sizes or rates that the encoder does not take.
+        ConfigError: If a size or rate is invalid for the encoder.
     """
     options = {**ENCODER, "max_length": settings.max_length}
     options |= {"dropout": settings.dropout, "attention_dropout": settings.attention_dropout}

@@ -1,7 +1,7 @@
 """The three tasks and the sizes of the paper.
 
 Sources: Transformer-LS (LS) section 4.1, appendix B, tables 1, 5 and 6; the official ``lra/run_tasks.py``,
-``lra/run_*.sh`` and ``lra/datasets/*.py``. Where paper and scripts differ (README.md), these are the scripts' values.
+``lra/run_*.sh`` and ``lra/datasets/*.py``. If the paper and the scripts differ (README.md), the scripts are followed.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ WINDOW_AND_RANK = {
     "retrieval": {"best": (1, 254), "fixed": (8, 32), "projection": (0, 256)},
 }
 CONFIGS = ("best", "fixed", "projection")
-# warmup_steps and steps are table 6; weight decay, dropout, eval_every and read_length (tokens of a document that are
-# read) are the scripts'.
+# warmup_steps and steps are from table 6. Weight decay, dropout, eval_every and read_length (tokens of a document that
+# are read) are from the scripts.
 TASKS: dict[str, dict[str, Any]] = {
     "listops": {
         **{"num_classes": 10, "num_documents": 1, "max_length": 2048, "read_length": 2000},
@@ -48,14 +48,14 @@ class Settings:
 
     Attributes:
         model: ``"ls"`` for long-short attention, ``"full"`` for softmax attention over all tokens.
-        class_token: a key of ``CLASS_TOKENS``: a class token in all layers as in appendix B, or only in the last layer
+        class_token: A key of ``CLASS_TOKENS``: a class token in all layers as in appendix B, or only in the last layer
             as in the scripts.
-        num_documents: number of sequences of a sample. They share the encoder.
-        max_length: rows of the position table.
-        read_length: tokens of a document that are read.
+        num_documents: Number of sequences of a sample. They share the encoder.
+        max_length: Rows of the position table.
+        read_length: Tokens of a document that are read.
         steps, warmup_steps: T and T_w of table 6.
-        schedule: learning rate after the warm-up: ``"linear"`` to zero as in the scripts, ``"fixed"`` as in appendix B.
-        eval_every: steps between two evaluations on the validation split.
+        schedule: Learning rate after the warm-up: ``"linear"`` to zero as in the scripts, ``"fixed"`` as in appendix B.
+        eval_every: Steps between two evaluations on the validation split.
     """
 
     task: str
@@ -108,7 +108,7 @@ def settings_for(task: str, config: str = "best", **overrides: Any) -> Settings:
     If only ``steps`` is overridden, the warm-up has the published share of the steps.
 
     Raises:
-        ConfigError: for an unknown name.
+        ConfigError: For an unknown name.
     """
     for name, value, choices in (("task", task, TASKS), ("config", config, CONFIGS)):
         check_choice(name, value, choices)

@@ -24,7 +24,7 @@ CHECKPOINT = "model_best.pth"
 
 
 def checkpoint_path(output: str | Path, *, overwrite: bool = False) -> Path:
-    """Return the path of the checkpoint in a folder, and raise a ConfigError if it exists and must not be replaced."""
+    """Return the path of the checkpoint in a folder. Raise a ConfigError if it exists and ``overwrite`` is False."""
     path = Path(output) / CHECKPOINT
     if path.exists() and not overwrite:
         raise ConfigError(f"'{path}' already exists. Choose another output folder, or add --overwrite.")
@@ -43,16 +43,16 @@ def train_classifier(
     """Train, evaluate on ``val`` every ``eval_every`` steps and at the end, and evaluate the best weights on ``test``.
 
     Args:
-        output: folder for the best checkpoint; None for no file.
-        overwrite: whether a checkpoint there may be replaced.
-        log: called with each evaluation: step, train_loss, loss, accuracy (on ``val``) and seconds.
+        output: Folder for the best checkpoint; None for no file.
+        overwrite: Whether a checkpoint there may be replaced.
+        log: Called with each evaluation: step, train_loss, loss, accuracy (on ``val``) and seconds.
 
     Returns:
-        The model with the best weights, and the figures: ``test``, ``best``, ``chance``, ``parameters``, ``seconds``
+        The model with the best weights, and the results: ``test``, ``best``, ``chance``, ``parameters``, ``seconds``
         and ``evaluations``.
 
     Raises:
-        ConfigError: where the loss is not finite, and for a folder that has a checkpoint.
+        ConfigError: If the loss is not finite, or if the folder has a checkpoint and ``overwrite`` is False.
     """
     path = None if output is None else checkpoint_path(output, overwrite=overwrite)
     torch.manual_seed(settings.seed)
@@ -125,7 +125,7 @@ def load_lra_classifier(path: str | Path) -> tuple[SequenceClassifier, Settings]
     """Load a checkpoint of :func:`train_classifier`. Return the model in eval mode and its settings."""
     contents = read_checkpoint(path)
     if "lra" not in contents:
-        raise ConfigError(f"'{path}' is not a checkpoint of research.long_range_arena.")
+        raise ConfigError(f"'{path}' is not a checkpoint of research.long_range_arena. Use its model_best.pth.")
     settings = Settings(**contents["lra"])
     model = create_classifier(settings)
     model.load_state_dict(contents["model"])

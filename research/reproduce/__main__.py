@@ -1,11 +1,11 @@
 """List the published results of this project's models, the commands that reproduce them, and the results of your runs.
 
-The published figures are the ones in the first comments of configs/ (COCO val2017) and in the model zoo (ImageNet-1K
-top-1). "measured" is the result of a detector in --runs: its folder is RUNS/DETECTOR/CONFIG, as in the commands.
+The published results are from the first comments of configs/ (COCO val2017) and from the model zoo (ImageNet-1K top-1).
+"measured" is the result of a detector in --runs, in the folder RUNS/DETECTOR/CONFIG, as in the commands.
 
---hours adds the estimated hours on 8 H200 GPUs. The estimate scales a measured training step of Mask R-CNN with
-vil_small_rpb (0.159 s for 2 images in bfloat16, docs/performance.md) with the multiply-adds of the detector. It takes
-minutes to count them.
+--hours adds the estimated hours on 8 H200 GPUs. A training step of Mask R-CNN with vil_small_rpb takes 0.159 s for 2
+images in bfloat16 (docs/performance.md). The estimate is proportional to the multiply-adds of the detector. Counting
+them takes minutes.
 
 Example:
     python -m research.reproduce
@@ -112,7 +112,7 @@ def classifiers(runs: Path) -> list[dict[str, Any]]:
 
 
 def initial_weights(variant: str, zoo: dict[str, ZooEntry], config: str) -> str:
-    """Return the zoo name of the classifier that the official detector starts from, or a file if it is unreachable."""
+    """Return the name of the official detector's initial weights in the zoo, or a file name if they are unreachable."""
     trained_on = next((entry.group["trained_on"] for entry in zoo.values() if entry.config == config), "ImageNet-1K")
     pretraining = "22K" if "21K" in trained_on else "1K"
     variant = variant.removesuffix("_ws4")  # the size of LITv2's windows does not change the weights

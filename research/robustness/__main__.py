@@ -1,6 +1,6 @@
-"""Top-1 and top-5 of a classifier on ImageNet val, V2, Real, A, R, Sketch and ImageNet-9, and its mCE on ImageNet-C.
+"""Evaluate a classifier: top-1 and top-5 on ImageNet val, V2, Real, A, R, Sketch and ImageNet-9, mCE on ImageNet-C.
 
-research/robustness/README.md lists the folders in --data. Sets that are not there are left out.
+research/robustness/README.md lists the folders in --data. Missing sets are skipped.
 
 Example:
     python -m research.robustness --weights model_best.pth.tar --data imagenet
@@ -12,17 +12,19 @@ from vil.arguments import ToolParser, existing_path, output_file, positive, run_
 
 def main() -> None:
     parser = ToolParser(__doc__)
-    parser.add_argument("--weights", required=True, type=existing_path, metavar="FILE", help="the classifier")
-    parser.add_argument("--model", metavar="VARIANT", help="variant, where the file does not name it")
+    parser.add_argument(
+        "--weights", required=True, type=existing_path, metavar="FILE", help="checkpoint of the classifier"
+    )
+    parser.add_argument("--model", metavar="VARIANT", help="variant, if the file does not have it")
     parser.add_argument("--data", required=True, type=existing_path, metavar="DIR", help="folder of the sets")
-    parser.add_argument("--sets", nargs="+", metavar="SET", help="sets to evaluate (default: all that are there)")
+    parser.add_argument("--sets", nargs="+", metavar="SET", help="sets to evaluate (default: all in DIR)")
     parser.add_argument("--img-size", type=positive, metavar="PIXELS", help="side of images and position tables")
-    parser.add_argument("--crop-pct", type=float, metavar="SHARE", help="share of the shorter side that the crop has")
-    parser.add_argument("--averaged", action="store_true", help="take the averaged weights of train.py --model-ema")
-    parser.add_argument("--batch-size", type=positive, default=64, metavar="N", help="images of a batch (default 64)")
+    parser.add_argument("--crop-pct", type=float, metavar="SHARE", help="crop side / shorter image side")
+    parser.add_argument("--averaged", action="store_true", help="use the averaged weights of train.py --model-ema")
+    parser.add_argument("--batch-size", type=positive, default=64, metavar="N", help="images per batch (default 64)")
     parser.add_argument("--workers", type=int, default=4, metavar="N", help="processes that read images (default 4)")
-    parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: a GPU where there is one)")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures there too")
+    parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: a GPU if there is one)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the results to this file")
     args = parser.parse_args()
 
     import torch

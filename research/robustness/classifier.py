@@ -1,4 +1,4 @@
-"""Load a trained classifier: checkpoints of timm's train.py, converted and official ones, plain state dicts."""
+"""Load a trained classifier from a checkpoint of timm's train.py, a converted or official one, or a state dict."""
 
 import dataclasses
 import importlib
@@ -27,11 +27,11 @@ class LoadedClassifier:
 
     Attributes:
         model: timm's model of the variant, in eval mode: (B, 3, H, W) -> (B, ``num_classes``).
-        variant: one of ``backbones.list_variants()``.
-        img_size: height and width in pixels of its images.
-        table_img_size: height and width of the images that its position tables are for. timm may train on smaller ones.
-        source: a description of the file.
-        preparation: the file's values, or None, for keys of timm's data config.
+        variant: One of ``backbones.list_variants()``.
+        img_size: Height and width in pixels of its images.
+        table_img_size: Height and width of the images that its position tables are for. timm may train on smaller ones.
+        source: A description of the file.
+        preparation: The file's values, or None, for keys of timm's data config.
     """
 
     model: nn.Module
@@ -46,20 +46,20 @@ class LoadedClassifier:
 def load_classifier(
     path: str | Path, variant: str | None = None, *, img_size: int | None = None, averaged: bool = False
 ) -> LoadedClassifier:
-    """Load the classifier of a checkpoint. Values that its metadata does not have are the variant's.
+    """Load the classifier of a checkpoint. Missing metadata is replaced by the defaults of the variant.
 
     Position tables keep their size for images of another size, unless ``img_size`` is given.
 
     Args:
         path: ``.pth``, ``.pth.tar`` or ``.safetensors``: of timm's ``train.py``, of ``tools/convert_checkpoint.py
             --classifier``, an official classifier, or a state dict of ``create_classifier``.
-        variant: name of the variant; None if the file has it.
-        img_size: side in pixels of images and position tables; None for the size in the file, or else the size of its
-            tables, or else the default size of the variant.
-        averaged: take the averaged weights of ``train.py --model-ema``.
+        variant: Name of the variant; None if the file has it.
+        img_size: Side in pixels of images and position tables. None for the first available of these: the size in the
+            file, the size of its tables, the default size of the variant.
+        averaged: Whether to use the averaged weights of ``train.py --model-ema``.
 
     Raises:
-        ConfigError: if the file has no classifier, or does not match the variant or the size.
+        ConfigError: If the file has no classifier, or does not match the variant or the size.
     """
     contents = read_checkpoint(path)
     try:
@@ -86,7 +86,7 @@ def _load(contents: Mapping[str, Any], variant: str | None, img_size: int | None
         arguments = getattr(args, "model_kwargs", None) or {}
         options = {key: value for key, value in arguments.items() if key in spec.options}
         tables = _pair(arguments.get("img_size"))
-        # timm has (channels, height, width), DeiT and so LIT-Ti a single number.
+        # timm saves (channels, height, width). DeiT, and therefore LIT-Ti, saves one number.
         images = _pair(getattr(args, "input_size", None)) or _pair(getattr(args, "img_size", None)) or own_size
         preparation = {key: getattr(args, key, None) for key in _PREPARATION}
     given = _pair(img_size)

@@ -1,4 +1,4 @@
-"""Evaluate a classifier on the sets that are in a folder."""
+"""Evaluate a classifier on the ImageNet sets in a folder."""
 
 import itertools
 import logging
@@ -43,30 +43,30 @@ def evaluate_robustness(
     num_workers: int = 0,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Compute top-1 and top-5 on each set that is there, and mCE on ImageNet-C.
+    """Compute top-1 and top-5 on each available set, and mCE on ImageNet-C.
 
     Images of ImageNet-C and ImageNet-9, which are crops of 224 pixels, are not cropped again.
 
     Args:
-        weights: file that :func:`.load_classifier` takes, with ``variant``, ``img_size`` and ``averaged``.
-        data: the folder that contains the sets' folders.
-        sets: keys of ``ROBUSTNESS_SETS``.
-        crop_pct: crop side / shorter image side; None for the value in the checkpoint, or else of the variant.
+        weights: See ``path`` of :func:`.load_classifier`, also for ``variant``, ``img_size`` and ``averaged``.
+        data: The folder that contains the sets' folders.
+        sets: Keys of ``ROBUSTNESS_SETS``.
+        crop_pct: Crop side / shorter image side. None for the value in the checkpoint, or the value of the variant.
 
     Returns:
         ``variant``, ``source`` (a description of the file), ``data_config`` (timm's, for the images) and ``sets``, for
         each set:
 
-        missing: folders and files that are not there. A set without its folder is left out.
+        missing: missing folders and files. A set without its folder is skipped.
         accuracies: corruption -> results of :func:`.accuracy`, one per severity. Sets other than ImageNet-C have the
             corruption "".
-        errors: corruption -> CE in percent, where all severities are there.
-        mean_error: mCE in percent, where all corruptions are there.
-        paper: the paper's figure, top-1 or for ImageNet-C mCE, and its table.
+        errors: corruption -> CE in percent, if all severities are available.
+        mean_error: mCE in percent, if all corruptions are available.
+        paper: the result in the paper, top-1 or for ImageNet-C mCE, and its table.
 
     Raises:
-        ConfigError: for an unknown set, where no set is there, a folder that is not as published, a broken image, and a
-            checkpoint without a head of ImageNet's 1000 classes.
+        ConfigError: If a set is unknown, no set is available, a folder differs from the published one, an image is
+            damaged, or the checkpoint has no head with ImageNet's 1000 classes.
     """
     data = Path(data)
     for name in sets:
@@ -78,7 +78,7 @@ def evaluate_robustness(
         missing[name] = [part for part in needed if part is not None and not (data / part).exists()]
     if all(missing.values()):
         names = ", ".join(sorted({*sum(missing.values(), [])}))
-        raise ConfigError(f"'{data}' contains none of {names}. Unpack a set into it.")
+        raise ConfigError(f"'{data}' contains none of {names}. Unpack one of the sets there.")
     # All folders are listed before the first image is read.
     folders = {name: _list_folders(data, name, missing[name]) for name in sets}
     classifier = load_classifier(weights, variant, img_size=img_size, averaged=averaged)
@@ -98,15 +98,15 @@ def evaluate_robustness(
         for corruption, images in folders[name]:
             images.transform = create_transform(**config | ({} if image_set.cropped else {"crop_pct": 1.0}))
             if images.root not in predicted:
-                # Only the last predictions are kept: two sets that share a folder follow each other.
+                # Only the last predictions are kept, because sets with the same folder are next to each other.
                 predicted = {images.root: _predict(model, images, batch_size, num_workers, device)}
-            found = accuracy(predicted[images.root], correct_classes(data, name, images.samples))
-            _logger.info("%s %s: top-1 %.2f, top-5 %.2f", image_set.title, corruption, found["top1"], found["top5"])
-            accuracies.setdefault(corruption, []).append(found)
+            result = accuracy(predicted[images.root], correct_classes(data, name, images.samples))
+            _logger.info("%s %s: top-1 %.2f, top-5 %.2f", image_set.title, corruption, result["top1"], result["top5"])
+            accuracies.setdefault(corruption, []).append(result)
         errors = {
-            corruption: corruption_error(corruption, [1 - one["top1"] / 100 for one in found])
-            for corruption, found in accuracies.items()
-            if name == "c" and len(found) == len(SEVERITIES)
+            corruption: corruption_error(corruption, [1 - row["top1"] / 100 for row in rows])
+            for corruption, rows in accuracies.items()
+            if name == "c" and len(rows) == len(SEVERITIES)
         }
         mean_error = statistics.fmean(errors.values()) if errors and not missing[name] else None
         results[name] = {"missing": missing[name], "accuracies": accuracies, "errors": errors}
@@ -115,10 +115,10 @@ def evaluate_robustness(
 
 
 def _list_folders(data: Path, name: str, missing: list[str]) -> list[tuple[str, LabeledImages]]:
-    """Return the folders of images of a set, with their corruption; add the missing ones of ImageNet-C to a list."""
+    """Return the image folders of a set with their corruption. Add missing folders of ImageNet-C to ``missing``."""
     image_set = ROBUSTNESS_SETS[name]
     if missing:
-        _logger.warning("%s is left out: %s is not in %s", image_set.title, ", ".join(missing), data)
+        _logger.warning("%s is skipped: %s is not in %s", image_set.title, ", ".join(missing), data)
         return []
     folders = []
     if name != "c":
@@ -140,19 +140,19 @@ def _list_folders(data: Path, name: str, missing: list[str]) -> list[tuple[str, 
 def _predict(model: torch.nn.Module, images: LabeledImages, batch_size: int, num_workers: int, device: str) -> Tensor:
     """Return the five most probable classes of each image, (N, 5)."""
     loader = DataLoader(images, batch_size=batch_size, num_workers=num_workers, pin_memory=device != "cpu")
-    found = []
+    classes = []
     for batch, _ in loader:
         logits = model(batch.to(device, non_blocking=True)).float()
         if not logits.isfinite().all():
             raise ConfigError(f"{images.root}: the outputs are not finite. Use other weights.")
-        found.append(top_classes(logits, images.subset).cpu())
-    return torch.cat(found)
+        classes.append(top_classes(logits, images.subset).cpu())
+    return torch.cat(classes)
 
 
 def format_results(results: dict[str, Any]) -> str:
-    """Return a Markdown table: a row for each set, for ImageNet-C for each corruption and for mCE.
+    """Return a Markdown table with a row for each set. ImageNet-C has a row for each corruption and one for mCE.
 
-    Where a set is incomplete, its number of files is given too.
+    For an incomplete set, the row also has the number of files.
     """
     rows = [("set", "images", "top-1 %", "top-5 %", "CE %", "paper %"), ("---",) * 6]
     for name, result in results["sets"].items():
@@ -161,9 +161,9 @@ def format_results(results: dict[str, Any]) -> str:
         accuracies, errors = result["accuracies"], result["errors"]
         if not accuracies:
             rows.append((image_set.title, f"missing: {', '.join(result['missing'])}", "-", "-", "-", paper))
-        for corruption, found in accuracies.items():
+        for corruption, by_severity in accuracies.items():
             error = f"{errors[corruption]:.2f}" if corruption in errors else "-"
-            row = (f"{image_set.title} {corruption}".strip(), *_cells(found, image_set.num_images), error)
+            row = (f"{image_set.title} {corruption}".strip(), *_cells(by_severity, image_set.num_images), error)
             rows.append((*row, "-" if corruption else paper))
         if name == "c" and accuracies:
             error = "-" if result["mean_error"] is None else f"{result['mean_error']:.2f}"
@@ -172,9 +172,9 @@ def format_results(results: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _cells(found: Sequence[dict[str, float]], published: int) -> tuple[str, str, str]:
+def _cells(folders: Sequence[dict[str, float]], published: int) -> tuple[str, str, str]:
     """Return the number of images in some folders, and the means of top-1 and top-5 over the folders."""
-    images, files = (sum(one[key] for one in found) for key in ("num_images", "num_files"))
-    total = published * len(found)
+    images, files = (sum(folder[key] for folder in folders) for key in ("num_images", "num_files"))
+    total = published * len(folders)
     number = str(images) if files == total else f"{images} ({files} of {total} files)"
-    return number, *(f"{statistics.fmean(one[key] for one in found):.2f}" for key in ("top1", "top5"))
+    return number, *(f"{statistics.fmean(folder[key] for folder in folders):.2f}" for key in ("top1", "top5"))

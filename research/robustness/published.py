@@ -1,7 +1,7 @@
-"""Figures of the Transformer-LS (LS) paper on these sets; the other two papers have none.
+"""Results of the Transformer-LS (LS) paper on these sets. The other two papers have none.
 
-Its table 9, errors by corruption, is left out: each of its rows ascends from the first column to the last, so that the
-columns cannot be the corruptions that they are named after.
+Table 9 of the paper, errors by corruption, is left out. Each of its rows ascends from the first column to the last, so
+the columns cannot be the named corruptions.
 """
 
 _TABLE_3, _TABLE_4, _TABLE_10 = "LS Table 3", "LS Table 4", "LS Table 10"
@@ -30,13 +30,14 @@ _FIGURES = {
 
 
 def paper_figures(variant: str, img_size: tuple[int, int]) -> dict[str, tuple[float, str]]:
-    """Return set -> the paper's figure of a variant at that size, in percent, and its table; for ``"c"`` it is mCE.
+    """Return set -> the published result of a variant at an image size, in percent, and its table.
 
-    The paper does not name its version of ImageNet-V2: its figure is returned for ``"v2"``, matched frequency.
+    The result is top-1, or mCE for ``"c"``. The paper does not name its version of ImageNet-V2. Its result is returned
+    for ``"v2"``, matched frequency.
 
     Args:
-        variant: one of ``backbones.list_variants()``.
-        img_size: height and width in pixels.
+        variant: One of ``backbones.list_variants()``.
+        img_size: Height and width in pixels.
     """
     if img_size[0] != img_size[1]:
         return {}

@@ -1,4 +1,4 @@
-"""The sets, how their folders are read as published, and how predictions on them are scored.
+"""The ImageNet sets, their published folders, and the accuracy of predictions.
 
 A folder of data has ``val`` (ImageNet's validation images, sorted into a folder for each class), ``real.json``
 (ImageNet-Real's labels for ``val``), the three of ImageNet-V2, ``imagenet-a``, ``imagenet-r`` and ``sketch`` as they
@@ -61,14 +61,14 @@ class ImageSet:
     """A published set.
 
     Attributes:
-        title: its name in tables.
-        folder: folder of the images.
-        num_images: the published number; for ImageNet-C of each severity.
+        title: Its name in tables.
+        folder: Folder of the images.
+        num_images: The published number of images. For ImageNet-C, the number of each severity.
         classes: ``"wordnet"`` for folders named by WordNet ids, ``"number"`` for folders 0 to 999, ``"in9"`` for
             ``IN9_CLASSES``.
         subset: timm's list of the 200 classes that ImageNet-A and -R have; None for all 1000.
-        labels: a file with the correct classes; None where the folders are the classes.
-        cropped: whether a crop of its images is taken; False for images that are crops of 224 pixels.
+        labels: A file with the correct classes. None if the folders are the classes.
+        cropped: Whether its images are cropped. False for images that are already crops of 224 pixels.
     """
 
     title: str
@@ -90,7 +90,7 @@ def _in9(title: str, folder: str) -> ImageSet:
 # Signal", Xiao et al. 2021, whose test sets these of ImageNet-9 are.
 ROBUSTNESS_SETS = {
     "val": ImageSet("ImageNet val", "val", _NUM_VAL),
-    # After val, whose predictions serve both.
+    # After val, because both use the same predictions.
     "real": ImageSet("ImageNet-Real", "val", _NUM_VAL, labels=REAL_LABELS),
     "v2": ImageSet("ImageNet-V2 matched frequency", "imagenetv2-matched-frequency-format-val", 10_000, "number"),
     "v2-threshold": ImageSet("ImageNet-V2 threshold 0.7", "imagenetv2-threshold0.7-format-val", 10_000, "number"),
@@ -109,7 +109,8 @@ class LabeledImages(ImageFolder):
     """The images of a set, or of a folder ``inside`` it, such as a corruption and a severity of ImageNet-C.
 
     Raises:
-        ConfigError: for a folder that is not one of the set's classes; FileNotFoundError for an empty one.
+        ConfigError: If a folder is not one of the classes of the set.
+        FileNotFoundError: If a folder is empty.
     """
 
     def __init__(self, data: Path, name: str, *inside: str, transform: Callable[[Any], Tensor] | None = None) -> None:
@@ -131,8 +132,8 @@ class LabeledImages(ImageFolder):
         unknown = [name for name in names if name not in self._numbers]
         if unknown or not names:
             example = next(iter(self._numbers))
-            found = f"{unknown[0]} is not a class of the set" if unknown else "it has no folders of classes"
-            raise ConfigError(f"'{directory}': {found}. Put the images of each class in a folder, such as {example}.")
+            reason = f"{unknown[0]} is not a class of the set" if unknown else "it has no folders of classes"
+            raise ConfigError(f"'{directory}': {reason}. Put the images of each class in a folder, such as {example}.")
         return names, {name: self._numbers[name] for name in names}
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
@@ -152,7 +153,7 @@ def correct_classes(data: Path, name: str, samples: Sequence[tuple[str, int]]) -
     """Return the correct classes, 0 to 999, of each (path, class of its folder); none for an image without a label.
 
     Raises:
-        ConfigError: for a file of labels that is not the published one, and for an image without its published name.
+        ConfigError: If the file of labels is not the published one, or if an image does not have its published name.
     """
     image_set = ROBUSTNESS_SETS[name]
     if image_set.labels is None:
@@ -177,7 +178,7 @@ def top_classes(logits: Tensor, subset: Sequence[int] | None = None) -> Tensor:
     """Return the five most probable classes of each image, (B, 5), from logits (B, K).
 
     Args:
-        subset: the only classes that may be predicted; None for all.
+        subset: The only classes that may be predicted; None for all.
     """
     if subset is None:
         return logits.topk(5, dim=1).indices
@@ -193,7 +194,7 @@ def accuracy(predictions: Tensor, correct: Sequence[Collection[int]]) -> dict[st
         top1, top5: percent of the labeled images whose first prediction, or one of five, is correct.
 
     Raises:
-        ConfigError: where no image has a label.
+        ConfigError: If no image has a label.
     """
     hits = [
         [number in classes for number in row]
@@ -207,5 +208,5 @@ def accuracy(predictions: Tensor, correct: Sequence[Collection[int]]) -> dict[st
 
 
 def corruption_error(corruption: str, errors: Sequence[float]) -> float:
-    """Return CE in percent: the sum of the five severities' errors (0..1) divided by AlexNet's; mCE is the mean CE."""
+    """Return CE in percent: the sum of the errors (0..1) of the five severities, divided by the sum for AlexNet."""
     return 100 * sum(errors) / (ALEXNET_ERRORS[corruption] * len(SEVERITIES))

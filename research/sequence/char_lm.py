@@ -49,15 +49,15 @@ def causal_attention(
     Args:
         query: (B, M, N, D); any N.
         key, value: (B, M, w + N, D): the last w tokens before the block, then the block.
-        window_size: w.
-        segment_length: l. Segments are counted from the start of the block.
-        rank: r, projected keys of a segment.
+        window_size: Number w of tokens that a token attends to, including itself.
+        segment_length: Number l of tokens of a segment. Segments are counted from the start of the block.
+        rank: Number r of projected keys of a segment.
         projected_key, projected_value: (B, M, V, D): all segments of the memory, then all segments of the block except
             for the last one, to which no token of the block attends.
         key_bias, query_bias: (M, D).
         window_positions: (M, w, D), for the distances w - 1 to 0.
         segment_positions: (M, V + r, D), for the distances V + r - 1 to 0 from the last segment, in projected keys.
-        dropout: dropout rate of the attention weights.
+        dropout: Dropout rate of the attention weights.
 
     Returns:
         (B, M, N, D)
@@ -116,8 +116,8 @@ def _bias_of_sums(scaled: Tensor, positions: Tensor, length: int, rank: int, seg
 
     Args:
         scaled: (B, M, n * length, D). positions: (M, V + r, D).
-        segments: number of segments of the block; more are padding.
-        in_memory: projected keys of the memory, which come first.
+        segments: Number of segments of the block; more are padding.
+        in_memory: Projected keys of the memory, which come first.
     """
     vectors = positions.shape[1] - rank
     # (B, M, length, n, V + r): the same token of all segments is contiguous.
@@ -133,16 +133,16 @@ def _bias_of_sums(scaled: Tensor, positions: Tensor, length: int, rank: int, seg
 class CausalAttention(DualNorm):
     """Multi-head long-short attention over a block of a text and a memory of earlier tokens.
 
-    Keys of the block are projected, then summed. The memory is summed head by head, then projected, as in the official
-    code. So the output depends on the division of a text into blocks.
+    Keys of the block are projected, then summed. As in the official code, the memory is summed head by head, then
+    projected. Therefore the output depends on how a text is divided into blocks.
 
     Args:
-        dim: channels of a token.
-        num_heads: divides ``dim``.
-        window_size: w, tokens that a token attends to, including itself.
-        segment_length: l, tokens of a segment.
-        rank: r, projected keys of a segment and head.
-        dropout: dropout rate of the attention weights.
+        dim: Channels of a token.
+        num_heads: Number of heads. It divides ``dim``.
+        window_size: Number w of tokens that a token attends to, including itself.
+        segment_length: Number l of tokens of a segment.
+        rank: Number r of projected keys of a segment and head.
+        dropout: Dropout rate of the attention weights.
     """
 
     no_weight_decay_names = ("key_bias", "query_bias")
@@ -233,10 +233,10 @@ class CharLMLayer(EncoderLayer):
     """Attention and MLP. The skip connections add the normalized input, as in the official code.
 
     Args:
-        dim: channels of a token.
-        attention: tokens (B, N, C), memory (B, L, C) and tables of positions -> (B, N, C).
-        hidden_dim: channels inside the MLP.
-        dropout: dropout rate after the attention and in the MLP.
+        dim: Channels of a token.
+        attention: Tokens (B, N, C), memory (B, L, C) and tables of positions -> (B, N, C).
+        hidden_dim: Channels inside the MLP.
+        dropout: Dropout rate after the attention and in the MLP.
     """
 
     def forward(self, tokens: Tensor, memory: Tensor, window_table: Tensor, segment_table: Tensor) -> Tensor:
@@ -254,20 +254,20 @@ class CharLM(nn.Module):
     other values, as the paper does with a memory of 32768.
 
     Args:
-        vocab_size: number of token ids.
-        dim: channels of a token, even.
-        hidden_dim: channels inside the MLPs.
-        num_heads: divides ``dim``.
-        depth: number of layers.
-        memory_length: tokens of the memory, a multiple of ``segment_length``, and ``window_size`` or more.
-        segment_length: l, tokens of a segment.
-        rank: r, projected keys of a segment and head.
-        window_size: w, tokens that a token attends to, including itself.
-        dropout: dropout rate after the embeddings and the attention, in the MLPs, and before the last layer.
-        attention_dropout: dropout rate of the attention weights.
+        vocab_size: Number of token ids.
+        dim: Channels of a token, even.
+        hidden_dim: Channels inside the MLPs.
+        num_heads: Number of heads. It divides ``dim``.
+        depth: Number of layers.
+        memory_length: Tokens of the memory, a multiple of ``segment_length``, and ``window_size`` or more.
+        segment_length: Number l of tokens of a segment.
+        rank: Number r of projected keys of a segment and head.
+        window_size: Number w of tokens that a token attends to, including itself.
+        dropout: Dropout rate after the embeddings and the attention, in the MLPs, and before the last layer.
+        attention_dropout: Dropout rate of the attention weights.
 
     Raises:
-        ConfigError: for an unknown keyword, with the closest known one, and for invalid sizes.
+        ConfigError: For an unknown keyword, with the closest known one, and for invalid sizes.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class CharLM(nn.Module):
         if memory_length % segment_length or memory_length < window_size:
             raise ConfigError(
                 f"memory_length={memory_length} must be a multiple of segment_length={segment_length}, and at least "
-                f"window_size={window_size}"
+                f"window_size={window_size}. Change it."
             )
         self.memory_length = memory_length
         self.segment_length = segment_length
@@ -323,7 +323,7 @@ class CharLM(nn.Module):
 
         Args:
             ids: (B, N) integers from 0 to ``vocab_size`` - 1; any N of 1 or more.
-            memory: memory after the previous block; None at the start of a text. Then it is zeros, to which tokens
+            memory: Memory after the previous block; None at the start of a text. Then it is zeros, to which tokens
                 attend.
 
         Returns:
@@ -331,7 +331,7 @@ class CharLM(nn.Module):
             block: the last inputs of each layer, (B, ``memory_length``, C), without gradients.
 
         Raises:
-            ConfigError: if the memory is from another model or batch.
+            ConfigError: If the memory is from another model or batch.
         """
         dim = self.embedding.embedding_dim
         tokens = self.dropout(self.embedding(ids) * dim**0.5)

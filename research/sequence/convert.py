@@ -56,16 +56,16 @@ def convert_sequence_state_dict(
     """Convert an official state dict for a model.
 
     Args:
-        official: state dict of transformer-ls, ``lra/model.py`` or ``autoregressive/model_lib/model.py``. The prefixes
+        official: State dict of transformer-ls, ``lra/model.py`` or ``autoregressive/model_lib/model.py``. The prefixes
             of its wrappers are removed.
-        model: result of :func:`research.sequence.create_sequence_encoder` or :func:`research.sequence.create_char_lm`,
+        model: Result of :func:`research.sequence.create_sequence_encoder` or :func:`research.sequence.create_char_lm`,
             on any device. Its values are not read.
 
     Returns:
         The state dict, which loads with ``strict=True``, and the report.
 
     Raises:
-        ConfigError: if a name or a shape does not match, or if a tensor is not a weight.
+        ConfigError: If a name or a shape does not match, or if a tensor is not a weight.
     """
     convert = _convert_char_lm if isinstance(model, CharLM) else _convert_encoder
     parameters = model.state_dict()

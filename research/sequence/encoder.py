@@ -37,11 +37,11 @@ def sequence_attention(
 
     Args:
         query, key, value: (B, M, N, D); any N.
-        window_size: w. The window has ``max(w // 2, 1)`` more tokens on each side of a segment. 0 for only the shared
-            keys.
+        window_size: Number w of tokens of a segment. The window has ``max(w // 2, 1)`` more tokens on each side of a
+            segment. 0 for only the shared keys.
         mask: (B, N), True for real tokens, False for padding; None if all tokens are real.
         shared_key, shared_value: (B, M, P, D), attended to by all tokens, or None.
-        dropout: dropout rate of the attention weights.
+        dropout: Dropout rate of the attention weights.
 
     Returns:
         (B, M, N, D), 0 for padding.
@@ -68,7 +68,7 @@ def sequence_attention(
     real = query.new_ones((1, number), dtype=torch.bool) if mask is None else mask
     seen = F.pad(real, halo, value=False).unfold(1, length, block)[:, :, None] & seen
     if shared_key is None:
-        # A window of only padding: a softmax over no key would be NaN.
+        # If a window has only padding, attend to all of it, because a softmax over no keys is NaN.
         seen = seen | ~seen.any(dim=-1, keepdim=True)
     else:
         seen = F.pad(seen, (shared_key.shape[2], 0), value=True)
@@ -116,13 +116,13 @@ class SequenceAttention(DualNorm):
     Keys and values of the class token are normalized with the projected keys, not with the tokens.
 
     Args:
-        dim: channels of a token.
-        num_heads: divides ``dim``.
-        window_size: w, tokens of a segment; 0 for only the projection.
-        rank: r, projected keys of a head; 0 for only the window.
-        class_token: whether there is a class token.
-        update_tokens: whether to compute an output of the tokens. The last layer may have only the class token.
-        dropout: dropout rate of the tokens' attention weights in training.
+        dim: Channels of a token.
+        num_heads: Number of heads. It divides ``dim``.
+        window_size: Number w of tokens of a segment. 0 for only the projection.
+        rank: Number r of projected keys of a head. 0 for only the window.
+        class_token: Whether there is a class token.
+        update_tokens: Whether to compute an output of the tokens. The last layer may have only the class token.
+        dropout: Dropout rate of the tokens' attention weights in training.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class SequenceAttention(DualNorm):
         query = split_heads(self.query(tokens), self.num_heads)
         keys_values = self.norm_local(torch.stack([self.key(tokens), self.value(tokens)]))
         key, value = keys_values.unbind(3)
-        own = None if class_token is None else [layer(class_token) for layer in (self.query, self.key, self.value)]
-        shared_key, shared_value = self._shared(tokens, key, value, own, mask)
+        qkv = None if class_token is None else [layer(class_token) for layer in (self.query, self.key, self.value)]
+        shared_key, shared_value = self._shared(tokens, key, value, qkv, mask)
         gathered = sequence_attention(
             query,
             key,
@@ -166,16 +166,16 @@ class SequenceAttention(DualNorm):
             dropout=self.dropout if self.training else 0.0,
         )
         update = self.proj(merge_heads(gathered)) if self.update_tokens else None
-        if own is None:
+        if qkv is None:
             return update, None
-        own = (split_heads(x, self.num_heads) for x in own)
-        return update, self.proj(merge_heads(class_token_attention(*own, gathered, mask=mask)))
+        qkv = (split_heads(x, self.num_heads) for x in qkv)
+        return update, self.proj(merge_heads(class_token_attention(*qkv, gathered, mask=mask)))
 
     def _shared(
-        self, tokens: Tensor, key: Tensor, value: Tensor, own: list[Tensor] | None, mask: Tensor | None
+        self, tokens: Tensor, key: Tensor, value: Tensor, qkv: list[Tensor] | None, mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return keys and values for all tokens, (B, M, P, D): the class token, and weighted sums of all tokens."""
-        keys, values = ([], []) if own is None else ([own[1]], [own[2]])
+        keys, values = ([], []) if qkv is None else ([qkv[1]], [qkv[2]])
         if self.dynamic_projection is not None:
             scores = at_least_float32(self.dynamic_projection(tokens))
             if mask is not None:
@@ -208,10 +208,10 @@ class EncoderLayer(nn.Module):
     The class token is not normalized before the attention, as in the official code.
 
     Args:
-        dim: channels of a token.
-        attention: module from tokens (B, N, C), class token (B, 1, C) or None and mask to updates of both.
-        hidden_dim: channels inside the MLP.
-        dropout: dropout rate after the attention and in the MLP.
+        dim: Channels of a token.
+        attention: Module from tokens (B, N, C), class token (B, 1, C) or None and mask to updates of both.
+        hidden_dim: Channels inside the MLP.
+        dropout: Dropout rate after the attention and in the MLP.
     """
 
     def __init__(self, dim: int, attention: nn.Module, *, hidden_dim: int, dropout: float = 0.0) -> None:
@@ -238,22 +238,22 @@ class SequenceEncoder(nn.Module):
     """A bidirectional encoder: word and position embeddings, layers of long-short attention, a LayerNorm.
 
     Args:
-        vocab_size: number of token ids.
-        dim: channels of a token.
-        num_heads: divides ``dim``.
-        hidden_dim: channels inside the MLPs.
-        depth: number of layers.
-        max_length: tokens of the longest sequence.
-        window_size: w, tokens of a segment. A token attends to its segment and to w // 2 tokens, at least 1, on each
-            side of the segment. 0 for only the dynamic projection.
-        rank: r, projected keys of a head; 0 for only the window.
-        class_token: whether the output is a class token, which attends to all tokens and all tokens to it.
-            ``"last_layer"`` adds it only in the last layer, as in the official scripts.
-        dropout: dropout rate after the embeddings and the attention, and in the MLPs.
-        attention_dropout: dropout rate of the attention weights.
+        vocab_size: Number of token ids.
+        dim: Channels of a token.
+        num_heads: Number of heads. It divides ``dim``.
+        hidden_dim: Channels inside the MLPs.
+        depth: Number of layers.
+        max_length: Tokens of the longest sequence.
+        window_size: Number w of tokens of a segment. A token attends to its segment and to w // 2 tokens, at least 1,
+            on each side of the segment. 0 for only the dynamic projection.
+        rank: Number r of projected keys of a head. 0 for only the window.
+        class_token: Whether the output is a class token. It attends to all tokens, and all tokens attend to it. With
+            ``"last_layer"``, it is only in the last layer, as in the official scripts.
+        dropout: Dropout rate after the embeddings and the attention, and in the MLPs.
+        attention_dropout: Dropout rate of the attention weights.
 
     Raises:
-        ConfigError: for an unknown keyword, with the closest known one, and for invalid sizes.
+        ConfigError: For an unknown keyword, with the closest known one, and for invalid sizes.
     """
 
     no_weight_decay_names = ("positions", "class_token")
@@ -315,7 +315,7 @@ class SequenceEncoder(nn.Module):
             The class token, (B, 1, C). Without a class token: the tokens, (B, N, C), with 0 for padding.
 
         Raises:
-            ConfigError: if N is larger than ``max_length``.
+            ConfigError: If N is larger than ``max_length``.
         """
         if ids.shape[1] > len(self.positions):
             raise ConfigError(f"A sequence has {ids.shape[1]} tokens. Use at most max_length={len(self.positions)}.")
@@ -336,7 +336,7 @@ class SequenceEncoder(nn.Module):
 def check_heads(dim: int, num_heads: int) -> None:
     """Raise a :class:`ConfigError` unless ``num_heads`` divides ``dim``."""
     if dim % num_heads:
-        raise ConfigError(f"num_heads={num_heads} does not divide dim={dim}")
+        raise ConfigError(f"num_heads={num_heads} does not divide dim={dim}. Choose another number of heads.")
 
 
 create_sequence_encoder = SequenceEncoder

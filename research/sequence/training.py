@@ -22,8 +22,8 @@ class Learner:
     """A model in training.
 
     Attributes:
-        seconds: total time of its steps.
-        losses: losses of the steps since the last call of :meth:`take_mean_loss`.
+        seconds: Total time of its steps.
+        losses: Losses of the steps since the last call of :meth:`take_mean_loss`.
     """
 
     def __init__(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -62,8 +62,8 @@ def train(
     """Train all learners on the same data, from step ``first`` to ``steps``.
 
     Args:
-        compute_losses: yields the losses of the micro-batches of a learner and a step, one after the other.
-        evaluate: called with the number of finished steps, every ``eval_every`` steps and at the end.
+        compute_losses: Yields the losses of the micro-batches of a learner and a step, one after the other.
+        evaluate: Called with the number of finished steps, every ``eval_every`` steps and at the end.
         first: 0, or the number of finished steps of a resumed training.
     """
     for step in range(first, steps):
@@ -78,8 +78,8 @@ class StepCase:
     """A training step to measure.
 
     Attributes:
-        name: name in errors.
-        build_step: builds a step for a sequence length. For None it builds a small step, which runs first as a warm-up.
+        name: Name in errors.
+        build_step: Builds a step for a sequence length. For None it builds a small step, which runs first as a warm-up.
             It is pickled.
     """
 
@@ -105,7 +105,7 @@ def measure_lengths(
     """Measure a training step of each model at each length, as in LS figure 3.
 
     Args:
-        builders: model -> ``build_step`` of a :class:`StepCase`.
+        builders: Model -> ``build_step`` of a :class:`StepCase`.
 
     Returns:
         For each length and model: ``length``, ``model``, ``seconds`` (median of interleaved runs) and ``memory`` (peak
@@ -115,7 +115,7 @@ def measure_lengths(
     for length in lengths:
         cases = [StepCase(f"{name} at length {length}", device, length, build) for name, build in builders.items()]
         figures = _measure_cases(cases, runs=runs, memory=memory)
-        rows += [{"length": length, "model": name} | found for name, found in zip(builders, figures, strict=True)]
+        rows += [{"length": length, "model": name} | costs for name, costs in zip(builders, figures, strict=True)]
     return rows
 
 
@@ -126,7 +126,7 @@ def _measure_cases(cases: Sequence[StepCase], *, runs: int, memory: bool) -> lis
     with contextlib.suppress(torch.cuda.OutOfMemoryError):
         measured = measure_steps(cases, runs=runs, memory=memory)
     if measured is not None:
-        return [{"seconds": statistics.median(own), "memory": peak} for own, peak in zip(*measured, strict=True)]
+        return [{"seconds": statistics.median(times), "memory": peak} for times, peak in zip(*measured, strict=True)]
     if len(cases) == 1:
         return [{"seconds": None, "memory": None}]
     return [row for case in cases for row in _measure_cases([case], runs=runs, memory=memory)]
@@ -138,7 +138,7 @@ def format_costs(rows: Sequence[dict[str, Any]], titles: dict[str, str]) -> str:
     They also have ``parameters``, and optionally ``multiply_adds`` and ``as_published``.
 
     Args:
-        titles: model -> its name in the table.
+        titles: Model -> its name in the table.
     """
     table = []
     for row in rows:

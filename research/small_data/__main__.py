@@ -115,15 +115,15 @@ def run_row(folder: Path, row: str, seed: int, args: argparse.Namespace) -> dict
 def write_tables(output: Path) -> None:
     """Write the means over the seeds of all finished runs to ``table.md`` and ``table.json``."""
     results, table = [json.loads(path.read_text()) for path in sorted(output.glob("*/*/result.json"))], []
-    for dataset, row in dict.fromkeys((one["dataset"], one["row"]) for one in results):
-        group = [one for one in results if (one["dataset"], one["row"]) == (dataset, row)]
+    for dataset, row in dict.fromkeys((result["dataset"], result["row"]) for result in results):
+        group = [result for result in results if (result["dataset"], result["row"]) == (dataset, row)]
         means = {"dataset": dataset, "row": row, "seeds": len(group)}
         for column in COLUMNS:
-            values = [one[column] for one in group if one[column] is not None]
+            values = [result[column] for result in group if result[column] is not None]
             means[column] = statistics.mean(values) if values else None
-        lowest, highest = (choice(one["AP"] for one in group) for choice in (min, max))
+        lowest, highest = (choose(result["AP"] for result in group) for choose in (min, max))
         table.append(means | {"AP_lowest": lowest, "AP_highest": highest})
-    table.sort(key=lambda one: (one["dataset"], -one["AP"]))
+    table.sort(key=lambda means: (means["dataset"], -means["AP"]))
     (output / "table.json").write_text(json.dumps(table, indent=1))
     headers = {"dataset": "dataset", "row": "row", "seeds": "seeds", **COLUMNS}
     headers |= {"AP_lowest": "lowest AP", "AP_highest": "highest AP"}

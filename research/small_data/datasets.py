@@ -33,9 +33,9 @@ def prepare_dataset(source: Path, folder: Path, num_classes: int | None = None) 
     names = {one["id"]: one["name"] for one in contents["train"]["categories"] if not num_classes or one["id"] in kept}
     for split in SPLITS:
         content, root = contents[split], Path(dataset.splits[split][1])
-        content["annotations"] = [one for one in content["annotations"] if one["category_id"] in names]
+        content["annotations"] = [entry for entry in content["annotations"] if entry["category_id"] in names]
         if num_classes:
-            used = {one["image_id"] for one in content["annotations"]}
+            used = {entry["image_id"] for entry in content["annotations"]}
             content["images"] = [image for image in content["images"] if image["id"] in used]
         _write_split(content, root, list(names), [*names.values()], folder, split)
     content = {"path": str(folder / "yolo"), **{split: f"images/{split}" for split in SPLITS}}

@@ -46,7 +46,7 @@ def official_state_dict(
     """Return a checkpoint in the official format. Each tensor is a random function of its name.
 
     Args:
-        windows: chunk sizes of the first stages; ``WINDOW`` in the others.
+        windows: Chunk sizes of the first stages; ``WINDOW`` in the others.
     """
     options = {"relative_bias": relative_bias, "img_size": img_size, "windows": windows, "num_classes": num_classes}
     shapes = official_shapes(stages, **options)

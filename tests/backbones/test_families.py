@@ -327,7 +327,7 @@ COMPILED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
-def test_models_compile_whole_for_any_size(name):
+def test_models_compile_without_graph_breaks_for_any_size(name):
     """There is one forward graph and one backward graph for images of any height and width."""
     create, axis, other_size = COMPILED[name]
     model, compiled = create(), create()

@@ -76,7 +76,7 @@ def test_a_coco_file_has_the_detections_of_the_detector(name, detectors, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
-def test_slices_come_together(name, detectors, tmp_path):
+def test_detections_of_slices_are_merged(name, detectors, tmp_path):
     path, output = photo(tmp_path / "photo.png"), tmp_path / "found.png"
     lines = run("sliced_sahi", detectors(name), path, output, "--slice", 64, "--threshold", 0.01)[1].splitlines()
     for line in lines:

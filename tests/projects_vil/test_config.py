@@ -129,7 +129,7 @@ def test_a_wrong_key_or_value_is_named(tmp_path, key, value, named):
 
 
 @pytest.mark.parametrize("overrides", [["OUTPUT_DIR"], ["SOLVER.MAX_ITER=3"], ["--resume", "3"]])
-def test_odd_overrides(overrides):
+def test_unusual_overrides(overrides):
     assert overrides[0] in error_of(CONFIGS["retinanet"], overrides)
 
 

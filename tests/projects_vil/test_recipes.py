@@ -34,7 +34,7 @@ def start(shapes, tmp_path, monkeypatch):
     return run
 
 
-def test_the_default_of_own_photos(start, capsys):
+def test_the_default_recipe_for_own_photos(start, capsys):
     cfg = start()
     assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.WEIGHTS) == (STARTER, STARTER_WEIGHTS)
     assert cfg.MODEL.TRANSFORMER.NORM == "FrozenBN" and cfg.MODEL.EMA.ENABLED and cfg.TEST.BEST_METRIC == "bbox/AP"
@@ -152,7 +152,7 @@ def content(*, number: int = 40, side: float, height: int = 300, width: int = 40
 
 @pytest.mark.parametrize("base", ["retinanet", "mask_rcnn"])
 @pytest.mark.parametrize("fit", [False, True])
-def test_the_share_is_that_of_detectron2s_anchors(base, fit):
+def test_the_share_of_matched_objects_equals_detectron2s_anchors(base, fit):
     cfg, objects = load_config(config_path(f"base/{base}_1x")), objects_of(content(side=30))
     assert objects.shape == (40, 6)
     choice = choose_size(cfg, objects, sizes=[192], fit=fit)

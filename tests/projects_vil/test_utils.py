@@ -121,7 +121,7 @@ def test_a_deferred_signal_takes_effect_at_the_end(handlers, number):
     assert done == ["the rest"] and caught.value.code == 128 + number and signal.getsignal(number) is utils.terminate
 
 
-def test_a_model_is_left_between_two_calls(handlers):
+def test_a_signal_ends_the_process_between_two_calls_of_a_model(handlers):
     module, calls = torch.nn.Identity(), []
     with pytest.raises(SystemExit) as caught:
         with utils.stop_requests(single_process=True) as received, utils.terminating_between_calls(module, received):

@@ -65,12 +65,12 @@ def test_full_attention_by_blocks_is_causal_and_equals_one_pass():
 @pytest.mark.parametrize("number, num_streams, length", [(103, 4, 7), (20, 1, 64)])
 def test_each_byte_is_a_target_once(number, num_streams, length):
     streams = Streams(torch.arange(number), num_streams, length)
-    own = []
+    all_targets = []
     for index in range(len(streams)):
-        inputs, targets, is_own = streams.block(index)
+        inputs, targets, is_first = streams.block(index)
         assert torch.equal(targets, inputs + 1)
-        own += targets[is_own].tolist()
-    assert sorted(own) == list(range(1, number))
+        all_targets += targets[is_first].tolist()
+    assert sorted(all_targets) == list(range(1, number))
 
 
 def test_text_is_split_into_train_val_and_test(tmp_path):

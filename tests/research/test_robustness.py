@@ -105,7 +105,7 @@ def evaluate(path, data, *sets):
     return evaluate_robustness(path, data, sets, variant=VARIANT, img_size=64, batch_size=2)
 
 
-def test_alexnets_own_corruption_error_is_100():
+def test_the_corruption_error_of_alexnet_is_100():
     # Its errors by severity (hendrycks/robustness).
     assert sets.corruption_error("fog", (0.67474, 0.7605, 0.84378, 0.8726, 0.945)) == pytest.approx(100, abs=1e-3)
 

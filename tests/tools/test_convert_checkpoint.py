@@ -50,7 +50,7 @@ def test_the_file_the_report_and_the_metadata(tmp_path, monkeypatch):
         ("official.pth", ["--model", VARIANT], "official.pth"),
     ],
 )
-def test_arguments_that_cannot_work(tmp_path, output, arguments, named):
+def test_invalid_arguments(tmp_path, output, arguments, named):
     source = tmp_path / "official.pth"
     torch.save(layouts.vision_longformer(official.official_state_dict(relative_bias=True)), source)
     before = source.read_bytes()

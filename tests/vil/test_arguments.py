@@ -177,7 +177,8 @@ def test_short_forms_are_their_keys(tmp_path):
         ("--solver.base-lr=1", "Write SOLVER.BASE_LR 1"),
         ("--data-path photos", "Write the path without '--data-path'"),
         ("--work-dir out", "Write --output VALUE"),
-        ("--half", "Unknown argument '--half'. Add --help"),
+        ("--conf 0.5", "Unknown argument '--conf'. This command has no such option. Add --help"),
+        ("--fraction 20", "'20' is not a number between 0 and 1, such as 0.2"),
         ("--iou 0.5", "Write MODEL.RETINANET.NMS_THRESH_TEST VALUE"),
         ("--device 0", "MODEL.DEVICE is '0'. Use cpu or cuda:0"),
         ("--size 20", "'20' is not auto or a whole number from 64 to 4096"),
@@ -190,6 +191,7 @@ def test_a_wrong_argument_is_one_line_with_advice(capsys, words, advice):
     add_training_arguments(tool)
     tool.add("--kind", "detector", choices=(*choices.DETECTORS, "voc"))
     tool.add("--size", "image size", type=vil.arguments.image_size)
+    tool.add("--fraction", "share", type=vil.arguments.fraction)
     tool.add("data", "dataset", nargs="?", metavar="DATA")
     tool.add("--output", "report", type=output_file)
     with pytest.raises(SystemExit) as caught:
@@ -233,7 +235,7 @@ def train(function, *args) -> None:
         (lambda: signal.raise_signal(signal.SIGHUP), 129, "SIGHUP"),
     ],
 )
-def test_what_a_user_can_change_ends_in_one_line(capsys, main, status, name):
+def test_errors_that_a_user_can_fix_are_one_line(capsys, main, status, name):
     # The defaults, even if the tests were started by a program that ignores signals, such as nohup.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -248,7 +250,7 @@ def test_an_ignored_signal_stays_ignored():
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_bugs_keep_their_traceback():
+def test_bugs_have_a_traceback():
     for main, error in (
         (lambda: 1 / 0, ZeroDivisionError),
         (lambda: {}["key"], KeyError),
@@ -314,7 +316,7 @@ run_tool(main)
         ("| true; exit $PIPESTATUS  # unbuffered", 141, None),
     ],
 )
-def test_streams_that_are_closed_full_or_narrow_and_what_controls_terminals(redirected, status, errors):
+def test_closed_full_and_ascii_streams_and_control_characters(redirected, status, errors):
     command = ["bash", "-c", f'"$0" "$@" {redirected}', sys.executable, "-c", _STREAMS.format(root=str(ROOT))]
     env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PATH": os.environ["PATH"]}
     env["PYTHONUNBUFFERED"] = "1" * ("unbuffered" in redirected)
@@ -342,7 +344,7 @@ def test_log_records_go_to_stderr_while_a_tool_runs(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
-def test_waiting_threads_spin_briefly_unless_the_environment_says_otherwise():
+def test_waiting_threads_spin_briefly_unless_the_environment_sets_it():
     for given, expected in (({}, "1000"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")):
         with mock.patch.dict(os.environ, given, clear=True):
             run_tool(lambda: None)

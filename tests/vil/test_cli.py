@@ -84,7 +84,7 @@ def test_export(trained_run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_wheel_has_all_that_the_command_needs(tmp_path):
+def test_a_wheel_contains_all_files_of_the_command(tmp_path):
     """The wheel is installed in a separate folder. It uses the libraries of the environment."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     ignored = shutil.ignore_patterns(".*", "build", "output", "datasets", "*.egg-info")

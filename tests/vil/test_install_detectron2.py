@@ -78,7 +78,7 @@ def test_a_detectron2_that_imports_is_kept(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_installed_is_one_line(tmp_path, wheel):
+def test_a_failed_installation_is_one_line(tmp_path, wheel):
     """There is no git host, no package index, or a wheel with other content."""
     (tmp_path / "detectron2.py").write_text('raise ImportError("hidden by the test")\n')
     options = {"tmp_path": tmp_path, "PYTHONPATH": str(tmp_path)}
@@ -110,7 +110,7 @@ def test_other_references_to_the_bundle_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_bundle_becomes_a_package_of_its_own(tmp_path, wheel):
+def test_the_bundle_is_installed_as_a_separate_package(tmp_path, wheel):
     project, target = tmp_path / "project", tmp_path / "target"
     tool.unpack(wheel, project)
     tool.pip("install", "--no-deps", "--no-build-isolation", "--target", str(target), str(project))

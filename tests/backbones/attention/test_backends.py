@@ -93,7 +93,7 @@ KERNEL_ERRORS = [
     ],
     ids=["float32", "bfloat16", "shift", "no bias", "inference"],
 )
-def test_a_right_kernel_is_chosen_and_checked_once(choose, caplog, changes):
+def test_a_correct_kernel_is_chosen_and_checked_once(choose, caplog, changes):
     caplog.set_level(logging.INFO)
     assert choose(sliding_chunk_attention, **changes) == "triton"
     assert choose(wrong, **changes) == "triton"
@@ -126,7 +126,7 @@ def test_a_broken_installation_of_triton_excludes_the_kernel_with_a_warning(choo
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("8 GB"), ConfigError("no")], ids=repr)
-def test_other_errors_are_raised_and_nothing_is_decided(choose, error):
+def test_other_errors_are_raised_and_no_kernel_is_chosen(choose, error):
     with pytest.raises(type(error)) as raised:
         choose(raising(error))
     assert raised.value is error and choose(sliding_chunk_attention) == "triton"
@@ -365,7 +365,7 @@ def test_cudnns_attention_is_never_used(attention):
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_other_choices_of_the_caller_for_pytorchs_attention_stay():
+def test_kernels_that_the_caller_excludes_are_not_used():
     with FakeGPU() as gpu, sdpa_kernel(SDPBackend.MATH):
         attend(DenseAttention(8, num_heads=2), torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8))
     assert gpu.flash == [False]
@@ -399,7 +399,7 @@ def test_backends_of_the_stages():
         ("triton_map_attention", {"mode": DENSE_MODE, "channels": 32}),
     ],
 )
-def test_tritons_kernel_is_right_on_a_gpu(choose, dtype, name, changes):
+def test_triton_kernel_is_correct_on_a_gpu(choose, dtype, name, changes):
     if DEVICE == "cpu":
         pytest.skip("the kernels are not compiled for a CPU")
     changes = {"device": torch.device(DEVICE), "dtype": dtype, "chunk_size": 7} | changes

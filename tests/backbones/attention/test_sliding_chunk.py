@@ -46,7 +46,7 @@ def test_module_equals_explicit_products_per_head(num_global, shared):
     torch.testing.assert_close(global_output, expected, atol=1e-12, rtol=1e-12)
 
 
-def test_evaluation_sees_all_chunks():
+def test_evaluation_attends_to_all_chunks():
     module, inputs = attention_module(1), (random_images(2, 7, 11, 8), random_images(2, 1, 8))
     expected = attend(module, *inputs)[0]
     module.shift = (0, 1)

@@ -153,7 +153,7 @@ def test_no_images(name):
 @pytest.mark.slow
 @interpreted
 @biased
-def test_operator_is_registered_as_pytorch_wants_it(name):
+def test_operator_passes_pytorchs_opcheck(name):
     inputs = {key: x.requires_grad_() for key, x in biased_inputs(name, 2, 5).items()}
     if name == "chunks":
         arguments = (*(inputs[key] for key in WindowInputs._fields), 3, "zero_pad", None)

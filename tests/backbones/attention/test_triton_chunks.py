@@ -37,7 +37,7 @@ def test_several_blocks_of_positions(monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("mode", slow_except(MODES, ["cyclic"]))
-def test_any_strides_and_nothing_outside_the_map_is_read(mode):
+def test_inputs_of_any_strides_and_no_values_outside_the_map_are_read(mode):
     """The inputs are split heads, and slices of tensors full of NaN, which would reach the output."""
     inputs = attention_inputs(2, 5, batch=1, heads=2, num_global=1)
     expected = outputs_and_gradients(reference.sliding_chunk_attention, inputs, chunk_size=3, mode=mode)

@@ -24,7 +24,7 @@ def test_blocks_of_other_sizes(monkeypatch, queries, keys):
 
 
 @interpreted
-def test_any_strides_and_nothing_else_is_read():
+def test_inputs_of_any_strides_and_no_other_memory_are_read():
     """The inputs are views of one projection, and slices of tensors of NaNs, which would show in the output if read."""
     inputs = map_inputs(3, 5, num_global=1, heads=2)
     expected = outputs_and_gradients(reference.map_attention, inputs)

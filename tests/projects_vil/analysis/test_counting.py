@@ -73,8 +73,8 @@ def products(name: str, attention, *, side: int = 224) -> float:
     """Return a hand count of a ViL's multiply-adds without global tokens.
 
     Args:
-        attention: a function from a stage and its number of tokens to the multiply-adds of attention.
-        side: image side in pixels.
+        attention: A function from a stage and its number of tokens to the multiply-adds of attention.
+        side: Image side in pixels.
     """
     in_channels, number = 3, 0
     for stage in get_variant(name).stages:

@@ -27,7 +27,7 @@ def stream(*, seed=3, **options) -> BatchStream:
     return BatchStream(lambda seed: TrainingSampler(len(GROUPS), seed=seed), **options)
 
 
-def test_batches_have_one_group_go_on_from_any_iteration_and_differ_by_seed():
+def test_batches_have_one_group_resume_at_any_iteration_and_differ_by_seed():
     batches = list(islice(stream(), 30))
     assert list(islice(stream(first_iteration=17), 13)) == batches[17:]
     assert all(len({GROUPS[index] for index, _ in batch}) == 1 for batch in batches)
@@ -47,7 +47,7 @@ def test_two_processes_share_the_images_of_one(monkeypatch):
     assert [sorted(batch) for batch in whole] == [sorted(a + b) for a, b in zip(*parts, strict=True)]
 
 
-def test_seeding_leaves_the_generators_outside_as_they_were():
+def test_seeding_does_not_change_the_generators_outside():
     def sample():
         return random.random(), np.random.rand(), torch.rand(()).item()
 
@@ -63,7 +63,7 @@ def test_seeding_leaves_the_generators_outside_as_they_were():
 
 
 @pytest.mark.parametrize("of", ["training", "evaluation"])
-def test_signals_wait_while_loading_processes_start(of, shapes, monkeypatch):
+def test_signals_are_deferred_while_loading_processes_start(of, shapes, monkeypatch):
     """A signal that arrives before a worker ignores it would stop the worker, and so the run."""
     masks = []
     start = BaseProcess.start

@@ -143,7 +143,7 @@ def test_fixed_annotations_are_the_same_for_all_readers(copy):
 
 
 @pytest.mark.slow
-def test_a_run_on_data_that_the_check_mends(copy, tmp_path):
+def test_a_run_on_data_that_the_check_fixes(copy, tmp_path):
     """Training, evaluation, validation loss, visualization and report use the fixed annotations only."""
 
     def mend(content: dict) -> None:

@@ -106,7 +106,7 @@ def test_unreadable_files_raise_an_error(tmp_path, name):
         read_size(path)
 
 
-def test_a_box_follows_its_mask_by_more_than_a_pixel():
+def test_a_box_changes_if_its_mask_shrinks_by_more_than_a_pixel():
     masks = torch.zeros(4, HEIGHT, WIDTH, dtype=torch.bool)
     masks[0, 3:9, 2:12], masks[1, 3:6, 2:12], masks[2, 3:9, 5:12] = True, True, True
     boxes = torch.tensor([[1.6, 2.5, 12.4, 9.0]]).repeat(4, 1)

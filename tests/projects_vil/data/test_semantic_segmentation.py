@@ -71,7 +71,7 @@ def test_custom_dataset(copy):
         assert "DATASETS.ADE20K" in message(register_datasets, cfg)
 
 
-def test_classes_of_ade20k_where_none_are_named(copy):
+def test_default_classes_of_ade20k(copy):
     assert message(load, copy, classes=False).endswith("Set MODEL.SEM_SEG_HEAD.NUM_CLASSES 150.")
     assert MetadataCatalog.get(NAME).stuff_classes == list(ADE20K_SEM_SEG_CATEGORIES)
 

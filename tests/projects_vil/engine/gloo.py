@@ -11,7 +11,7 @@ def in_processes(number: int, function: Callable, *args, store: Path) -> None:
     """Call ``function(*args)`` in ``number`` processes.
 
     Args:
-        store: path of a new file for the rendezvous.
+        store: Path of a new file for the rendezvous.
     """
     given = (number, store, function, args)
     torch.multiprocessing.start_processes(_joined, given, nprocs=number, start_method="fork")

@@ -20,7 +20,7 @@ KEYS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("detector, options", [("retinanet", LAUNCH), ("mask_rcnn", ["DATALOADER.NUM_WORKERS", "2"])])
-def test_ten_kills(detector, options, datasets_root, tmp_path):
+def test_a_run_that_is_killed_ten_times(detector, options, datasets_root, tmp_path):
     def start(name: str, output: str) -> Run:
         words = ["--resume", *KEYS, *options, "OUTPUT_DIR", tmp_path / output]
         return Run(tmp_path / name, datasets_root, *words, detector=detector)

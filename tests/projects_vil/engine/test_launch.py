@@ -81,7 +81,7 @@ def _statistics(folder):
     torch.save(model[1].state_dict(), folder / f"{comm.get_rank()}.pth")
 
 
-def test_all_evaluate_with_the_statistics_that_are_saved(tmp_path):
+def test_all_processes_evaluate_with_the_saved_statistics(tmp_path):
     in_processes(2, _statistics, tmp_path, store=tmp_path / "store")
     first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -178,7 +178,7 @@ def whole_run(made_once, datasets_root):
     [(signal.SIGTERM, LAUNCH, None, False), (signal.SIGTERM, [], TORCHRUN, False), (signal.SIGHUP, LAUNCH, None, True)],
     ids=["first of two", "torchrun", "both of two"],
 )
-def test_a_signal_saves_once_in_all(number, flags, torchrun, to_all, datasets_root, tmp_path):
+def test_a_signal_saves_one_checkpoint(number, flags, torchrun, to_all, datasets_root, tmp_path):
     run = Run(tmp_path / "run", datasets_root, *LONG, *flags, "DATALOADER.NUM_WORKERS", "1", torchrun=torchrun)
     run.wait_for(run.output / "last_checkpoint")
     (os.killpg if to_all else os.kill)(run.process.pid, number)
@@ -215,7 +215,7 @@ def test_a_process_that_is_killed_ends_the_run_with_its_reason(datasets_root, tm
 
 
 @pytest.mark.slow
-def test_all_save_when_the_first_process_is_killed(datasets_root, tmp_path):
+def test_the_other_processes_save_if_the_first_is_killed(datasets_root, tmp_path):
     run = Run(tmp_path / "run", datasets_root, *LONG, *LAUNCH)
     run.wait_for(run.output / "last_checkpoint")
     run.process.kill()
@@ -238,7 +238,7 @@ def test_an_error_of_a_process_keeps_its_traceback(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_comes_back_under_torchrun(datasets_root, tmp_path, whole_run):
+def test_torchrun_restarts_a_killed_process(datasets_root, tmp_path, whole_run):
     run = Run(tmp_path / "run", datasets_root, "--resume", torchrun=[*TORCHRUN, "--max-restarts", "2"])
     run.wait_for(run.output / "model_0000002.pth")
     os.kill(last_child(run.process.pid), signal.SIGKILL)

@@ -20,7 +20,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def test_a_machine_alone_says_whom_it_waits_for_and_gives_up(datasets_root, tmp_path):
+def test_a_missing_machine_is_named_and_the_start_times_out(datasets_root, tmp_path):
     runs = []
     for rank in (0, 1):
         url = f"tcp://localhost:{free_port()}"
@@ -33,7 +33,7 @@ def test_a_machine_alone_says_whom_it_waits_for_and_gives_up(datasets_root, tmp_
         assert not run.output.exists()
 
 
-def test_a_wrong_host_ends_the_run_and_so_does_ctrl_c(datasets_root, tmp_path):
+def test_a_wrong_host_or_ctrl_c_ends_the_run(datasets_root, tmp_path):
     flags = ["--num-machines", "2", "--machine-rank", "1", "--dist-url"]
     status, log = Run(tmp_path / "wrong", datasets_root, *flags, "tcp://first.invalid:29500").end(PATIENCE)
     assert status == 1 and "first.invalid" in log.splitlines()[-1] and "waiting" not in log, log
@@ -72,7 +72,7 @@ def machines(monkeypatch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def test_two_machines_train_together(machines, datasets_root, tmp_path):
+def test_two_machines_train_one_model(machines, datasets_root, tmp_path):
     """The second machine starts after the first one has logged that it waits."""
     flags = ["--num-machines", "2", "--dist-url", f"tcp://{HOSTS[0]}:29511", "OUTPUT_DIR", tmp_path / "run"]
     first = Run(tmp_path / "first", datasets_root, *flags, network=machines[0])
@@ -84,7 +84,7 @@ def test_two_machines_train_together(machines, datasets_root, tmp_path):
     assert (tmp_path / "run/model_final.pth").exists() and "2 processes" in first.log
 
 
-def test_two_machines_go_on_after_a_death(machines, datasets_root, tmp_path):
+def test_two_machines_resume_after_a_process_is_killed(machines, datasets_root, tmp_path):
     """torchrun starts the processes of both again, and they resume from the last checkpoint."""
     runs, overrides = [], [*LONG, "SOLVER.MAX_ITER", "24", "--resume", "OUTPUT_DIR", tmp_path / "run"]
     for number, (machine, host) in enumerate(zip(machines, HOSTS, strict=True)):

@@ -232,7 +232,7 @@ def test_a_skipped_step_changes_nothing(precision, max_nonfinite_steps, sync_per
 
 
 @pytest.mark.parametrize("sync_period", [1, 9])
-def test_a_gradient_that_is_not_finite_with_a_loss_that_is(sync_period, tmp_path):
+def test_a_nonfinite_gradient_with_a_finite_loss(sync_period, tmp_path):
     """Without clipping too. The whole batch is listed."""
     model = model_of("retinanet")
     model.head.cls_score.weight.register_hook(lambda gradient: torch.full_like(gradient, math.inf))

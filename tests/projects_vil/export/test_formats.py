@@ -247,7 +247,7 @@ def test_damaged_files(written, tmp_path, file_format):
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_what_a_machine_lacks(monkeypatch, tmp_path):
+def test_missing_packages_and_compilers(monkeypatch, tmp_path):
     path = onnx_file(tmp_path, "y = Relu(x)")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "CXX" in message(check_format, "aot_inductor")

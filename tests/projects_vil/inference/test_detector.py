@@ -95,7 +95,7 @@ def test_encoded_and_dense_masks_are_the_same(tmp_path):
 # Images
 
 
-def test_images_of_every_type_give_the_same(detector, photos):
+def test_images_of_every_type_give_the_same_detections(detector, photos):
     expected = [detector(photo) for photo in photos]
     arrays = [np.asarray(PIL.Image.open(photo).convert("RGB")) for photo in photos]
     mirrored = np.ascontiguousarray(arrays[0][..., ::-1])[..., ::-1]
@@ -141,7 +141,7 @@ def test_pil_images_are_taken_upright(tmp_path):
         (np.zeros((4, 6, 3)), r"\(4, 6, 3\) float64"),
         (np.zeros((3, 4, 6), np.uint8), r"\(3, 4, 6\)"),
         (np.zeros((0, 6, 3), np.uint8), r"\(0, 6, 3\)"),
-        ([picture(4, 6), torch.zeros(3, 4, 6)], "image 2 of 2 .* Tensor"),
+        ([picture(4, 6), torch.zeros(3, 4, 6)], "image 2 of 2 has type Tensor"),
         ([picture(4, 6), "absent.jpg"], r"image 2 of 2, absent\.jpg"),
         (picture(1, 4000), "the image"),
         (PIL.Image.new("F", (6, 4)), "32 bits"),
@@ -213,7 +213,7 @@ def test_drawings(tmp_path):
 # Sources
 
 
-def test_sources_of_a_run_give_the_same(detector, trained_run, photos, tmp_path):
+def test_sources_of_a_run_give_the_same_detections(detector, trained_run, photos, tmp_path):
     final = trained_run / "model_final.pth"
     assert detector.categories == Categories((1, 2, 3), ("circle", "square", "triangle"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -232,7 +232,7 @@ def test_sources_of_a_run_give_the_same(detector, trained_run, photos, tmp_path)
 
 
 @pytest.mark.slow
-def test_exports_give_the_same(detector, exported_run, trained_run, photos):
+def test_exports_give_the_same_detections(detector, exported_run, trained_run, photos):
     expected = detector(photos[:2])
     for other in (
         Detector.load(exported_run / "model.ts"),

@@ -115,7 +115,7 @@ def test_folders_that_are_not_written(detector, run):
 # Cards
 
 
-def test_the_card(detector, saved, tmp_path):
+def test_the_model_card(detector, saved, tmp_path):
     detector.save_pretrained(tmp_path, license="cc-by-4.0", repo_id="me/shapes")
     card = ModelCard.load(tmp_path / "README.md")
     data = card.data.to_dict()
@@ -129,7 +129,7 @@ def test_the_card(detector, saved, tmp_path):
     assert "license" not in card.data.to_dict() and "No license is stated" in card.text
 
 
-def test_the_card_of_a_detector_with_masks(tmp_path):
+def test_the_model_card_of_a_detector_with_masks(tmp_path):
     save_run(tmp_path, "cascade_mask_rcnn", "INPUT.MIN_SIZE_TEST", "0")
     Detector.load(tmp_path).save_pretrained(tmp_path / "saved")
     card = ModelCard.load(tmp_path / "saved/README.md")
