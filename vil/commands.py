@@ -538,8 +538,7 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
         vil benchmark --backward --models vil_small_rpb vil_small_rpb+shift --against swin_t --image-size 512 672
         vil benchmark --what train-step --detector mask_rcnn --models vil_small_rpb --against r50 swin_t \\
             --image-size 512 672 --batch 2 --json step.json
-        vil benchmark --what attention --models vil_small_rpb full_small --image-size 400 672 --image-size 800 1344 \\
-            --plot growth.png
+        vil benchmark --what attention --models vil_small_rpb full_small --image-size 400 672 --image-size 800 1344
         vil benchmark --tune --models vil_small_rpb --dtype bfloat16 --batch 2
     """
     parts, dtypes, detectors = choices.BENCHMARK_PARTS, choices.DTYPES, choices.DETECTORS[:2]
@@ -555,10 +554,7 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--runs", "timed runs per model (default 5)", type=positive, default=5)
     parser.add("--no-memory", "measure time only (faster on a CPU)", action="store_true")
     parser.add("--json", "write the measurements as JSON", type=output_file, metavar="FILE")
-    parser.add("--plot", "plot time and memory by pixels (.png or .svg)", type=output_file, metavar="FILE")
     args = parser.parse_args(words)
-    if args.plot and Path(args.plot).suffix not in (".png", ".svg"):
-        parser.error(f"argument --plot: '{args.plot}' does not end in .png or .svg")
 
     from projects_vil import analysis
     from projects_vil.config import config_path
@@ -571,8 +567,8 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     names = [(name, False) for name in args.models] + [(name, True) for name in args.against]
     sizes = [tuple(size) for size in args.image_size or [(800, 1344)]]
     if args.tune:
-        if args.json or args.plot or args.against or args.what != parts[1]:
-            parser.error("--json, --plot, --against and --what have no effect with --tune. Leave them out")
+        if args.json or args.against or args.what != parts[1]:
+            parser.error("--json, --against and --what have no effect with --tune. Leave them out")
         cases = [analysis.BenchmarkCase(name, False, size=size, **options) for name in args.models for size in sizes]
         return show(*analysis.tune_attention(cases, runs=args.runs))
     reference, rows = len(args.models) if args.against else 0, []
@@ -581,8 +577,6 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
         rows += analysis.measure(cases, reference=reference, runs=args.runs, memory=not args.no_memory)
     print(analysis.format_measurements(rows, reference=names[reference][0]))
     write_json(args.json, {"measurements": rows, "growth": analysis.growth(rows)})
-    if args.plot:
-        analysis.plot_measurements(rows, args.plot)
 
 
 def visualize(parser: ToolParser, words: Sequence[str]) -> None:

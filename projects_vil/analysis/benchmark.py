@@ -23,7 +23,6 @@ from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
 from detectron2.modeling.backbone.swin import SwinTransformer
 from detectron2.utils.events import EventStorage
 from detectron2.utils.logger import log_every_n_seconds
-from matplotlib.figure import Figure
 from tabulate import tabulate
 from torch import nn
 from torch.utils.benchmark.utils.timer import timer
@@ -32,7 +31,7 @@ from backbones import ConfigError
 from backbones.attention.sliding_chunk import sample_shifts
 from backbones.attention.triton_check import automatic_backend, choice_key, choices_file, read_choices
 from backbones.checkpoint_files import write_text
-from backbones.errors import GENERATOR, check_choice, closest
+from backbones.errors import check_choice, closest
 from projects_vil.config import choose_device, load_config, set_precision
 from projects_vil.engine.auto_micro_batch import random_image
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_transformer_backbone, stage_names
@@ -361,7 +360,7 @@ def format_measurements(rows: Sequence[dict[str, Any]], *, reference: str) -> st
 def growth(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Fit time and memory of models with several sizes as powers of the number of pixels, and return the exponents."""
     exponents = {}
-    for name, model_rows in _by_model(rows).items():
+    for name, model_rows in by_model(rows).items():
         if len(model_rows) > 1:
             pixels = np.log([math.prod(row["size"]) for row in model_rows])
             values = {"time": [row["seconds"] for row in model_rows]}
@@ -371,27 +370,8 @@ def growth(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return exponents
 
 
-def plot_measurements(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
-    """Plot time, and memory if measured, against the number of pixels on logarithmic axes."""
-    panels = {"time": ("seconds", "seconds", 1)}
-    if all(row["memory"] for row in rows):
-        panels["memory"] = ("memory", "peak memory, GB", 1e9)
-    figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
-    exponents = growth(rows)
-    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (what, (key, title, unit)) in zip(all_axes, panels.items(), strict=True):
-        for name, model_rows in _by_model(rows).items():
-            label = f"{name} ({exponents[name][what]:.2f})" if name in exponents else name
-            pixels = [math.prod(row["size"]) / 1e6 for row in model_rows]
-            axes.loglog(pixels, [row[key] / unit for row in model_rows], marker="o", label=label)
-        axes.set(title=title, xlabel="megapixels")
-        axes.grid(which="both", alpha=0.3)
-        axes.legend(title="exponent in parentheses" if exponents else None, fontsize="small")
-    # Allows a later plot to overwrite this file. PNG and SVG support this key.
-    figure.savefig(path, dpi=120, metadata={"Description": GENERATOR})
-
-
-def _by_model(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def by_model(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each model, by the number of pixels."""
     names = dict.fromkeys(row["model"] for row in rows)
     rows = sorted(rows, key=lambda row: math.prod(row["size"]))
     return {name: [row for row in rows if row["model"] == name] for name in names}

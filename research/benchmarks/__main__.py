@@ -1,9 +1,10 @@
-"""Run one benchmark: coco-api, dataset-check, finished-images, predict, predictions, reading, roofline, tar-files or
-urls.
+"""Run one benchmark: coco-api, dataset-check, finished-images, growth, predict, predictions, reading, roofline,
+tar-files or urls.
 
 coco-api         COCO evaluation with pycocotools and with faster-coco-eval, on synthetic annotations
 dataset-check    the check of `vil check`, on synthetic annotations
 finished-images  the time and memory with which `vil predict --ray` reads the names of finished images
+growth           a plot of the JSON file of `vil benchmark`, time and memory by pixels, as PNG or SVG
 predict          `vil predict` on synthetic images: single images, batches, bfloat16, shards and Ray workers
 predictions      `vil eval --predictions` on synthetic detections, with one and two processes
 reading          time and peak memory of reading a large COCO file, and a file of a third of its size
@@ -95,6 +96,15 @@ def tar_files(args: argparse.Namespace) -> None:
     write_json(args.json, costs)
 
 
+def growth(args: argparse.Namespace) -> None:
+    from projects_vil.utils import read_json
+    from research.benchmarks.plots import plot_growth
+
+    measurements, plot = args.models
+    plot_growth(read_json(measurements)["measurements"], plot)
+    print(f"wrote {plot}")
+
+
 def roofline(args: argparse.Namespace) -> None:
     from projects_vil.analysis import BenchmarkCase, measure
     from research.benchmarks import roofline
@@ -120,6 +130,7 @@ def _gigabytes(memory: int | None) -> str:
 BENCHMARKS = {"coco-api": coco_api, "dataset-check": dataset_check, "predict": predict, "roofline": roofline}
 BENCHMARKS |= {
     "finished-images": finished_images,
+    "growth": growth,
     "predictions": predictions,
     "reading": reading,
     "tar-files": tar_files,
@@ -130,7 +141,9 @@ BENCHMARKS |= {
 def main() -> None:
     parser = ConfigToolParser(__doc__, config_file=False)
     parser.add_argument("benchmark", choices=BENCHMARKS, metavar="BENCHMARK", help=", ".join(BENCHMARKS))
-    models_help = "predict: a run or an exported model; roofline: variants, timm:MODEL or configs"
+    models_help = (
+        "predict: a run or an exported model; growth: JSON file, plot; roofline: variants, timm:MODEL or configs"
+    )
     parser.add_argument("models", nargs="*", metavar="MODEL", help=models_help)
     parser.add_argument("--images", type=positive, default=5000, metavar="N", help="synthetic images (default 5000)")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="images per batch (default 1)")
@@ -146,6 +159,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.benchmark == "predict" and len(args.models) != 1:
         parser.error("predict takes one model")
+    if args.benchmark == "growth" and len(args.models) != 2:
+        parser.error("growth takes a JSON file and the plot to write")
     if args.benchmark == "roofline" and not args.models:
         parser.error("roofline takes one or more models")
     BENCHMARKS[args.benchmark](args)

@@ -84,7 +84,7 @@ def test_benchmark(tmp_path, monkeypatch):
     monkeypatch.setattr("projects_vil.utils.multiprocessing.get_context", lambda method: context)
     name, path = "vil_tiny_1_1_3_1_rpb", tmp_path / "rows.json"
     arguments = ["--models", name, f"{name}+shift", "--against", "r50", "--backward", "--runs", 2]
-    arguments += ["--image-size", 64, 96, "--image-size", 160, 192, "--json", path, "--plot", tmp_path / "growth.png"]
+    arguments += ["--image-size", 64, 96, "--image-size", 160, 192, "--json", path]
     status, out, err = run_tool("benchmark.py", *arguments)
     assert status == 0, err
     content = json.loads(path.read_text())
@@ -94,7 +94,8 @@ def test_benchmark(tmp_path, monkeypatch):
     memory = [row["memory"] for row in content["measurements"] if row["model"] == name]
     assert memory == [None, None] or 0 < memory[0] < memory[1]
     assert content["growth"].keys() == {name, f"{name}+shift", "r50"} and out.count("160 x 192") == 3
-    assert cv2.imread(str(tmp_path / "growth.png")).std() > 10
+    status, _, err = run_tool("../research/benchmarks/__main__.py", "growth", path, tmp_path / "growth.png")
+    assert status == 0 and cv2.imread(str(tmp_path / "growth.png")).std() > 10, err
 
 
 def test_visualize(shapes, trained_run, photo, tmp_path):
