@@ -31,6 +31,8 @@ SMALL_MODEL = "vil_tiny_1_1_3_1_rpb"
 _REFERENCE_BATCH = 4
 # The learning rate of a pretrained transformer, or of a detector with the same classes, is this factor of the recipe's.
 _LOW_RATE_FACTOR = 0.2
+# The recipe "finetune" ends with this factor of its learning rate. With a rate near 0, the last epoch has no effect.
+_LAST_RATE_FACTOR = 0.2
 # Sizes of the training images of the recipe "finetune", as factors of the image size.
 _SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
 # Values by device: the image sizes to choose from in pixels, the batch size, the number of images that a run trains on,
@@ -108,6 +110,8 @@ def with_recipe(
         values |= {"SOLVER.EPOCHS": cfg.SOLVER.EPOCHS or _PAPER_EPOCHS} if content else {}
     else:
         values |= _recipe_values(cfg, recipe, size, batch, low_rate=low_rate)
+        rate = cfg.SOLVER.BASE_LR if "SOLVER.BASE_LR" in given else values["SOLVER.BASE_LR"]
+        values["SOLVER.BASE_LR_END"] = rate * (_LAST_RATE_FACTOR if recipe == "finetune" else 0.0)
         if any(key in given and not cfg.TEST[key[5:]] for key in ("TEST.EVAL_PERIOD", "TEST.BEST_METRIC")):
             values |= {"TEST.BEST_METRIC": "", "SOLVER.EARLY_STOPPING_PATIENCE": 0}
         if content:

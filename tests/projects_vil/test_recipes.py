@@ -51,7 +51,8 @@ def test_the_default_recipe_for_own_photos(start, capsys):
     assert rates[0] == rates[1] == pytest.approx(rates[2] / 2)
     assert start(**{"SOLVER.MAX_ITER": 400}).SOLVER.WARMUP_ITERS == 20
     cfg = start(lr=0.5, detector="mask_rcnn")
-    assert (cfg.SOLVER.BASE_LR, cfg.TEST.BEST_METRIC) == (0.5, "segm/AP")
+    assert (cfg.SOLVER.BASE_LR, cfg.SOLVER.BASE_LR_END, cfg.TEST.BEST_METRIC) == (0.5, 0.1, "segm/AP")
+    assert start(weights="none").SOLVER.BASE_LR_END == 0
 
 
 def test_small_objects_need_a_long_run_on_a_cpu(start, tmp_path, capsys):
