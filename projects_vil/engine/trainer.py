@@ -647,9 +647,9 @@ class Trainer(DefaultTrainer):
         """
         model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         share_statistics(model)
-        dtype = torch.bfloat16 if cfg.TEST.AMP.ENABLED else eval_dtype(cfg)
+        dtype = eval_dtype(cfg)
         if dtype != torch.float32:
-            _logger.info("Evaluating with %s networks (TEST.AMP or INFERENCE.DTYPE)", str(dtype)[6:])
+            _logger.info("Evaluating in %s (INFERENCE.DTYPE)", str(dtype)[6:])
         with autocast_detector(dtype, model):
             results = super().test(cfg, add_tiles(cfg, model), evaluators)
         for name in cfg.DATASETS.TEST if cfg.TEST.VALIDATION_LOSS else ():

@@ -104,7 +104,7 @@ def test_every_family_trains(shapes, tmp_path, family, detector):
 @pytest.mark.parametrize("is_on", slow_except([False, True], [True]))
 def test_evaluations_in_bfloat16(is_on, shapes, tmp_path):
     """Feature maps are computed in bfloat16 and heads return float32. Afterwards the model is unchanged."""
-    cfg = small_config("mask_rcnn", "OUTPUT_DIR", str(tmp_path), *(["TEST.AMP.ENABLED", "True"] if is_on else []))
+    cfg = small_config("mask_rcnn", "OUTPUT_DIR", str(tmp_path), *(["INFERENCE.DTYPE", "bfloat16"] if is_on else []))
     model, dtypes = Trainer.build_model(cfg), []
     for module in (model.backbone.output_convs[0], model.roi_heads.box_head):
         module.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
