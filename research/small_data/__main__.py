@@ -40,6 +40,7 @@ ABLATIONS = {
     "larger_images": "--image-size {larger}",
     "no_frozen_stages": "MODEL.BACKBONE.FREEZE_AT 0",
     "giou": "MODEL.RETINANET.BBOX_REG_LOSS_TYPE giou",
+    "last_lr_0": "SOLVER.BASE_LR_END 0",
     "random_lr_5e-4": "--weights none --lr 5e-4",
     "random_lr_2e-3": "--weights none --lr 2e-3",
     "random_batch_4": "--weights none --batch 4",
