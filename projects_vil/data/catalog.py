@@ -100,10 +100,8 @@ def register_datasets(cfg: CfgNode) -> None:
             case [str(name), str(images), str(labels), str(file)] if all(entry):
                 classes = read_classes(file)
             case _:
-                raise ConfigError(
-                    f"DATASETS.ADE20K has {entry!r}. Use [name, image folder, label folder], or add the path of a file "
-                    "with one class name per line."
-                )
+                entries = "[name, image folder, label folder], or add the path of a file with one class name per line"
+                raise ConfigError(f"DATASETS.ADE20K has {entry!r}. Use {entries}.")
         _register_ade20k(name, Path(images), Path(labels), classes)
 
 
