@@ -311,11 +311,9 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
     matched = match_classes(classes, ours)
     unknown = [label for index, label in enumerate(classes) if index not in matched]
     if unknown:
-        text = first_of([repr(label) for label in unknown], 5)
-        raise ConfigError(
-            f"{name!r} has classes that do not exist in {reference!r}, whose classes the model uses: {text}"
-            f"{closest(unknown[0], ours) or '.'} Rename or remove them."
-        )
+        text = f"{name!r} has classes that do not exist in {reference!r}, whose classes the model uses"
+        labels = first_of([repr(label) for label in unknown], 5)
+        raise ConfigError(f"{text}: {labels}{closest(unknown[0], ours) or '.'} Rename or remove them.")
     return [matched[index] for index in range(len(classes))]
 
 
