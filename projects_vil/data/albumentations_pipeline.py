@@ -48,10 +48,9 @@ class AlbumentationsAugmentation:
         try:
             pipeline = A.load(path, data_format="json" if Path(path).suffix == ".json" else "yaml")
         except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"{_KEY} '{path}' is not a pipeline of Albumentations: {one_line(error)}. Write the file with "
-                f"A.save(pipeline, {path!r}, data_format='yaml')."
-            ) from error
+            text = f"{_KEY} '{path}' is not a pipeline of Albumentations: {one_line(error)}."
+            advice = f"Write the file with A.save(pipeline, {path!r}, data_format='yaml')."
+            raise ConfigError(f"{text} {advice}") from error
         processor = getattr(pipeline, "processors", {}).get("bboxes")
         conditions = {name: getattr(processor.params, name) for name in _CONDITIONS} if processor else {}
         boxes = A.BboxParams("pascal_voc", label_fields=["index"], clip=True, filter_invalid_bboxes=True, **conditions)

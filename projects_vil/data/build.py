@@ -19,13 +19,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import samplers
 from detectron2.data.build import trivial_batch_collator
-from detectron2.data.samplers import (
-    InferenceSampler,
-    RandomSubsetTrainingSampler,
-    RepeatFactorTrainingSampler,
-    TrainingSampler,
-)
 from detectron2.utils import comm
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -229,7 +224,7 @@ class EvaluationLoader(_Loader):
     """
 
     def __init__(self, records: Sequence[dict[str, Any]], mapper: MapFunction, *, num_workers: int) -> None:
-        sampler = InferenceSampler(len(records))
+        sampler = samplers.InferenceSampler(len(records))
         super().__init__(MappedRecords(records, mapper), num_workers=num_workers, sampler=sampler)
 
 
@@ -272,10 +267,8 @@ def _explaining_limits() -> Iterator[None]:
         is_limit = re.search("shared memory|</torch_|open files", str(error))
         if getattr(error, "errno", None) not in _LIMITS and not is_limit:
             raise
-        raise ConfigError(
-            f"The worker processes cannot share images: {one_line(error)}. Free space in /dev/shm, make it writable, "
-            "raise `ulimit -n`, or set DATALOADER.NUM_WORKERS 0."
-        ) from error
+        advice = "Free space in /dev/shm, make it writable, raise `ulimit -n`, or set DATALOADER.NUM_WORKERS 0."
+        raise ConfigError(f"The worker processes cannot share images: {one_line(error)}. {advice}") from error
 
 
 def build_train_loader(cfg: CfgNode) -> TrainLoader:
@@ -309,7 +302,7 @@ def make_train_loader(
     total_batch_size: int,
     num_workers: int = 0,
     aspect_ratio_grouping: bool = True,
-    make_sampler: Callable[[int], torch.utils.data.Sampler[int]] | None = None,
+    make_sampler: Callable[[int], Sampler[int]] | None = None,
 ) -> TrainLoader:
     """Build a training loader from records and a mapper, like detectron2's ``build_detection_train_loader``.
 
@@ -325,22 +318,23 @@ def make_train_loader(
     groups = [0] * len(records)
     if aspect_ratio_grouping:
         groups = [0 if record.get("width", 0) > record.get("height", 0) else 1 for record in records]
-    make_sampler = make_sampler or (lambda seed: TrainingSampler(len(records), seed=seed))
+    make_sampler = make_sampler or (lambda seed: samplers.TrainingSampler(len(records), seed=seed))
     batches = BatchStream(make_sampler, batch_size=total_batch_size // comm.get_world_size(), groups=groups)
     return TrainLoader(SeededRecords(records, mapper), batch_sampler=batches, num_workers=num_workers)
 
 
-def _sampler(cfg: CfgNode, records: SharedRecords) -> Callable[[int], torch.utils.data.Sampler[int]]:
-    """Return a function that maps a seed to detectron2's sampler ``DATALOADER.SAMPLER_TRAIN``."""
+def _sampler(cfg: CfgNode, records: SharedRecords) -> Callable[[int], Sampler[int]] | None:
+    """Return a function that maps a seed to ``DATALOADER.SAMPLER_TRAIN``, or None for detectron2's default."""
     name, size = cfg.DATALOADER.SAMPLER_TRAIN, len(records)
     if name == "RepeatFactorTrainingSampler":
         threshold = cfg.DATALOADER.REPEAT_THRESHOLD
-        factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(records, threshold)
-        return lambda seed: RepeatFactorTrainingSampler(factors, seed=seed)
+        sampler = samplers.RepeatFactorTrainingSampler
+        factors = sampler.repeat_factors_from_category_frequency(records, threshold)
+        return lambda seed: sampler(factors, seed=seed)
     if name == "RandomSubsetTrainingSampler":
         ratio = cfg.DATALOADER.RANDOM_SUBSET_RATIO
-        return lambda seed: RandomSubsetTrainingSampler(size, ratio, seed_shuffle=seed, seed_subset=seed)
-    return lambda seed: TrainingSampler(size, seed=seed)
+        return lambda seed: samplers.RandomSubsetTrainingSampler(size, ratio, seed_shuffle=seed, seed_subset=seed)
+    return None
 
 
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> EvaluationLoader:

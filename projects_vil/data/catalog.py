@@ -100,10 +100,8 @@ def register_datasets(cfg: CfgNode) -> None:
             case [str(name), str(images), str(labels), str(file)] if all(entry):
                 classes = read_classes(file)
             case _:
-                raise ConfigError(
-                    f"DATASETS.ADE20K has {entry!r}. Use [name, image folder, label folder], or add the path of a file "
-                    "with one class name per line."
-                )
+                entries = "[name, image folder, label folder], or add the path of a file with one class name per line"
+                raise ConfigError(f"DATASETS.ADE20K has {entry!r}. Use {entries}.")
         _register_ade20k(name, Path(images), Path(labels), classes)
 
 
@@ -313,11 +311,9 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
     matched = match_classes(classes, ours)
     unknown = [label for index, label in enumerate(classes) if index not in matched]
     if unknown:
-        text = first_of([repr(label) for label in unknown], 5)
-        raise ConfigError(
-            f"{name!r} has classes that do not exist in {reference!r}, whose classes the model uses: {text}"
-            f"{closest(unknown[0], ours) or '.'} Rename or remove them."
-        )
+        text = f"{name!r} has classes that do not exist in {reference!r}, whose classes the model uses"
+        labels = first_of([repr(label) for label in unknown], 5)
+        raise ConfigError(f"{text}: {labels}{closest(unknown[0], ours) or '.'} Rename or remove them.")
     return [matched[index] for index in range(len(classes))]
 
 

@@ -171,9 +171,8 @@ class CocoFile:
         more = f" and {len(errors) - 1} more type{'s' * (len(errors) > 2)} of errors" if len(errors) > 1 else ""
         command = shlex.join([*data, *([] if self.masks else ["--boxes"])])
         text = f"'{data[0]}' has {self.describe(errors[0])}{more}. Run 'vil check {command}' to list all errors"
-        return ConfigError(
-            f"{text}, and add --fix OUT for a fixed copy. Or set DATASETS.CHECK warn to fix only this run."
-        )
+        advice = "add --fix OUT for a fixed copy. Or set DATASETS.CHECK warn to fix only this run."
+        return ConfigError(f"{text}, and {advice}")
 
     def to_json(self) -> dict[str, Any]:
         """Return all findings as a dict that can be written to a JSON file."""
@@ -444,20 +443,12 @@ def remove(file: CocoFile, index: int, entry: Any) -> None:
     return None
 
 
-def as_crowd(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"iscrowd": 1, "ignore": 0}
-
-
 def convert(key: str, to: Callable[[Any], Any]) -> Fix:
     return lambda file, index, entry: entry | {key: to(entry.get(key))}
 
 
 def set_file_size(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
     return entry | dict(zip(("height", "width"), file.sizes[index], strict=True))
-
-
-def renumber_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"id": index + 1}
 
 
 def set_image_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
@@ -544,8 +535,8 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("invalid_image_entry", "error", "images without an id and a file_name", remove, _WITH_OBJECTS),
         ("duplicate_image_id", "error", "images whose id is not unique", remove,
          "one of equal entries is kept, and different entries are removed with their objects"),
-        ("mixed_image_id_types", "error", "images in a file with both text ids and number ids", renumber_id,
-         "the new id is the position in the file"),
+        ("mixed_image_id_types", "error", "images in a file with both text ids and number ids",
+         lambda file, index, entry: entry | {"id": index + 1}, "the new id is the position in the file"),
         ("missing_image_size", "fixed", "images without height and width", set_file_size, "read from the file"),
         ("duplicate_file_name", "note", "images with a repeated file_name", None, "used as two images"),
         ("missing_image_file", "error", "images whose file is missing", remove, _WITH_OBJECTS),
@@ -592,7 +583,8 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("invalid_rle", "error", "RLE whose size or counts do not match the image", valid_mask, _MASK),
         ("rle_without_iscrowd", "note", "RLE masks of objects that are not crowds", None, "read as bitmaps"),
         ("ignore_flag", "error", "annotations with ignore, which detectron2 does not support",
-         as_crowd, "changed to a crowd (iscrowd 1): ignored in training and evaluation"),
+         lambda file, index, entry: entry | {"iscrowd": 1, "ignore": 0},
+         "changed to a crowd (iscrowd 1): ignored in training and evaluation"),
         ("invalid_annotation_id", "fixed", "annotations without an id above 0", new_id, "read with a new id"),
         ("duplicate_annotation_id", "error", "annotations whose id is not unique", new_id_unless_equal,
          "an equal annotation is removed, and a different one gets a new id"),
@@ -601,8 +593,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
     ),
 }.items() for row in rows}
 # fmt: on
-_FINDERS = (find_in_categories, find_in_images, find_in_files, find_in_annotations, find_in_boxes)
-_FINDERS += (find_without_objects,)
+_FINDERS = (find_in_categories, find_in_images, find_in_files, find_in_annotations, find_in_boxes, find_without_objects)
 
 
 def _shortened(value: object) -> str:

@@ -305,10 +305,9 @@ def _check_memory(cfg: CfgNode, number: int, file: str) -> None:
     # them on the CPU. Its pairwise_iou needs 24 bytes per object and anchor.
     needed = 24 * number * max(cfg.INPUT.MIN_SIZE_TRAIN) * cfg.INPUT.MAX_SIZE_TRAIN // 4
     if needed > memory:
-        raise ConfigError(
-            f"'{file}' has {number:,} objects. Training on it needs about {needed / 1e9:.0f} GB, but "
-            f"there are {memory / 1e9:.0f} GB. Divide the image into tiles, or lower INPUT.MAX_SIZE_TRAIN."
-        )
+        sizes = f"about {needed / 1e9:.0f} GB, but there are {memory / 1e9:.0f} GB"
+        advice = "Divide the image into tiles, or lower INPUT.MAX_SIZE_TRAIN."
+        raise ConfigError(f"'{file}' has {number:,} objects. Training on it needs {sizes}. {advice}")
 
 
 def in_order(records: Iterable[dict[str, Any]], order: Sequence[int]) -> Iterator[dict[str, Any]]:

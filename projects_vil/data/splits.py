@@ -10,26 +10,20 @@ from typing import Any
 import numpy as np
 
 from backbones.errors import first_of
-from projects_vil.data.readers.coco import Parts, divide, entries_of, paths_of
+from projects_vil.data.readers.coco import Parts, divide, entries_of, images_of
 from projects_vil.data.readers.index import content_hash
 
 VAL_FRACTION = 0.2
 
 
-def find_copies(parts: Parts, *, in_splits: bool) -> dict[str, str] | None:
+def find_copies(parts: Parts) -> dict[str, str]:
     """Return the first equal file of each image file that has a copy.
 
-    Args:
-        parts: The splits.
-        in_splits: Whether to compare the images of a split with each other, and not only with those of other splits.
-            This takes up to 10 seconds per 100,000 images, so the result is None for more than 20,000 images.
+    If there is a validation split, only copies in different splits are found.
     """
-    files = [(split, path) for split, (content, _, root) in parts.items() for path in paths_of(content, root)]
-    if in_splits and len(files) > 20_000:
-        return None
-    files = [(path, path) for _, path in files] if in_splits else files
-    readable = [one for one in files if os.path.isfile(one[1]) and os.access(one[1], os.R_OK)]
-    groups = [[one for one in readable if os.path.getsize(one[1])]]
+    files = [(split, path) for split, (content, _, root) in parts.items() for _, path in images_of(content, root)]
+    files = [(split if "val" in parts else path, path) for split, path in files if os.access(path, os.R_OK)]
+    groups = [[one for one in files if os.path.isfile(one[1]) and os.path.getsize(one[1])]]
     # Most files of the same size differ in their first 16 kB.
     for key in (os.path.getsize, lambda path: np.fromfile(path, np.uint8, 1 << 14).tobytes(), content_hash):
         found = defaultdict(list)
@@ -53,13 +47,12 @@ def split_by_hash(
         fraction: The fraction of the images in val.
         original_of: The result of :func:`find_copies`.
     """
-    names = [original_of.get(path, path) for path in paths_of(content, root)]
-    keys = [hashlib.sha256(os.path.basename(name).encode()).hexdigest() + name for name in names]
-    different = sorted({*keys})
+    names = {str(image.get("id")): original_of.get(path, path) for image, path in images_of(content, root)}
+    keys = {key: hashlib.sha256(os.path.basename(name).encode()).hexdigest() + name for key, name in names.items()}
+    different = sorted({*keys.values()})
     number = min(max(round(fraction * len(different)), 1), len(different) - 1)
     chosen = {*different[:number]}
-    pairs = zip(entries_of(content, "images"), keys, strict=True)
-    parts = divide(content, {str(image.get("id")): "val" if key in chosen else "train" for image, key in pairs})
+    parts = divide(content, {number: "val" if key in chosen else "train" for number, key in keys.items()})
     return parts if len(parts) > 1 else {"train": content}
 
 
@@ -75,7 +68,7 @@ def compare_splits(parts: Parts, original_of: Mapping[str, str]) -> Iterator[str
     groups: dict[str, dict[str, str]] = defaultdict(dict)
     by_class: dict[str, set[str]] = defaultdict(set)
     for split, (content, _, root) in parts.items():
-        for path in paths_of(content, root):
+        for _, path in images_of(content, root):
             groups[original_of.get(path, path)][split if len(parts) > 1 else path] = path
         names = {str(entry.get("id")): str(entry.get("name")) for entry in entries_of(content, "categories")}
         for entry in entries_of(content, "annotations"):

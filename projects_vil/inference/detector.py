@@ -17,15 +17,8 @@ from detectron2.structures import Instances
 
 from backbones import ConfigError
 from backbones.errors import check_whole, first_of
-from projects_vil.checkpoint import (
-    LAST_CHECKPOINT,
-    PUBLISHED_WEIGHTS,
-    Categories,
-    find_weights,
-    is_zoo_name,
-    weights_of,
-    zoo_config,
-)
+from projects_vil.checkpoint import LAST_CHECKPOINT, PUBLISHED_WEIGHTS, Categories, weights_of
+from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_config
 from projects_vil.config import CONFIG_FILE, choose_device, load_config
 from projects_vil.data import upright_pixels
 from projects_vil.inference.hub import HubMixin
@@ -240,16 +233,13 @@ class Detector(HubMixin):
         weights, device = weights or given.get("MODEL.WEIGHTS"), device or given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's best or last checkpoint
-        for path in (weights, source):
-            if not path or not str(path).endswith(EXPORT_SUFFIXES):
-                continue
+        exported = [path for path in (weights, source) if str(path).endswith(EXPORT_SUFFIXES)]
+        for path in exported[:1]:
             options = {"weights": bool(weights) and weights != path, "dtype": dtype, "tta": tta}
             options |= {key: key not in ("MODEL.WEIGHTS", "MODEL.DEVICE") for key in given}
             if unused := [name for name, is_given in options.items() if is_given]:
-                raise ConfigError(
-                    f"An exported model has no option {', '.join(unused)}. "
-                    f"Leave it out, or export '{path}' again with other config keys."
-                )
+                advice = f"Leave it out, or export '{path}' again with other config keys."
+                raise ConfigError(f"An exported model has no option {', '.join(unused)}. {advice}")
             runner = ExportedRunner(Path(path), device=device or "cpu", score_threshold=score_threshold)
             return cls(runner, draw_threshold=score_threshold)
         config, weights = find_model(source, weights)
@@ -307,10 +297,8 @@ class Detector(HubMixin):
         check_whole("batch_size", batch_size)
         check_threshold(score_threshold)
         if score_threshold is not None and score_threshold < self.runner.score_threshold:
-            raise ConfigError(
-                f"score_threshold is {score_threshold:g}, below the detector's {self.runner.score_threshold:g}. "
-                "Load or export the detector with a lower threshold."
-            )
+            text = f"score_threshold is {score_threshold:g}, below the detector's {self.runner.score_threshold:g}."
+            raise ConfigError(f"{text} Load or export the detector with a lower threshold.")
         single = not isinstance(images, (list, tuple))
         listed: Sequence[Any] = [images] if single else images
         sources = []

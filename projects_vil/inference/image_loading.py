@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -242,19 +242,28 @@ class Video:
             yield Skipped(index, self.name, reason)
 
 
-def file_version(path: str, strict: bool) -> list | None:
-    """Return the size of a file or URL, and its ETag or modification time. None if it cannot be read.
+def file_versions(files: Mapping[str, str], *, strict: bool) -> dict[str, list | None]:
+    """Return the size of each file or URL, and its ETag or modification time. None if it cannot be read.
+
+    Args:
+        files: the paths and URLs by name.
+        strict: whether a failure for a reason that may be temporary raises an error.
 
     Raises:
-        OSError: with ``strict``, if it cannot be read for a reason that may be temporary.
+        OSError: with ``strict``, if a file cannot be read for a reason that may be temporary.
     """
-    try:
-        info = _request(path, threading.Event(), "info")
-    except OSError as error:
-        if strict and error.strerror.startswith(TEMPORARY_ERROR):
-            raise
-        return None
-    return [info.get("size") or 0, str(next((info[key] for key in _VERSION_KEYS if info.get(key)), ""))]
+
+    def version(path: str) -> list | None:
+        try:
+            info = _request(path, threading.Event(), "info")
+        except OSError as error:
+            if strict and error.strerror.startswith(TEMPORARY_ERROR):
+                raise
+            return None
+        return [info.get("size") or 0, str(next((info[key] for key in _VERSION_KEYS if info.get(key)), ""))]
+
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        return dict(zip(files, pool.map(version, files.values()), strict=True))
 
 
 def _request(url: str, stop: threading.Event, method: str = "cat_file") -> Any:

@@ -20,21 +20,10 @@ import numpy as np
 from backbones import ConfigError
 from backbones.checkpoint_files import write_text
 from backbones.errors import first_of, pip_install
+from projects_vil.inference import parquet_writer
 from projects_vil.inference.detector import Detector
 from projects_vil.inference.image_listing import ARCHIVES, FORMATS, list_paths, load_listed, shown_name, suffix_of
-from projects_vil.inference.image_loading import BATCHING_WINDOW, ImageBatches, ImageSource
-from projects_vil.inference.parquet_writer import (
-    SCHEMA,
-    count_rows,
-    describe_runner,
-    failed_rows,
-    file_versions,
-    read_part,
-    schema_of,
-    summarize,
-    to_row,
-    write_part,
-)
+from projects_vil.inference.image_loading import BATCHING_WINDOW, ImageBatches, ImageSource, file_versions
 from projects_vil.inference.predict import Summary
 from projects_vil.utils import read_json
 from vil.choices import EXPORT_SUFFIXES
@@ -103,7 +92,7 @@ def predict_on_ray(
     detector = Detector.load(model, **options | {"device": "cpu", "overrides": on_cpu})
     ray.init(ignore_reinit_error=True)
     unit = "GPU" if can_use_gpu and ray.cluster_resources().get("GPU") else "CPU"
-    made_of = describe_runner(detector.runner)
+    made_of = parquet_writer.describe_runner(detector.runner)
     if unit == "GPU" and detector.runner.cfg.INFERENCE.DTYPE == "auto":
         made_of["dtype"] = "auto"  # the workers choose it for their GPU
     # Reading and writing need a CPU too.
@@ -111,10 +100,8 @@ def predict_on_ray(
     free = available * workers_per_gpu if unit == "GPU" else available - 1
     smallest, largest = num_workers or (1, free)
     if not 0 < smallest <= min(largest, free):
-        raise ConfigError(
-            f"Ray has room for {free} workers on {available} {unit}s, but ray_workers is {smallest} {largest}. Use "
-            "fewer workers or a larger cluster."
-        )
+        text = f"Ray has room for {free} workers on {available} {unit}s, but ray_workers is {smallest} {largest}."
+        raise ConfigError(f"{text} Use fewer workers or a larger cluster.")
     files = output_files(output, part_size)
     # One block of paths is one task, and needs the finished images of one partition. Blocks are in Ray's object store,
     # which spills to disk.
@@ -139,10 +126,11 @@ def predict_on_ray(
     output.mkdir(parents=True, exist_ok=True)
     if archives:
         _check_versions(output / VERSIONS_FILE, file_versions(archives, strict=False))
-    detected.write_parquet(str(output), schema=schema_of(detector.categories, made_of), min_rows_per_file=part_size)
+    schema = parquet_writer.schema_of(detector.categories, made_of)
+    detected.write_parquet(str(output), schema=schema, min_rows_per_file=part_size)
     files = output_files(output, part_size)
     tasks = [ray.remote(_count).remote(paths) for paths in files[1:]]
-    summary = summarize(output, sum(ray.get(tasks), _count(files[0])))
+    summary = parquet_writer.summarize(output, sum(ray.get(tasks), _count(files[0])))
     if not summary.num_images + summary.num_skipped:
         raise ConfigError(f"Input '{source}' has no images. {FORMATS}")
     return summary
@@ -158,8 +146,8 @@ class _Worker:
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
         images = self._unfinished(table)
         while window := list(itertools.islice(images, BATCHING_WINDOW)):
-            rows = list(self.detector.detect(ImageBatches(window), to_row, batch_size=self.batch_size))
-            yield pa.Table.from_pylist(rows, SCHEMA)
+            rows = list(self.detector.detect(ImageBatches(window), parquet_writer.to_row, batch_size=self.batch_size))
+            yield pa.Table.from_pylist(rows, parquet_writer.SCHEMA)
 
     def _unfinished(self, table: pa.Table) -> Iterator[ImageSource]:
         listed = zip(*(map(os.fsdecode, table[name].to_pylist()) for name in ("name", "path")), strict=True)
@@ -175,10 +163,8 @@ def _check_versions(path: Path, versions: dict[str, list | None]) -> None:
     """Raise a :class:`ConfigError` if a tar file was replaced since its images were predicted. Write the versions."""
     before = read_json(path) if path.exists() else {}
     if changed := [name for name, version in versions.items() if version and version != before.get(name, version)]:
-        raise ConfigError(
-            f"{first_of(changed, 5)} changed after the prediction to '{path.parent}' began, and its rows may be of the "
-            "old images. Choose another output directory."
-        )
+        text = f"{first_of(changed, 5)} changed after the prediction to '{path.parent}' began"
+        raise ConfigError(f"{text}, and its rows may be of the old images. Choose another output directory.")
     write_text(path, json.dumps(before | {name: one for name, one in versions.items() if one}))
 
 
@@ -189,7 +175,7 @@ def output_files(output: Path, part_size: int) -> list[list[Path]]:
 
 
 def _count(paths: list[Path]) -> Counter:
-    return count_rows(parquet.read_table(path, columns=["scores", "error"]) for path in paths)
+    return parquet_writer.count_rows(parquet.read_table(path, columns=["scores", "error"]) for path in paths)
 
 
 def _put(listed: list[tuple[str, str]]) -> "ray.ObjectRef":
@@ -229,15 +215,16 @@ def _read_keys(paths: list[Path], made_of: dict[str, str], archives: set[str], n
     """
     keys, partitions = [], []
     for path in paths:
-        table = read_part(path, made_of, columns=["file_name", "error"])
+        table = parquet_writer.read_part(path, made_of, columns=["file_name", "error"])
         if table is None:
             # Delete only files that Ray has named.
             if not re.fullmatch(r"\w+_\d{6}-\d+\.parquet", path.name):
                 raise ConfigError(f"'{path}' is not a complete Parquet file. Choose another output directory.")
             path.unlink(missing_ok=True)  # Ray may repeat a task
             continue
-        if failed := failed_rows(table):
-            table = write_part(path, read_part(path, made_of).take(np.setdiff1d(np.arange(len(table)), failed)))
+        if failed := parquet_writer.failed_rows(table):
+            others = np.setdiff1d(np.arange(len(table)), failed)
+            table = parquet_writer.write_part(path, parquet_writer.read_part(path, made_of).take(others))
         names = table["file_name"].to_pylist()
         keys.append(_keys(names))
         for name in names:

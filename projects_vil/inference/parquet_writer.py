@@ -7,7 +7,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detections, Detector
 from projects_vil.inference.image_listing import Listed, archives_of_shard, common_folder, load_listed, split_listed
 from projects_vil.inference.image_loading import (
-    NUM_REQUESTS,
     TEMPORARY_ERROR,
     ImageBatches,
     ImageSource,
     Loaded,
     Skipped,
-    file_version,
+    file_versions,
     os_errors,
     without_password,
 )
@@ -245,12 +243,6 @@ def write_parts(
     line = f"{output}: {len(archives) - len(incomplete)} of {counted(len(archives), 'tar file')} complete"
     line += f"; incomplete: {first_of(incomplete, 10)}" if incomplete else ""
     return dataclasses.replace(summary, lines=(*summary.lines, line))
-
-
-def file_versions(archives: Mapping[str, str], *, strict: bool) -> dict[str, list | None]:
-    """Return the :func:`~projects_vil.inference.image_loading.file_version` of each tar file by its name."""
-    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
-        return dict(zip(archives, pool.map(file_version, archives.values(), itertools.repeat(strict)), strict=True))
 
 
 def _stem(archive: str) -> str:

@@ -158,10 +158,10 @@ def predict(
         raise ConfigError(f"column is {column!r}, but '{source}' is not a table. Leave out --column.")
     if track:
         from projects_vil.inference.tracking import Tracker  # needs optional packages
+    options = {"batch_size": batch_size, "column": column, "part_size": part_size or PART_SIZE}
     if ray:
         from projects_vil.inference.on_ray import predict_on_ray
 
-        options = {"batch_size": batch_size, "column": column, "part_size": part_size or PART_SIZE}
         options |= {"num_workers": ray_workers, "workers_per_gpu": workers_per_gpu or 1}
         return predict_on_ray(model, source, output, tta=tta, overrides=overrides, **options)
     # The input is checked before the model is loaded.
@@ -183,8 +183,7 @@ def predict(
     if is_parquet:
         from projects_vil.inference.parquet_writer import write_parts
 
-        options = {"source": source, "column": column, "shard": shard, "part_size": part_size or PART_SIZE}
-        return write_parts(detector, itertools.chain(first, paths), output, batch_size=batch_size, **options)
+        return write_parts(detector, itertools.chain(first, paths), output, source=source, shard=shard, **options)
     model = getattr(detector.runner, "model", None)
     if batch_size > 1 and isinstance(model, ExportedModel) and not model.batched:
         logging.getLogger(__name__).warning("batch_size is %d, but '%s' takes one image.", batch_size, model.path)
@@ -193,16 +192,18 @@ def predict(
         detector = Detector(detector.runner, categories=categories)
     if images is None:
         opened = Video(source)
+        writer = _video_writer(output / DRAWINGS_FOLDER, opened)
     else:
         opened = ImageBatches(images, keep_pixels=drawings)
         opened.total = opened.total or number_of_images(source, exclude=output)
+        root = Path(source if is_single else "")
+        writer = contextlib.nullcontext(functools.partial(_write_drawing, output / DRAWINGS_FOLDER, root))
+    writer = writer if drawings else None
     threshold = SCORE_THRESHOLD if score_threshold is None else score_threshold
-    folder, root = output / DRAWINGS_FOLDER, source if is_single else ""
-    drawer = _drawer(folder, root, opened, threshold=threshold) if drawings else None
     frame_rate = getattr(opened, "frame_rate", DEFAULT_FRAME_RATE)
     tracker = Tracker(frame_rate=frame_rate, threshold=threshold) if track else None
     labels: list[tuple[dict, list[dict]]] | None = [] if save_labels else None
-    summary = _write_coco(detector, opened, output, drawer, tracker, batch_size, threshold, labels)
+    summary = _write_coco(detector, opened, output, writer, tracker, batch_size, threshold, labels)
     if labels:
         root = source if os.path.isdir(source) else os.path.dirname(source)
         lines = write_detections(labels, detector.categories.to_coco(), root, output / DATASET_FOLDER, save_labels)
@@ -214,7 +215,7 @@ def _write_coco(
     detector: Detector,
     source: ImageBatches | Video,
     output: Path,
-    drawer: contextlib.AbstractContextManager | None,
+    writer: contextlib.AbstractContextManager | None,
     tracker: "Tracker | None",
     batch_size: int,
     threshold: float,
@@ -236,7 +237,7 @@ def _write_coco(
         open(images_path, "w") as images_file,
         stop_requests(single_process=True) if is_stream else contextlib.nullcontext([]) as received,
         progress_bar(source.unit, total=source.total) as progress,
-        drawer or contextlib.nullcontext() as draw,
+        writer or contextlib.nullcontext() as write_drawing,
     ):
 
         def convert(item: Loaded | Skipped, detections: Detections | None) -> tuple[dict | None, list[dict]]:
@@ -248,8 +249,9 @@ def _write_coco(
             if tracker is not None:
                 detections = tracker.update(item, detections)
                 tracks.update(detections.track_ids[detections.track_ids >= 0].tolist())
-            if draw is not None:
-                draw(item.entry, detections)
+            if write_drawing is not None:
+                drawn = detections.draw(score_threshold=threshold, longer_side=MIN_DRAWING_SIDE)
+                write_drawing(item.entry, drawn)
                 num_drawn += int((detections.scores >= threshold).sum())
             highest_score = max([highest_score, *detections.scores[:1].tolist()])
             return item.entry, detections.to_coco(item.entry["id"])
@@ -283,11 +285,11 @@ def _write_coco(
         images_file.write("], " + json.dumps(tail)[1:])
     total = counted(num_detections, "detection")
     lines = [f"{counted(num_images, source.unit)}, {total}" + f", {counted(len(tracks), 'track')}" * bool(tracker)]
-    if drawer is not None and num_detections:
+    if writer is not None and num_detections:
         highest = "" if num_drawn else f"; the highest score is {highest_score:.3g}"
         lines.append(f"{num_drawn:,} of {total} drawn (score >= {threshold:g}){highest}")
     written = [output / RESULTS_FILE, output / IMAGES_FILE]
-    written += [output / DRAWINGS_FOLDER] * (drawer is not None and num_images > 0)
+    written += [output / DRAWINGS_FOLDER] * (writer is not None and num_images > 0)
     lines.append(f"wrote {', '.join(map(str, written))}")
     lines += [f"skipped {counted(len(skipped), 'file')} that could not be read"] * bool(skipped)
     return Summary(num_images, num_detections, len(skipped), tuple(lines))
@@ -352,20 +354,6 @@ def _annotated_images(detector: Detector, folder: Path, annotations: Path) -> tu
 # Drawings ------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _drawer(
-    folder: Path, source: str, images: ImageBatches | Video, *, threshold: float
-) -> Iterator[Callable[[dict, Detections], None]]:
-    """Yield a function that draws detections, and writes the drawing to a file or to a video."""
-    if isinstance(images, Video):
-        writer = _video_writer(folder, images)
-    else:
-        writer = contextlib.nullcontext(functools.partial(_write_drawing, folder, Path(source)))
-    options = {"score_threshold": threshold, "longer_side": MIN_DRAWING_SIDE}
-    with writer as write:
-        yield lambda entry, detections: write(entry, detections.draw(**options))
-
-
 def _write_drawing(folder: Path, source: Path, entry: dict, drawn: np.ndarray) -> None:
     """Write a drawing. JPEG and PNG files keep their names; ``.png`` is appended to others."""
     # The path in a list may lead out of the folder.
@@ -381,6 +369,7 @@ def _write_drawing(folder: Path, source: Path, entry: dict, drawn: np.ndarray) -
 
 @contextlib.contextmanager
 def _video_writer(folder: Path, video: Video) -> Iterator[Callable[[dict, np.ndarray], None]]:
+    """Yield a function that adds a drawing to a video."""
     name, codec = f"{Path(video.name).stem}.mp4", cv2.VideoWriter_fourcc(*VIDEO_CODEC)
     writer, size = cv2.VideoWriter(), None
     with atomic_folder(folder) as unfinished:

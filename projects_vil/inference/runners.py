@@ -123,10 +123,8 @@ class ExportedRunner:
         exported = metadata["thresholds"]["score"]
         self.score_threshold = exported if score_threshold is None else score_threshold
         if self.score_threshold < exported:
-            raise ConfigError(
-                f"score_threshold is {score_threshold:g}, but '{path}' was exported with {exported:g}. "
-                "Use a higher threshold, or export the model again."
-            )
+            text = f"score_threshold is {score_threshold:g}, but '{path}' was exported with {exported:g}."
+            raise ConfigError(f"{text} Use a higher threshold, or export the model again.")
         self.resizing = metadata["resizing"]
         self.fixed_size = tuple(metadata["input"]["size"] or ()) or None
         self.sides = (1, None) if self.fixed_size else metadata["input"]["sides"]

@@ -64,8 +64,7 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
         # A single file without the name of a split may have images of several splits.
         named = split if len(by_split) > 1 else split_of(index.folders_of(main[0]), Path(main[0]).stem)
         content, _, root = parts[split] = _with_images(main[0], named, index)
-        images = entries_of(content, "images") if named is None else []
-        pairs = zip(images, paths_of({"images": images}, root), strict=True)
+        pairs = images_of(content, root) if named is None else []
         splits = {str(image.get("id")): index.split_of(path) or "train" for image, path in pairs}
         if len({*splits.values()}) > 1 and "train" in splits.values():
             found.notes.append("the folders of the images decide their splits")
@@ -110,6 +109,7 @@ def divide(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[st
     return parts
 
 
-def paths_of(content: dict[str, Any], root: Path) -> list[str]:
-    """Return the absolute paths of the images of a COCO file."""
-    return [os.path.normpath(os.path.join(root, image["file_name"])) for image in entries_of(content, "images")]
+def images_of(content: dict[str, Any], root: Path) -> list[tuple[dict[str, Any], str]]:
+    """Return the images of a COCO file with their absolute paths."""
+    images = entries_of(content, "images")
+    return [(image, os.path.normpath(os.path.join(root, image["file_name"]))) for image in images]

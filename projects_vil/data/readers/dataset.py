@@ -18,7 +18,7 @@ from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_replaceable, counted, first_of
 from projects_vil.data.detection_utils import is_image, read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
-from projects_vil.data.readers.coco import Parts, entries_of, find_coco, paths_of
+from projects_vil.data.readers.coco import Parts, entries_of, find_coco, images_of
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex
 from projects_vil.data.readers.shapes import Annotations, in_image
 from projects_vil.data.segmentation import count_masks
@@ -31,13 +31,11 @@ _READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, 
 # Other formats: a regular expression for the name of a file, a line break, and the beginning of its content
 # fmt: off
 _OTHERS = {
-    "CSV": r"\A.*\.[ct]sv\n", "TFRecord": r"\A.*\.tfrecord", "Parquet": r"\A.*\.parquet\n", "dlib": "<image file=",
-    "Hugging Face's metadata": r"\Ametadata\.jsonl\n", "Label Studio's JSON": '"[a-z]+labels"', "BDD100K": '"box2d"',
-    "CreateML": r'"coordinates"\s*:\s*\{', "Dataloop": r'"coordinates"\s*:\s*\[', "Supervisely": '"classTitle"',
-    "Labelbox": '"data_row"', "V7 Darwin": '"bounding_box"', "VoTT": r'"assets"\s*:\s*\{', "Datumaro": '"label_id"',
-    "SageMaker": '"source-ref"', "COCO's results of a detector": r'\n\[\s*\{\s*"(image|category)_id"',
-    "KITTI": r"\n[a-zA-Z]\w*( -?[\d.]+){14}", "OIDv4": r"\n[^\d\n]+( [\d.]+){4}\s*?$",
-    "VisDrone": r"\n(\d+,){7}\d+,?\s*?$", "WIDER FACE": r"\.jpg\s+\d+\s(\d+ ){4}", "MOT": r"\n(\d+,){2}(-?[\d.]+,){6,}",
+    "CSV": r"\A.*\.[ct]sv\n", "TFRecord": r"\A.*\.tfrecord", "Parquet": r"\A.*\.parquet\n",
+    "JSON Lines": r"\A.*\.(jsonl|ndjson)\n", "Label Studio's JSON": '"[a-z]+labels"', "Supervisely": '"classTitle"',
+    "CreateML": r'"coordinates"\s*:\s*\{', "COCO's results of a detector": r'\n\[\s*\{\s*"(image|category)_id"',
+    "KITTI": r"\n[a-zA-Z]\w*( -?[\d.]+){14}", "WIDER FACE": r"\.jpg\s+\d+\s(\d+ ){4}",
+    "VisDrone or MOT": r"\n(\d+,){2}(-?[\d.]+,){5,}",
 }
 # fmt: on
 _KNOWN = "*.json of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml of Pascal VOC or CVAT"
@@ -118,28 +116,25 @@ def read_dataset(
     if val is not None and not 0 <= val < 1:
         raise ConfigError(f"val_fraction is {val}. Give a fraction between 0 and 1, such as {VAL_FRACTION}.")
     source = Path(source)
-    name, files, index, others = _detect_format(source, None if images is None else Path(images))
+    name, files, index = _detect_format(source, None if images is None else Path(images))
     extracted = os.path.abspath(extracted or Path(folder, "images"))
     found = Annotations() if name == "COCO" else _READERS[name](files, index)
     parts = find_coco(files, index, found) if name == "COCO" else _to_coco(source, found, index, extracted)
-    found.unused["JSON or XML files that are not annotations"] = others
     found.unused["text files with labels of YOLO"] = yolo.label_files(index.files) if name != "YOLO" else []
     _count_unused(source, parts, index, {*files, *found.read}, found.unused)
     parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
     if "train" not in parts:
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
     content, _, root = parts["train"]
-    copies = find_copies(parts, in_splits="val" not in parts)
+    copies = find_copies(parts)
     if "val" not in parts and val != 0:
-        halves = split_by_hash(content, root, VAL_FRACTION if val is None else val, copies or {})
+        halves = split_by_hash(content, root, VAL_FRACTION if val is None else val, copies)
         if len(halves) < 2:
             raise ConfigError(f"'{source}' has only one image, or copies of one. Add another one for validation.")
         parts |= {split: (half, None, root) for split, half in halves.items()}
         found.notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
         raise ConfigError(f"'{source}' already has a validation split. Leave out val_fraction.")
-    if copies is None:
-        copies = find_copies(parts, in_splits=False)
     read, contents = set(map(os.path.realpath, files)), {} if contents is None else contents
     splits = _write(source, Path(folder), parts, read, contents)
     sizes = {split: len(parts[split][0]["images"]) for split in splits}
@@ -183,7 +178,7 @@ def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: d
 
 def _count_unused(source: Path, parts: Parts, index: FileIndex, read: set[str], unused: dict[str, list[str]]) -> None:
     """Add the images of a dataset that no annotation names, and the other files that are neither read nor counted."""
-    used = {path for content, _, root in parts.values() for path in paths_of(content, root)}
+    used = {path for content, _, root in parts.values() for _, path in images_of(content, root)}
     known = used.union(read, *unused.values())
     below = tuple(os.path.join(root, "") for _, _, root in parts.values()) if source.is_file() else ""
     others = [path for path in index.all_files if path not in known and path.startswith(below)]
@@ -240,7 +235,7 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
     return parts
 
 
-def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[str], FileIndex, list[str]]:
+def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[str], FileIndex]:
     """Detect the format of a dataset from the content of its files.
 
     Args:
@@ -248,7 +243,7 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
         images: A folder with its images, if it is not below the folder of the dataset.
 
     Returns:
-        The format, the annotation files, the index of all files, and the JSON and XML files that are not annotations.
+        The format, the annotation files, and the index of all files.
 
     Raises:
         ConfigError: If the path does not exist, or if its format is unknown or ambiguous.
@@ -268,9 +263,9 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
     others = [path for path in found.pop(None, []) if path.lower().endswith((".json", ".xml"))]
     if not found:
         darknet = [p for p in own if p.endswith(".data") and re.search(rb"(?m)^\s*train\s*=", Path(p).read_bytes())]
-        unread = [path for path in own if path not in index.images]
-        formats = {} if darknet or yolo.class_files(own) else {p: name for p in unread if (name := _other_format(p))}
-        labels = darknet or yolo.class_files(own) or yolo.label_files([p for p in unread if p not in formats])[:1]
+        labels = darknet or yolo.class_files(own)
+        formats = {} if labels else {p: name for p in own if not is_image(p) and (name := _other_format(p))}
+        labels = labels or yolo.label_files([path for path in own if path not in formats])[:1]
         found |= {"YOLO": labels} if labels else {}
     if not found:
         for path, name in formats.items():
@@ -292,7 +287,7 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
         for path in damaged if name == "LabelMe" else ():
             read_json(path)
         raise ConfigError(f"Files that are empty or not {name}: {first_of(damaged, 5)}. Repair or remove them.")
-    return name, files, index, others
+    return name, files, index
 
 
 def _other_format(path: str) -> str | None:

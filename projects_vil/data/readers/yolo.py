@@ -11,12 +11,11 @@ import yaml
 from backbones import ConfigError
 from backbones.errors import counted
 from projects_vil.data.detection_utils import is_image, read_sizes
-from projects_vil.data.readers.index import FileIndex, Record, content_hash, read_lines, split_of, walk
+from projects_vil.data.readers.index import SPLITS, FileIndex, Record, content_hash, read_lines, split_of, walk
 from projects_vil.data.readers.shapes import Annotations, box_object, number, polygon_object
 
 # Files with one class name per line: of labelImg, Darknet and CVAT, Roboflow. Other names are used without these files.
 _CLASS_FILES = r"classes\.txt|obj\.names|_darknet\.labels", r"(predefined_classes|labels|names)\.txt|.+\.names"
-_SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -31,9 +30,9 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     if (own := str(data.get("path", ""))) and not os.path.exists(os.path.join(os.path.dirname(path), own)):
         found.notes.append(f"path is '{bases[0]}', because {own!r} does not exist")
     images: dict[str | None, dict[str, None]] = defaultdict(dict)
-    splits = {split: next((data[key] for key in keys if data.get(key)), []) for split, keys in _SPLIT_KEYS.items()}
+    splits = {split: data[key] for key, split in reversed(SPLITS.items()) if data.get(key)}
     # With only a file of class names, the folders of the images decide.
-    for split, entries in (splits if any(splits.values()) else {None: "."}).items():
+    for split, entries in reversed((splits or {None: "."}).items()):
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
             place = _existing(entry, bases, index)
             own = _images(place or os.path.join(index.root, entry), split, index, found)
