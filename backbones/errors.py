@@ -12,8 +12,7 @@ from pathlib import Path
 # A file with this text in its first bytes was written by this project and may be replaced.
 GENERATOR = "written by vil-detectron2"
 _NUM_FIRST_BYTES = 4096
-# Errors of a full, broken or read-only disk.
-DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS)
+FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 class ConfigError(ValueError):
@@ -25,7 +24,7 @@ def find_os_error(error: BaseException) -> OSError | None:
     cause = error.__context__
     if isinstance(error, OSError):
         return error
-    return cause if isinstance(cause, OSError) and cause.errno in DISK_ERRORS else None
+    return cause if isinstance(cause, OSError) and cause.errno in (*FULL_DISK, errno.EIO, errno.EROFS) else None
 
 
 def printable(text: object) -> str:

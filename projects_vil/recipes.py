@@ -110,8 +110,9 @@ def with_recipe(
         values |= {"SOLVER.EPOCHS": cfg.SOLVER.EPOCHS or _PAPER_EPOCHS} if content else {}
     else:
         values |= _recipe_values(cfg, recipe, size, batch, low_rate=low_rate)
-        rate = cfg.SOLVER.BASE_LR if "SOLVER.BASE_LR" in given else values["SOLVER.BASE_LR"]
-        values["SOLVER.BASE_LR_END"] = rate * (_LAST_RATE_FACTOR if recipe == "finetune" else 0.0)
+        if recipe == "finetune":
+            rate = cfg.SOLVER.BASE_LR if "SOLVER.BASE_LR" in given else values["SOLVER.BASE_LR"]
+            values["SOLVER.BASE_LR_END"] = _LAST_RATE_FACTOR * rate
         if any(key in given and not cfg.TEST[key[5:]] for key in ("TEST.EVAL_PERIOD", "TEST.BEST_METRIC")):
             values |= {"TEST.BEST_METRIC": "", "SOLVER.EARLY_STOPPING_PATIENCE": 0}
         if content:

@@ -211,7 +211,7 @@ def train(
             chosen = default_model(given.get("MODEL.WEIGHTS", ""), is_random=is_random or recipe == "scratch")
         base, name = _choose_config(chosen, detector, schedule, config)
     folder = given.pop("OUTPUT_DIR", "")
-    cfg = merge_overrides(base, given)
+    cfg = _with_given(base, given)
     defaults: dict[str, object] = {}
     if isinstance(config, CfgNode):
         folder = folder or cfg.OUTPUT_DIR
@@ -243,7 +243,7 @@ def train(
             raise ConfigError(f"The run in '{output}' trains {old}, not {new}. Omit --model, --detector and --config.")
         if data is not None:
             _check_same_data(data, images, val_fraction, resumed, output)
-        data, cfg = None, with_overrides(merge_overrides(resumed, given), {"OUTPUT_DIR": str(output)})
+        data, cfg = None, with_overrides(_with_given(resumed, given), {"OUTPUT_DIR": str(output)})
     elif resume and not (folder and (data or model or detector or config or "DATASETS.TRAIN" in given)):
         # A new run would train from the start. Without DATA, it would train the default model on COCO.
         runs = [path for path in output.parent.glob("*") if checkpoints_of(path) and (path / CONFIG_FILE).exists()]
@@ -433,6 +433,14 @@ def _holds_data(output: Path, data: Path) -> bool:
     output, data = output.resolve(), data.resolve()
     is_used = output.is_dir() and any(output.iterdir()) and not (output / "log.txt").exists()
     return output == data or (is_used and data.is_dir() and output.is_relative_to(data))
+
+
+def _with_given(cfg: CfgNode, given: Mapping[str, object]) -> CfgNode:
+    """Merge the user's config keys. The last learning rate keeps its ratio to the learning rate."""
+    merged, rates = merge_overrides(cfg, given), cfg.SOLVER
+    if "SOLVER.BASE_LR_END" in given or not rates.BASE_LR_END:
+        return merged
+    return with_overrides(merged, {"SOLVER.BASE_LR_END": rates.BASE_LR_END / rates.BASE_LR * merged.SOLVER.BASE_LR})
 
 
 def _check_same_data(

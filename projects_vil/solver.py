@@ -204,6 +204,8 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
         ConfigError: If the last learning rate is larger than the first, or the steps are outside of the run.
     """
     solver = cfg.SOLVER
+    if not 0 <= solver.BASE_LR_END <= solver.BASE_LR:
+        raise ConfigError(f"SOLVER.BASE_LR_END is {solver.BASE_LR_END}. Use 0 to SOLVER.BASE_LR, {solver.BASE_LR}.")
     if solver.LR_SCHEDULER_NAME != "WarmupPolyLR":
         try:
             return build_detectron2_lr_scheduler(cfg, optimizer)
@@ -211,8 +213,6 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
             raise ConfigError(
                 f"Invalid schedule ({one_line(error)}). Check SOLVER.STEPS, MAX_ITER and WARMUP_ITERS."
             ) from error
-    if not 0 <= solver.BASE_LR_END <= solver.BASE_LR:
-        raise ConfigError(f"SOLVER.BASE_LR_END is {solver.BASE_LR_END}. Use 0 to SOLVER.BASE_LR, {solver.BASE_LR}.")
     end = solver.BASE_LR_END / solver.BASE_LR
     schedule = WarmupParamScheduler(
         lambda where: end + (1 - end) * max(1 - where, 0.0) ** solver.POLY_LR_POWER,

@@ -31,7 +31,7 @@ from torch import nn
 from tqdm.contrib import DummyTqdmFile
 
 from backbones import ConfigError
-from backbones.errors import DISK_ERRORS, check_file
+from backbones.errors import FULL_DISK, check_file
 
 # SIGINT: Ctrl-C. SIGTERM: a scheduler. SIGHUP: a closed terminal. SIGUSR1 and SIGXCPU: the time limit is near.
 _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
@@ -298,7 +298,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             yield Path(unfinished)
     except OSError as error:
         # Most writes to a full disk fail without the name of the file.
-        if error.errno in DISK_ERRORS and not error.filename:
+        if error.errno in FULL_DISK and not error.filename:
             error.filename = str(folder)
         raise
     finally:

@@ -140,7 +140,7 @@ def image_size(text: str) -> int | str:
 
 def fraction(text: str) -> float:
     """Return a number of at least 0 and below 1. This is an argparse type."""
-    if not re.fullmatch(r"0|0?\.\d+", text):
+    if not re.fullmatch(r"[\d.]+(e-?\d+)?", text) or float(text) >= 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number between 0 and 1, such as 0.2")
     return float(text)
 

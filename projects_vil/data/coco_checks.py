@@ -421,7 +421,7 @@ def find_without_objects(file: CocoFile) -> Findings:
     for index, number in file.num_objects.most_common():
         name = str(file.categories[index]["name"])
         if not number:
-            groups = {file.categories[other].get("supercategory") for other in file.num_objects if other != index}
+            groups = [file.categories[other].get("supercategory") for other in file.num_objects if other != index]
             yield "category_without_objects", index, "the supercategory of other categories" if name in groups else None
         key = re.sub(r"[\s_-]|s$", "", name.casefold().strip()) or name
         # A rare class whose name differs in one letter is often a typing mistake.

@@ -45,8 +45,8 @@ Annotated = Iterator[tuple[dict[str, Any], list[dict[str, Any]] | None]]
 class SharedRecords(Sequence[Any]):
     """Records as bytes in two tensors, which processes share. Each access restores a record.
 
-    In contrast to detectron2's ``DatasetFromList``, records are created and serialized one at a time. Indices are not
-    negative, and slices are not supported.
+    In contrast to detectron2's ``DatasetFromList``, records are created and serialized one at a time. Slices are not
+    supported.
     """
 
     def __init__(self, records: Iterable[Any]) -> None:
@@ -61,6 +61,7 @@ class SharedRecords(Sequence[Any]):
         return len(self.ends) - 1
 
     def __getitem__(self, index: int) -> Any:
+        index = range(len(self))[index]
         start, end = self.ends[index].item(), self.ends[index + 1].item()
         return pickle.loads(memoryview(self.content[start:end].numpy()))
 

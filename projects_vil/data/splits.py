@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from backbones.errors import first_of
 from projects_vil.data.readers.coco import Parts, divide, entries_of, images_of
 from projects_vil.data.readers.index import content_hash
@@ -25,11 +23,7 @@ def find_copies(parts: Parts) -> dict[str, str]:
     files = [(split if "val" in parts else path, path) for split, path in files if os.access(path, os.R_OK)]
     groups = [[one for one in files if os.path.isfile(one[1]) and os.path.getsize(one[1])]]
     # Most files of the same size differ in their first 16 kB.
-    for key in (
-        os.path.getsize,
-        lambda path: hashlib.sha256(np.fromfile(path, np.uint8, 1 << 14)).digest(),
-        content_hash,
-    ):
+    for key in (os.path.getsize, lambda path: content_hash(path, 1 << 14), content_hash):
         found = defaultdict(list)
         for number, group in enumerate(groups):
             for owner, path in group:

@@ -110,7 +110,7 @@ def draw_instances(
     """Draw annotations or detections: (H, W, 3) uint8 RGB -> about (H * scale, W * scale, 3).
 
     In contrast to ``Visualizer.draw_dataset_dict``, holes in masks are kept, a class has the same color in every image,
-    and labels are legible on small images. If there is only one class, each object has its own color.
+    and labels are legible on small images.
 
     Args:
         image: (H, W, 3) uint8 RGB.
@@ -120,17 +120,17 @@ def draw_instances(
         scale, label_size: See :class:`Canvas`.
     """
     canvas = Canvas(image, scale=scale, label_size=label_size)
-    colors, is_single = _colors(metadata, "thing_colors"), len(metadata.thing_classes) == 1
-    keys = [item.get("track_id", index if is_single else item["category_id"]) for index, item in enumerate(instances)]
-    objects = [(item, colors[key % len(colors)]) for item, key in zip(instances, keys, strict=True)]
-    for item, color in sorted(objects, key=lambda pair: -np.prod(np.diff(_corners(pair[0]).reshape(2, 2), axis=0))):
+    colors = _colors(metadata, "thing_colors")
+    for item in sorted(instances, key=lambda item: -np.prod(np.diff(_corners(item).reshape(2, 2), axis=0))):
+        color = colors[item.get("track_id", item["category_id"]) % len(colors)]
         if item.get("segmentation") is not None and len(item["segmentation"]):
             canvas.draw_mask(GenericMask(item["segmentation"], *image.shape[:2]).mask, color)
         canvas.draw_box(_corners(item), color)
-    for item, color in objects:
+    for item in instances:
         label = metadata.thing_classes[item["category_id"]] + (" (crowd)" if item.get("iscrowd") else "")
         label = f"{label} {item['score']:.0%}" if "score" in item else label
         label = f"#{item['track_id']} {label}" if "track_id" in item else label
+        color = colors[item.get("track_id", item["category_id"]) % len(colors)]
         canvas.draw_label(label, _corners(item), color)
     return canvas.image
 

@@ -268,6 +268,7 @@ def test_a_resume_continues_the_same_run_only(data, request):
     images = sorted((data / "train").iterdir())
     voc, other = (write_voc(data.parent / name, images[:6], left=left) for name, left in (("voc", 2), ("other", 3)))
     options = {"config": CONFIGS["retinanet"], "output": "run", **KEYS, "SOLVER.MAX_ITER": 1}
+    options |= {"SOLVER.BASE_LR": 1e-5, "SOLVER.BASE_LR_END": 2e-6}
     train(voc, batch=2, **options)
     before = contents_of(Path("run"))
     for changed, named in [
@@ -285,8 +286,9 @@ def test_a_resume_continues_the_same_run_only(data, request):
     # In this process, the log is still open.
     assert contents_of(Path("run")) | {"log.txt": ""} == before | {"log.txt": ""}
     # Without DATA, the run resumes with its original images.
-    resumed = train(output="run", resume=True, **{"SOLVER.MAX_ITER": 2})
-    assert load_config(resumed.folder / "config.yaml").SOLVER.MAX_ITER == 2
+    resumed = train(output="run", resume=True, **{"SOLVER.MAX_ITER": 2, "SOLVER.BASE_LR": 1e-6})
+    solver = load_config(resumed.folder / "config.yaml").SOLVER
+    assert (solver.MAX_ITER, solver.BASE_LR_END) == (2, pytest.approx(2e-7))
     # Without DATA and without a run, the default would be a new run on COCO.
     (data.parent / "work/typo").mkdir()
     for folder in ("rnu", "typo"):

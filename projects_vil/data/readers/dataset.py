@@ -148,7 +148,9 @@ def read_dataset(
         effect = "the others get the rectangle of their box as a mask" if has_masks else "all are read as boxes"
         found.notes.append(f"{number:,} of {total:,} objects have masks, so {effect}")
     found.notes += compare_splits(parts, copies)
-    missing, used = sum(len(paths) for reason, paths in unused.items() if "missing" in reason), sum(sizes.values())
+    # A missing image may be counted twice: in a list, and with its label file.
+    missing = max([len(paths) for reason, paths in unused.items() if "missing" in reason], default=0)
+    used = sum(sizes.values())
     if missing > used:
         number = f"{missing:,} of {missing + used:,} images are missing in '{index.image_root}'"
         found.notes.insert(0, f"warning: {number}. Check the path, or give their folder with --images DIR")
@@ -188,7 +190,7 @@ def _count_unused(source: Path, parts: Parts, index: FileIndex, read: set[str], 
 
 
 def _types(paths: list[str]) -> str:
-    types = Counter(os.path.splitext(path)[1].lower() or "none" for path in paths)
+    types = Counter(os.path.splitext(path)[1].lower() or "no suffix" for path in paths)
     return ", ".join(f"{suffix} ({number:,})" for suffix, number in types.most_common())
 
 

@@ -13,6 +13,8 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 from urllib.parse import unquote
 
+import numpy as np
+
 from backbones import ConfigError
 from backbones.errors import GENERATOR
 from projects_vil.data.detection_utils import is_image, size_or_none
@@ -287,6 +289,6 @@ def size_of(height: Any, width: Any) -> tuple[int, int] | None:
     return (height, width) if all(isinstance(side, int) and side > 0 for side in (height, width)) else None
 
 
-def content_hash(path: str) -> str:
-    """Return a hash of the content of a file, or the path of a broken link."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if os.path.isfile(path) else path
+def content_hash(path: str, size: int = -1) -> str:
+    """Return a hash of the content or of the first ``size`` bytes of a file, or the path of a broken link."""
+    return hashlib.sha256(np.fromfile(path, np.uint8, size)).hexdigest() if os.path.isfile(path) else path

@@ -98,14 +98,14 @@ def settings_of(path: str) -> dict[str, Any] | None:
         return None
     keys = data.keys() if isinstance(data, dict) else set()
     # The arguments of a training run have "val", but neither "train" nor "names".
-    is_yolo = "names" in keys and not keys.isdisjoint(("nc", "val"))
+    is_yolo = "names" in keys and (Path(path).stem == "data" or not keys.isdisjoint(("nc", "val")))
     return data if is_yolo or ("train" in keys and isinstance(data["train"], str | list)) else None
 
 
 def class_files(files: list[str]) -> list[str]:
-    """Return the files with one class name per line."""
+    """Return the files with one class name per line. A file with one of their names may have the labels of an image."""
     kinds = ([path for path in files if re.fullmatch(kind, os.path.basename(path), re.I)] for kind in _CLASS_FILES)
-    return next(filter(None, kinds), [])
+    return next(filter(None, ([path for path in kind if not label_files([path])] for kind in kinds)), [])
 
 
 def label_files(files: list[str]) -> list[str]:

@@ -165,7 +165,7 @@ def test_missing_areas_and_boxes_are_computed_from_the_mask(copy):
 
 
 def test_the_supercategory_of_other_categories_is_recognized(copy):
-    edit(copy, lambda content: content["categories"].insert(0, {"id": 0, "name": "shapes", "supercategory": "none"}))
+    edit(copy, lambda content: content["categories"].insert(0, {"id": 0, "name": "shapes", "supercategory": ["x"]}))
     edit(copy, lambda content: [one.update(supercategory="shapes") for one in content["categories"][1:]])
     (example,) = check(copy).examples["category_without_objects"]
     assert example == {"category": 0, "name": "shapes", "value": "the supercategory of other categories"}
