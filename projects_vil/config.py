@@ -202,10 +202,10 @@ def config_path(*names: str) -> Path:
     """Return the file of a config of this project, in an installed package or in a clone.
 
     Args:
-        names: for example ``"retinanet/lit_ti_1x"``, with or without ``.yaml``. The first existing config is returned.
+        names: For example ``"retinanet/lit_ti_1x"``, with or without ``.yaml``. The first existing config is returned.
 
     Raises:
-        ConfigError: if no config exists, with the closest names.
+        ConfigError: If no config exists, with the closest names.
     """
     for name in names:
         path = CONFIGS / f"{name.removesuffix('.yaml')}.yaml"
@@ -231,11 +231,11 @@ def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
     of YAML's Python tags only the arithmetic of detectron2's model zoo is evaluated. Nothing is downloaded.
 
     Args:
-        path: a YAML config of detectron2's version 2.
-        overrides: alternating keys and values, as on detectron2's command line.
+        path: A YAML config of detectron2's version 2.
+        overrides: Alternating keys and values, as on detectron2's command line.
 
     Raises:
-        ConfigError: if the file is missing or not valid YAML, if a key is unknown or given twice, or if a value has the
+        ConfigError: If the file is missing or not valid YAML, if a key is unknown or given twice, or if a value has the
             wrong type.
 
     Example:
@@ -266,7 +266,7 @@ def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
     """Return a frozen copy of a config with a user's overrides. Strings are parsed, as on the command line.
 
     Raises:
-        ConfigError: for an unknown key or a value of the wrong type.
+        ConfigError: For an unknown key or a value of the wrong type.
     """
     cfg = cfg.clone()
     cfg.defrost()
@@ -414,12 +414,12 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
     """Return the config for an available device: its own, or the CPU if there is no GPU. The choice is logged.
 
     Args:
-        cfg: config of a model.
-        devices: allowed types of device.
-        requested: whether the user set the device. It is then used, or an error.
+        cfg: Config of a model.
+        devices: Allowed types of device.
+        requested: Whether the user set the device. It is then used, or an error.
 
     Raises:
-        ConfigError: if the device is not available or not allowed, or if the attention backend does not run on it.
+        ConfigError: If the device is not available or not allowed, or if the attention backend does not run on it.
     """
     has_gpu = "cuda" in devices and torch.cuda.is_available()
     if not requested and cfg.MODEL.DEVICE.startswith("cuda") and not has_gpu:

@@ -61,7 +61,7 @@ class Run:
     """A training run.
 
     Attributes:
-        folder: output directory of the run.
+        folder: Output directory of the run.
     """
 
     folder: Path
@@ -107,51 +107,51 @@ def train(
     """Train a detector and return its run. An argument that is None keeps the value of the config.
 
     Args:
-        data: a folder or a file in COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA format. None is the datasets of the
+        data: A folder or a file in COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA format. None is the datasets of the
             config. Other formats are converted to COCO format in ``OUTPUT_DIR/data``.
-        model: a variant, or ``"timm:NAME"`` for a model of timm. The default with ``data`` is
+        model: A variant, or ``"timm:NAME"`` for a model of timm. The default with ``data`` is
             ``"timm:tf_efficientnet_lite0"`` with ImageNet weights, a small ViL for random weights, or the model of
             ``weights`` from the model zoo. Without ``data`` it is ``"vil_tiny"``.
         detector: ``"retinanet"`` (default), ``"mask_rcnn"`` or ``"faster_rcnn"``.
         schedule: ``"1x"`` (default), or ``"3x_ms"`` for three times the iterations at several image sizes, as on COCO.
-        config: a config instead of ``model`` and ``detector``: a file, a name such as
+        config: A config instead of ``model`` and ``detector``: a file, a name such as
             ``"mask_rcnn/vil_small_rpb_1x"``, or a resolved config, which is used without the defaults of this function.
-        recipe: optimizer, schedule and augmentation: ``"finetune"`` (default with ``data`` and pretrained weights),
+        recipe: Optimizer, schedule and augmentation: ``"finetune"`` (default with ``data`` and pretrained weights),
             ``"scratch"`` (default with ``data`` and random weights), or ``"paper"`` for the values of the config
             (default with ``config``, or without ``data``). See docs/training.md.
-        epochs: passes over the training images. The default with ``data`` depends on the recipe, the number of images
+        epochs: Passes over the training images. The default with ``data`` depends on the recipe, the number of images
             and the device.
-        batch: images per iteration. The learning rate is scaled to it unless ``lr`` is given. By default the batch size
+        batch: Images per iteration. The learning rate is scaled to it unless ``lr`` is given. By default the batch size
             of the recipe, split by gradient accumulation if the memory requires it.
-        lr: learning rate (``SOLVER.BASE_LR``).
-        image_size: shorter side of the training and test images in pixels; the longer side is at most 5/3 of it.
+        lr: Learning rate (``SOLVER.BASE_LR``).
+        image_size: Shorter side of the training and test images in pixels; the longer side is at most 5/3 of it.
             ``"auto"`` is the smallest size at which the anchors match 98 % of the objects, and the default with
             ``data``, except for the recipe ``"paper"``.
-        tiles: side in pixels of tiles, for small objects in large images. The detector is trained on random crops of
+        tiles: Side in pixels of tiles, for small objects in large images. The detector is trained on random crops of
             this size, and evaluates and predicts in overlapping tiles (``TEST.TILE_SIZE``).
-        workers: data loader processes (``DATALOADER.NUM_WORKERS``).
-        images: the folder with the images, if it is not the folder of ``data``.
-        val_fraction: fraction of the images for validation if ``data`` has no validation images (default 0.2).
-        weights: a checkpoint, a run's output directory, a name of the model zoo, or ``"none"`` for random weights. A
+        workers: Data loader processes (``DATALOADER.NUM_WORKERS``).
+        images: The folder with the images, if it is not the folder of ``data``.
+        val_fraction: Fraction of the images for validation if ``data`` has no validation images (default 0.2).
+        weights: A checkpoint, a run's output directory, a name of the model zoo, or ``"none"`` for random weights. A
             run also sets the model, the detector and the anchors. With ``data``, the default is the best available
             weights of the model.
-        output: output directory (default ``output/DATA_MODEL_DETECTOR``).
+        output: Output directory (default ``output/DATA_MODEL_DETECTOR``).
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one. Training on a GPU uses mixed precision
             unless ``config`` is given or ``SOLVER.AMP.ENABLED`` is False.
-        resume: continue the interrupted run in ``output`` with its recipe and images. If ``output`` has no run,
+        resume: Continue the interrupted run in ``output`` with its recipe and images. If ``output`` has no run,
             ``data``, ``model``, ``detector`` or ``config`` starts a new one, so that a job has the same command for
             each start.
-        num_gpus: processes on this machine, as for detectron2's ``launch``. New processes do not import your script. If
+        num_gpus: Processes on this machine, as for detectron2's ``launch``. New processes do not import your script. If
             it registers datasets or models, start it with ``torchrun`` instead.
-        num_machines: as for detectron2's ``launch``.
-        machine_rank: as for detectron2's ``launch``.
-        dist_url: as for detectron2's ``launch``.
-        dist_timeout: seconds to wait for the other machines at the start. During the run, processes wait this long for
+        num_machines: As for detectron2's ``launch``.
+        machine_rank: As for detectron2's ``launch``.
+        dist_url: As for detectron2's ``launch``.
+        dist_timeout: Seconds to wait for the other machines at the start. During the run, processes wait this long for
             each other, but at least 10 minutes.
-        overrides: config keys, for example ``**{"SOLVER.WEIGHT_DECAY": 0.1}``.
+        overrides: Config keys, for example ``**{"SOLVER.WEIGHT_DECAY": 0.1}``.
 
     Raises:
-        ConfigError: for a mistake in the arguments, the data or a file.
+        ConfigError: For a mistake in the arguments, the data or a file.
 
     Example:
         >>> run = train("photos", epochs=10, output="out")
@@ -307,26 +307,26 @@ def evaluate(
     """Evaluate a detector and return dataset -> task -> metric in percent, as in its ``evaluation.json``.
 
     Args:
-        model: output directory of a run, name of the model zoo, checkpoint next to its ``config.yaml``, or a resolved
+        model: Output directory of a run, name of the model zoo, checkpoint next to its ``config.yaml``, or a resolved
             config; None with ``predictions``.
-        data: evaluated on its test images, else its validation images, else all images. Test images without
+        data: Evaluated on its test images, else its validation images, else all images. Test images without
             annotations are not used. Classes are matched by name and may be missing. None for ``DATASETS.TEST`` of the
             config.
-        images: the folder with the images, if it is not the folder of ``data``.
+        images: The folder with the images, if it is not the folder of ``data``.
         predictions: Parquet files of ``vil predict``, or folders of them, to evaluate instead of a model.
-        output: folder for the results. The default is the output directory of the run. With ``data``, ``overrides`` or
+        output: Folder for the results. The default is the output directory of the run. With ``data``, ``overrides`` or
             a checkpoint other than the last one, it is a folder in it, such as ``evaluation_DATA``,
             ``evaluation_overrides`` or ``evaluation_model_0000099``.
-        resume: evaluate the last checkpoint in the output directory of a resolved config.
-        num_gpus: as for detectron2's ``launch``. With ``predictions``, processes on the CPU that share the images.
-        num_machines: as for detectron2's ``launch``.
-        machine_rank: as for detectron2's ``launch``.
-        dist_url: as for detectron2's ``launch``.
-        dist_timeout: seconds to wait for the other machines at the start.
-        overrides: config keys.
+        resume: Evaluate the last checkpoint in the output directory of a resolved config.
+        num_gpus: As for detectron2's ``launch``. With ``predictions``, processes on the CPU that share the images.
+        num_machines: As for detectron2's ``launch``.
+        machine_rank: As for detectron2's ``launch``.
+        dist_url: As for detectron2's ``launch``.
+        dist_timeout: Seconds to wait for the other machines at the start.
+        overrides: Config keys.
 
     Raises:
-        ConfigError: for a mistake in the arguments, the data or a file.
+        ConfigError: For a mistake in the arguments, the data or a file.
     """
     given = _overrides_of(evaluate, overrides)
     processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
@@ -392,7 +392,7 @@ def _write_classes(weights: str, folder: Path, data: str | Path, labels: Sequenc
     """Write the classes of a checkpoint as a COCO file without images. Return None if they are unknown.
 
     Raises:
-        ConfigError: if ``labels``, the classes of ``data``, are not all classes of the checkpoint.
+        ConfigError: If ``labels``, the classes of ``data``, are not all classes of the checkpoint.
     """
     names = _classes_of(weights)
     if names is None:
@@ -418,7 +418,7 @@ def _overrides_of(function: Callable, overrides: Mapping[str, object]) -> dict[s
     """Return the config keys among keyword arguments.
 
     Raises:
-        ConfigError: for a keyword that is not a config key.
+        ConfigError: For a keyword that is not a config key.
     """
     for key in overrides:
         if "." not in key and not key.isupper():
@@ -514,7 +514,7 @@ def _trained_detector(weights: str, model: str | None, detector: str | None) -> 
     ``detector`` is another one.
 
     Args:
-        weights: a checkpoint, a name of the model zoo, or the output directory of a run.
+        weights: A checkpoint, a name of the model zoo, or the output directory of a run.
     """
     path = Path(weights).expanduser()
     if not (path.exists() and ((path if path.is_dir() else path.parent) / CONFIG_FILE).is_file()):

@@ -38,12 +38,12 @@ def choose_micro_batches(cfg: CfgNode, *, resume: bool = False, limit: float | N
     has at most 800 x 1333 pixels, or one image. A resumed run keeps the number of its ``config.yaml``.
 
     Args:
-        cfg: the config of the run.
-        resume: whether to continue the run in ``OUTPUT_DIR``.
-        limit: bytes that a process may use on a GPU; 80 % of the free memory by default.
+        cfg: The config of the run.
+        resume: Whether to continue the run in ``OUTPUT_DIR``.
+        limit: Bytes that a process may use on a GPU; 80 % of the free memory by default.
 
     Raises:
-        ConfigError: if a training step with one image exceeds ``limit``.
+        ConfigError: If a training step with one image exceeds ``limit``.
     """
     solver, saved = cfg.SOLVER, Path(cfg.OUTPUT_DIR) / CONFIG_FILE
     images = solver.IMS_PER_BATCH // (solver.REFERENCE_WORLD_SIZE or comm.get_world_size())

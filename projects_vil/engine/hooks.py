@@ -119,8 +119,8 @@ class ExponentialAverage(AveragedModel):
     The average starts with the weights after the first step. Buffers are copied from the model.
 
     Args:
-        model: a model without DistributedDataParallel.
-        decay: the limit of the decay, at least 0 and below 1.
+        model: A model without DistributedDataParallel.
+        decay: The limit of the decay, at least 0 and below 1.
     """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
@@ -133,8 +133,8 @@ class ExponentialAverage(AveragedModel):
         """Update the average on the device.
 
         Args:
-            model: the model of the average.
-            has_stepped: whether the last step changed the model, 1 or 0. A tensor on its device needs no
+            model: The model of the average.
+            has_stepped: Whether the last step changed the model, 1 or 0. A tensor on its device needs no
                 synchronization.
         """
         averages = list(self.module.parameters())
@@ -160,7 +160,7 @@ class PeriodicCheckpointer(HookBase):
     run that resumes from the first one repeats the evaluation.
 
     Attributes:
-        last_saved: last iteration with a checkpoint, or None.
+        last_saved: Last iteration with a checkpoint, or None.
     """
 
     last_saved: int | None = None
@@ -189,9 +189,9 @@ class PeriodicCheckpointer(HookBase):
         """Save a checkpoint. All ranks call this, unless ``normalizers`` is set.
 
         Args:
-            name: file name without suffix.
-            finished: whether the iteration has been evaluated and logged.
-            normalizers: result of :func:`loss_normalizers`.
+            name: File name without suffix.
+            finished: Whether the iteration has been evaluated and logged.
+            normalizers: Result of :func:`loss_normalizers`.
         """
         trainer, keep = self.trainer, self.trainer.cfg.SOLVER.CHECKPOINT_MAX_TO_KEEP
         normalizers = normalizers or loss_normalizers(trainer.checkpointer.model)
@@ -234,7 +234,7 @@ class ProgressBar(HookBase):
     """Show a line per epoch in the terminal, with the remaining time of the run and the losses.
 
     Args:
-        images: number of training images; 0 if it is unknown. The whole run then counts as one epoch.
+        images: Number of training images; 0 if it is unknown. The whole run then counts as one epoch.
     """
 
     def __init__(self, images: int) -> None:
@@ -275,7 +275,7 @@ class BestCheckpointer(hooks.BestCheckpointer):
     """detectron2's hook, in rank 0, which resumes with the best value.
 
     Attributes:
-        evaluations_since_best: number of evaluations since the best one.
+        evaluations_since_best: Number of evaluations since the best one.
     """
 
     evaluations_since_best = 0
@@ -307,8 +307,8 @@ class MetricPrinter(CommonMetricPrinter):
     """detectron2's log line, and a second line with gradient norm, images per second, data wait and memory.
 
     Args:
-        max_iter: number of iterations of the run.
-        batch_size: images per iteration in all processes.
+        max_iter: Number of iterations of the run.
+        batch_size: Images per iteration in all processes.
     """
 
     def __init__(self, max_iter: int, *, batch_size: int) -> None:
@@ -343,8 +343,8 @@ class MetricsFile(JSONWriter):
     """detectron2's writer of ``metrics.json``, without repeated iterations in a resumed run.
 
     Args:
-        path: the file. An incomplete last line, and the lines of ``first_iteration`` and later iterations, are removed.
-        first_iteration: first iteration of the run.
+        path: The file. An incomplete last line, and the lines of ``first_iteration`` and later iterations, are removed.
+        first_iteration: First iteration of the run.
     """
 
     def __init__(self, path: Path, *, first_iteration: int = 0) -> None:
@@ -370,8 +370,8 @@ class ServiceWriter(EventWriter):
     """Log each finite scalar to a service once, with its iteration.
 
     Args:
-        log: function of a dict of scalars and their iteration.
-        close: function that ends the run of the service.
+        log: Function of a dict of scalars and their iteration.
+        close: Function that ends the run of the service.
     """
 
     def __init__(self, log: Callable[[dict[str, float], int], object], close: Callable[[], object]) -> None:
@@ -396,7 +396,7 @@ def wandb_writer(cfg: CfgNode) -> ServiceWriter:
     ``OUTPUT_DIR``.
 
     Raises:
-        ConfigError: if wandb does not start.
+        ConfigError: If wandb does not start.
     """
     import wandb
 
@@ -412,7 +412,7 @@ def mlflow_writer(cfg: CfgNode) -> ServiceWriter:
     """Start an MLflow run in the experiment ``LOGGING.MLFLOW_EXPERIMENT``, at ``MLFLOW_TRACKING_URI``.
 
     Raises:
-        ConfigError: if the run cannot be created.
+        ConfigError: If the run cannot be created.
     """
     import mlflow
 

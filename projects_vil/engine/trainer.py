@@ -50,10 +50,10 @@ class _Step:
     """The values of an iteration that the host needs when the device has finished it.
 
     Attributes:
-        images: image_id and file_name of the images, by micro-batch.
-        names: names of the losses.
-        weights, divisor: the loss of the batch is the weighted sum over micro-batches, divided by ``divisor``.
-        error: message of an exception in the forward pass of the last micro-batch.
+        images: ``image_id`` and ``file_name`` of the images, by micro-batch.
+        names: Names of the losses.
+        weights, divisor: The loss of the batch is the weighted sum over micro-batches, divided by ``divisor``.
+        error: Message of an exception in the forward pass of the last micro-batch.
     """
 
     iteration: int
@@ -79,22 +79,22 @@ class TrainStep(SimpleTrainer):
     steps after the limit is exceeded, until the host raises the error.
 
     Args:
-        model: the detector, or a DistributedDataParallel around it.
-        data_loader: yields lists of images.
-        optimizer: an optimizer with the hook of :func:`projects_vil.solver.clip_full_model`.
-        output_dir: folder of ``nonfinite.json``.
-        accumulation_steps: number of micro-batches per batch. See :class:`~projects_vil.modeling.MicroBatches`.
-        precision: dtype of autocast, or None. float16 adds loss scaling.
-        max_nonfinite_steps: number of steps that may be skipped before the run stops.
-        sync_period: iterations between two synchronizations. A value above 1 needs :func:`supports_deferred_sync`.
+        model: The detector, or a DistributedDataParallel around it.
+        data_loader: Yields lists of images.
+        optimizer: An optimizer with the hook of :func:`projects_vil.solver.clip_full_model`.
+        output_dir: Folder of ``nonfinite.json``.
+        accumulation_steps: Number of micro-batches per batch. See :class:`~projects_vil.modeling.MicroBatches`.
+        precision: Dtype of autocast, or None. float16 adds loss scaling.
+        max_nonfinite_steps: Number of steps that may be skipped before the run stops.
+        sync_period: Iterations between two synchronizations. A value above 1 needs :func:`supports_deferred_sync`.
 
     Attributes:
-        module: the detector, without DistributedDataParallel.
+        module: The detector, without DistributedDataParallel.
         has_stepped: 1 if the last step changed the weights, else 0; a tensor on the device.
-        skipped: number of skipped steps.
-        overflows: number of consecutive overflows.
-        received: signals that ask this process to stop.
-        stop_signal: a signal that any process had received before the last synchronized backward pass, or 0.
+        skipped: Number of skipped steps.
+        overflows: Number of consecutive overflows.
+        received: Signals that ask this process to stop.
+        stop_signal: A signal that any process had received before the last synchronized backward pass, or 0.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class TrainStep(SimpleTrainer):
         """Train on the next batch.
 
         Raises:
-            ConfigError: in all processes, if a loss or gradient is not finite and no more steps may be skipped.
+            ConfigError: In all processes, if a loss or gradient is not finite and no more steps may be skipped.
         """
         start = time.perf_counter()
         images = next(self._data_loader_iter)
@@ -246,7 +246,7 @@ class TrainStep(SimpleTrainer):
         All processes call this after the same iteration.
 
         Raises:
-            ConfigError: see :meth:`run_step`.
+            ConfigError: See :meth:`run_step`.
         """
         pending, self._pending, self._num_skipped = self._pending, [], None
         rows = torch.cat([row for row, _ in pending]).cpu().split([len(row) for row, _ in pending]) if pending else ()
@@ -273,7 +273,7 @@ class TrainStep(SimpleTrainer):
 
         Args:
             losses: (micro-batches, names).
-            reason: the reason if all losses are finite.
+            reason: The reason if all losses are finite.
         """
         self.skipped += 1
         is_skipped = self.skipped <= self.max_nonfinite_steps
@@ -320,7 +320,7 @@ class TrainStep(SimpleTrainer):
         """Load the state of a checkpoint. Learning rate, weight decay and momentum stay as in the config.
 
         Raises:
-            ConfigError: if the checkpoint has no optimizer state, or other parameter groups.
+            ConfigError: If the checkpoint has no optimizer state, or other parameter groups.
         """
         own, saved = self.optimizer.state_dict()["param_groups"], state_dict.get("optimizer")
         if saved is None or _group_types(saved["param_groups"]) != _group_types(own):
@@ -360,15 +360,15 @@ class Trainer(DefaultTrainer):
     the run, the iteration and the rank, and so is each image (:mod:`projects_vil.data.build`).
 
     Args:
-        cfg: all options of the run. ``SOLVER.GRADIENT_ACCUMULATION_STEPS`` must be a number: ``"auto"`` is resolved by
+        cfg: All options of the run. ``SOLVER.GRADIENT_ACCUMULATION_STEPS`` must be a number: ``"auto"`` is resolved by
             :func:`~projects_vil.engine.auto_micro_batch.choose_micro_batches`. A subclass may override how the model,
             optimizer, loader and schedule are built, as :func:`projects_vil.engine.lazy.lazy_trainer` does. An exact
             resume needs a loader such as :class:`projects_vil.data.build.TrainLoader`.
 
     Attributes:
-        log_period: iterations between two lines of the log and of ``metrics.json``.
-        seed: the seed of the run.
-        averaged: the moving average of the weights (``MODEL.EMA``), which is evaluated; None if it is disabled.
+        log_period: Iterations between two lines of the log and of ``metrics.json``.
+        seed: The seed of the run.
+        averaged: The moving average of the weights (``MODEL.EMA``), which is evaluated; None if it is disabled.
     """
 
     log_period = 20
@@ -535,7 +535,7 @@ class Trainer(DefaultTrainer):
         ``evaluation.json`` and the predictions then belong to the checkpoint that ``Detector.load`` loads.
 
         Args:
-            results: the last evaluation, which is returned if it was the best, or without ``TEST.BEST_METRIC``.
+            results: The last evaluation, which is returned if it was the best, or without ``TEST.BEST_METRIC``.
         """
         best = self._best
         waited, iteration = comm.all_gather((best.evaluations_since_best, best.best_iter) if best else (0, None))[0]
@@ -551,7 +551,7 @@ class Trainer(DefaultTrainer):
         """Stop after ``SOLVER.EARLY_STOPPING_PATIENCE`` evaluations without a better metric, and save the model.
 
         Raises:
-            StoppedEarly: in all processes.
+            StoppedEarly: In all processes.
         """
         if (self.iter + 1) % self.cfg.TEST.EVAL_PERIOD or self.iter + 1 >= self.max_iter:
             return
@@ -641,9 +641,9 @@ class Trainer(DefaultTrainer):
         The file maps dataset -> task -> metric. ``TEST.VALIDATION_LOSS`` adds a task with the validation losses.
 
         Args:
-            cfg: the config of the model.
-            model: the model, also in a DistributedDataParallel.
-            evaluators: see detectron2's method.
+            cfg: The config of the model.
+            model: The model, also in a DistributedDataParallel.
+            evaluators: See detectron2's method.
         """
         model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         share_statistics(model)

@@ -64,7 +64,7 @@ def export_detector(
         output: The folder for the model, its metadata and its report.
         file_format: A key of ``FORMATS``.
         precision: A precision of the format. For int8, average precision on ``DATASETS.TEST`` decides about parity.
-        input_dtype: uint8 or float32. TorchScript files accept both.
+        input_dtype: ``uint8`` or ``float32``. TorchScript files accept both.
         batched: Whether the model takes a batch (B, 3, H, W).
         fixed_detections: Whether to return ``TEST.DETECTIONS_PER_IMAGE`` rows per image, padded with zeros, and the
             number of detections.

@@ -41,10 +41,10 @@ class Detections:
     Attributes:
         instances: detectron2's Instances with ``pred_boxes``, ``scores``, ``pred_classes`` and, for Mask R-CNN,
             ``pred_masks``. :meth:`Detector.detect` sets ``encoded_masks`` instead of ``pred_masks``.
-        categories: the classes. ``pred_classes`` are indices into them.
-        source: the image, for drawings. A file is read again; an array is not copied.
-        draw_threshold: the default score threshold of :meth:`draw`.
-        encoded_masks: the masks as COCO's compressed RLE, see :attr:`rles`.
+        categories: The classes. ``pred_classes`` are indices into them.
+        source: The image, for drawings. A file is read again; an array is not copied.
+        draw_threshold: The default score threshold of :meth:`draw`.
+        encoded_masks: The masks as COCO's compressed RLE, see :attr:`rles`.
         track_ids: (N,) the ids of the tracks through a video, from 0; -1 for a detection without a track. None if
             objects are not tracked.
     """
@@ -117,12 +117,12 @@ class Detections:
         """Return the image with boxes, masks and labels: (height, width, 3) uint8 RGB.
 
         Args:
-            score_threshold: lowest score of a drawn detection, in [0, 1]. By default the threshold of the call or of
+            score_threshold: Lowest score of a drawn detection, in [0, 1]. By default the threshold of the call or of
                 the detector, or 0.3 if neither has one.
-            longer_side: smaller images are enlarged to this many pixels, so that labels are legible.
+            longer_side: Smaller images are enlarged to this many pixels, so that labels are legible.
 
         Raises:
-            ConfigError: if the image file cannot be read again.
+            ConfigError: If the image file cannot be read again.
 
         Example:
             ``PIL.Image.fromarray(detector("photo.jpg").draw()).save("drawing.png")``
@@ -172,9 +172,9 @@ class Detector(HubMixin):
     detections do not depend on the batch size, up to floating-point rounding.
 
     Args:
-        runner: the model. :meth:`load` creates it.
-        categories: ids and names of the classes. By default the categories of the runner.
-        draw_threshold: the default score threshold of drawings.
+        runner: The model. :meth:`load` creates it.
+        categories: Ids and names of the classes. By default the categories of the runner.
+        draw_threshold: The default score threshold of drawings.
 
     Example::
 
@@ -207,7 +207,7 @@ class Detector(HubMixin):
         """Load a detector.
 
         Args:
-            source: one of the following:
+            source: One of the following:
 
                 - the output directory of a run or its ``config.yaml``, for the best checkpoint (``TEST.BEST_METRIC``)
                   or else the last one;
@@ -215,17 +215,17 @@ class Detector(HubMixin):
                 - another config with ``MODEL.WEIGHTS``;
                 - a checkpoint with a ``config.yaml`` in its folder;
                 - an exported file, or the name of an official detector (docs/model_zoo.md). These need no config.
-            weights: another checkpoint, or an exported file.
+            weights: Another checkpoint, or an exported file.
             device: ``"cpu"`` or ``"cuda"``. By default the GPU if there is one, but the CPU for exported files. On
                 ``"cuda"``, ONNX files need onnxruntime-gpu, and other exported files do not run.
             dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` for all layers but the last. By default
                 ``INFERENCE.DTYPE``. An exported file has a fixed dtype.
-            score_threshold: lowest score of a detection, in [0, 1]. By default the threshold of the config or export.
-            tta: whether to use test-time augmentation.
-            overrides: config keys and values, as in ``["INPUT.MIN_SIZE_TEST", 640]``.
+            score_threshold: Lowest score of a detection, in [0, 1]. By default the threshold of the config or export.
+            tta: Whether to use test-time augmentation.
+            overrides: Config keys and values, as in ``["INPUT.MIN_SIZE_TEST", 640]``.
 
         Raises:
-            ConfigError: if a file is missing or damaged, or if files do not fit together.
+            ConfigError: If a file is missing or damaged, or if files do not fit together.
         """
         source = Path(source).expanduser()
         check_threshold(score_threshold)
@@ -283,15 +283,15 @@ class Detector(HubMixin):
         """Detect objects in an image, or in each image of a list.
 
         Args:
-            images: a file name, an array **(H, W, 3) uint8 RGB** or a PIL image, or a list or tuple of them.
-            batch_size: maximum number of images in a batch.
-            score_threshold: lowest score of a detection in this call, in [0, 1]. By default the detector's threshold.
+            images: A file name, an array **(H, W, 3) uint8 RGB** or a PIL image, or a list or tuple of them.
+            batch_size: Maximum number of images in a batch.
+            score_threshold: Lowest score of a detection in this call, in [0, 1]. By default the detector's threshold.
 
         Returns:
             The detections of the image, or a list with the detections of each image.
 
         Raises:
-            ConfigError: if an image has another type, cannot be read, or is too small or too large, or if
+            ConfigError: If an image has another type, cannot be read, or is too small or too large, or if
                 ``score_threshold`` is below the detector's threshold.
         """
         check_whole("batch_size", batch_size)
@@ -340,11 +340,11 @@ class Detector(HubMixin):
         is called as soon as a batch is finished, before its results are put in order.
 
         Args:
-            source: images or a video.
-            convert: turns the detections of an image into the format of a writer. For an image that cannot be used,
+            source: Images or a video.
+            convert: Turns the detections of an image into the format of a writer. For an image that cannot be used,
                 the arguments are a :class:`Skipped` and None.
-            batch_size: maximum number of images in a batch.
-            dense_masks: whether instances have ``pred_masks``. Otherwise masks are encoded on the detector's device.
+            batch_size: Maximum number of images in a batch.
+            dense_masks: Whether instances have ``pred_masks``. Otherwise masks are encoded on the detector's device.
         """
         position, converted = 0, {}
         with (
@@ -371,14 +371,14 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
     """Return the config and the weights of a detector.
 
     Args:
-        source: as for :meth:`Detector.load`, except for exported files.
-        weights: another checkpoint.
+        source: As for :meth:`Detector.load`, except for exported files.
+        weights: Another checkpoint.
 
     Returns:
         The config file and the weights. The weights are None if the config sets them.
 
     Raises:
-        ConfigError: if there is no config, or if a run has no weights.
+        ConfigError: If there is no config, or if a run has no weights.
     """
     if not source.exists():
         if is_zoo_name(source):

@@ -41,12 +41,12 @@ class HubMixin:
         saved in the config. The device, test-time augmentation and the drawing options are not saved.
 
         Args:
-            save_directory: the folder. It is created.
-            license: license id of the weights on the Hub, such as ``"apache-2.0"``.
-            repo_id: name on the Hub, for the example in the model card.
+            save_directory: The folder. It is created.
+            license: License id of the weights on the Hub, such as ``"apache-2.0"``.
+            repo_id: Name on the Hub, for the example in the model card.
 
         Raises:
-            ConfigError: if the detector is an exported file, or the folder is the output directory of a run.
+            ConfigError: If the detector is an exported file, or the folder is the output directory of a run.
         """
         folder, runner = Path(save_directory), self.runner
         if not isinstance(runner, EagerRunner):
@@ -100,15 +100,15 @@ class HubMixin:
 
         Args:
             repo_id: ``OWNER/NAME``.
-            license: a license id of the Hub.
-            private, token: see ``huggingface_hub.HfApi.create_repo``.
-            upload: arguments of ``huggingface_hub.HfApi.upload_folder``, such as ``revision`` and ``create_pr``.
+            license: A license id of the Hub.
+            private, token: See ``huggingface_hub.HfApi.create_repo``.
+            upload: Arguments of ``huggingface_hub.HfApi.upload_folder``, such as ``revision`` and ``create_pr``.
 
         Returns:
             The URL of the commit.
 
         Raises:
-            ConfigError: see :meth:`save_pretrained`. Other errors are exceptions of ``huggingface_hub``.
+            ConfigError: See :meth:`save_pretrained`. Other errors are exceptions of ``huggingface_hub``.
         """
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, license=license, repo_id=repo_id)
@@ -129,13 +129,13 @@ class HubMixin:
         """Load a detector from a folder written by :meth:`save_pretrained`, or from the Hub.
 
         Args:
-            pretrained_model_name_or_path: a folder, or ``OWNER/NAME`` on the Hub. A ``Path`` is always a folder.
-            device, score_threshold, tta: see :meth:`Detector.load`.
-            download: arguments of ``huggingface_hub.snapshot_download``, such as ``revision``, ``cache_dir``, ``token``
+            pretrained_model_name_or_path: A folder, or ``OWNER/NAME`` on the Hub. A ``Path`` is always a folder.
+            device, score_threshold, tta: See :meth:`Detector.load`.
+            download: Arguments of ``huggingface_hub.snapshot_download``, such as ``revision``, ``cache_dir``, ``token``
                 and ``local_files_only``.
 
         Raises:
-            ConfigError: if the folder or repository has no such detector. Other errors are exceptions of
+            ConfigError: If the folder or repository has no such detector. Other errors are exceptions of
                 ``huggingface_hub``.
         """
         folder = Path(pretrained_model_name_or_path)

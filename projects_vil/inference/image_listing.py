@@ -39,17 +39,17 @@ def find_images(
     The input is streamed: only the names of one folder, some rows of a table, or one image of a tar file are in memory.
 
     Args:
-        source: an image; a folder, for all its images and tar files, including subfolders, sorted by name, without
+        source: An image; a folder, for all its images and tar files, including subfolders, sorted by name, without
             hidden files; a ``.txt`` list with one path or URL per line; a ``.csv`` or ``.parquet`` table with a column
             of paths or URLs; or a ``.tar`` or ``.tar.gz`` file of images. Everything but a folder may also be an fsspec
             URL, or a pattern such as ``shards-{000..127}.tar``. Paths in a list or table are relative to its folder.
             Several images and tar files are a sequence of paths. Their names are relative to their common folder.
-        exclude: a folder to skip.
-        column: the column of a table. By default the first of ``COLUMNS`` that the table has.
+        exclude: A folder to skip.
+        column: The column of a table. By default the first of ``COLUMNS`` that the table has.
 
     Raises:
-        ConfigError: if the input does not exist or has no images, or if another argument is invalid.
-        OSError: if a list or table cannot be read.
+        ConfigError: If the input does not exist or has no images, or if another argument is invalid.
+        OSError: If a list or table cannot be read.
     """
     images = load_listed(list_paths(source, exclude=exclude, column=column))
     # Checks the input now.
@@ -86,7 +86,7 @@ def list_paths(source: str | Path | Sequence[str], *, exclude: str | Path, colum
     """Yield the names and paths of the images and tar files of an input; see :func:`find_images`.
 
     Raises:
-        ConfigError: if the input does not exist, is a video, or has no images.
+        ConfigError: If the input does not exist, is a video, or has no images.
     """
     if not isinstance(source, (str, Path)):
         paths = [os.fspath(path) for path in source]
@@ -139,8 +139,8 @@ def split_listed(paths: Listed, archives: dict[str, str], shard: tuple[int, int]
     """Yield the names and paths of images, or of one shard of them, and add all tar files to ``archives``.
 
     Args:
-        paths: names and paths from :func:`list_paths`.
-        archives: gets the path of each tar file by its name in results.
+        paths: Names and paths from :func:`list_paths`.
+        archives: Gets the path of each tar file by its name in results.
         shard: (i, n) selects shard i, counted from 0, of n. A hash of its name assigns an image to a shard.
     """
     for name, path in paths:

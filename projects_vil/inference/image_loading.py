@@ -49,11 +49,11 @@ class ImageSource:
     """An image before it is loaded.
 
     Attributes:
-        image: a path, a URL (text), the encoded content of a file, an array (H, W, 3) uint8 RGB, or the error that
+        image: A path, a URL (text), the encoded content of a file, an array (H, W, 3) uint8 RGB, or the error that
             occurred when the image was listed.
-        name: the name in messages and results. For a file, its path relative to the input folder, with ``/``.
-        image_id: the id in the results.
-        size: the height and width in the annotation file; None if any size is accepted.
+        name: The name in messages and results. For a file, its path relative to the input folder, with ``/``.
+        image_id: The id in the results.
+        size: The height and width in the annotation file; None if any size is accepted.
     """
 
     image: Path | str | bytes | np.ndarray | OSError
@@ -65,7 +65,7 @@ class ImageSource:
         """Return the source with the content of its URL, or with the error. Others are returned unchanged.
 
         Args:
-            stop: an event after which no request is started.
+            stop: An event after which no request is started.
         """
         if not isinstance(self.image, str):
             return self
@@ -101,12 +101,12 @@ class Loaded:
     """A preprocessed image.
 
     Attributes:
-        index: position in the input, from 0.
-        entry: the entry of ``images.json``: id, file name, height and width; ``damaged``, the reason if only a part of
+        index: Position in the input, from 0.
+        entry: The entry of ``images.json``: id, file name, height and width; ``damaged``, the reason if only a part of
             the image could be decoded; for a video the frame and its time.
         image: (3, H, W) uint8, resized to the input size of the model.
-        source: the original image, for drawings.
-        padded_size: the height and width after the model's padding.
+        source: The original image, for drawings.
+        padded_size: The height and width after the model's padding.
     """
 
     index: int
@@ -134,11 +134,11 @@ class ImageBatches:
     pixels are in memory. The URLs of the next window are fetched while the model runs.
 
     Args:
-        images: the images, in the order of the results. An iterator is consumed one window at a time.
-        keep_pixels: whether to keep the original pixels of each image, so that drawing does not read the file again.
+        images: The images, in the order of the results. An iterator is consumed one window at a time.
+        keep_pixels: Whether to keep the original pixels of each image, so that drawing does not read the file again.
 
     Attributes:
-        total: number of images; 0 if it is unknown.
+        total: Number of images; 0 if it is unknown.
     """
 
     unit = "image"
@@ -180,15 +180,15 @@ class Video:
     """The frames of a video file, a camera or a stream. They can be read once.
 
     Args:
-        source: a file, the number of a camera, or a URL.
+        source: A file, the number of a camera, or a URL.
 
     Attributes:
-        name: the file name, or a name derived from the camera's number or the URL, without passwords.
-        is_stream: whether the source is a camera or a URL.
-        total: number of frames in the file's header, which may be an estimate; 0 if it is unknown.
+        name: The file name, or a name derived from the camera's number or the URL, without passwords.
+        is_stream: Whether the source is a camera or a URL.
+        total: Number of frames in the file's header, which may be an estimate; 0 if it is unknown.
 
     Raises:
-        ConfigError: if a camera or a stream cannot be opened.
+        ConfigError: If a camera or a stream cannot be opened.
     """
 
     unit = "frame"
@@ -246,11 +246,11 @@ def file_versions(files: Mapping[str, str], *, strict: bool) -> dict[str, list |
     """Return the size of each file or URL, and its ETag or modification time. None if it cannot be read.
 
     Args:
-        files: the paths and URLs by name.
-        strict: whether a failure for a reason that may be temporary raises an error.
+        files: The paths and URLs by name.
+        strict: Whether a failure for a reason that may be temporary raises an error.
 
     Raises:
-        OSError: with ``strict``, if a file cannot be read for a reason that may be temporary.
+        OSError: With ``strict``, if a file cannot be read for a reason that may be temporary.
     """
 
     def version(path: str) -> list | None:
@@ -272,7 +272,7 @@ def _request(url: str, stop: threading.Event, method: str = "cat_file") -> Any:
     A request that fails is repeated if the reason may be temporary.
 
     Raises:
-        OSError: if all attempts fail. The reason names the last error.
+        OSError: If all attempts fail. The reason names the last error.
     """
     if stop.is_set():
         raise InterruptedError(errno.EINTR, "the prediction was interrupted", url)

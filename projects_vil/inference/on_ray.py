@@ -58,25 +58,25 @@ def predict_on_ray(
     row are skipped. To resume an interrupted run, run the same command again.
 
     Args:
-        model: a name or path for :meth:`Detector.load`. The model and the images must be at the same path or URL on all
+        model: A name or path for :meth:`Detector.load`. The model and the images must be at the same path or URL on all
             machines.
-        source: see :func:`~projects_vil.inference.image_listing.find_images`. One worker reads a whole tar file.
-        output: a folder that all machines share, for one model.
-        part_size: minimum number of rows in a file if there are enough, and the number of images in a task of a worker,
+        source: See :func:`~projects_vil.inference.image_listing.find_images`. One worker reads a whole tar file.
+        output: A folder that all machines share, for one model.
+        part_size: Minimum number of rows in a file if there are enough, and the number of images in a task of a worker,
             which is at most 256.
-        num_workers: minimum and maximum number of detectors. A worker reserves a GPU, or a share of it, if the cluster
+        num_workers: Minimum and maximum number of detectors. A worker reserves a GPU, or a share of it, if the cluster
             has GPUs and the model can use one, otherwise one CPU. By default 1 to all GPUs, or to all CPUs but one,
             which reads and writes.
-        workers_per_gpu: number of detectors that share a GPU. It has no effect without GPUs.
-        batch_size: maximum number of images in a batch.
-        column: the column of a table of paths or URLs.
-        options: further arguments of :meth:`Detector.load`.
+        workers_per_gpu: Number of detectors that share a GPU. It has no effect without GPUs.
+        batch_size: Maximum number of images in a batch.
+        column: The column of a table of paths or URLs.
+        options: Further arguments of :meth:`Detector.load`.
 
     Returns:
         The totals over all files of the output directory.
 
     Raises:
-        ConfigError: if an argument is invalid, the input has no images, the output is of another model, or a tar file
+        ConfigError: If an argument is invalid, the input has no images, the output is of another model, or a tar file
             was replaced.
     """
     if isinstance(model, Detector):
@@ -188,13 +188,13 @@ def finished_keys(files: list[list[Path]], made_of: dict[str, str], archives: se
     """Return the sorted keys of the finished images in each partition. Ray tasks read and sort them.
 
     Args:
-        files: groups of output files. There are as many partitions.
-        made_of: what the rows must be made of.
-        archives: the names of the tar files. All images of a tar file are in one partition.
+        files: Groups of output files. There are as many partitions.
+        made_of: What the rows must be made of.
+        archives: The names of the tar files. All images of a tar file are in one partition.
 
     Raises:
-        ConfigError: if a file was made of something else, or if it is damaged and Ray has not named it.
-        OSError: if a file cannot be read.
+        ConfigError: If a file was made of something else, or if it is damaged and Ray has not named it.
+        OSError: If a file cannot be read.
     """
     if len(files) == 1:  # to start a task would take longer
         return [ray.put(np.sort(_read_keys(files[0], made_of, archives, 1)[1]))]

@@ -81,13 +81,13 @@ def read_part(path: Path, made_of: Mapping[str, Any], *, columns: Sequence[str] 
     """Return the rows of a file in the output directory, or None if the file is missing or damaged.
 
     Args:
-        path: the file.
-        made_of: what the rows must be made of, see :func:`schema_of`.
-        columns: the columns to read and verify; by default all.
+        path: The file.
+        made_of: What the rows must be made of, see :func:`schema_of`.
+        columns: The columns to read and verify; by default all.
 
     Raises:
-        ConfigError: if the file was made of something else, or has other columns. The message lists the differences.
-        OSError: if the file cannot be read.
+        ConfigError: If the file was made of something else, or has other columns. The message lists the differences.
+        OSError: If the file cannot be read.
     """
     try:
         table = parquet.read_table(path, columns=columns, page_checksum_verification=True)
@@ -143,21 +143,21 @@ def write_parts(
     again if its parts are complete, unless its size, its ETag or its modification time has changed.
 
     Args:
-        detector: the detector.
-        paths: the names and paths of ``source`` from :func:`~projects_vil.inference.image_listing.list_paths`.
-        output: the output directory, for one model and one input.
-        source, column: the arguments with which the images were listed.
+        detector: The detector.
+        paths: The names and paths of ``source`` from :func:`~projects_vil.inference.image_listing.list_paths`.
+        output: The output directory, for one model and one input.
+        source, column: The arguments with which the images were listed.
         shard: (i, n) for the images of shard i, counted from 0, of n.
-        part_size: number of rows in a part file.
-        batch_size: maximum number of images in a batch.
+        part_size: Number of rows in a part file.
+        batch_size: Maximum number of images in a batch.
 
     Returns:
         The totals over all part files of this job, and a line with the incomplete tar files of all jobs.
 
     Raises:
-        ConfigError: if the output is of another model, input, ``part_size`` or number of shards, or if the images of a
+        ConfigError: If the output is of another model, input, ``part_size`` or number of shards, or if the images of a
             part have changed. The images of a tar file may change.
-        OSError: if the size of a tar file is unknown for a reason that may be temporary, and there are several shards.
+        OSError: If the size of a tar file is unknown for a reason that may be temporary, and there are several shards.
     """
     described = f"files in {common_folder(source)}"
     if isinstance(source, str):

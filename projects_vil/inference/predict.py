@@ -47,10 +47,10 @@ class Summary:
     """The outcome of :func:`predict`.
 
     Attributes:
-        num_images: number of images or frames with results.
-        num_detections: number of detections in all of them.
-        num_skipped: number of images that could not be read.
-        lines: a description for the terminal.
+        num_images: Number of images or frames with results.
+        num_detections: Number of detections in all of them.
+        num_skipped: Number of images that could not be read.
+        lines: A description for the terminal.
     """
 
     num_images: int
@@ -100,32 +100,32 @@ def predict(
     the same command resumes an interrupted run; see docs/scale.md.
 
     Args:
-        model: a detector, or a name or path for :meth:`Detector.load`. With ``ray=True`` a name or path.
-        source: see :func:`~projects_vil.inference.image_listing.find_images`. For COCO results also a video file, the
+        model: A detector, or a name or path for :meth:`Detector.load`. With ``ray=True`` a name or path.
+        source: See :func:`~projects_vil.inference.image_listing.find_images`. For COCO results also a video file, the
             number of a camera, or the URL of a stream that OpenCV can open. Several images are a sequence of paths.
-        output: the output directory, which must not be the output directory of a training run. Earlier results in it
+        output: The output directory, which must not be the output directory of a training run. Earlier results in it
             are replaced, and drawings of other images are kept. If it is inside the input folder, it is not read.
         file_format: ``"coco"`` or ``"parquet"``. By default ``"coco"``, or ``"parquet"`` with Ray.
-        batch_size: maximum number of images in a batch.
-        column: the column of a table of paths or URLs. By default the first of ``COLUMNS``.
-        annotations: a COCO file of the images in the folder. Only its images are used, in its order and with its ids.
-        drawings: whether to write drawings.
-        score_threshold: lowest score in drawings and labels, in [0, 1]; 0.3 by default. The results contain all
+        batch_size: Maximum number of images in a batch.
+        column: The column of a table of paths or URLs. By default the first of ``COLUMNS``.
+        annotations: A COCO file of the images in the folder. Only its images are used, in its order and with its ids.
+        drawings: Whether to write drawings.
+        score_threshold: Lowest score in drawings and labels, in [0, 1]; 0.3 by default. The results contain all
             detections.
-        save_labels: the format of ``dataset/``: ``"coco"``, ``"yolo"``, ``"voc"``, ``"labelme"`` or ``"cvat"``. The
+        save_labels: The format of ``dataset/``: ``"coco"``, ``"yolo"``, ``"voc"``, ``"labelme"`` or ``"cvat"``. The
             input is an image or a folder.
-        part_size: number of rows in a Parquet file; 1024 by default.
+        part_size: Number of rows in a Parquet file; 1024 by default.
         shard: (i, n) for job i, counted from 0, of n jobs that share the output directory.
-        ray: whether to distribute the images over a Ray cluster.
-        ray_workers: minimum and maximum number of detectors on the cluster.
-        workers_per_gpu: number of detectors that share a GPU of the cluster; 1 by default.
-        tta: whether to use test-time augmentation, if ``model`` is a name or path.
-        track: whether to track objects through the frames of a video or a folder. Tracked detections have ``track_id``
+        ray: Whether to distribute the images over a Ray cluster.
+        ray_workers: Minimum and maximum number of detectors on the cluster.
+        workers_per_gpu: Number of detectors that share a GPU of the cluster; 1 by default.
+        tta: Whether to use test-time augmentation, if ``model`` is a name or path.
+        track: Whether to track objects through the frames of a video or a folder. Tracked detections have ``track_id``
             in the results, and the drawings show it. ``score_threshold`` is the lowest score that starts a track.
-        overrides: config keys and values, if ``model`` is a name or path.
+        overrides: Config keys and values, if ``model`` is a name or path.
 
     Raises:
-        ConfigError: if an argument or a file is invalid, before anything is written, or if a file cannot be written.
+        ConfigError: If an argument or a file is invalid, before anything is written, or if a file cannot be written.
 
     Example:
         ``predict("output/vil_tiny", "photos", "predictions", batch_size=4)``
@@ -330,7 +330,7 @@ def _annotated_images(detector: Detector, folder: Path, annotations: Path) -> tu
     Classes are matched by name, or else by index.
 
     Raises:
-        ConfigError: if an image or category lacks a key or has a repeated id, if the number of classes differs, or if
+        ConfigError: If an image or category lacks a key or has a repeated id, if the number of classes differs, or if
             only some of the names match in another order.
     """
     content = read_coco(annotations)

@@ -28,20 +28,20 @@ class EagerRunner:
     """Run the detector of a config with the weights of a checkpoint, on ``MODEL.DEVICE``.
 
     Args:
-        cfg: the config of the detector.
-        weights: its checkpoint.
-        tta: whether to use test-time augmentation. Images then keep their size.
+        cfg: The config of the detector.
+        weights: Its checkpoint.
+        tta: Whether to use test-time augmentation. Images then keep their size.
 
     Attributes:
-        channels: the channel order of the input, ``"RGB"`` or ``"BGR"``.
-        sides: the smallest and largest side of an input in pixels; None if there is no limit.
-        categories: the classes of the detector.
-        architecture, backbone: names of the detector and its backbone.
-        device, weights: the device and the path of the checkpoint.
-        score_threshold: lowest score of a detection.
+        channels: The channel order of the input, ``"RGB"`` or ``"BGR"``.
+        sides: The smallest and largest side of an input in pixels; None if there is no limit.
+        categories: The classes of the detector.
+        architecture, backbone: Names of the detector and its backbone.
+        device, weights: The device and the path of the checkpoint.
+        score_threshold: Lowest score of a detection.
 
     Raises:
-        ConfigError: if the model is not a detector, or if the weights are missing or do not fit.
+        ConfigError: If the model is not a detector, or if the weights are missing or do not fit.
     """
 
     def __init__(self, cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:
@@ -82,7 +82,7 @@ class EagerRunner:
 
         Args:
             images: (3, H, W) uint8 on the CPU, resized to :meth:`input_size`, all with the same :meth:`padded_size`.
-            sizes: height and width of each original image.
+            sizes: Height and width of each original image.
 
         Returns:
             For each image ``pred_boxes`` in pixels of the original image, ``scores``, ``pred_classes`` and, for
@@ -102,12 +102,12 @@ class ExportedRunner:
     """Run an exported model. The interface equals :class:`EagerRunner`. The metadata of the file sets the input size.
 
     Args:
-        path: the exported file. Its metadata file is in the same folder.
+        path: The exported file. Its metadata file is in the same folder.
         device: ``"cpu"``, or ``"cuda"`` for an ONNX file.
-        score_threshold: lowest score of a detection; None for the threshold of the export.
+        score_threshold: Lowest score of a detection; None for the threshold of the export.
 
     Raises:
-        ConfigError: if a file is missing or damaged, or if ``score_threshold`` is below the threshold of the export.
+        ConfigError: If a file is missing or damaged, or if ``score_threshold`` is below the threshold of the export.
     """
 
     def __init__(
@@ -170,8 +170,8 @@ def to_host(outputs: Sequence[Instances], *, dense_masks: bool) -> tuple[list[In
     This synchronizes with the device once for the whole batch, and twice more for encoded masks.
 
     Args:
-        outputs: the detections of each image, on one device.
-        dense_masks: whether to copy ``pred_masks`` as they are. Otherwise :func:`encode_masks` encodes them.
+        outputs: The detections of each image, on one device.
+        dense_masks: Whether to copy ``pred_masks`` as they are. Otherwise :func:`encode_masks` encodes them.
 
     Returns:
         The detections of each image, and their encoded masks; None for an image without encoded masks.
@@ -195,7 +195,7 @@ def encode_masks(masks: Sequence[Tensor]) -> list[list[dict]]:
     """Encode masks as COCO's compressed RLE. The device computes the run starts, and only these are copied to the CPU.
 
     Args:
-        masks: for each image (N, height, width) bool.
+        masks: For each image (N, height, width) bool.
 
     Returns:
         For each image N dicts with ``size`` and ``counts`` (bytes), identical to ``pycocotools.mask.encode``.

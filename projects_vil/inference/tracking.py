@@ -17,8 +17,8 @@ class Tracker:
     A track has an id from its second frame on. A detection with a low score continues a track, but does not start one.
 
     Args:
-        frame_rate: frames per second. A track ends after one second without a detection.
-        threshold: lowest score of a detection that starts a track, in [0, 1].
+        frame_rate: Frames per second. A track ends after one second without a detection.
+        threshold: Lowest score of a detection that starts a track, in [0, 1].
     """
 
     def __init__(self, *, frame_rate: float, threshold: float) -> None:
@@ -30,7 +30,7 @@ class Tracker:
         """Return the detections of the next frame with ``track_ids``.
 
         Raises:
-            ConfigError: if a frame before the last one is given, because images of other sizes are in other batches.
+            ConfigError: If a frame before the last one is given, because images of other sizes are in other batches.
         """
         if frame.index < self._last_index:
             raise ConfigError(f"--track needs frames of one size. '{frame.source.name}' has another size. Resize it.")
