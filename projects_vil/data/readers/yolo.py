@@ -74,7 +74,8 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     if unknown:
         every = ", ".join(f"{label} ({counted(len(lines), 'object')})" for label, lines in unknown.items())
         location = next(iter(unknown.values()))[0]
-        raise ConfigError(f"{location}: no name for class {every}. Add names to data.yaml, or as lines to classes.txt.")
+        advice = "Ids start at 0. Add names to data.yaml or classes.txt."
+        raise ConfigError(f"{location}: no name for class {every}. {advice}")
     found.unused["other label files of an image"] += [file for files in labels.values() for file in files[1:]]
     used = {file for files in labels.values() for file in files}
     found.read += used
@@ -142,8 +143,8 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
     names = [names] if isinstance(names, str) and re.fullmatch(r"[\w -]+", names) else names
     valid = [*dict.fromkeys(str(name).strip() for name in names if name is not None)] if isinstance(names, list) else []
     if not valid or len(valid) != len(names) or str(data.get("nc", len(valid))) != str(len(valid)):
-        found = f"{len(valid)} different names" + f", but nc is {data.get('nc')}" * ("nc" in data)
-        advice = "Write names as a list, or as lines such as '0: cat', and remove nc"
+        found = counted(len(valid), "different name") + f", but nc is {data.get('nc')}" * ("nc" in data)
+        advice = "Write one name per class in a list, or lines such as '0: cat'" + ", and correct nc" * ("nc" in data)
         raise ConfigError(f"'{path}' has {found}: names is {str(data.get('names'))[:80]!r}. {advice}.")
     if garbled := [name for name in valid if "\ufffd" in name]:
         raise ConfigError(f"The class names of '{path}', such as {garbled[0]!r}, are not UTF-8. Save them as UTF-8.")
