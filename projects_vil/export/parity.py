@@ -32,7 +32,7 @@ TOLERANCES = {
     "int8": {"boxes": 4.0, "scores": 1e-1, "masks": 2e-1},
 }
 # The fraction of detections per image that may differ by more. After rounding, non-maximum suppression can keep the
-# other one of two nearly equal candidates. None for int8, which is judged by average precision instead of by pairs.
+# other one of two nearly equal candidates. int8 has no fraction: its check compares average precision instead of pairs.
 CHANGED_SHARE = {"fp32": 0.0, "fp16": 0.1, "bf16": 0.1, "int8": None}
 # Within this distance of the score threshold, or of the lowest score of a full list, a detection may be missing.
 BORDERLINE = TOLERANCES["fp32"]["scores"]

@@ -233,7 +233,7 @@ class Detector(HubMixin):
         weights, device = weights or given.get("MODEL.WEIGHTS"), device or given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's best or last checkpoint
-        exported = [path for path in (weights, source) if str(path).endswith(EXPORT_SUFFIXES)]
+        exported = [path for path in (weights, source) if path and str(path).endswith(EXPORT_SUFFIXES)]
         for path in exported[:1]:
             options = {"weights": bool(weights) and weights != path, "dtype": dtype, "tta": tta}
             options |= {key: key not in ("MODEL.WEIGHTS", "MODEL.DEVICE") for key in given}
