@@ -31,7 +31,7 @@ SMALL_MODEL = "vil_tiny_1_1_3_1_rpb"
 _REFERENCE_BATCH = 4
 # The learning rate of a pretrained transformer, or of a detector with the same classes, is this factor of the recipe's.
 _LOW_RATE_FACTOR = 0.2
-# The recipe "finetune" ends with this factor of its learning rate. With a rate near 0, the last epoch has no effect.
+# The recipe "finetune" ends with this factor of its learning rate. With 0, the weights hardly change in the last epoch.
 _LAST_RATE_FACTOR = 0.2
 # Sizes of the training images of the recipe "finetune", as factors of the image size.
 _SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
