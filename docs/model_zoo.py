@@ -16,12 +16,14 @@ COLUMNS = {
 
 
 def zoo_tables() -> str:
-    """Return the tables of docs/model_zoo.md."""
+    """Return the tables of docs/model_zoo.md. Files whose host is down are last."""
     zoo, lines = read_zoo(), []
-    for title in dict.fromkeys(entry.group["title"] for entry in zoo.values()):
+    groups = {entry.group["title"]: entry.group for entry in zoo.values()}
+    for title, group in sorted(groups.items(), key=lambda item: "unreachable" in item[1]):
         entries = {name: entry for name, entry in zoo.items() if entry.group["title"] == title}
-        group = next(iter(entries.values())).group
         columns = {key: label for key, label in COLUMNS.items() if key in group["columns"]}
+        if all(name.startswith(f"{entry.variant}_") for name, entry in entries.items()):
+            columns.pop("variant", None)
         lines += [f"## {title}\n", f"{group['trained_on']}. [Source]({group['source']}), {group['license']}."]
         if "unreachable" in group:
             lines.append(f"**The host has been down since 2024** ([report]({group['unreachable']})).")
