@@ -22,7 +22,8 @@ def zoo_tables() -> str:
     for title, group in sorted(groups.items(), key=lambda item: "unreachable" in item[1]):
         entries = {name: entry for name, entry in zoo.items() if entry.group["title"] == title}
         columns = {key: label for key, label in COLUMNS.items() if key in group["columns"]}
-        if all(name.startswith(f"{entry.variant}_") for name, entry in entries.items()):
+        is_in_name = all(name.startswith(f"{entry.variant}_") for name, entry in entries.items())
+        if is_in_name and "img_size" not in columns:
             columns.pop("variant", None)
         lines += [f"## {title}\n", f"{group['trained_on']}. [Source]({group['source']}), {group['license']}."]
         if "unreachable" in group:
