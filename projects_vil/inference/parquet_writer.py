@@ -1,6 +1,7 @@
 """Write detections to Parquet part files, with one row per image, and resume after the last complete part."""
 
 import dataclasses
+import errno
 import hashlib
 import itertools
 import json
@@ -91,12 +92,10 @@ def read_part(path: Path, made_of: Mapping[str, Any], *, columns: Sequence[str] 
     """
     try:
         table = parquet.read_table(path, columns=columns, page_checksum_verification=True)
-        before = json.loads((table.schema.metadata or {}).get(b"made_of", "{}"))
-    except (FileNotFoundError, ValueError, pa.ArrowException):
-        return None
-    except OSError as error:
+        before = dict(json.loads((table.schema.metadata or {}).get(b"made_of", "{}")))
+    except (OSError, TypeError, ValueError, pa.ArrowException) as error:
         # For damaged content, such as a wrong checksum, pyarrow raises an OSError without errno.
-        if error.errno is None:
+        if getattr(error, "errno", None) in (None, errno.ENOENT):
             return None
         raise
     names = [name for name in {**before, **made_of} if before.get(name) != made_of.get(name)]
