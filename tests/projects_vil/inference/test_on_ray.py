@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tarfile
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -134,6 +135,26 @@ def test_resume_after_failures(inputs, cluster, trained_run, tmp_path, monkeypat
     with pytest.raises(ConfigError, match="dtype was torch.float32, and now it is torch.bfloat16"):
         predict_on_ray(trained_run, inputs / "photos", there, dtype="bfloat16")
     assert "part-000000.parquet" in message(predict_on_ray, trained_run, inputs / "photos", here)
+
+
+@pytest.mark.parametrize("cluster", [{"num_cpus": 3}, {"num_cpus": 1, "num_gpus": 2}], indirect=True)
+def test_tasks_have_at_most_512_rows(cluster, trained_run, tmp_path, monkeypatch):
+    """The images do not exist, so that each one is a row with an error. The second run has three partitions."""
+    from projects_vil.inference import on_ray
+
+    class Worker(on_ray._Worker):
+        def __call__(self, table):
+            with open(tmp_path / "tasks", "a") as file:
+                file.write(f"{on_ray.ray.get_runtime_context().get_task_id()}\n" * len(table))
+            return on_ray._Worker.__call__(self, table)
+
+    monkeypatch.setattr(on_ray, "_Worker", Worker)
+    monkeypatch.setattr(on_ray, "ROWS_PER_TASK", 1024)
+    (tmp_path / "list.txt").write_text("\n".join(f"{number}.png" for number in range(3000)))
+    for number in (1, 2):
+        predict_on_ray(trained_run, tmp_path / "list.txt", tmp_path / "out", part_size=1024)
+        sizes = Counter((tmp_path / "tasks").read_text().split()).values()
+        assert sum(sizes) == number * 3000 and max(sizes) <= 512
 
 
 @pytest.mark.parametrize("cluster", [{"num_cpus": 1, "num_gpus": 2}], indirect=True)
