@@ -49,10 +49,8 @@ def _explained_error() -> Iterator[None]:
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", error)
         # Ray Data appends advice about retries.
-        reason = one_line(str(cause).partition("Failed to apply")[0].removesuffix("\\n"))
-        if not isinstance(cause, ConfigError):
-            reason = f"A Ray task failed ({type(cause).__name__}: {reason}). Correct the cause and repeat the command"
-        raise ConfigError(f"{reason}.") from error
+        reason = one_line(f"{type(cause).__name__}: {cause}".partition("Failed to apply")[0].removesuffix("\\n"))
+        raise ConfigError(f"A Ray task failed ({reason}). Correct the cause and repeat the command.") from error
 
 
 @_explained_error()
@@ -148,8 +146,9 @@ def predict_on_ray(
         _check_versions(output / VERSIONS_FILE, file_versions(archives, strict=False))
     schema = parquet_writer.schema_of(detector.categories, made_of)
     detected.write_parquet(str(output), schema=schema, min_rows_per_file=part_size)
-    tasks = [ray.remote(_count).remote(paths) for paths in output_files(output, part_size)]
-    summary = parquet_writer.summarize(output, sum(ray.get(tasks), Counter()))
+    files = output_files(output, part_size)
+    tasks = [ray.remote(_count).remote(paths) for paths in files[1:]]
+    summary = parquet_writer.summarize(output, sum(ray.get(tasks), _count(files[0])))
     if not summary.num_images + summary.num_skipped:
         raise ConfigError(f"Input '{source}' has no images. {FORMATS}")
     return summary
@@ -214,6 +213,8 @@ def finished_keys(files: list[list[Path]], made_of: dict[str, str], archives: se
     Raises:
         ConfigError: If a file was made of something else, cannot be read, or is damaged and Ray has not named it.
     """
+    if len(files) == 1:  # to start a task would take longer
+        return [ray.put(np.sort(_read_keys(files[0], made_of, archives, 1)[1]))]
     read, shared = ray.remote(_read_keys).options(num_returns=1 + len(files)), ray.put(archives)
     checked, *keys = zip(*(read.remote(paths, made_of, shared, len(files)) for paths in files), strict=True)
     ray.get(list(checked))

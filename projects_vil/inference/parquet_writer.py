@@ -1,7 +1,6 @@
 """Write detections to Parquet part files, with one row per image, and resume after the last complete part."""
 
 import dataclasses
-import errno
 import hashlib
 import itertools
 import json
@@ -95,7 +94,7 @@ def read_part(path: Path, made_of: Mapping[str, Any], *, columns: Sequence[str] 
         before = dict(json.loads((table.schema.metadata or {}).get(b"made_of", "{}")))
     except (OSError, TypeError, ValueError, pa.ArrowException) as error:
         # For damaged content, such as a wrong checksum, pyarrow raises an OSError without errno.
-        if getattr(error, "errno", None) in (None, errno.ENOENT):
+        if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) is None:
             return None
         raise
     names = [name for name in {**before, **made_of} if before.get(name) != made_of.get(name)]
