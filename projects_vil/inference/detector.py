@@ -240,7 +240,7 @@ class Detector(HubMixin):
             if unused := [name for name, is_given in options.items() if is_given]:
                 advice = f"Leave it out, or export '{path}' again with other config keys."
                 raise ConfigError(f"An exported model has no option {', '.join(unused)}. {advice}")
-            with explained_errors(path, "has damaged metadata", "Export the model again."):
+            with explained_errors(Path(path), "has damaged metadata", "Export the model again."):
                 runner = ExportedRunner(Path(path), device=device or "cpu", score_threshold=score_threshold)
             return cls(runner, draw_threshold=score_threshold)
         config, weights = find_model(source, weights)
