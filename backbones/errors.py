@@ -6,7 +6,7 @@ import errno
 import importlib.metadata
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 # A file with this text in its first bytes was written by this project and may be replaced.
@@ -25,6 +25,17 @@ def find_os_error(error: BaseException) -> OSError | None:
     if isinstance(error, OSError):
         return error
     return cause if isinstance(cause, OSError) and cause.errno in (*FULL_DISK, errno.EIO, errno.EROFS) else None
+
+
+@contextlib.contextmanager
+def explained_errors(path: str | Path, problem: str, advice: str) -> Iterator[None]:
+    """Raise a :class:`ConfigError` with the name of a file instead of an error about its content."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (AssertionError, AttributeError, LookupError, NotImplementedError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"'{path}' {problem} ({error!r}). {advice}") from error
 
 
 def printable(text: object) -> str:

@@ -4,9 +4,10 @@ import contextlib
 import gc
 import json
 import logging
-import marshal
+import mmap
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -25,6 +26,7 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 import ijson
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import nn
@@ -153,33 +155,41 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-class CompactList(Sequence[dict[str, Any]]):
-    """The objects of a list in a JSON file as bytes. Each access restores an object.
+class SharedRecords(Sequence[Any]):
+    """Records as bytes in two tensors, which processes share. Each access restores a record.
 
-    A box of a COCO file needs about 100 bytes instead of 600. Indices are not negative, and slices are not supported.
+    In contrast to detectron2's ``DatasetFromList``, records are created and serialized one at a time, and the keys of
+    dicts are stored once. A box of a COCO file needs about 100 bytes instead of 600. Slices are not supported.
     """
 
-    def __init__(self, items: Iterable[dict[str, Any]]) -> None:
-        # The values of all objects, after the number of their keys, and the end of each object
-        self._content, self._ends = bytearray(), array("q", [0])
-        numbers: dict[tuple[str, ...], int] = {}
-        for item in items:
-            number = numbers.setdefault(tuple(item), len(numbers))
-            # Version 2 is the last one without references, which cost time and memory.
-            self._content += marshal.dumps((number, *item.values()), 2)
-            self._ends.append(len(self._content))
-        self._keys = list(numbers)
+    def __init__(self, records: Iterable[Any]) -> None:
+        content, ends = bytearray(), array("q", [0])
+        numbers: dict[tuple[str, ...] | None, int] = {}
+        for record in records:
+            keys, values = (tuple(record), [*record.values()]) if isinstance(record, dict) else (None, record)
+            content += pickle.dumps((numbers.setdefault(keys, len(numbers)), values), -1)
+            ends.append(len(content))
+        tensors = (torch.from_numpy(np.frombuffer(*one)) for one in ((content, np.uint8), (ends, np.int64)))
+        self.__setstate__((*tensors, list(numbers)))
+
+    def __getstate__(self) -> tuple[torch.Tensor, torch.Tensor, list[tuple[str, ...] | None]]:
+        return self.content, self.ends, self.keys
+
+    def __setstate__(self, state: tuple[torch.Tensor, torch.Tensor, list[tuple[str, ...] | None]]) -> None:
+        self.content, self.ends, self.keys = state
+        # An access by a tensor is slower, and views cannot be serialized.
+        self._content, self._ends = memoryview(self.content.numpy()), memoryview(self.ends.numpy())
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        start, end = self._ends[index], self._ends[index + 1]
-        number, *values = marshal.loads(self._content[start:end])
-        return dict(zip(self._keys[number], values, strict=True))
+    def __getitem__(self, index: int) -> Any:
+        index += len(self) if index < 0 else 0
+        number, values = pickle.loads(self._content[self._ends[index] : self._ends[index + 1]])
+        return values if self.keys[number] is None else dict(zip(self.keys[number], values, strict=True))
 
 
-def read_large_lists(path: str, keys: Iterable[str]) -> dict[str, CompactList] | None:
+def read_large_lists(path: str, keys: Iterable[str]) -> dict[str, SharedRecords] | None:
     """Read lists of a large JSON file. No two items of a list are objects in memory at the same time.
 
     Args:
@@ -187,19 +197,22 @@ def read_large_lists(path: str, keys: Iterable[str]) -> dict[str, CompactList] |
         keys: The lists. Everything else in the file is left out.
 
     Returns:
-        The lists, or None if the file is smaller than 512 MiB, if a list is missing or empty or has items other than
-        objects, or if ijson cannot read the file, for example because of NaN. Use :func:`read_json` then.
+        The lists, or None if the file is smaller than 512 MiB, if a list is missing, empty or repeated or has items
+        other than objects, or if ijson cannot read the file, for example because of NaN. Use :func:`read_json` then.
     """
     if not os.path.isfile(path) or os.path.getsize(path) < LARGE_FILE:
         return None
     lists = {}
     try:
         for key in keys:
-            with open(path, "rb") as file:
-                lists[key] = CompactList(ijson.items(file, f"{key}.item", use_float=True, buf_size=1 << 20))
-    except (OSError, TypeError, AttributeError, ijson.JSONError):
+            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                if len(re.findall(rb'"%b"\s*:' % key.encode(), content)) > 1:
+                    return None
+                items = ijson.items(file, f"{key}.item", use_float=True, buf_size=1 << 20)
+                lists[key] = SharedRecords(items)
+    except (OSError, ValueError, ijson.JSONError):
         return None
-    return lists if all(lists.values()) else None
+    return lists if all(len(one) and None not in one.keys for one in lists.values()) else None
 
 
 # -- logs ------------------------------------------------------------------------------------------

@@ -1,13 +1,10 @@
 """Read the records of datasets, check them against the config, and share them between processes."""
 
-import contextlib
 import dataclasses
 import itertools
 import logging
 import os
-import pickle
 import tempfile
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,14 +21,14 @@ from detectron2.utils.logger import log_first_n
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import check_choice, counted
+from backbones.errors import check_choice, counted, explained_errors
 from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data.catalog import add_stuff, check_files, class_names, class_order, model_classes
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.detection_utils import IGNORED_LABEL, missing_files
 from projects_vil.data.readers import read_coco
 from projects_vil.data.segmentation import rle_of
-from projects_vil.utils import paused_garbage_collection, read_large_lists
+from projects_vil.utils import SharedRecords, paused_garbage_collection, read_large_lists
 
 CHECK_MODES = ("error", "warn", "off")
 # The memory limit of a container, in versions 2 and 1 of Linux control groups
@@ -40,30 +37,6 @@ _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 _CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
 # The images of a COCO file with their annotations.
 Annotated = Iterator[tuple[dict[str, Any], list[dict[str, Any]] | None]]
-
-
-class SharedRecords(Sequence[Any]):
-    """Records as bytes in two tensors, which processes share. Each access restores a record.
-
-    In contrast to detectron2's ``DatasetFromList``, records are created and serialized one at a time. Slices are not
-    supported.
-    """
-
-    def __init__(self, records: Iterable[Any]) -> None:
-        content, ends = bytearray(), array("q", [0])
-        for record in records:
-            content += pickle.dumps(record, -1)
-            ends.append(len(content))
-        self.content = torch.from_numpy(np.frombuffer(content, np.uint8))
-        self.ends = torch.from_numpy(np.frombuffer(ends, np.int64))
-
-    def __len__(self) -> int:
-        return len(self.ends) - 1
-
-    def __getitem__(self, index: int) -> Any:
-        index = range(len(self))[index]
-        start, end = self.ends[index].item(), self.ends[index + 1].item()
-        return pickle.loads(memoryview(self.content[start:end].numpy()))
 
 
 # Objects that are read once per run, by cache key.
@@ -190,7 +163,7 @@ def load_dataset(cfg: CfgNode, names: Sequence[str], *, train: bool) -> SharedRe
         return records
     files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
     facts = _Facts()
-    with _explained_errors(files):
+    with explained_errors(files, "cannot be read", "Repair the file."):
         records = SharedRecords(_records(cfg, names, facts, train=train))
     if not records:
         raise ConfigError(f"'{files}' has no images{' with annotations' if train else ''}. Use another dataset.")
@@ -203,17 +176,6 @@ def load_dataset(cfg: CfgNode, names: Sequence[str], *, train: bool) -> SharedRe
         objects = [{"annotations": itertools.repeat({"category_id": n}, number)} for n, number in facts.classes.items()]
         print_instances_class_histogram(objects, model_classes(cfg)[1] or class_names(cfg, names[0]))
     return records
-
-
-@contextlib.contextmanager
-def _explained_errors(files: str) -> Iterator[None]:
-    """Raise a :class:`ConfigError` that names the files instead of an error about their content."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"Cannot read '{files}' ({type(error).__name__} {error}). Repair the file.") from error
 
 
 @dataclasses.dataclass
@@ -449,7 +411,7 @@ def ground_truth(name: str, *, check: str, masks: bool) -> SharedRecords | None:
     if not is_coco(name):
         return None
     if (truth := _shared(_truth_key(name, check, masks), [name])) is None:
-        with _explained_errors(MetadataCatalog.get(name).json_file):
+        with explained_errors(MetadataCatalog.get(name).json_file, "cannot be read", "Repair the file."):
             truth = SharedRecords(_by_image(name, check=check, masks=masks, areas=True))
     return truth
 

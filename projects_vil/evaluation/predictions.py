@@ -15,7 +15,7 @@ from detectron2.evaluation import print_csv_format
 from detectron2.utils import comm
 
 from backbones import ConfigError
-from backbones.errors import pip_install
+from backbones.errors import check_file, explained_errors
 from projects_vil import data
 from projects_vil.data.records import SHARED, read_and_share, read_truth
 from projects_vil.evaluation.evaluators import COCOEvaluator
@@ -45,7 +45,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     metadata, folder = MetadataCatalog.get(name), str(Path(cfg.OUTPUT_DIR) / "inference")
     categories = dict(data.read_categories(metadata.json_file) or ())
     metadata.thing_classes = list(categories.values())
-    matches: dict[Labels, dict[int, int]] = {}
+    matches: dict[Labels, dict[int, int | None]] = {}
     limit, check = cfg.TEST.DETECTIONS_PER_IMAGE, cfg.DATASETS.CHECK
     SHARED.clear()
     read_and_share(partial(read_truth, name, check=check, masks=True), [name])
@@ -76,8 +76,9 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
             del missing[image["id"]]
             if is_mine:
                 row["masks"] = row["masks"] if has_masks else None
-                check_finite(row["boxes"], row["scores"], source=f"{file}, {path[1:]}")
-                evaluator.add(image["id"], _results(row, image, ids))
+                with explained_errors(file, "is damaged, or not from 'vil predict'", "Predict again."):
+                    check_finite(row["boxes"], row["scores"], source=f"{file}, {path[1:]}")
+                    evaluator.add(image["id"], _results(row, image, ids))
         others, errors = others + (not own), errors + bool(own and row["error"])
     if len(missing) == total:
         raise ConfigError(f"No row of the predictions ({others}) is for an image of {name}. Compare the file names.")
@@ -93,13 +94,14 @@ _COLUMNS = ["file_name", "error", "height", "width", "boxes", "scores", "categor
 Labels = tuple[tuple[int, str], ...]  # category ids and names
 
 
-def _match(name: str, categories: dict[int, str], file: Path, labels: Labels) -> dict[int, int]:
-    """Return a mapping from the category ids of a file to the category ids of the dataset."""
+def _match(name: str, categories: dict[int, str], file: Path, labels: Labels) -> dict[int, int | None]:
+    """Return a mapping from the category ids of a file to the category ids of the dataset, or to None."""
     ours, theirs = [label for _, label in labels], list(categories.values())
     differ = f"{file} has {data.describe_classes(ours)}, and {name} has {data.describe_classes(theirs)}"
     matched = data.match_classes(ours, theirs) if len(ours) != len(theirs) else {}
     matched = matched or dict(enumerate(data.match_all_classes(ours, theirs, differ=differ)))
-    return {labels[index][0]: list(categories)[other] for index, other in matched.items()}
+    ids = dict(zip(matched, map(list(categories).__getitem__, matched.values()), strict=True))
+    return {number: ids.get(index) for index, (number, _) in enumerate(labels)}
 
 
 def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, Labels, dict[str, Any], bool]]:
@@ -107,24 +109,21 @@ def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, Labels, dict[str,
 
     The processes of a run share the rows in turns of 64. The other rows have only a name and an error.
     """
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise ConfigError(f"Parquet files need pyarrow. {pip_install('pyarrow')}") from error
+    from pyarrow.parquet import ParquetFile  # an optional dependency
+
     turns = cycle(range(comm.get_world_size()))
     for file in chain(*(sorted(path.glob("*.parquet")) if path.is_dir() else [path] for path in map(Path, paths))):
-        try:
+        check_file(file, "Parquet file")
+        with explained_errors(file, "is damaged, or not from 'vil predict'", "Predict again."):
             table = ParquetFile(file)
             labels = tuple((one["id"], one["name"]) for one in json.loads(table.schema_arrow.metadata[b"categories"]))
             for batch in table.iter_batches(batch_size=64):
                 is_mine = next(turns) == comm.get_rank()
                 rows = batch.select(_COLUMNS if is_mine else ["file_name", "error"]).to_pylist()
                 yield from ((file, labels, row, is_mine) for row in rows)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"'{file}' is damaged, or not from 'vil predict' ({error!r}). Predict again.") from error
 
 
-def _results(row: dict[str, Any], image: dict[str, Any], ids: dict[int, int]) -> list[dict[str, Any]]:
+def _results(row: dict[str, Any], image: dict[str, Any], ids: dict[int, int | None]) -> list[dict[str, Any]]:
     """Return a row in COCO's results format. ``ids`` maps category ids of the row to category ids of the dataset."""
     size, expected = [row["height"], row["width"]], [image["height"], image["width"]]
     if size != expected and not row["error"]:
@@ -138,5 +137,5 @@ def _results(row: dict[str, Any], image: dict[str, Any], ids: dict[int, int]) ->
     return [
         {"image_id": image["id"], "category_id": ids[label], "bbox": box, "score": score} | mask
         for box, score, label, mask in columns
-        if label in ids
+        if ids[label] is not None
     ]

@@ -89,7 +89,7 @@ def list_paths(source: str | Path | Sequence[str], *, exclude: str | Path, colum
         ConfigError: If the input does not exist, is a video, or has no images.
     """
     if not isinstance(source, (str, Path)):
-        paths = [os.fspath(path) for path in source]
+        paths = [_without_scheme(os.fspath(path)) for path in source]
         for path in paths:
             if "://" not in path and not os.path.exists(path):
                 raise ConfigError(f"Input '{path}' does not exist. Check the path.")
@@ -98,7 +98,7 @@ def list_paths(source: str | Path | Sequence[str], *, exclude: str | Path, colum
         root = common_folder(paths)
         yield from ((path if "://" in path else os.path.relpath(path, root), path) for path in paths)
         return
-    source = os.fspath(source)
+    source = _without_scheme(os.fspath(source))
     if is_video(source):
         raise ConfigError(f"Input '{source}' is a video or a stream. {FORMATS}")
     first = next(expand_braces(source), source)
@@ -114,9 +114,14 @@ def list_paths(source: str | Path | Sequence[str], *, exclude: str | Path, colum
             is_empty = False
             # os.path.join keeps absolute paths.
             joined = name if "://" in name else os.path.join(os.path.dirname(path), name)
-            yield name, joined if is_list else path
+            yield name, _without_scheme(joined) if is_list else path
     if is_empty:
         raise ConfigError(f"Input '{source}' has no images. {FORMATS}")
+
+
+def _without_scheme(path: str) -> str:
+    """Return a URL of a file on this machine as a path. fsspec would read devices and pipes without end."""
+    return re.sub("^(file|local)://", "", path)
 
 
 def common_folder(paths: Sequence[str]) -> str:
@@ -197,7 +202,9 @@ def _walk(folder: str, exclude: str) -> Iterator[str]:
     Only the names of one folder are in memory at a time.
     """
     with os.scandir(folder) as entries:
-        names = sorted(entry.name + "/" * entry.is_dir() for entry in entries if not entry.name.startswith("."))
+        visible = (entry for entry in entries if not entry.name.startswith("."))
+        # entry.is_dir fails for a link to itself.
+        names = sorted(one.name + "/" * (os.path.isdir(one) if one.is_symlink() else one.is_dir()) for one in visible)
     for name in names:
         path = os.path.join(folder, name)
         if not name.endswith("/") or os.path.islink(path[:-1]):
@@ -251,6 +258,9 @@ class _TarMember(tarfile.TarInfo):
             if zeros is not None and isinstance(error, tarfile.EmptyHeaderError):
                 raise
             raise tarfile.ReadError(f"{error} at byte {tar.offset}") from error
+        # tarfile would skip it in steps of 10 kB, also after the end of the file.
+        if member.size > 64 * MAX_MEMBER_SIZE:
+            raise tarfile.ReadError(f"'{member.name}' has {member.size:,} bytes")
         member.zeros = zeros
         return member
 

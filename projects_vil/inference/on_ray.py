@@ -4,6 +4,7 @@ Ray Data schedules, retries, applies backpressure and scales. The finished image
 own checkpoint (``ray.data.checkpoint``) is not used, because it does not notice if an output file is lost.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -19,7 +20,7 @@ import numpy as np
 
 from backbones import ConfigError
 from backbones.checkpoint_files import write_text
-from backbones.errors import first_of, pip_install
+from backbones.errors import first_of, one_line, pip_install
 from projects_vil.inference import parquet_writer
 from projects_vil.inference.detector import Detector
 from projects_vil.inference.image_listing import ARCHIVES, FORMATS, list_paths, load_listed, shown_name, suffix_of
@@ -40,6 +41,19 @@ VERSIONS_FILE = "_tar_files.json"
 ROWS_PER_TASK = 2**22  # rows of output files that one task reads; their keys take 64 MiB
 
 
+@contextlib.contextmanager
+def _explained_error() -> Iterator[None]:
+    """Raise the error of a Ray task as a :class:`ConfigError`."""
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", error)
+        # Ray Data appends advice about retries.
+        reason = one_line(f"{type(cause).__name__}: {cause}".partition("Failed to apply")[0].removesuffix("\\n"))
+        raise ConfigError(f"A Ray task failed ({reason}). Correct the cause and repeat the command.") from error
+
+
+@_explained_error()
 def predict_on_ray(
     model: str | os.PathLike,
     source: str | Path | Sequence[str],
@@ -76,8 +90,8 @@ def predict_on_ray(
         The totals over all files of the output directory.
 
     Raises:
-        ConfigError: If an argument is invalid, the input has no images, the output is of another model, or a tar file
-            was replaced.
+        ConfigError: If an argument is invalid, the input has no images, the output is of another model, a tar file was
+            replaced, or a Ray task fails several times.
     """
     if isinstance(model, Detector):
         raise ConfigError("With Ray each worker loads the model. Pass a name or path, not a Detector.")
@@ -90,6 +104,8 @@ def predict_on_ray(
     # This process leaves the GPUs to the workers, and some attention backends need a GPU.
     on_cpu = [*given, "MODEL.TRANSFORMER.ATTENTION_BACKEND", "auto"] if can_use_gpu else given
     detector = Detector.load(model, **options | {"device": "cpu", "overrides": on_cpu})
+    # An error of a task is raised once, and not printed for each of its results too.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     ray.init(ignore_reinit_error=True)
     unit = "GPU" if can_use_gpu and ray.cluster_resources().get("GPU") else "CPU"
     made_of = parquet_writer.describe_runner(detector.runner)
@@ -119,6 +135,8 @@ def predict_on_ray(
     # Ray would also reserve a CPU for each GPU worker, and might have none left for reading.
     reserved = {"num_gpus": 1 / workers_per_gpu, "num_cpus": 0} if unit == "GPU" else {"num_cpus": 1}
     arguments = {"fn_constructor_args": (model, options | {"overrides": given}, batch_size, finished), **reserved}
+    context = ray.data.DataContext.get_current()
+    context.retried_map_errors, context.max_map_retries = True, 2
     pool = ray.data.ActorPoolStrategy(min_size=smallest, max_size=largest)
     # Ray does not accept GPU workers without a batch size.
     listed = ray.data.from_arrow_refs(blocks)
@@ -193,17 +211,13 @@ def finished_keys(files: list[list[Path]], made_of: dict[str, str], archives: se
         archives: The names of the tar files. All images of a tar file are in one partition.
 
     Raises:
-        ConfigError: If a file was made of something else, or if it is damaged and Ray has not named it.
-        OSError: If a file cannot be read.
+        ConfigError: If a file was made of something else, cannot be read, or is damaged and Ray has not named it.
     """
     if len(files) == 1:  # to start a task would take longer
         return [ray.put(np.sort(_read_keys(files[0], made_of, archives, 1)[1]))]
     read, shared = ray.remote(_read_keys).options(num_returns=1 + len(files)), ray.put(archives)
     checked, *keys = zip(*(read.remote(paths, made_of, shared, len(files)) for paths in files), strict=True)
-    try:
-        ray.get(list(checked))
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
+    ray.get(list(checked))
     sort = ray.remote(lambda *parts: np.sort(np.concatenate(parts)))
     return [sort.remote(*parts) for parts in keys]
 

@@ -91,12 +91,10 @@ def read_part(path: Path, made_of: Mapping[str, Any], *, columns: Sequence[str] 
     """
     try:
         table = parquet.read_table(path, columns=columns, page_checksum_verification=True)
-        before = json.loads((table.schema.metadata or {}).get(b"made_of", "{}"))
-    except (FileNotFoundError, ValueError, pa.ArrowException):
-        return None
-    except OSError as error:
+        before = dict(json.loads((table.schema.metadata or {}).get(b"made_of", "{}")))
+    except (OSError, TypeError, ValueError, pa.ArrowException) as error:
         # For damaged content, such as a wrong checksum, pyarrow raises an OSError without errno.
-        if error.errno is None:
+        if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) is None:
             return None
         raise
     names = [name for name in {**before, **made_of} if before.get(name) != made_of.get(name)]

@@ -11,7 +11,7 @@ from pycocotools import mask as mask_util
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from backbones.errors import ConfigError
+from backbones.errors import ConfigError, explained_errors
 from projects_vil.evaluation import check_finite
 from projects_vil.utils import read_json
 from vil.choices import SCORE_THRESHOLD
@@ -65,7 +65,7 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
     Raises:
         ConfigError: If the results are empty, damaged, or of another dataset.
     """
-    try:
+    with explained_errors(results, "is damaged, or is of another dataset", "Evaluate again."):
         detections = read_json(results)
         if detections == []:
             raise ConfigError(f"'{results}' is empty: no detection is above the score threshold. Train longer.")
@@ -79,10 +79,6 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
             coco.createIndex()
             tasks = ["bbox", "segm"] if all("segmentation" in item for item in detections) else ["bbox"]
             evaluations = {task: _run_cocoeval(coco, detections, task, max_detections) for task in tasks}
-    except ConfigError:
-        raise
-    except (AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"'{results}' is damaged, or is of another dataset ({error!r}). Evaluate again.") from error
     evaluation = evaluations["bbox"]
     parameters = evaluation.params
     entries = np.array(evaluation.evalImgs, dtype=object)

@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from backbones import ConfigError
 from backbones.checkpoint_files import write_text
-from backbones.errors import GENERATOR, check_file, check_whole, first_of
+from backbones.errors import GENERATOR, check_file, check_whole, explained_errors, first_of
 from projects_vil.config import config_items, default_config, detector_name, load_config
 from projects_vil.data import check_files, fixed_coco, is_coco, register_datasets
 from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
@@ -57,7 +57,7 @@ class RunFolder:
         """Catch expected errors, and record that ``content`` is omitted and why."""
         try:
             yield
-        except (ConfigError, OSError) as error:
+        except (ConfigError, OSError, TypeError) as error:
             self.omitted.append(f"{content}: {error}")
 
 
@@ -123,7 +123,7 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
     if len(run.metrics) < len(lines):
         run.omitted.append(f"{len(lines) - len(run.metrics)} of {len(lines)} lines of {METRICS} are damaged")
     with run.omit_on_error("metrics of the evaluation"):
-        run.evaluation = read_json(folder / EVALUATION)
+        run.evaluation = dict(read_json(folder / EVALUATION))
     return run
 
 
@@ -159,7 +159,8 @@ def _datasets(run: RunFolder, *, num_images: int) -> list[dict[str, Any]]:
                 metrics = evaluate_detections(annotations, results, max_detections=limit)
         tasks = run.evaluation.get(name, {})
         section = {"name": name, "metrics": metrics, "figures": [], "images": []}
-        section |= _summary(tasks, metrics) | _classes(tasks, metrics)
+        with explained_errors(run.folder / EVALUATION, "is damaged", "Evaluate again."):
+            section |= _summary(tasks, metrics) | _classes(tasks, metrics)
         if metrics is not None:
             section |= {"figures": figures.precision_figures(metrics)} | _confusion(metrics)
             with run.omit_on_error(f"images of {name}"):
@@ -253,6 +254,6 @@ def _render(run: RunFolder, datasets: list[dict[str, Any]]) -> str:
 
 def _number(value: float | str | None) -> str:
     """Format a cell of a table. A missing or non-finite value is a dash."""
-    if isinstance(value, str):
-        return value
+    if value is not None and not isinstance(value, (int, float)):
+        return str(value)
     return "–" if value is None or not math.isfinite(value) else f"{value:.1f}"

@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from detectron2.structures import BitMasks, BoxMode
 
-from backbones.errors import ConfigError, check_whole
+from backbones.errors import ConfigError, check_whole, explained_errors
 from projects_vil.config import is_panoptic, is_segmentor, with_overrides
 from projects_vil.data import IGNORED_LABEL, build_train_loader, label_reader, load_dataset, read_image
 from projects_vil.utils import read_json
@@ -173,11 +173,7 @@ def _predictions_by_image(path: Path, dataset_name: str, images: list, key: str)
     name = "stuff" if key == "file_name" else "thing"
     indices = metadata.get(f"{name}_dataset_id_to_contiguous_id") or range(len(metadata.get(f"{name}_classes")))
     by_image: dict[Any, list[dict]] = {image: [] for image in images}
-    try:
+    with explained_errors(path, f"is damaged or not for {dataset_name!r}", "Evaluate again."):
         for item in read_json(path, what="results file of an evaluation"):
             by_image[item[key]].append(item | {"category_id": indices[item["category_id"]]})
-    except ConfigError:
-        raise
-    except (LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"'{path}' is damaged or not for {dataset_name!r} ({error!r}). Evaluate again.") from error
     return by_image

@@ -95,14 +95,14 @@ def test_mistakes(case):
     write(Path("unknown/a.parquet"), [row("unknown.jpg", [])])
     write(Path("classes/a.parquet"), rows, names=["class 3", "cat", "cow", "emu"])
     write(Path("size/a.parquet"), [rows[0] | {"height": HEIGHT + 1}])
+    full = max(rows, key=lambda one: len(one["scores"]))
+    write(Path("lengths/a.parquet"), [full | {"scores": []}])
+    write(Path("category/a.parquet"), [full | {"category_ids": [99] * len(full["scores"])}])
     Path("damaged").mkdir()
     Path("damaged/a.parquet").write_text("PAR1")
-    for column in ("boxes", "scores"):
-        parquet.write_table(parquet.read_table("size/a.parquet").drop_columns(column), f"damaged/{column}.parquet")
-        assert f"{column}.parquet" in message(
-            evaluate, None, "mine", predictions=[f"damaged/{column}.parquet"], output="out"
-        )
-    for folder, word in {"twice": "b.parquet", "classes": "cat", "size": "241", "damaged": "a.parquet"}.items():
+    parquet.write_table(parquet.read_table("size/a.parquet").drop_columns("boxes"), "no_boxes")
+    expected = {"twice": "b.parquet", "classes": "cat", "size": "241", "damaged": "a.parquet", "/dev/null": "a device"}
+    for folder, word in (expected | dict.fromkeys(("lengths", "category", "no_boxes"), "is damaged")).items():
         assert word in message(evaluate, None, "mine", predictions=[folder], output="out")
     assert "unknown" not in message(evaluate, None, "mine", predictions=["unknown"], output="out")
     assert not Path("out/evaluation.json").exists()

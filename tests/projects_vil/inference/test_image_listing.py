@@ -161,8 +161,18 @@ def test_large_members_of_a_tar_file_are_not_read(photos, monkeypatch):
         tar.add(photos / "in/a.png", "b.png")
     large, image = find_images(photos / "large.tar.gz", exclude=photos / "in")
     assert image.read_size()
-    with pytest.raises(UnreadableImage, match=f"it has {size + 1:,} bytes"):
-        large.read_size()
+    claim = tarfile.TarInfo("a.png")
+    claim.size = 2**60  # more than the file has
+    (photos / "claim.tar").write_bytes(claim.tobuf(tarfile.GNU_FORMAT))
+    (photos / "list.txt").write_text("file:///dev/zero\nclaim.tar")
+    device, claimed = find_images(photos / "list.txt", exclude=photos / "in")
+    for one, reason in (
+        (large, f"it has {size + 1:,} bytes"),
+        (device, "not a regular"),
+        (claimed, f"{2**60:,} bytes"),
+    ):
+        with pytest.raises(UnreadableImage, match=reason):
+            one.read_size()
 
 
 def test_several_files(photos, monkeypatch):
@@ -188,10 +198,11 @@ def test_links_to_folders_are_skipped_with_a_warning(photos, caplog):
 def test_other_files_are_counted_and_images_of_unsupported_types_are_listed(photos, caplog):
     for name in ("a/clip.mp4", "IMG_1.CR2", "raw", "report.pdf"):
         (photos / "in" / name).touch()
+    (photos / "in/loop").symlink_to("loop")
     with tarfile.open(photos / "in/z.tar", "w") as tar:
         tar.add(photos / "in/IMG_1.CR2", "b.CR2")
     listed = [image.name for image in find_images(photos / "in", exclude=photos / "in/out")]
-    assert listed[::5] == ["IMG_1.CR2", "z.tar/b.CR2"] and ".txt (1), no suffix (1), .pdf (1)." in caplog.text
+    assert listed[::5] == ["IMG_1.CR2", "z.tar/b.CR2"] and "no suffix (2), .mp4 (1), .txt (1), .pdf (1)." in caplog.text
 
 
 def test_images_are_streamed(photos):

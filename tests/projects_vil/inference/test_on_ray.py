@@ -3,6 +3,7 @@
 import functools
 import http.server
 import os
+import re
 import signal
 import subprocess
 import tarfile
@@ -134,6 +135,26 @@ def test_resume_after_failures(inputs, cluster, trained_run, tmp_path, monkeypat
     with pytest.raises(ConfigError, match="dtype was torch.float32, and now it is torch.bfloat16"):
         predict_on_ray(trained_run, inputs / "photos", there, dtype="bfloat16")
     assert "part-000000.parquet" in message(predict_on_ray, trained_run, inputs / "photos", here)
+
+
+@pytest.mark.parametrize("cluster", [{"num_cpus": 3}, {"num_cpus": 1, "num_gpus": 2}], indirect=True)
+def test_tasks_have_at_most_512_rows(cluster, trained_run, tmp_path, monkeypatch):
+    """The images do not exist, so that each one is a row with an error. The second run has several partitions."""
+    from ray.data import Dataset
+
+    statistics, write = [], Dataset.write_parquet
+
+    def written(dataset, *args, **options) -> None:
+        write(dataset, *args, **options)
+        statistics.append(dataset.stats())
+
+    monkeypatch.setattr(Dataset, "write_parquet", written)
+    monkeypatch.setattr("projects_vil.inference.on_ray.ROWS_PER_TASK", 1024)
+    for run in range(2):
+        (tmp_path / "list.txt").write_text("\n".join(f"{run}/{number}.png" for number in range(3000)))
+        predict_on_ray(trained_run, tmp_path / "list.txt", tmp_path / "out", part_size=1024)
+        found = re.search(r"_Worker\).*?rows per task: \d+ min, (\d+) max", statistics[run], re.DOTALL)
+        assert 0 < int(found[1]) <= 512
 
 
 @pytest.mark.parametrize("cluster", [{"num_cpus": 1, "num_gpus": 2}], indirect=True)

@@ -307,7 +307,8 @@ def test_a_camera_is_read_until_it_is_interrupted(served, tmp_path):
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_streams_that_cannot_be_opened(tmp_path):
+def test_streams_that_cannot_be_opened_or_written(tmp_path):
+    assert "Cannot write to the URL 's3://bucket/out'" in message(run_on, "in", "s3://bucket/out")
     for source in ("97", "http://127.0.0.1:9/clip.avi"):
         assert source in message(run_on, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -329,6 +330,8 @@ def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path
     assert summary.num_images == 1 and [item["file_name"] for item in skipped] == ["b.png", "c.png"]
     assert "16 x 64" in skipped[0]["reason"] and "32 to 256" in skipped[0]["reason"]
     assert "batch_size" in caplog.text
+    metadata_path(path).write_text("[]")
+    assert "damaged metadata" in message(Detector.load, path)
     write_video(tmp_path / "clip.avi", 2, size=(16, 64))
     assert "clip.avi" in message(predict, detector, tmp_path / "clip.avi", tmp_path / "video", drawings=False)
 
@@ -338,11 +341,9 @@ def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path
     [
         ("in", "out", {"batch_size": 0}, "batch_size"),
         ("in", "out", {"score_threshold": 1.5}, "score_threshold"),
-        ("in", "out", {"part_size": 4}, "part_size .* --format parquet"),
         ("in", "out", {"file_format": "parquet", "score_threshold": 0.5}, "score_threshold .* --format coco"),
         ("in", "out", {"ray": True, "file_format": "coco"}, "--ray"),
         ("in", "out", {"file_format": "csv"}, "csv"),
-        ("in", "out", {"column": "url"}, "column is 'url', but .*in' is not a table"),
         ("in", "out", {"ray": True, "column": "url"}, "column is 'url', but .*in' is not a table"),
         ("absent", "out", {}, "Input .*absent"),
         ("empty", "out", {}, "Input .*empty"),
@@ -367,7 +368,3 @@ def test_invalid_arguments(tmp_path, source, output, options, named):
     with pytest.raises(ConfigError, match=named) as caught:
         run_on(tmp_path / source, tmp_path / output, **options)
     assert "\n" not in str(caught.value) and sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_url_is_no_output():
-    assert "Cannot write to the URL 's3://bucket/out'" in message(run_on, "in", "s3://bucket/out")

@@ -78,6 +78,8 @@ def test_missing_files_are_omitted_and_listed(trained_run, datasets_root, tmp_pa
     assert "fine" not in Page(content).text
     for words in ("evaluation.json", "inference/coco_instances_results.json", "1 of 2 lines of metrics.json"):
         assert words in Page(content).text and words in result.stderr, words
+    (tmp_path / "evaluation.json").write_text('{"shapes_val": {"bbox": {"AP": "high"}}}')
+    assert "evaluation.json' is damaged" in run_tool("report.py", tmp_path, datasets_root=datasets_root).stderr
 
 
 @pytest.mark.parametrize("missing", [(), ("area", "iscrowd")])
