@@ -185,7 +185,6 @@ def _window_bias(local_bias: Tensor, num_shared: int, length: int, side: int) ->
 
 
 BACKENDS = {
-    "auto": long_short_attention,
     "sdpa": long_short_attention,
     "triton": triton_long_short_attention,
     "reference": reference.long_short_attention,
@@ -231,7 +230,7 @@ class DualNormAttention(DualNorm):
         num_heads: Number of heads. It divides ``dim``.
         chunk_size: Side w of a segment.
         relative_bias: Whether each offset in the window has a learned bias.
-        backend: A key of ``BACKENDS``. ``"reference"`` is quadratic and for debugging.
+        backend: ``"auto"`` or a key of ``BACKENDS``. ``"reference"`` is quadratic and for debugging.
     """
 
     num_global_tokens, update_globals = 0, False

@@ -267,7 +267,6 @@ SHIFTS = tuple((row, col) for row in (-1, 0, 1) for col in (-1, 0, 1) if (row, c
 
 
 BACKENDS = {
-    "auto": sliding_chunk_attention,
     "sdpa": sliding_chunk_attention,
     "triton": triton_chunk_attention,
     "reference": reference.sliding_chunk_attention,
@@ -283,8 +282,8 @@ class SlidingChunkAttention(TokenAttention):
         mode: See :func:`sliding_chunk_attention`.
         relative_bias: Whether each offset in the window has a learned bias.
         shared_projections: Whether local and global tokens share the query, key, value and output projections.
-        common: See :class:`.TokenAttention`. The backend is a key of ``BACKENDS``: ``"auto"`` and ``"sdpa"`` are
-            PyTorch's attention, ``"triton"`` is for CUDA, and ``"reference"`` is quadratic and for debugging.
+        common: See :class:`.TokenAttention`. The backend is ``"auto"`` or a key of ``BACKENDS``: ``"sdpa"`` for
+            PyTorch's attention, ``"triton"`` for CUDA, or ``"reference"``, which is quadratic, for debugging.
     """
 
     backends = BACKENDS
