@@ -89,8 +89,8 @@ def detect_format(contents: Mapping[str, object]) -> OfficialCheckpoint | None:
         contents: Result of :func:`backbones.checkpoint_files.read_checkpoint`, or a bare state dict.
     """
     # detectron2 may save numbers next to the tensors.
-    state_dict = {k: t for k, t in (state_dict_of(contents) or contents).items() if isinstance(t, Tensor)}
-    tensors = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
+    state_dict = state_dict_of(contents) or contents
+    tensors = {name.removeprefix("module."): t for name, t in state_dict.items() if isinstance(t, Tensor)}
     # detectron2, mmdetection, a classifier
     for prefix in ("backbone.bottom_up.", "backbone.", ""):
         backbone = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
