@@ -276,7 +276,8 @@ def categories_of(name: str, *, stuff: bool = False) -> list[tuple[int, str]]:
 
 def class_names(cfg: CfgNode, name: str) -> list[str] | None:
     """Return the class names of a dataset from its metadata or its COCO file, or None if they are unknown."""
-    return [label for _, label in categories_of(name, stuff=is_segmentor(cfg))] or None
+    known = MetadataCatalog.get(name).get("stuff_classes" if is_segmentor(cfg) else "thing_classes")
+    return known or [label for _, label in categories_of(name, stuff=is_segmentor(cfg))] or None
 
 
 def model_classes(cfg: CfgNode) -> tuple[str | None, list[str] | None]:
