@@ -373,7 +373,10 @@ class Backbone(nn.Module, abc.ABC):
     def freeze_stages(self, number: int) -> None:
         """Freeze the first ``number`` stages: no gradients, no stochastic depth, no new batch statistics."""
         self.num_frozen_stages = number
-        self.stages[:number].requires_grad_(False)
+        for stage in self.stages[:number]:
+            stage.requires_grad_(False)
+            for block in stage.blocks:
+                block.drop_path_rate = 0.0
         self.train(self.training)
 
     def train(self, mode: bool = True) -> "Backbone":
