@@ -62,6 +62,11 @@ class Variant:
         """Names of the stages, from the largest feature map: ``"stage1"``, ..."""
         return tuple(f"stage{number}" for number in range(1, len(self.stages) + 1))
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides of the stages in pixels."""
+        return tuple(itertools.accumulate(self.downsample_factors, operator.mul))
+
     def with_options(self, **options: object) -> "Variant":
         """Return the variant with other fields. A field of the stages takes one value, or one value per stage."""
         fields = options.keys() & {field.name for field in dataclasses.fields(self)}
@@ -211,7 +216,7 @@ class Backbone(nn.Module, abc.ABC):
         check_choice("attention_backend", settings.attention_backend, ATTENTION_BACKENDS)
         self.variant = variant
         self.settings = settings
-        self.strides = tuple(itertools.accumulate(variant.downsample_factors, operator.mul))
+        self.strides = variant.strides
         self.num_stages = 1 + max(map(names.index, out_features))
         self.feature_info: dict[str, FeatureInfo] = {
             name: FeatureInfo(spec.dim, stride)

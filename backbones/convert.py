@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from backbones import lit, litv2, vil
 from backbones.build import create_backbone, create_classifier
 from backbones.checkpoint_files import state_dict_of
-from backbones.errors import ConfigError
+from backbones.errors import ConfigError, first_of
 from backbones.layers.position import GridRelativeBias, fit_table
 
 # A regular expression for whole parts of a dotted name, and its replacement
@@ -89,8 +89,8 @@ def detect_format(contents: Mapping[str, object]) -> OfficialCheckpoint | None:
         contents: Result of :func:`backbones.checkpoint_files.read_checkpoint`, or a bare state dict.
     """
     # detectron2 may save numbers next to the tensors.
-    state_dict = {k: t for k, t in (state_dict_of(contents) or contents).items() if isinstance(t, Tensor)}
-    tensors = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
+    state_dict = state_dict_of(contents) or contents
+    tensors = {name.removeprefix("module."): t for name, t in state_dict.items() if isinstance(t, Tensor)}
     # detectron2, mmdetection, a classifier
     for prefix in ("backbone.bottom_up.", "backbone.", ""):
         backbone = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
@@ -250,11 +250,8 @@ def check_names(name: str, unexpected: Sequence[str], missing: Sequence[str]) ->
         unexpected: Names of the checkpoint that the model does not have.
         missing: Parameters of the model that the checkpoint does not have.
     """
-    parts = []
-    for description, names in (("unexpected names", unexpected), ("missing parameters", missing)):
-        if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            parts.append(f"{description}: {', '.join(names[:5])}{more}")
+    lists = {"unexpected names": unexpected, "missing parameters": missing}
+    parts = [f"{description}: {first_of(names, 5)}" for description, names in lists.items() if names]
     if parts:
         raise ConfigError(
             f"The checkpoint does not match {name} ({'; '.join(parts)}). Check the variant, its sizes and its global "

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from backbones.attention.dense import merge_heads, split_heads
 from backbones.attention.long_short import DualNormAttention
 from backbones.backbone import Backbone, Variant
-from backbones.errors import check_choice, check_whole
+from backbones.errors import check_whole
 from backbones.layers.block import PatchEmbed
-from backbones.layers.conv import BATCH_NORMS, SeparableProjection, StandardizedProjection
+from backbones.layers.conv import SeparableProjection, StandardizedProjection
 
 _KERNELS = (7, 3, 3)
 
@@ -64,9 +64,6 @@ class CvTVariant(Variant):
     options = ("norm", "projection_rank", "chunk_size")
     norm_eps = 1e-5
     downsample_factors = (4, 2, 2)
-
-    def __post_init__(self) -> None:
-        check_choice("norm", self.norm, BATCH_NORMS)
 
 
 class ConvLongShortAttention(DualNormAttention):

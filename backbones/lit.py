@@ -12,7 +12,6 @@ from backbones.attention.dense import DenseAttention
 from backbones.backbone import Backbone, Variant
 from backbones.errors import ConfigError, check_choice
 from backbones.layers.block import PatchEmbed
-from backbones.layers.conv import BATCH_NORMS
 from backbones.layers.position import RESIZING, GridPositions
 from backbones.layers.token_merging import DeformableTokenMerging, LinearTokenMerging
 
@@ -67,7 +66,6 @@ class LITVariant(Variant):
 
     def __post_init__(self) -> None:
         check_choice("token_merging", self.token_merging, ("deformable", "uniform"))
-        check_choice("norm", self.norm, BATCH_NORMS)
         check_choice("position_interpolation", self.position_interpolation, RESIZING)
         if self.token_merging == "uniform" and self.norm != "BN":
             raise ConfigError(f"norm={self.norm!r} has no effect without deformable token merging. Leave it out.")

@@ -12,8 +12,6 @@ from backbones import lit
 from backbones.attention.efficient import SpatialReductionAttention
 from backbones.attention.hilo import HiLoAttention
 from backbones.backbone import Variant
-from backbones.errors import check_choice
-from backbones.layers.conv import BATCH_NORMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +38,6 @@ class LITv2Variant(Variant):
     downsample_factors = (4, 2, 2, 2)
     token_merging = "deformable"
     output_norms = ("stage2", "stage3", "stage4")
-
-    def __post_init__(self) -> None:
-        check_choice("norm", self.norm, BATCH_NORMS)
 
 
 class LITv2(lit.LIT):

@@ -1,7 +1,6 @@
 """Recipes for your own data: weights, image size, anchors, and config keys that replace COCO's schedule."""
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
@@ -102,10 +101,8 @@ def with_recipe(
         is_long = device == "cpu" and chosen > max(_IMAGES[device], least * number)
         own_sizes = _SCRATCH_SIZES if device == "cpu" and recipe == "scratch" else IMAGE_SIZES[device]
         sizes = (_SIZES_OF_LONG_RUNS if is_long else own_sizes) if is_auto else [size]
-        choice = choose_size(cfg, objects, sizes=sizes, fit=not (is_paper or keep_anchors or has_anchors))
-        print(choice.line(), flush=True)
-        size = choice.size
-        values |= choice.anchors | (size_values(size) if is_auto else {})
+        size, anchors = choose_size(cfg, objects, sizes=sizes, fit=not (is_paper or keep_anchors or has_anchors))
+        values |= anchors | (size_values(size) if is_auto else {})
     if is_paper:
         values |= {"SOLVER.EPOCHS": cfg.SOLVER.EPOCHS or _PAPER_EPOCHS} if content else {}
     else:
@@ -113,7 +110,8 @@ def with_recipe(
         if recipe == "finetune":
             rate = cfg.SOLVER.BASE_LR if "SOLVER.BASE_LR" in given else values["SOLVER.BASE_LR"]
             values["SOLVER.BASE_LR_END"] = _LAST_RATE_FACTOR * rate
-        if any(key in given and not cfg.TEST[key[5:]] for key in ("TEST.EVAL_PERIOD", "TEST.BEST_METRIC")):
+        is_off = any(key in given and not cfg.TEST[key[5:]] for key in ("TEST.EVAL_PERIOD", "TEST.BEST_METRIC"))
+        if is_off or not cfg.DATASETS.TEST:
             values |= {"TEST.BEST_METRIC": "", "SOLVER.EARLY_STOPPING_PATIENCE": 0}
         if content:
             images = _IMAGES[device] * (_SCRATCH_FACTOR[device] if recipe == "scratch" else 1)
@@ -153,8 +151,6 @@ def _recipe_values(cfg: CfgNode, recipe: str, size: int, batch: int, *, low_rate
         values.pop("MODEL.BACKBONE.FREEZE_AT", None)
     if cfg.MODEL.MASK_ON:
         values["TEST.BEST_METRIC"] = "segm/AP"
-    if not cfg.DATASETS.TEST:
-        values |= {"TEST.BEST_METRIC": "", "SOLVER.EARLY_STOPPING_PATIENCE": 0}
     return values
 
 
@@ -217,35 +213,6 @@ def best_weights(cfg: CfgNode) -> str:
 # -- image size and anchors ------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class SizeChoice:
-    """An image size with its anchors.
-
-    Attributes:
-        size: Shorter side of the images in pixels.
-        share: Share of the objects that an anchor matches, from 0 to 1.
-        sides: The 10th, 50th and 90th percentile of the side of an object, sqrt(area), in pixels of this size.
-        number: Number of objects.
-        anchors: Config keys of fitted anchors; empty for the anchors of the config.
-    """
-
-    size: int
-    share: float
-    sides: tuple[float, float, float]
-    number: int
-    anchors: Mapping[str, Any]
-
-    def line(self) -> str:
-        """Return the choice as a line of text."""
-        small, median, large = self.sides
-        anchors = "fitted anchors match" if self.anchors else "the model's anchors match"
-        return (
-            f"objects in the training images: {self.number:,}, with a side of {small:.0f} to {large:.0f} pixels "
-            f"(median {median:.0f}) at image size {self.size}; {anchors} {self.share:.1%} of them (IoU {MATCH_IOU})"
-            + (". A larger --image-size matches more, and needs more --epochs" if self.share < TARGET_SHARE else "")
-        )
-
-
 def objects_of(content: Mapping[str, Any]) -> np.ndarray:
     """Return left, top, width and height of each object, and height and width of its image, as (N, 6) float.
 
@@ -269,10 +236,11 @@ def objects_of(content: Mapping[str, Any]) -> np.ndarray:
     return objects[np.isfinite(objects).all(axis=1) & (objects[:, 2:] > 0).all(axis=1)]
 
 
-def choose_size(cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit: bool = True) -> SizeChoice:
+def choose_size(cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit: bool) -> tuple[int, dict[str, Any]]:
     """Return the first image size at which the anchors match ``TARGET_SHARE`` of the objects, or else the last one.
 
-    Sizes below ``SMALL_SIZE`` are skipped if the median side of the objects would be below ``SMALL_SIDE``.
+    Sizes below ``SMALL_SIZE`` are skipped if the median side of the objects would be below ``SMALL_SIDE``. The
+    choice is printed.
 
     Args:
         cfg: The config of a detector with anchors.
@@ -280,6 +248,9 @@ def choose_size(cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit:
         sizes: The sizes to choose from, the smallest first.
         fit: Whether to fit the anchors to the objects instead of using the anchors of the config. Fitted anchors have
             the aspect ratios of the objects, and the sizes of the config times a factor.
+
+    Returns:
+        The shorter side of the images in pixels, and the config keys of fitted anchors.
     """
     generator, number = cfg.MODEL.ANCHOR_GENERATOR, len(objects)
     objects = objects[:: math.ceil(number / _MOST_OBJECTS)]
@@ -290,30 +261,38 @@ def choose_size(cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit:
             # Tiles are cut from images in their original size.
             scale = np.ones_like(height)
         boxes, anchors = objects[:, :4] * scale[:, None], {}
-        ious, ladder = _best_ious(cfg, boxes, generator.SIZES, generator.ASPECT_RATIOS[0]), generator.SIZES
         if fit:
             quantiles = (np.arange(len(generator.ASPECT_RATIOS[0])) + 0.5) / len(generator.ASPECT_RATIOS[0])
             ratios = np.quantile(boxes[:, 3] / boxes[:, 2], quantiles).clip(0.05, 20).round(2).tolist()
             fits = []
             for factor in _FACTORS:
-                ladder = [[round(factor * side, 1) for side in level] for level in generator.SIZES]
-                fits.append((_best_ious(cfg, boxes, ladder, ratios), ladder))
-            ious, ladder = max(fits, key=lambda pair: (round(np.mean(pair[0] >= MATCH_IOU), 2), pair[0].mean()))
-            anchors = {"MODEL.ANCHOR_GENERATOR.SIZES": ladder, "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS": [ratios]}
-        share, sides = float(np.mean(ious >= MATCH_IOU)), np.sqrt(boxes[:, 2] * boxes[:, 3])
-        choice = SizeChoice(size, share, tuple(np.percentile(sides, (10, 50, 90)).tolist()), number, anchors)
-        if share >= TARGET_SHARE and (size >= SMALL_SIZE or choice.sides[1] >= SMALL_SIDE):
+                anchor_sizes = [[round(factor * side, 1) for side in level] for level in generator.SIZES]
+                fits.append((_best_ious(cfg, boxes, anchor_sizes, ratios), anchor_sizes))
+            ious, anchor_sizes = max(fits, key=lambda pair: (round(np.mean(pair[0] >= MATCH_IOU), 2), pair[0].mean()))
+            anchors = {"MODEL.ANCHOR_GENERATOR.SIZES": anchor_sizes, "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS": [ratios]}
+        else:
+            ious = _best_ious(cfg, boxes, generator.SIZES, generator.ASPECT_RATIOS[0])
+        share = np.mean(ious >= MATCH_IOU)
+        small, median, large = np.percentile(np.sqrt(boxes[:, 2] * boxes[:, 3]), (10, 50, 90))
+        if share >= TARGET_SHARE and (size >= SMALL_SIZE or median >= SMALL_SIDE):
             break
-    return choice
+    matching = "fitted anchors match" if fit else "the model's anchors match"
+    advice = ". A larger --image-size matches more, and needs more --epochs" if share < TARGET_SHARE else ""
+    print(
+        f"objects in the training images: {number:,}, with a side of {small:.0f} to {large:.0f} pixels "
+        f"(median {median:.0f}) at image size {size}; {matching} {share:.1%} of them (IoU {MATCH_IOU}){advice}",
+        flush=True,
+    )
+    return size, anchors
 
 
-def _best_ious(cfg: CfgNode, boxes: np.ndarray, ladder: list[list[float]], ratios: list[float]) -> np.ndarray:
+def _best_ious(cfg: CfgNode, boxes: np.ndarray, anchor_sizes: list[list[float]], ratios: list[float]) -> np.ndarray:
     """Return the IoU of each box with the best anchor at the positions of the feature maps, (N,)."""
     heads = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.RPN
     strides = [2 ** int(name.removeprefix("p")) for name in heads.IN_FEATURES]
     rows = [
         (stride, side / ratio**0.5, side * ratio**0.5)
-        for stride, sides in zip(strides, ladder, strict=True)
+        for stride, sides in zip(strides, anchor_sizes, strict=True)
         for side in sides
         for ratio in ratios
     ]

@@ -229,10 +229,8 @@ def main_group(optimizer: torch.optim.Optimizer) -> int:
 
     This is the first group with the optimizer's own learning rate, ``SOLVER.BASE_LR``; 0 if there is none.
     """
-    for index, group in enumerate(optimizer.param_groups):
-        if group.get("initial_lr", group["lr"]) == optimizer.defaults["lr"]:
-            return index
-    return 0
+    rates, own = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups], optimizer.defaults["lr"]
+    return rates.index(own) if own in rates else 0
 
 
 # -- schedules that depend on the data and the batch -----------------------------------------------

@@ -10,7 +10,6 @@ from backbones.attention import cpu_blocks, reference
 from backbones.attention.chunks import split_blocks
 from backbones.attention.triton_check import resolve_backend
 from backbones.attention.triton_dense import DENSE_MODE, triton_map_attention
-from backbones.errors import check_choice
 from backbones.layers.position import GridRelativeBias
 from backbones.layers.tracing import (
     autocast_dtype,
@@ -108,9 +107,6 @@ class TokenAttention(nn.Module):
         num_global_tokens: Number G of global tokens.
         update_globals: Whether the global tokens are queries too. The last block of a stage drops them.
         backend: A key of ``backends``. ``"reference"`` is for debugging.
-
-    Raises:
-        ConfigError: If the backend is unknown.
     """
 
     backends = BACKENDS
@@ -128,7 +124,6 @@ class TokenAttention(nn.Module):
         backend: str = "sdpa",
     ) -> None:
         super().__init__()
-        check_choice("attention backend", backend, self.backends)
         self.num_heads = num_heads
         self.backend = backend
         self.num_global_tokens = num_global_tokens

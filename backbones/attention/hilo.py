@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from backbones.attention import reference
 from backbones.attention.chunks import attend_chunks, to_chunks
 from backbones.attention.dense import dense_attention, merge_heads, pytorch_attention, split_heads, traced_keys
-from backbones.errors import check_choice
 from backbones.layers.block import pad_to_multiple
 from backbones.layers.tracing import contiguous_for_export, is_tracing, take_first
 
@@ -62,7 +61,6 @@ class HiLoAttention(nn.Module):
         self, dim: int, *, num_heads: int, window_size: int, alpha: float = 0.9, backend: str = "sdpa"
     ) -> None:
         super().__init__()
-        check_choice("attention backend", backend, BACKENDS)
         self.window_size, self.backend = window_size, backend
         self.low_heads = int(alpha * num_heads)
         self.high_heads = num_heads - self.low_heads

@@ -25,7 +25,6 @@ from backbones.attention.chunks import (
 from backbones.attention.dense import global_query_attention, merge_heads, pytorch_attention, split_globals, split_heads
 from backbones.attention.triton_check import resolve_backend
 from backbones.attention.triton_chunks import SEGMENT_MODE, triton_long_short_attention
-from backbones.errors import check_choice
 from backbones.layers.block import AutocastLayerNorm
 from backbones.layers.position import SegmentRelativeBias
 from backbones.layers.tracing import autocast_off, contiguous_for_export, is_tracing, padding_to_multiple, static_size
@@ -186,7 +185,6 @@ def _window_bias(local_bias: Tensor, num_shared: int, length: int, side: int) ->
 
 
 BACKENDS = {
-    "auto": long_short_attention,
     "sdpa": long_short_attention,
     "triton": triton_long_short_attention,
     "reference": reference.long_short_attention,
@@ -232,10 +230,7 @@ class DualNormAttention(DualNorm):
         num_heads: Number of heads. It divides ``dim``.
         chunk_size: Side w of a segment.
         relative_bias: Whether each offset in the window has a learned bias.
-        backend: A key of ``BACKENDS``. ``"reference"`` is quadratic and for debugging.
-
-    Raises:
-        ConfigError: If the backend is unknown.
+        backend: ``"auto"`` or a key of ``BACKENDS``. ``"reference"`` is quadratic and for debugging.
     """
 
     num_global_tokens, update_globals = 0, False
@@ -244,7 +239,6 @@ class DualNormAttention(DualNorm):
         self, dim: int, *, num_heads: int, chunk_size: int, relative_bias: bool = False, backend: str = "sdpa"
     ) -> None:
         super().__init__(dim, num_heads=num_heads)
-        check_choice("attention backend", backend, BACKENDS)
         self.chunk_size = chunk_size
         self.backend = backend
         self.relative_bias = SegmentRelativeBias(chunk_size, num_heads) if relative_bias else None

@@ -67,7 +67,7 @@ def sliding_chunk_attention(
         global_value: (B, M, G, D), or None.
         local_bias: (M, w * w, 9 * w * w), the bias of positions in a chunk by positions in its 3w x 3w neighborhood,
             row by row. None for no bias.
-        global_bias: (M, G), the bias of local queries at global keys, or None.
+        global_bias: (M, G), the bias of local queries at global keys. With global tokens, both biases are None or none.
         shift: One of :data:`SHIFTS`, to attend only to the own chunk and this neighbor. None for all neighbors.
 
     Returns:
@@ -172,7 +172,7 @@ def _whole_map_attention(inputs: WindowInputs, chunk_size: int) -> Tensor:
     Source: ViL section 3.2, "equivalent to full attention", as in the last two stages at 224 x 224.
     """
     query, key, value, global_key, global_value, local_bias, global_bias = inputs
-    (heads, height, width), bias = query.shape[1:4], None
+    (height, width), bias = query.shape[2:4], None
     key, value = key.flatten(2, 3), value.flatten(2, 3)
     if local_bias is not None:
         rows, cols = -(-height // chunk_size), -(-width // chunk_size)
@@ -184,12 +184,8 @@ def _whole_map_attention(inputs: WindowInputs, chunk_size: int) -> Tensor:
         bias = bias.flatten(7, 8).flatten(5, 6).flatten(3, 4).flatten(1, 2)
         bias = bias[:, :height, :width, :height, :width].flatten(3, 4).flatten(1, 2)
     if global_key is not None:
-        if bias is not None or global_bias is not None:
-            tokens = height * width
-            bias = query.new_zeros(heads, tokens, tokens) if bias is None else bias
-            if global_bias is None:
-                global_bias = query.new_zeros(heads, global_key.shape[2])
-            bias = torch.cat([global_bias[:, None].expand(heads, tokens, -1), bias], dim=2)
+        if bias is not None:
+            bias = torch.cat([global_bias[:, None].expand(-1, height * width, -1), bias], dim=2)
         key, value = torch.cat([global_key, key], dim=2), torch.cat([global_value, value], dim=2)
     return dense_attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
 
@@ -271,7 +267,6 @@ SHIFTS = tuple((row, col) for row in (-1, 0, 1) for col in (-1, 0, 1) if (row, c
 
 
 BACKENDS = {
-    "auto": sliding_chunk_attention,
     "sdpa": sliding_chunk_attention,
     "triton": triton_chunk_attention,
     "reference": reference.sliding_chunk_attention,
@@ -287,11 +282,8 @@ class SlidingChunkAttention(TokenAttention):
         mode: See :func:`sliding_chunk_attention`.
         relative_bias: Whether each offset in the window has a learned bias.
         shared_projections: Whether local and global tokens share the query, key, value and output projections.
-        common: See :class:`.TokenAttention`. The backend is a key of ``BACKENDS``: ``"auto"`` and ``"sdpa"`` are
-            PyTorch's attention, ``"triton"`` is for CUDA, and ``"reference"`` is quadratic and for debugging.
-
-    Raises:
-        ConfigError: If the mode or the backend is unknown.
+        common: See :class:`.TokenAttention`. The backend is ``"auto"`` or a key of ``BACKENDS``: ``"sdpa"`` for
+            PyTorch's attention, ``"triton"`` for CUDA, or ``"reference"``, which is quadratic, for debugging.
     """
 
     backends = BACKENDS
@@ -308,7 +300,6 @@ class SlidingChunkAttention(TokenAttention):
         shared_projections: bool = True,
         **common: int | bool | str,
     ) -> None:
-        check_choice("attention mode", mode, MODES)
         super().__init__(dim, **common)
         num_heads, num_global_tokens = self.num_heads, self.num_global_tokens
         self.chunk_size = chunk_size

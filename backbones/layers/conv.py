@@ -5,10 +5,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
+from backbones.errors import check_choice
 from backbones.layers.tracing import at_least_float32, contiguous_for_export, in_autocast_dtype, static_size
 
 # "FrozenBN" never trains statistics and weights. "SyncBN" computes statistics over all processes.
 BATCH_NORMS = {"BN": nn.BatchNorm2d, "FrozenBN": FrozenBatchNorm2d, "SyncBN": nn.SyncBatchNorm}
+
+
+def batch_norm(name: str, channels: int) -> nn.Module:
+    """Return a norm of ``BATCH_NORMS``. An unknown name raises a :class:`ConfigError`."""
+    check_choice("norm", name, BATCH_NORMS)
+    return BATCH_NORMS[name](channels)
 
 
 class SeparableProjection(nn.Module):
@@ -27,7 +34,7 @@ class SeparableProjection(nn.Module):
         super().__init__()
         self.number = number
         self.depthwise = nn.Conv2d(number * dim, number * dim, 3, padding=1, groups=number * dim, bias=False)
-        self.norm = BATCH_NORMS[norm](number * dim)
+        self.norm = batch_norm(norm, number * dim)
         self.pointwise = nn.Linear(dim, number * out_dim)
 
     def forward(self, tokens: Tensor) -> Tensor:

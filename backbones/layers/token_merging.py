@@ -15,7 +15,7 @@ from torchvision.ops import DeformConv2d, deform_conv2d
 
 from backbones.errors import ConfigError
 from backbones.layers.block import pad_to_multiple
-from backbones.layers.conv import BATCH_NORMS
+from backbones.layers.conv import batch_norm
 from backbones.layers.tracing import (
     at_least_float32,
     autocast_off,
@@ -44,7 +44,7 @@ class DeformableTokenMerging(DeformConv2d):
         self.offset = nn.Conv2d(in_channels, 8, kernel_size=2, stride=2)
         nn.init.zeros_(self.offset.weight)
         nn.init.zeros_(self.offset.bias)
-        self.norm = BATCH_NORMS[norm](dim)
+        self.norm = batch_norm(norm, dim)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the merged tokens (B, ceil(H / 2), ceil(W / 2), D) of a feature map (B, C, H, W)."""

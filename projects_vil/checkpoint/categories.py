@@ -12,7 +12,7 @@ from detectron2.data import MetadataCatalog
 from detectron2.data.catalog import Metadata
 from torch import Tensor
 
-from projects_vil.data import read_categories
+from projects_vil.data import categories_of
 
 _LAYOUTS = {
     "head.cls_score": "A x K",
@@ -84,21 +84,13 @@ def dataset_categories(
         names: Class names that the dataset must have, in this order; None for any names.
         stuff: Use detectron2's stuff classes instead of its thing classes.
     """
-    group = "stuff" if stuff else "thing"
     for dataset in datasets:
-        if dataset not in MetadataCatalog.list():
-            continue
-        metadata = MetadataCatalog.get(dataset)
-        known, index_of = metadata.get(f"{group}_classes"), metadata.get(f"{group}_dataset_id_to_contiguous_id")
-        # detectron2 sets both when it loads a COCO file, not when it registers one.
-        if known and index_of:
-            pairs = [(category_id, known[index]) for category_id, index in sorted(index_of.items(), key=lambda i: i[1])]
-        else:
-            categories = None if stuff else read_categories(metadata.get("json_file"))
-            pairs = categories or list(enumerate(known or (), start=0 if stuff else 1))
-        found = tuple(name for _, name in pairs)
-        if len(found) == number and names in (None, found):
-            return Categories(tuple(category_id for category_id, _ in pairs), found, metadata.get(f"{group}_colors"))
+        pairs = categories_of(dataset, stuff=stuff) if dataset in MetadataCatalog.list() else ()
+        if pairs and len(pairs) == number:
+            ids, found = zip(*pairs, strict=True)
+            if names in (None, found):
+                colors = MetadataCatalog.get(dataset).get("stuff_colors" if stuff else "thing_colors")
+                return Categories(ids, found, colors)
     return None
 
 

@@ -1,9 +1,7 @@
 """Pretrained weights: official checkpoints, and classifiers of this project and of timm."""
 
 import dataclasses
-import itertools
 import math
-import operator
 import re
 import shlex
 from collections import Counter, defaultdict
@@ -330,8 +328,7 @@ def _classifier_options(
     """Return the classes, image size and chunk sizes of a classifier, as requested or as its tables have them."""
     side, options = variant.classifier_img_size, {}
     if isinstance(variant, ViLVariant):
-        strides = list(itertools.accumulate(variant.downsample_factors, operator.mul))
-        for layer, stride in enumerate(strides, start=1):
+        for layer, stride in enumerate(variant.strides, start=1):
             positions = weights.get(f"layer{layer}.0.x_pos_embed")
             if positions is not None:
                 side = positions.shape[1] * stride
@@ -339,7 +336,7 @@ def _classifier_options(
             if _has_full_attention(weights, layer) and (offsets := _num_offsets(weights, layer)):
                 side = (offsets + 1) // 2 * stride
                 break
-        sizes = [math.ceil(max(img_size or (side,)) / stride) for stride in strides]
+        sizes = [math.ceil(max(img_size or (side,)) / stride) for stride in variant.strides]
         default = [stage.chunk_size for stage in variant.stages]
         chunks = list(chunk_size or default)
         for index, stage in enumerate(() if chunk_size else variant.stages):
@@ -434,7 +431,7 @@ def detector_layers(names: Collection[str], variant: str) -> dict[str, str]:
         return {}
     is_retinanet = any(name.startswith(("bbox_head.", "head.")) for name in names)
     has_masks = any(".mask_head." in name for name in names)
-    strides = list(itertools.accumulate(get_variant(variant).downsample_factors, operator.mul))
+    strides = get_variant(variant).strides
     layers = dict(_RETINANET if is_retinanet else _MASK_RCNN)
     for index, stride in enumerate(strides[-3:] if is_retinanet else strides):
         layers[f"neck.lateral_convs.{index}.conv"] = f"backbone.fpn_lateral{int(math.log2(stride))}"

@@ -10,6 +10,7 @@ from projects_vil.data.build import (
     seed_all,
 )
 from projects_vil.data.catalog import (
+    categories_of,
     check_files,
     class_names,
     class_order,

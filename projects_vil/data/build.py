@@ -171,15 +171,14 @@ class _Loader(DataLoader):
         super().__init__(dataset, generator=torch.Generator(), **options)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        # Signals are blocked until the workers ignore them.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        try:
-            with _explaining_limits():
+        with _explaining_limits():
+            # Signals are blocked until the workers ignore them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            try:
                 batches = self._batches = super().__iter__()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        try:
-            with _explaining_limits():
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            try:
                 for batch in batches:
                     if self._is_terminated is not None and self._is_terminated.value:
                         signal.raise_signal(signal.SIGTERM)
@@ -188,8 +187,8 @@ class _Loader(DataLoader):
                             log_damaged(damaged)
                     if readable := [sample for sample in batch if sample]:
                         yield readable
-        finally:
-            _stop_workers(batches)
+            finally:
+                _stop_workers(batches)
 
     def stop(self) -> None:
         """Stop the worker processes.
@@ -325,14 +324,13 @@ def make_train_loader(
 
 def _sampler(cfg: CfgNode, records: SharedRecords) -> Callable[[int], Sampler[int]] | None:
     """Return a function that maps a seed to ``DATALOADER.SAMPLER_TRAIN``, or None for detectron2's default."""
-    name, size = cfg.DATALOADER.SAMPLER_TRAIN, len(records)
-    if name == "RepeatFactorTrainingSampler":
-        threshold = cfg.DATALOADER.REPEAT_THRESHOLD
+    options = cfg.DATALOADER
+    if options.SAMPLER_TRAIN == "RepeatFactorTrainingSampler":
         sampler = samplers.RepeatFactorTrainingSampler
-        factors = sampler.repeat_factors_from_category_frequency(records, threshold)
+        factors = sampler.repeat_factors_from_category_frequency(records, options.REPEAT_THRESHOLD)
         return lambda seed: sampler(factors, seed=seed)
-    if name == "RandomSubsetTrainingSampler":
-        ratio = cfg.DATALOADER.RANDOM_SUBSET_RATIO
+    if options.SAMPLER_TRAIN == "RandomSubsetTrainingSampler":
+        size, ratio = len(records), options.RANDOM_SUBSET_RATIO
         return lambda seed: samplers.RandomSubsetTrainingSampler(size, ratio, seed_shuffle=seed, seed_subset=seed)
     return None
 

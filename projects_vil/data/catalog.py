@@ -3,6 +3,7 @@
 A dataset is a COCO file, a folder of label images in ADE20K's dataset format, or both.
 """
 
+import functools
 import json
 import logging
 import mmap
@@ -232,15 +233,17 @@ def check_files(name: str) -> None:
 def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
     """Return the id and name of each category of a COCO file, sorted by id as in detectron2.
 
-    The function does not parse the whole file. It takes about one second for COCO's 450 MB file.
-
     Returns:
         The categories, or None if there is no valid file.
     """
     path = Path(annotations or "")
-    if not path.is_file():
-        # Opening a pipe may block forever.
-        return None
+    # Opening a pipe may block forever.
+    return _read_categories(path, path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else None
+
+
+@functools.lru_cache(maxsize=16)
+def _read_categories(path: Path, size: int, time: int) -> list[tuple[int, str]] | None:
+    """Read the categories without parsing the whole file. This takes about one second for COCO's 450 MB file."""
     try:
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -255,13 +258,26 @@ def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
     return sorted(categories.items()) if len(categories) == len(entries) else None
 
 
+def categories_of(name: str, *, stuff: bool = False) -> list[tuple[int, str]]:
+    """Return the id and name of each class of a dataset, in the order of the model. Without known classes it is empty.
+
+    Args:
+        name: Name of a dataset in detectron2's catalog.
+        stuff: Use detectron2's stuff classes instead of its thing classes.
+    """
+    metadata, group = MetadataCatalog.get(name), "stuff" if stuff else "thing"
+    known, index_of = metadata.get(f"{group}_classes"), metadata.get(f"{group}_dataset_id_to_contiguous_id")
+    # detectron2 sets both when it loads a COCO file, not when it registers one.
+    if known and index_of:
+        return [(category_id, known[index]) for category_id, index in sorted(index_of.items(), key=lambda i: i[1])]
+    categories = None if stuff else read_categories(metadata.get("json_file"))
+    return categories or list(enumerate(known or (), start=0 if stuff else 1))
+
+
 def class_names(cfg: CfgNode, name: str) -> list[str] | None:
     """Return the class names of a dataset from its metadata or its COCO file, or None if they are unknown."""
-    metadata = MetadataCatalog.get(name)
-    if is_segmentor(cfg):
-        return metadata.get("stuff_classes")
-    known = metadata.get("thing_classes")
-    return known or [label for _, label in read_categories(metadata.get("json_file")) or ()] or None
+    known = MetadataCatalog.get(name).get("stuff_classes" if is_segmentor(cfg) else "thing_classes")
+    return known or [label for _, label in categories_of(name, stuff=is_segmentor(cfg))] or None
 
 
 def model_classes(cfg: CfgNode) -> tuple[str | None, list[str] | None]:

@@ -71,11 +71,6 @@ class TransformerBackbone(Backbone):
     def output_shape(self) -> dict[str, ShapeSpec]:
         return {name: ShapeSpec(info.channels, stride=info.stride) for name, info in self.net.feature_info.items()}
 
-    @property
-    def size_divisibility(self) -> int:
-        """The largest stride. FPN adds neighboring levels, whose sizes must be multiples of each other."""
-        return max(info.stride for info in self.net.feature_info.values())
-
 
 def stage_names(name: str) -> tuple[str, ...]:
     """Return the stage names of a variant or of a timm model.

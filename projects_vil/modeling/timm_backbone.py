@@ -111,10 +111,6 @@ class TimmBackbone(Backbone):
         channels = zip(self.stages, self.net.feature_info.channels(), strict=True)
         return {stage: ShapeSpec(channels=number, stride=TIMM_STAGES[stage]) for stage, number in channels}
 
-    @property
-    def size_divisibility(self) -> int:
-        return max(TIMM_STAGES.values())
-
     @functools.cached_property
     def _layer_ids(self) -> dict[str, int]:
         return group_parameters(self.net.model, self.net.model.group_matcher(), reverse=True)

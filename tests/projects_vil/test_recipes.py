@@ -1,6 +1,7 @@
 """``train`` without options: model, weights, recipe, image size and anchors."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -153,12 +154,12 @@ def content(*, number: int = 40, side: float, height: int = 300, width: int = 40
 
 @pytest.mark.parametrize("base", ["retinanet", "mask_rcnn"])
 @pytest.mark.parametrize("fit", [False, True])
-def test_the_share_of_matched_objects_equals_detectron2s_anchors(base, fit):
+def test_the_share_of_matched_objects_equals_detectron2s_anchors(base, fit, capsys):
     cfg, objects = load_config(config_path(f"base/{base}_1x")), objects_of(content(side=30))
     assert objects.shape == (40, 6)
-    choice = choose_size(cfg, objects, sizes=[192], fit=fit)
-    sizes = choice.anchors.get("MODEL.ANCHOR_GENERATOR.SIZES", cfg.MODEL.ANCHOR_GENERATOR.SIZES)
-    ratios = choice.anchors.get("MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS", cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS)
+    _, fitted = choose_size(cfg, objects, sizes=[192], fit=fit)
+    sizes = fitted.get("MODEL.ANCHOR_GENERATOR.SIZES", cfg.MODEL.ANCHOR_GENERATOR.SIZES)
+    ratios = fitted.get("MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS", cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS)
     strides = [8, 16, 32, 64, 128] if base == "retinanet" else [4, 8, 16, 32, 64]
     options = {"strides": strides, "offset": cfg.MODEL.ANCHOR_GENERATOR.OFFSET}
     generator = DefaultAnchorGenerator(sizes=sizes, aspect_ratios=ratios, **options)
@@ -167,19 +168,27 @@ def test_the_share_of_matched_objects_equals_detectron2s_anchors(base, fit):
     boxes = torch.from_numpy(objects[:, :4] * 192 / 300)
     boxes[:, 2:] += boxes[:, :2]
     best = pairwise_iou(Boxes(boxes.float()), anchors).max(dim=1).values
-    assert choice.share == pytest.approx((best >= MATCH_IOU).double().mean().item()) and choice.number == 40
+    share = (best >= MATCH_IOU).double().mean().item()
+    assert re.search(rf": 40, .* match {share:.1%} of them", capsys.readouterr().out)
 
 
-def test_the_smallest_size_that_matches_the_objects():
+def test_the_smallest_size_that_matches_the_objects(capsys):
     cfg, sizes, chosen = load_config(config_path("base/retinanet_1x")), range(128, 641, 32), []
+
+    def choose(sizes, *, fit=True) -> tuple[float, ...]:
+        """Return the size, the median side and the share of matched objects that are printed."""
+        size, _ = choose_size(cfg, objects, sizes=sizes, fit=fit)
+        pattern = rf"\(median (\d+)\) at image size {size}; .* match ([\d.]+)%"
+        median, percent = re.search(pattern, capsys.readouterr().out).groups()
+        return size, float(median), float(percent) / 100
+
     for side in (8, 12, 60, 130):
         objects = objects_of(content(side=side))
-        choice = choose_size(cfg, objects, sizes=sizes)
-        each = [choose_size(cfg, objects, sizes=[size]) for size in sizes]
-        fitting = (c.size for c in each if c.share >= TARGET_SHARE and (c.size > 255 or c.sides[1] >= 50))
-        first = next(fitting, sizes[-1])
-        assert choice.size == first and f"size {first}" in choice.line()
+        size, _, share = choose(sizes)
+        each = [choose([one]) for one in sizes]
+        fitting = (one for one, median, part in each if part >= TARGET_SHARE and (one > 255 or median >= 50))
+        assert size == next(fitting, sizes[-1])
         # Fitted anchors match small objects that the anchors of COCO do not match.
-        assert choice.share > choose_size(cfg, objects, sizes=[first], fit=False).share or side > 12
-        chosen.append(choice.size)
+        assert share > choose([size], fit=False)[2] or side > 12
+        chosen.append(size)
     assert chosen == sorted(chosen, reverse=True) and chosen[2:] == [256, 128]
