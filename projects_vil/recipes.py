@@ -101,7 +101,9 @@ def with_recipe(
         is_long = device == "cpu" and chosen > max(_IMAGES[device], least * number)
         own_sizes = _SCRATCH_SIZES if device == "cpu" and recipe == "scratch" else IMAGE_SIZES[device]
         sizes = (_SIZES_OF_LONG_RUNS if is_long else own_sizes) if is_auto else [size]
-        size, anchors = choose_size(cfg, objects, sizes=sizes, fit=not (is_paper or keep_anchors or has_anchors))
+        fit = not (is_paper or keep_anchors or has_anchors)
+        size, anchors, text = choose_size(cfg, objects, sizes=sizes, fit=fit)
+        print(text, flush=True)
         values |= anchors | (size_values(size) if is_auto else {})
     if is_paper:
         values |= {"SOLVER.EPOCHS": cfg.SOLVER.EPOCHS or _PAPER_EPOCHS} if content else {}
@@ -236,11 +238,12 @@ def objects_of(content: Mapping[str, Any]) -> np.ndarray:
     return objects[np.isfinite(objects).all(axis=1) & (objects[:, 2:] > 0).all(axis=1)]
 
 
-def choose_size(cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit: bool) -> tuple[int, dict[str, Any]]:
+def choose_size(
+    cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit: bool
+) -> tuple[int, dict[str, Any], str]:
     """Return the first image size at which the anchors match ``TARGET_SHARE`` of the objects, or else the last one.
 
-    Sizes below ``SMALL_SIZE`` are skipped if the median side of the objects would be below ``SMALL_SIDE``. The
-    choice is printed.
+    Sizes below ``SMALL_SIZE`` are skipped if the median side of the objects would be below ``SMALL_SIDE``.
 
     Args:
         cfg: The config of a detector with anchors.
@@ -250,7 +253,7 @@ def choose_size(cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit:
             the aspect ratios of the objects, and the sizes of the config times a factor.
 
     Returns:
-        The shorter side of the images in pixels, and the config keys of fitted anchors.
+        The shorter side of the images in pixels, the config keys of fitted anchors, and a line of text about both.
     """
     generator, number = cfg.MODEL.ANCHOR_GENERATOR, len(objects)
     objects = objects[:: math.ceil(number / _MOST_OBJECTS)]
@@ -278,12 +281,11 @@ def choose_size(cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit:
             break
     matching = "fitted anchors match" if fit else "the model's anchors match"
     advice = ". A larger --image-size matches more, and needs more --epochs" if share < TARGET_SHARE else ""
-    print(
+    text = (
         f"objects in the training images: {number:,}, with a side of {small:.0f} to {large:.0f} pixels "
-        f"(median {median:.0f}) at image size {size}; {matching} {share:.1%} of them (IoU {MATCH_IOU}){advice}",
-        flush=True,
+        f"(median {median:.0f}) at image size {size}; {matching} {share:.1%} of them (IoU {MATCH_IOU}){advice}"
     )
-    return size, anchors
+    return size, anchors, text
 
 
 def _best_ious(cfg: CfgNode, boxes: np.ndarray, anchor_sizes: list[list[float]], ratios: list[float]) -> np.ndarray:

@@ -399,7 +399,8 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
             lines.append(f"no validation split: 'vil train' {effect}")
         if len(objects := objects_of(train)):
             sizes = IMAGE_SIZES["cuda" if torch.cuda.is_available() else "cpu"]
-            lines.append(choose_size(load_config(config_path("base/retinanet_1x")), objects, sizes=sizes).line())
+            cfg = load_config(config_path("base/retinanet_1x"))
+            lines.append(choose_size(cfg, objects, sizes=sizes, fit=True)[-1])
         splits = {split: file.to_json() for split, file in files.items()}
         write_json(args.json, {"splits": splits, "notes": dataset.notes, "unused": dataset.unused})
         lines += write_fixed(files, args.fix)

@@ -154,10 +154,10 @@ def content(*, number: int = 40, side: float, height: int = 300, width: int = 40
 
 @pytest.mark.parametrize("base", ["retinanet", "mask_rcnn"])
 @pytest.mark.parametrize("fit", [False, True])
-def test_the_share_of_matched_objects_equals_detectron2s_anchors(base, fit, capsys):
+def test_the_share_of_matched_objects_equals_detectron2s_anchors(base, fit):
     cfg, objects = load_config(config_path(f"base/{base}_1x")), objects_of(content(side=30))
     assert objects.shape == (40, 6)
-    _, fitted = choose_size(cfg, objects, sizes=[192], fit=fit)
+    _, fitted, text = choose_size(cfg, objects, sizes=[192], fit=fit)
     sizes = fitted.get("MODEL.ANCHOR_GENERATOR.SIZES", cfg.MODEL.ANCHOR_GENERATOR.SIZES)
     ratios = fitted.get("MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS", cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS)
     strides = [8, 16, 32, 64, 128] if base == "retinanet" else [4, 8, 16, 32, 64]
@@ -169,17 +169,17 @@ def test_the_share_of_matched_objects_equals_detectron2s_anchors(base, fit, caps
     boxes[:, 2:] += boxes[:, :2]
     best = pairwise_iou(Boxes(boxes.float()), anchors).max(dim=1).values
     share = (best >= MATCH_IOU).double().mean().item()
-    assert re.search(rf": 40, .* match {share:.1%} of them", capsys.readouterr().out)
+    assert re.search(rf": 40, .* match {share:.1%} of them", text)
 
 
-def test_the_smallest_size_that_matches_the_objects(capsys):
+def test_the_smallest_size_that_matches_the_objects():
     cfg, sizes, chosen = load_config(config_path("base/retinanet_1x")), range(128, 641, 32), []
 
     def choose(sizes, *, fit=True) -> tuple[float, ...]:
-        """Return the size, the median side and the share of matched objects that are printed."""
-        size, _ = choose_size(cfg, objects, sizes=sizes, fit=fit)
+        """Return the size, the median side and the share of matched objects in the text."""
+        size, _, text = choose_size(cfg, objects, sizes=sizes, fit=fit)
         pattern = rf"\(median (\d+)\) at image size {size}; .* match ([\d.]+)%"
-        median, percent = re.search(pattern, capsys.readouterr().out).groups()
+        median, percent = re.search(pattern, text).groups()
         return size, float(median), float(percent) / 100
 
     for side in (8, 12, 60, 130):
