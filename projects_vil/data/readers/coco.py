@@ -42,7 +42,7 @@ def entries_of(content: dict[str, Any], key: str) -> list[dict[str, Any]]:
 def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
     """Return the COCO files of a dataset by split with their image folders.
 
-    A file whose images have the written names in one folder is used as it is. Otherwise, the names are corrected.
+    A file whose images have the written names in one folder is used as it is. Otherwise, the names are replaced.
     """
     by_split, parts = defaultdict(list), {}
     for path in files:
@@ -90,13 +90,10 @@ def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[s
     if not found:
         first, advice = next(iter(entries), ""), f"Put them below '{index.root}', or give their folder with --images."
         raise ConfigError(f"Cannot find the images of '{path}', such as '{first}'. {advice}")
-    # The root of the written paths, if the images have one
-    base = next(file.removesuffix(os.sep + os.path.normpath(name)) for name, file in found.items())
-    root = os.path.commonpath([base, *map(os.path.dirname, found.values())])
-    changed = {name: file.removeprefix(root + os.sep) for name, file in found.items()}
     for entry in entries_of(content, "images"):
-        entry["file_name"] = changed.get(entry["file_name"], entry["file_name"])
-    return content, None if any(name != new for name, new in changed.items()) else Path(path), Path(root)
+        if entry["file_name"] in found:
+            entry["file_name"] = os.path.relpath(found[entry["file_name"]], index.image_root)
+    return content, None, Path(index.image_root)
 
 
 def divide(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[str, Any]]:

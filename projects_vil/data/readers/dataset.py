@@ -70,10 +70,14 @@ class Dataset:
 
     def line(self) -> str:
         """Return ``mine is Pascal VOC: 364 images, 3 classes, boxes; train 291, val 73``, and a line for each note."""
-        numbers = f"{counted(sum(self.sizes.values()), 'image')}, {counted(len(self.classes), 'class')}"
+        used = sum(self.sizes.values())
+        numbers = f"{counted(used, 'image')}, {counted(len(self.classes), 'class')}"
         sizes = ", ".join(f"{split} {size:,}" for split, size in self.sizes.items())
         first = f"{self.source} is {self.format}: {numbers}, boxes{' and masks' * self.has_masks}; {sizes}"
-        advice = ["add missing images, or give their folder with --images"] * any("missing" in r for r in self.unused)
+        # A missing image may be counted twice: in a list, and with its label file.
+        missing = max([len(paths) for reason, paths in self.unused.items() if "missing" in reason], default=0)
+        number = f"{'warning: ' * (missing > used)}{missing:,} of {missing + used:,} images are missing"
+        advice = [f"{number}. Add them, or give their folder with --images"] * (missing > 0)
         return "\n    ".join([first, *self.notes, *_counts(self.unused), *advice])
 
 
@@ -148,12 +152,6 @@ def read_dataset(
         effect = "the others get the rectangle of their box as a mask" if has_masks else "all are read as boxes"
         found.notes.append(f"{number:,} of {total:,} objects have masks, so {effect}")
     found.notes += compare_splits(parts, copies)
-    # A missing image may be counted twice: in a list, and with its label file.
-    missing = max([len(paths) for reason, paths in unused.items() if "missing" in reason], default=0)
-    used = sum(sizes.values())
-    if missing > used:
-        number = f"{missing:,} of {missing + used:,} images are missing in '{index.image_root}'"
-        found.notes.insert(0, f"warning: {number}. Check the path, or give their folder with --images DIR")
     # Images inside annotation files may be in a temporary folder.
     notes = tuple(note.replace(extracted, index.root) for note in found.notes)
     return Dataset(source, name, splits, sizes, classes, has_masks, notes, unused, copies)
@@ -265,14 +263,13 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
     others = [path for path in found.pop(None, []) if path.lower().endswith((".json", ".xml"))]
     if not found:
         darknet = [p for p in own if p.endswith(".data") and re.search(rb"(?m)^\s*train\s*=", Path(p).read_bytes())]
-        labels = darknet or yolo.class_files(own)
-        formats = {} if labels else {p: name for p in own if not is_image(p) and (name := _other_format(p))}
-        labels = labels or yolo.label_files([path for path in own if path not in formats])[:1]
-        found |= {"YOLO": labels} if labels else {}
+        if labels := darknet or yolo.class_files(own) or [p for p in yolo.label_files(own) if not _other_format(p)][:1]:
+            found["YOLO"] = labels
     if not found:
-        for path, name in formats.items():
-            text = f"'{source}' is in a format that is not supported: {name} (first file: '{path}')."
-            raise ConfigError(f"{text} Export or convert it to COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA.")
+        for path, name in ((path, _other_format(path)) for path in own if not is_image(path)):
+            if name:
+                text = f"'{source}' is in a format that is not supported: {name} (first file: '{path}')."
+                raise ConfigError(f"{text} Export or convert it to COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA.")
         # A file that is no JSON at all has a better message.
         for path in [path for path in others if path.lower().endswith(".json")][:1]:
             read_json(path)
@@ -313,9 +310,6 @@ def annotation_format(path: str) -> str | None:
     with open(path, "rb") as file:
         # Without the zero bytes of UTF-16
         head = file.read(4096).replace(b"\0", b"")
-    # Other files are lists, such as the results of a detector.
-    if not head.lstrip(b"\xef\xbb\xbf\xff\xfe").lstrip().startswith(b"{"):
-        return None
     name = "COCO" if re.search(rb'"(images|annotations|categories)"\s*:\s*\[', head) else None
     # A large file is not parsed twice.
     if name and os.path.getsize(path) > 32 * 2**20:
@@ -325,6 +319,8 @@ def annotation_format(path: str) -> str | None:
     except ConfigError:
         # The reader of the format reports the error.
         return name
+    # The results of a detector are a list.
+    content = content if isinstance(content, dict) else {}
     lists = {key for key, value in content.items() if isinstance(value, list)}
     if "shapes" in lists or {"images", "categories"} <= lists:
         return "LabelMe" if "shapes" in lists else "COCO"

@@ -9,7 +9,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -61,6 +61,7 @@ def normalized(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold().replace("\\", "/")
 
 
+@functools.lru_cache
 def parts_of(path: str) -> tuple[str, ...]:
     """Return the folders and the file name of a path of any operating system, normalized."""
     return tuple(part for part in normalized(path.strip()).split("/") if part not in ("", ".", ".."))
@@ -161,9 +162,9 @@ class FileIndex:
         return own if own and (os.path.isfile(own) or os.path.isdir(own)) else None
 
     def folders_of(self, path: str) -> tuple[str, ...]:
-        """Return the names of the folders between the root and a file."""
-        root = self.root if path.startswith(self.root + os.sep) else self.image_root
-        return parts_of(os.path.relpath(os.path.dirname(path), root))
+        """Return the names of the folders between the root and a file, or nothing for a file that is elsewhere."""
+        root = next((root for root in (self.root, self.image_root) if path.startswith(root + os.sep)), path)
+        return parts_of(os.path.dirname(path.removeprefix(root)))
 
     def split_of(self, *paths: str) -> str | None:
         """Return the split that the folders of the first of these files name, or None."""
@@ -196,7 +197,8 @@ class FileIndex:
         matches = [(*self._matches(record, written[record.annotation]), record) for record in records]
         # Images of the same names in other folders, such as masks, do not replace a missing image.
         exact = [path for rank, paths, _ in matches if any(rank[:2]) for path in paths]
-        others = {os.path.dirname(p) for path in exact for p in self.by_name[normalized(f"{Path(path).stem}.")]}
+        stems = {os.path.splitext(normalized(os.path.basename(path)))[0] for path in exact}
+        others = {os.path.dirname(path) for stem in stems for path in self.by_name[f"{stem}."]}
         others -= {*map(os.path.dirname, exact)}
         owners: dict[str, tuple[tuple, Record]] = {}
         for rank, paths, record in sorted(matches, key=lambda match: match[0], reverse=True):
@@ -251,7 +253,7 @@ class FileIndex:
                 continue
             is_image_folder = own[-1:] in (("images",), ("jpegimages",))
             is_exact = own == folders or not parts[-1].endswith(".")
-            has_case = os.path.basename(path).startswith(PureWindowsPath(name).name)
+            has_case = os.path.basename(path).startswith(re.split(r"[\\/]", name)[-1])
             rank = (False, is_exact, at_end, end, num_shared, at_start, own == parts[:-1], is_image_folder, has_case)
             ranked[rank].append(path)
         return max(ranked.items(), default=None)
