@@ -35,7 +35,8 @@ _OTHERS = {
     "JSON Lines": r"\A.*\.(jsonl|ndjson)\n", "Label Studio's JSON": '"[a-z]+labels"', "Supervisely": '"classTitle"',
     "CreateML": r'"coordinates"\s*:\s*\{', "COCO's results of a detector": r'\n\[\s*\{\s*"(image|category)_id"',
     "KITTI": r"\n[a-zA-Z]\w*( -?[\d.]+){14}", "WIDER FACE": r"\.jpg\s+\d+\s(\d+ ){4}",
-    "VisDrone or MOT": r"\n(\d+,){2}(-?[\d.]+,){5,}",
+    "VisDrone or MOT": r"\n(\d+,){2}(-?[\d.]+,){5,}", "VIA 3": r'"fid_list"', "Datumaro": r'"label_id"',
+    "an archive, which must be unpacked,": r"\A.*\.(zip|rar|7z|tar|t?gz)\n",
 }
 # fmt: on
 _KNOWN = "*.json of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml of Pascal VOC or CVAT"
@@ -130,6 +131,11 @@ def read_dataset(
     if "train" not in parts:
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
     content, _, root = parts["train"]
+    if content.get("annotations") == []:
+        text = f"the training images of '{source}' have no objects. Annotate them, or correct their label files"
+        found.notes.insert(0, f"warning: {text}")
+        if val != 0:
+            raise ConfigError(f"{text[0].upper()}{text[1:]}.")
     copies = find_copies(parts)
     if "val" not in parts and val != 0:
         halves = split_by_hash(content, root, VAL_FRACTION if val is None else val, copies)

@@ -66,7 +66,7 @@ class Annotations:
                 radius = math.dist(values[:2], values[2:])
                 objects.append(polygon_object(label, [ellipse(*values[:2], radius, radius)]))
             elif shape_type in ("polygon", "quadrilateral") and num_points >= 3 and not len(values) % 2:
-                groups[label, f"shape {index}" if group is None else group].append(values)
+                groups[label, f"shape {index}" if group in (None, "") else group].append(values)
             else:
                 has_points = shape_type in ("rectangle", "polygon", "circle")
                 self.noted[f"skipped {shape_type}{f' of {num_points} points' * has_points}"].append(path)

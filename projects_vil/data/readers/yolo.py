@@ -68,8 +68,8 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     # The dataset check reports unreadable images.
     rows = {image: _rows(files[0]) if files and sizes[image] else [] for image, files in labels.items()}
     for image, own in rows.items():
-        # A text file that does not begin with numbers is not a label file, but for example a caption.
-        if own and sum(_NUMBER.fullmatch(word) is not None for word in own[0][0]) < 3:
+        # A text file without lines of numbers is not a label file, but for example a caption.
+        if own and all(sum(map(bool, map(_NUMBER.fullmatch, row))) < 3 for row, _ in own):
             labels[image], rows[image] = [], []
     without = {Path(image).stem: image for image, files in labels.items() if not files}
     if without:
@@ -82,7 +82,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         found.records.append(Record(image, (), sizes[image], split=split, objects=own, file=image))
         if any(max(one["bbox"][2:]) > 2 * max(sizes[image]) for one in own):
             found.noted[_LARGE] += labels[image]
-    if 2 * len(found.noted[_LARGE]) > sum(map(bool, rows.values())):
+    if 2 * len(found.noted[_LARGE]) >= (sum(map(bool, rows.values())) or 1):
         advice = "Divide pixels by the width and height of the image, and remove track ids"
         raise ConfigError(f"{found.noted[_LARGE][0]} and other {_LARGE}. {advice}.")
     if unknown:
