@@ -17,9 +17,9 @@ from backbones import ConfigError
 from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_replaceable, counted, first_of
 from projects_vil.data.detection_utils import is_image, read_sizes
-from projects_vil.data.readers import cvat, labelme, via, voc, yolo
+from projects_vil.data.readers import json_files, xml_files, yolo
 from projects_vil.data.readers.coco import Parts, entries_of, find_coco, images_of
-from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex
+from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record
 from projects_vil.data.readers.shapes import Annotations, in_image
 from projects_vil.data.segmentation import count_masks
 from projects_vil.data.splits import VAL_FRACTION, compare_splits, find_copies, split_by_hash
@@ -27,7 +27,8 @@ from projects_vil.utils import paused_garbage_collection, read_json
 
 # The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
-_READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
+_READERS = {"Pascal VOC": xml_files.read_voc, "CVAT": xml_files.read_cvat}
+_READERS |= {"YOLO": yolo.read, "LabelMe": json_files.read_labelme, "VIA": json_files.read_via}
 # Other formats: a regular expression for the name of a file, a line break, and the beginning of its content
 # fmt: off
 _OTHERS = {
@@ -123,8 +124,11 @@ def read_dataset(
     source = Path(source)
     name, files, index = _detect_format(source, None if images is None else Path(images))
     extracted = os.path.abspath(extracted or Path(folder, "images"))
-    found = Annotations() if name == "COCO" else _READERS[name](files, index)
-    parts = find_coco(files, index, found) if name == "COCO" else _to_coco(source, found, index, extracted)
+    found = Annotations()
+    if name == "COCO":
+        parts = find_coco(files, index, found)
+    else:
+        parts = _to_coco(source, list(_READERS[name](files, index, found)), found, index, extracted)
     found.unused["text files with labels of YOLO"] = yolo.label_files(index.files) if name != "YOLO" else []
     _count_unused(source, parts, index, {*files, *found.read}, found.unused)
     parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
@@ -198,18 +202,18 @@ def _types(paths: list[str]) -> str:
     return ", ".join(f"{suffix} ({number:,})" for suffix, number in types.most_common())
 
 
-def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) -> Parts:
+def _to_coco(source: Path, records: list[Record], found: Annotations, index: FileIndex, folder: str) -> Parts:
     """Find the images of a dataset, and return the content of its COCO files.
 
     Images that exist only in an annotation file are written to ``folder``.
     """
-    index.find_images([record for record in found.records if record.file is None])
-    for record in found.records:
-        record.file = record.file or found.write_image(record.annotation, index, folder)
-    missing = [record for record in found.records if record.file is None]
+    index.find_images([record for record in records if record.file is None])
+    for record in [record for record in records if record.is_only and record.file is None]:
+        record.file = json_files.write_image(record.annotation, index, folder)
+    missing = [record for record in records if record.file is None]
     found.unused["annotation files whose image is missing"] += [r.annotation for r in missing if r.is_only]
     found.unused["missing images that an annotation file names"] += [r.names[0] for r in missing if not r.is_only]
-    records = sorted((record for record in found.records if record.file), key=lambda record: Path(record.file))
+    records = sorted((record for record in records if record.file), key=lambda record: Path(record.file))
     unsized = [record for record in records if record.size is None]
     for record, (size, _) in zip(unsized, read_sizes([record.file for record in unsized]), strict=True):
         record.size = size
@@ -330,4 +334,4 @@ def annotation_format(path: str) -> str | None:
     lists = {key for key, value in content.items() if isinstance(value, list)}
     if "shapes" in lists or {"images", "categories"} <= lists:
         return "LabelMe" if "shapes" in lists else "COCO"
-    return "VIA" if via.images_of(content) is not None else None
+    return "VIA" if json_files.via_images(content) is not None else None

@@ -13,7 +13,6 @@ from PIL import Image
 from pycocotools import mask as mask_util
 
 from backbones import ConfigError
-from projects_vil.data.readers.index import FileIndex, Record
 
 # The shape type, the label, the group or None, and the values of the shape
 Shape = tuple[str, str, Any, list]
@@ -21,23 +20,19 @@ Shape = tuple[str, str, Any, list]
 
 @dataclass
 class Annotations:
-    """The content of a dataset that is not in COCO format.
+    """What a reader finds in a dataset besides its images.
 
     Attributes:
-        records: The images with their objects.
         classes: The class names, if the format defines their order.
         listed: The split of each annotation file that a list of the dataset names.
-        write_image: Writes the image inside an annotation file to a folder, and returns its path, or None.
         read: The other files that are read: files of one image, lists and class names.
         unused: The annotation files that are not used, by reason.
         noted: The files of each choice and each skipped entry, by description.
         notes: Messages about choices.
     """
 
-    records: list[Record] = field(default_factory=list)
     classes: list[str] = field(default_factory=list)
     listed: dict[str, str] = field(default_factory=dict)
-    write_image: Callable[[str, FileIndex, str], str | None] = lambda path, index, folder: None
     read: list[str] = field(default_factory=list)
     unused: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     noted: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))

@@ -3,6 +3,7 @@
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -22,13 +23,13 @@ _LARGE = "label files with values larger than 1, which are not fractions of the 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
-def read(files: list[str], index: FileIndex) -> Annotations:
-    """Read a dataset in YOLO's format, which has one text file per image."""
+def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
+    """Yield the images of a dataset in YOLO's format, which has one text file per image."""
     # labelImg writes classes.txt into each folder.
     if len({Path(file).read_bytes() if class_files([file]) else file for file in files}) > 1:
         raise ConfigError(f"'{index.root}' has several YOLO files, '{files[0]}' and '{files[1]}'. Give one file.")
-    path, found = files[0], Annotations()
-    data, folder = _settings(path, index, found), os.path.dirname(path)
+    path, folder = files[0], os.path.dirname(files[0])
+    data = _settings(path, index, found)
     # The path may be outdated if the dataset was moved from another computer.
     bases = [_existing(str(data.get("path", "")), [folder, index.root], index) or folder, folder, index.root]
     found.classes = names = _names(path, data) if data else []
@@ -79,7 +80,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
     unknown: dict[str, list[str]] = defaultdict(list)
     for split, image in pairs:
         own = [_object(row[:5] if has_points else row, names, sizes[image], line, unknown) for row, line in rows[image]]
-        found.records.append(Record(image, (), sizes[image], split=split, objects=own, file=image))
+        yield Record(image, (), sizes[image], split=split, objects=own, file=image)
         if any(max(one["bbox"][2:]) > 2 * max(sizes[image]) for one in own):
             found.noted[_LARGE] += labels[image]
     if 2 * len(found.noted[_LARGE]) >= (sum(map(bool, rows.values())) or 1):
@@ -101,7 +102,6 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         found.unused[f"label files whose image is {'not used' if file in others else 'missing'}"].append(file)
         if file not in others and (image := without.get(Path(file).stem)):
             found.noted[f"label files in another folder than the labels of '{image}'"].append(file)
-    return found
 
 
 def settings_of(path: str) -> dict[str, Any] | None:
