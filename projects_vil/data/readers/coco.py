@@ -49,10 +49,9 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
         by_split[split_of(index.folders_of(path), Path(path).stem) or "train"].append(path)
     for split, own in by_split.items():
         main = [path for path in own if not _OTHER_FILES.match(os.path.basename(path))] or own
-        # A file of train and val is not used beside a file of each.
-        single = [path for path in main if "trainval" not in normalized(os.path.basename(path))]
-        if "val" in by_split and any("train" in normalized(os.path.basename(path)) for path in single):
-            main = single
+        # Beside a file of val, a file of train comes before a file of train and val.
+        if "val" in by_split:
+            main = [path for path in main if re.search("train(?!val)", normalized(os.path.basename(path)))] or main
         # Some datasets have copies of the files in another folder.
         folders = {os.path.join(os.path.dirname(path), "") for path in main if len(main) > 1}
         if folders and sum(any(image.startswith(folder) for image in index.images) for folder in folders) < 2:

@@ -37,7 +37,6 @@ _OTHERS = {
     "CreateML": r'"coordinates"\s*:\s*\{', "COCO's results of a detector": r'\n\[\s*\{\s*"(image|category)_id"',
     "KITTI": r"\n[a-zA-Z]\w*( -?[\d.]+){14}", "WIDER FACE": r"\.jpg\s+\d+\s(\d+ ){4}",
     "VisDrone or MOT": r"\n(\d+,){2}(-?[\d.]+,){5,}", "VIA 3": r'"fid_list"', "Datumaro": r'"label_id"',
-    "an archive, which must be unpacked,": r"\A.*\.(zip|rar|7z|tar|t?gz)\n",
 }
 # fmt: on
 _KNOWN = "*.json of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml of Pascal VOC or CVAT"

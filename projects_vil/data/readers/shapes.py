@@ -53,7 +53,7 @@ class Annotations:
             if shape_type == "mask" and values and isinstance(values[0], np.ndarray) and values[0].any():
                 rle = mask_util.encode(np.asfortranarray(values[0], np.uint8))
                 objects.append({"label": label, "mask": (rle, *values[1:]), "iscrowd": 0})
-            elif shape_type in ("rectangle", "rotation", "oriented_rectangle") and num_points in (2, 4):
+            elif shape_type in ("rectangle", "box", "rotation", "oriented_rectangle") and num_points in (2, 4):
                 objects.append(box_object(label, values))
             elif shape_type == "ellipse" and len(values) in (4, 5):
                 objects.append(polygon_object(label, [ellipse(*values)]))
@@ -61,7 +61,7 @@ class Annotations:
                 radius = math.dist(values[:2], values[2:])
                 objects.append(polygon_object(label, [ellipse(*values[:2], radius, radius)]))
             elif shape_type in ("polygon", "quadrilateral") and num_points >= 3 and not len(values) % 2:
-                groups[label, f"shape {index}" if group in (None, "") else group].append(values)
+                groups[label, f"shape {index}" if group in (None, "", "0") else group].append(values)
             else:
                 has_points = shape_type in ("rectangle", "polygon", "circle")
                 self.noted[f"skipped {shape_type}{f' of {num_points} points' * has_points}"].append(path)

@@ -135,7 +135,7 @@ def read_cvat(files: list[str], index: FileIndex, found: Annotations) -> Iterato
 
 
 def _cvat_shape(shape: ElementTree.Element, labels: dict[str, Any], location: str) -> tuple[str, str, Any, list]:
-    label, group, values = shape.get("label", "").strip(), shape.get("group_id"), []
+    label, values = shape.get("label", "").strip(), []
     if labels and label not in labels and shape.tag != "tag":
         raise ConfigError(f"{location} has the unknown label {label!r}. Add it to the labels of the file.")
     degrees = number(shape.get("rotation") or 0, location)
@@ -153,8 +153,7 @@ def _cvat_shape(shape: ElementTree.Element, labels: dict[str, Any], location: st
             raise ConfigError(f"{location} has an rle of {sum(runs)} pixels for {width} x {height}. Export it again.")
         # Run lengths in the order of rows. The first run is background.
         values = [np.repeat(np.arange(len(runs)) % 2, runs).reshape(height, width), left, top]
-    # Group 0 means no group.
-    return "rectangle" if shape.tag == "box" else shape.tag, label, None if group == "0" else group, values
+    return shape.tag, label, shape.get("group_id"), values
 
 
 def _parse_xml(path: str, found: Annotations) -> ElementTree.Element:

@@ -54,35 +54,34 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         del images["val"]
         found.notes.append("val has the same images as train, so it is not used")
     pairs = [(split, image) for split, own in images.items() for image in own]
-    labels = {image: [*filter(None, map(index.find, _label_paths(image)))] for _, image in pairs}
+    labels = {image: next(filter(None, map(index.find, _label_paths(image))), None) for _, image in pairs}
     texts = [file for file in index.files if file.lower().endswith(".txt")]
     if not any(labels.values()):
         # The labels are in folders of other names.
         records = [Record(file, (f"{Path(file).stem}.",), is_only=True) for file in texts]
         index.find_images(records)
-        labels |= {record.file: [record.annotation] for record in records if record.file in labels}
+        labels |= {record.file: record.annotation for record in records if record.file in labels}
     owners: dict[str, str] = {}
-    for image, (label, *_) in ((image, files) for image, files in labels.items() if files):
+    for image, label in [(image, label) for image, label in labels.items() if label]:
         if (other := owners.setdefault(label, image)) != image and content_hash(other) != content_hash(image):
             raise ConfigError(f"Label file '{label}' fits both '{other}' and '{image}'. Rename or remove one image.")
     sizes = {image: size for image, (size, _) in zip(labels, read_sizes(labels), strict=True)}
     # The dataset check reports unreadable images.
-    rows = {image: _rows(files[0]) if files and sizes[image] else [] for image, files in labels.items()}
+    rows = {image: _rows(label) if label and sizes[image] else [] for image, label in labels.items()}
     for image, own in rows.items():
         # A text file without lines of numbers is not a label file, but for example a caption.
         if own and all(sum(map(bool, map(_NUMBER.fullmatch, row))) < 3 for row, _ in own):
-            labels[image], rows[image] = [], []
-    without = {Path(image).stem: image for image, files in labels.items() if not files}
+            labels[image], rows[image] = None, []
+    without = [image for image, label in labels.items() if label is None]
     if without:
-        number = list(labels.values()).count([])
-        found.notes.append(f"{number:,} of {len(labels):,} images have no label file, so they have no objects")
+        found.notes.append(f"{len(without):,} of {len(labels):,} images have no label file, so they have no objects")
     has_points = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
     unknown: dict[str, list[str]] = defaultdict(list)
     for split, image in pairs:
         own = [_object(row[:5] if has_points else row, names, sizes[image], line, unknown) for row, line in rows[image]]
         yield Record(image, (), sizes[image], split=split, objects=own, file=image)
         if any(max(one["bbox"][2:]) > 2 * max(sizes[image]) for one in own):
-            found.noted[_LARGE] += labels[image]
+            found.noted[_LARGE].append(str(labels[image]))
     if 2 * len(found.noted[_LARGE]) >= (sum(map(bool, rows.values())) or 1):
         advice = "Divide pixels by the width and height of the image, and remove track ids"
         raise ConfigError(f"{found.noted[_LARGE][0]} and other {_LARGE}. {advice}.")
@@ -91,17 +90,18 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         location = next(iter(unknown.values()))[0]
         advice = "Ids start at 0. Add names to data.yaml or classes.txt."
         raise ConfigError(f"{location}: no name for class {every}. {advice}")
-    found.unused["other label files of an image"] += [file for files in labels.values() for file in files[1:]]
-    used = {file for files in labels.values() for file in files}
+    used = {*filter(None, labels.values())}
     found.read += used
-    others = {label for image in index.images.keys() - labels.keys() for label in _label_paths(image)}
-    folders = {*map(os.path.dirname, used)}
     # An image without objects has an empty file.
+    folders = {*map(os.path.dirname, used)}
     empty = [file for file in texts if os.path.dirname(file) in folders and not _rows(file)]
+    expected = {label: image for image in index.images for label in _label_paths(image)}
+    stems = {Path(image).stem: image for image in without}
     for file in sorted({*empty, *label_files(texts)} - used):
-        found.unused[f"label files whose image is {'not used' if file in others else 'missing'}"].append(file)
-        if file not in others and (image := without.get(Path(file).stem)):
-            found.noted[f"label files in another folder than the labels of '{image}'"].append(file)
+        kind = "label files whose image is " + ("not used" if file in expected else "missing")
+        found.unused["other label files of an image" if expected.get(file) in labels else kind].append(file)
+        if file not in expected and Path(file).stem in stems:
+            found.noted[f"label files in another folder than the labels of '{stems[Path(file).stem]}'"].append(file)
 
 
 def settings_of(path: str) -> dict[str, Any] | None:
