@@ -66,44 +66,38 @@ def write_image(path: str, index: FileIndex, folder: str) -> str | None:
 
 def read_via(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
     """Yield the images of VIA's exported annotations or projects. The class of a region is one of its attributes."""
-    pairs = [(path, entry) for path in files for entry in via_images(read_json(path)) or ()]
-    keys = {key for _, entry in pairs for region in _regions(entry) for key in region.get("region_attributes") or {}}
+    images = [(path, *image) for path in files for image in via_images(read_json(path)) or ()]
+    keys = {key for _, _, regions in images for _, attributes in regions for key in attributes}
     named = [key for name in _CLASS_KEYS for key in sorted(keys) if key.lower() == name]
     if not named and len(keys) > 1:
         raise ConfigError(f"'{files[0]}' has the attributes {sorted(keys)}. Rename the one of the class to 'class'.")
     key = next(iter((*named, *keys)), None)
     found.notes += ["regions have no attributes, so the class is 'object'"] if key is None else []
-    for path, entry in pairs:
-        shapes, location = [], f"{path}: {entry['filename']}"
-        for region in _regions(entry):
-            label = (region.get("region_attributes") or {}).get(key) if key else "object"
+    for path, name, regions in images:
+        shapes, location = [], f"{path}: {name}"
+        for shape, attributes in regions:
+            label = attributes.get(key) if key else "object"
             if isinstance(label, dict):
                 # A checkbox has a dict from the value to whether it is checked.
                 label, *more = [*(name for name, is_checked in label.items() if is_checked), ""]
                 if len(more) > 1:
                     raise ConfigError(f"{location} has a region of the classes {label!r} and {more[0]!r}. Choose one.")
-            shapes.append(_via_shape(str(label or "").strip(), region.get("shape_attributes") or {}, location))
-        split, objects = split_of_file(path, files), found.objects_of(shapes, path)
-        yield Record(path, (entry["filename"],), split=split, objects=objects)
+            shapes.append(_via_shape(str(label or "").strip(), shape, location))
+        yield Record(path, (name,), split=split_of_file(path, files), objects=found.objects_of(shapes, path))
 
 
-def via_images(content: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the entries of the images in the content of a JSON file, or None if it is not VIA's format."""
-    metadata = content.get("_via_img_metadata")
-    entries = list((metadata if isinstance(metadata, dict) else content).values())
-    return entries if entries and all(map(_is_image, entries)) else None
-
-
-def _is_image(entry: Any) -> bool:
-    is_entry = isinstance(entry, dict) and isinstance(entry.get("filename"), str) and "regions" in entry
-    return is_entry and isinstance(entry["regions"] or [], dict | list)
-
-
-def _regions(image: dict[str, Any]) -> list[dict[str, Any]]:
-    regions = list(found.values() if isinstance(found := image["regions"] or [], dict) else found)
-    if not all(isinstance(r, dict) and isinstance(r.get("region_attributes") or {}, dict) for r in regions):
-        raise ConfigError(f"The regions of {image['filename']!r} are not in VIA's format. Export them again.")
-    return regions
+def via_images(content: dict[str, Any]) -> list[tuple[str, list[tuple[dict, dict]]]] | None:
+    """Return the name of each image, and the shape and the attributes of each region, or None for another format."""
+    images, entries = [], content.get("_via_img_metadata", content)
+    try:
+        for entry in entries.values():
+            regions = entry["regions"] or []
+            regions = list(regions.values()) if isinstance(regions, dict) else regions
+            parts = [[dict(r.get(f"{part}_attributes") or {}) for part in ("shape", "region")] for r in regions]
+            images.append((str(entry["filename"]), parts))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return images or None
 
 
 def _via_shape(label: str, shape: dict[str, Any], location: str) -> Shape:
