@@ -135,10 +135,11 @@ def read_dataset(
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
     content, _, root = parts["train"]
     if content.get("annotations") == []:
-        text = f"the training images of '{source}' have no objects. Annotate them, or correct their label files"
-        found.notes.insert(0, f"warning: {text}")
+        text = f"The training images of '{source}' have no objects. Annotate them, or correct their labels"
+        # Evaluation and checks need no training images.
         if val != 0:
-            raise ConfigError(f"{text[0].upper()}{text[1:]}.")
+            raise ConfigError(f"{text}.")
+        found.notes.insert(0, f"warning: {text}")
     copies = find_copies(parts)
     if "val" not in parts and val != 0:
         halves = split_by_hash(content, root, VAL_FRACTION if val is None else val, copies)
