@@ -124,10 +124,8 @@ def read_dataset(
     name, files, index = _detect_format(source, None if images is None else Path(images))
     extracted = os.path.abspath(extracted or Path(folder, "images"))
     found = Annotations()
-    if name == "COCO":
-        parts = find_coco(files, index, found)
-    else:
-        parts = _to_coco(source, list(_READERS[name](files, index, found)), found, index, extracted)
+    records = [*_READERS[name](files, index, found)] if name in _READERS else None
+    parts = find_coco(files, index, found) if records is None else _to_coco(source, records, found, index, extracted)
     found.unused["text files with labels of YOLO"] = yolo.label_files(index.files) if name != "YOLO" else []
     _count_unused(source, parts, index, {*files, *found.read}, found.unused)
     parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
@@ -227,7 +225,7 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
     if not any(record.objects for record in records):
         details = "; ".join([*found.notes, *_counts(found.unused)]) or "the annotations are empty"
         what = f"box or polygon in its {counted(len(records), 'image')}" if records else "image of its annotations"
-        advice = "Annotate objects, or give the folder of missing images with --images."
+        advice = "Annotate objects, move label files, or give the folder of missing images with --images."
         raise ConfigError(f"'{source}' has no {what} ({details}). {advice}")
     labels = *filter(None, found.classes), *sorted({one["label"] for record in records for one in record.objects})
     ids = {label: index for index, label in enumerate(dict.fromkeys(labels), start=1)}
@@ -330,8 +328,7 @@ def annotation_format(path: str) -> str | None:
         # The reader of the format reports the error.
         return name
     # The results of a detector are a list.
-    content = content if isinstance(content, dict) else {}
-    lists = {key for key, value in content.items() if isinstance(value, list)}
+    lists = {key for key, value in content.items() if isinstance(value, list)} if isinstance(content, dict) else set()
     if "shapes" in lists or {"images", "categories"} <= lists:
         return "LabelMe" if "shapes" in lists else "COCO"
     return "VIA" if json_files.via_images(content) is not None else None

@@ -133,6 +133,7 @@ class FileIndex:
         self.is_given, self.image_root = images is not None, os.path.abspath(images or root)
         below = self.files if images is None else list(walk(self.image_root))
         self.images = dict.fromkeys(filter(is_image, below))
+        self._by_path = {normalized(path): path for path in (*self.files, *set(map(os.path.dirname, self.files)))}
         self.all_files = self.files if images is None else sorted({*self.files, *below})
         folders = [self.folders_of(os.path.join(path, "")) for path in set(map(os.path.dirname, self.images))]
         # The folders that have images in them or in their subfolders. The cache does not refer to the index, which
@@ -140,10 +141,6 @@ class FileIndex:
         self._image_folders = {folder[:length] for folder in folders for length in range(1, len(folder) + 1)}
         self._image_folder_names = {folder[-1] for folder in self._image_folders}
         self._split_of = functools.cache(functools.partial(_split_of_folder, self._image_folders))
-
-    @functools.cached_property
-    def _by_path(self) -> dict[str, str]:
-        return {normalized(path): path for path in (*self.files, *set(map(os.path.dirname, self.files)))}
 
     @functools.cached_property
     def by_name(self) -> dict[str, list[str]]:

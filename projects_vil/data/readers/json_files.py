@@ -86,11 +86,11 @@ def read_via(files: list[str], index: FileIndex, found: Annotations) -> Iterator
         yield Record(path, (name,), split=split_of_file(path, files), objects=found.objects_of(shapes, path))
 
 
-def via_images(content: dict[str, Any]) -> list[tuple[str, list[tuple[dict, dict]]]] | None:
+def via_images(content: Any) -> list[tuple[str, list[tuple[dict, dict]]]] | None:
     """Return the name of each image, and the shape and the attributes of each region, or None for another format."""
-    images, entries = [], content.get("_via_img_metadata", content)
+    images = []
     try:
-        for entry in entries.values():
+        for entry in content.get("_via_img_metadata", content).values():
             regions = entry["regions"] or []
             regions = list(regions.values()) if isinstance(regions, dict) else regions
             parts = [[dict(r.get(f"{part}_attributes") or {}) for part in ("shape", "region")] for r in regions]

@@ -83,8 +83,8 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         if any(max(one["bbox"][2:]) > 2 * max(sizes[image]) for one in own):
             found.noted[_LARGE].append(str(labels[image]))
     if 2 * len(found.noted[_LARGE]) >= (sum(map(bool, rows.values())) or 1):
-        advice = "Divide pixels by the width and height of the image, and remove track ids"
-        raise ConfigError(f"{found.noted[_LARGE][0]} and other {_LARGE}. {advice}.")
+        first = found.noted[_LARGE][0]
+        raise ConfigError(f"{first} and other {_LARGE}. Divide pixels by the size of the image. Remove track ids.")
     if unknown:
         every = ", ".join(f"{label} ({counted(len(lines), 'object')})" for label, lines in unknown.items())
         location = next(iter(unknown.values()))[0]
@@ -96,12 +96,14 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     folders = {*map(os.path.dirname, used)}
     empty = [file for file in texts if os.path.dirname(file) in folders and not _rows(file)]
     expected = {label: image for image in index.images for label in _label_paths(image)}
-    stems = {Path(image).stem: image for image in without}
+    stems = {Path(image).stem for image in without}
     for file in sorted({*empty, *label_files(texts)} - used):
-        kind = "label files whose image is " + ("not used" if file in expected else "missing")
-        found.unused["other label files of an image" if expected.get(file) in labels else kind].append(file)
-        if file not in expected and Path(file).stem in stems:
-            found.noted[f"label files in another folder than the labels of '{stems[Path(file).stem]}'"].append(file)
+        is_moved = Path(file).stem in stems
+        reason = "label files in another folder than the image" if is_moved else "label files whose image is missing"
+        if file in expected:
+            is_other = expected[file] in labels
+            reason = "other label files of an image" if is_other else "label files whose image is not used"
+        found.unused[reason].append(file)
 
 
 def settings_of(path: str) -> dict[str, Any] | None:
