@@ -215,7 +215,11 @@ class FileIndex:
     def _matches(self, record: Record, written: Set[str]) -> tuple[tuple, list[str]]:
         """Return how well the best images fit a record, and these images. ``written``: folders in the file."""
         base = self.image_root if self.is_given else os.path.dirname(record.annotation)
-        for name in self._written_names(record):
+        # Label Studio writes ?d=PATH, and URLs may end with a query.
+        decoded = [(name, unquote(name.rpartition("?d=")[2].partition("?")[0])) for name in record.names]
+        names = [form for name, other in decoded for form in (name, other, _UPLOAD_PREFIX.sub("", other))]
+        # Frames of videos have no suffix in CVAT.
+        for name in names if record.is_only else (*names, f"{record.names[0].strip()}."):
             direct = os.path.normpath(os.path.join(base, name.strip().replace("\\", "/")))
             is_allowed = not self.is_given or direct.startswith(base + os.sep)
             if is_allowed and os.path.isfile(direct) and (is_image(direct) or size_or_none(direct)):
@@ -223,15 +227,6 @@ class FileIndex:
             if parts_of(name) and (ranked := self._ranked(record, name, written)):
                 return ranked
         return (), []
-
-    def _written_names(self, record: Record) -> Iterator[str]:
-        """Yield the names of a record that an image may have."""
-        for name in record.names:
-            # Label Studio writes ?d=PATH, and URLs may end with a query.
-            decoded = unquote(name.rpartition("?d=")[2].partition("?")[0])
-            yield from (name, decoded, _UPLOAD_PREFIX.sub("", decoded))
-        # Frames of videos have no suffix in CVAT.
-        yield from () if record.is_only else (f"{record.names[0].strip()}.",)
 
     def _ranked(self, record: Record, name: str, written: Set[str]) -> tuple[tuple, list[str]] | None:
         parts, folders, ranked = parts_of(name), self.folders_of(record.annotation), defaultdict(list)

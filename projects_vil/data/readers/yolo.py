@@ -95,15 +95,12 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     # An image without objects has an empty file.
     folders = {*map(os.path.dirname, used)}
     empty = [file for file in texts if os.path.dirname(file) in folders and not _rows(file)]
-    expected = {label: image for image in index.images for label in _label_paths(image)}
+    reasons = ("label files whose image is not used", "other label files of an image")
+    expected = {label: reasons[image in labels] for image in index.images for label in _label_paths(image)}
+    reasons = ("label files whose image is missing", "label files in another folder than the image")
     stems = {Path(image).stem for image in without}
     for file in sorted({*empty, *label_files(texts)} - used):
-        is_moved = Path(file).stem in stems
-        reason = "label files in another folder than the image" if is_moved else "label files whose image is missing"
-        if file in expected:
-            is_other = expected[file] in labels
-            reason = "other label files of an image" if is_other else "label files whose image is not used"
-        found.unused[reason].append(file)
+        found.unused[expected.get(file) or reasons[Path(file).stem in stems]].append(file)
 
 
 def settings_of(path: str) -> dict[str, Any] | None:
