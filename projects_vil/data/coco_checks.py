@@ -398,7 +398,6 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
     yield "bbox_outside_image", outside | is_far
     beyond = valid & ((left < -1) | (top < -1) | (right > widths + 1) | (bottom > heights + 1))
     yield "bbox_exceeds_image", beyond & ~outside
-    number = int(valid.sum())
     x, y = file.mask_points[indices].T
     is_beside = (abs(2 * x - left - right) > 2 * wide + 2) | (abs(2 * y - top - bottom) > 2 * high + 2)
     yield "bbox_misfits_mask", valid & is_beside
@@ -406,7 +405,7 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
     for x1, y1 in ((left, top), (left + wide / 2, top + high / 2)):
         as_corners = (wide > x1) & (high > y1) & (wide <= widths + 1) & (high <= heights + 1) & (x1 >= -1)
         as_corners &= ~((x < x1 - 1) | (x > wide + 1) | (y < y1 - 1) | (y > high + 1))
-        if number >= _MIN_BOXES and beyond.sum() >= _BEYOND_FRACTION * number and as_corners[valid].mean() > 0.99:
+        if valid.sum() >= _MIN_BOXES and beyond[valid].mean() >= _BEYOND_FRACTION and as_corners[valid].mean() > 0.99:
             yield "boxes_in_xyxy_format", beyond
             break
     if ((right <= 1) & (bottom <= 1) & (widths > 10) & (heights > 10))[valid].all():

@@ -257,8 +257,7 @@ class FileIndex:
         # One of several equal images, unless they are in several splits
         if len({self.split_of(path) for path in paths} - {None}) < 2 and len(set(map(content_hash, paths))) == 1:
             return sorted(paths, key=lambda path: self.split_of(path) is None)[:1]
-        hint = parts_of(record.hint)[-2::-1]
-        common = [_num_common(self.folders_of(path)[::-1], hint) for path in paths]
+        common = [_num_common(self.folders_of(path)[::-1], parts_of(record.hint)[-2::-1]) for path in paths]
         return [path for path, number in zip(paths, common, strict=True) if number == max(common)]
 
 

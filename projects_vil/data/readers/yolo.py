@@ -87,9 +87,8 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         raise ConfigError(f"{first} and other {_LARGE}. Divide pixels by the size of the image. Remove track ids.")
     if unknown:
         every = ", ".join(f"{label} ({counted(len(lines), 'object')})" for label, lines in unknown.items())
-        location = next(iter(unknown.values()))[0]
-        advice = "Ids start at 0. Add names to data.yaml or classes.txt."
-        raise ConfigError(f"{location}: no name for class {every}. {advice}")
+        where = next(iter(unknown.values()))[0]
+        raise ConfigError(f"{where}: no name for class {every}. Ids start at 0. Add names to data.yaml or classes.txt.")
     used = {*filter(None, labels.values())}
     found.read += used
     # An image without objects has an empty file.
