@@ -67,9 +67,8 @@ def write_fixed(files: Mapping[str, CocoFile], output: str | Path | None) -> lis
     Raises:
         ConfigError: If an error cannot be fixed. If there are errors and ``output`` is None.
     """
-    unfixable = next((file for file in files.values() if file.unfixable()), None)
-    if unfixable is not None:
-        raise unfixable.error()
+    for file in filter(CocoFile.unfixable, files.values()):
+        raise file.error()
     lines = []
     if output:
         for split, file in files.items():

@@ -154,8 +154,7 @@ class CocoFile:
             count = len(self.found[check.name])
             lines.append(f"{check.severity.replace('fixed', 'note')}: {check.name}: {check.what}: {count:,}")
             lines += [f"    {_example_text(example)}" for example in self.examples[check.name][:NUM_EXAMPLES]]
-            if count > NUM_EXAMPLES:
-                lines.append(f"    and {count - NUM_EXAMPLES:,} more, which --json FILE lists")
+            lines += [f"    and {count - NUM_EXAMPLES:,} more, which --json FILE lists"] * (count > NUM_EXAMPLES)
             lines.append(f"    {'fix' if check.severity == 'error' else 'effect'}: {check.effect}")
         return lines
 
@@ -391,8 +390,7 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
     if swapped.any():
         left, top, wide, high = np.minimum(left, left + wide), np.minimum(top, top + high), abs(wide), abs(high)
     right, bottom, far = left + wide, top + high, FAR * np.maximum(heights, widths, dtype=np.float32)
-    is_far = (np.minimum(left, top) < -far) | (right > widths + far) | (bottom > heights + far)
-    is_far &= has_size
+    is_far = has_size & ((np.minimum(left, top) < -far) | (right > widths + far) | (bottom > heights + far))
     empty = ~is_far & ((wide == 0) | (high == 0))
     yield "zero_area_bbox", empty
     valid = has_size & ~is_far & ~empty
@@ -400,38 +398,40 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
     yield "bbox_outside_image", outside | is_far
     beyond = valid & ((left < -1) | (top < -1) | (right > widths + 1) | (bottom > heights + 1))
     yield "bbox_exceeds_image", beyond & ~outside
-    number = int(valid.sum())
-    if not number:
-        return
     x, y = file.mask_points[indices].T
     is_beside = (abs(2 * x - left - right) > 2 * wide + 2) | (abs(2 * y - top - bottom) > 2 * high + 2)
     yield "bbox_misfits_mask", valid & is_beside
-    as_corners = (wide > left) & (high > top) & (wide <= widths + 1) & (high <= heights + 1) & (left >= -1)
-    as_corners &= ~((x < left - 1) | (x > wide + 1) | (y < top - 1) | (y > high + 1))
-    if number >= _MIN_BOXES and beyond.sum() >= _BEYOND_FRACTION * number and as_corners[valid].mean() > 0.99:
-        yield "boxes_in_xyxy_format", beyond
-    if max(right[valid].max(), bottom[valid].max()) <= 1 and min(widths[valid].min(), heights[valid].min()) > 10:
+    # If labels of YOLO have corners, the reader takes the first corner for the center.
+    for x1, y1 in ((left, top), (left + wide / 2, top + high / 2)):
+        as_corners = (wide > x1) & (high > y1) & (wide <= widths + 1) & (high <= heights + 1) & (x1 >= -1)
+        as_corners &= ~((x < x1 - 1) | (x > wide + 1) | (y < y1 - 1) | (y > high + 1))
+        if valid.sum() >= _MIN_BOXES and beyond[valid].mean() >= _BEYOND_FRACTION and as_corners[valid].mean() > 0.99:
+            yield "boxes_in_xyxy_format", beyond
+            break
+    if ((right <= 1) & (bottom <= 1) & (widths > 10) & (heights > 10))[valid].all():
         yield "boxes_in_normalized_coordinates", valid
 
 
 def find_without_objects(file: CocoFile) -> Findings:
     used = {*np.unique(file.image_of).tolist(), *file.found["invalid_image_entry"]}
     yield from (("image_without_objects", index, None) for index in range(len(file.images)) if index not in used)
-    by_key: dict[str, int] = {}
+    by_end: dict[tuple[str, ...], dict[str, int]] = defaultdict(dict)
     for index, number in file.num_objects.most_common():
         name = str(file.categories[index]["name"])
         if not number:
             groups = [file.categories[other].get("supercategory") for other in file.num_objects if other != index]
             yield "category_without_objects", index, "the supercategory of other categories" if name in groups else None
         key = re.sub(r"[\s_-]|s$", "", name.casefold().strip()) or name
+        # Only names with equal digits and an equal beginning or end are compared, because there may be 10,000 classes.
+        ends = [(*re.findall(r"\d", key), end) for end in (key[:3], key[-3:])]
+        near = by_end[ends[0]] | by_end[ends[1]]
         # A rare class whose name differs in one letter is often a typing mistake.
-        frequent = [other for other, first in by_key.items() if 0 < number <= _RARE * file.num_objects[first]]
-        for other in [key] if key in by_key else difflib.get_close_matches(key, frequent, 1, _SIMILAR):
-            first = by_key[other]
-            if re.findall(r"\d", key) == re.findall(r"\d", other):
-                text = f"{counted(number, 'object')}, similar to {file.categories[first]['name']!r}"
-                yield "duplicate_category_name", index, f"{text} with {counted(file.num_objects[first], 'object')}"
-        by_key.setdefault(key, index)
+        frequent = [other for other, first in near.items() if 0 < number <= _RARE * file.num_objects[first]]
+        for other in [key] if key in near else difflib.get_close_matches(key, frequent, 1, _SIMILAR):
+            text = f"{counted(number, 'object')}, similar to {file.categories[near[other]]['name']!r}"
+            yield "duplicate_category_name", index, f"{text} with {counted(file.num_objects[near[other]], 'object')}"
+        for end in ends:
+            by_end[end].setdefault(key, index)
 
 
 # -- fix: return the fixed entry, or None to remove it ---------------------------------------------
@@ -559,7 +559,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
          convert("iscrowd", lambda crowd: int(crowd or 0)), "read as an integer, or as 0"),
         ("invalid_iscrowd", "error", "annotations whose iscrowd is neither 0 nor 1", remove, _OUT),
         ("boxes_in_xyxy_format", "error", "boxes that fit their images only as [left, top, right, bottom]", None,
-         "convert them to [left, top, width, height]"),
+         "convert them to [left, top, width, height], or in YOLO to the center and the size"),
         ("boxes_in_normalized_coordinates", "error", "boxes that are fractions of the image, not pixels", None,
          "multiply them by the width and height"),
         ("missing_bbox_and_mask", "error", "annotations without a bbox and without a valid mask", remove, _OUT),

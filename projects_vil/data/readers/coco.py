@@ -42,17 +42,16 @@ def entries_of(content: dict[str, Any], key: str) -> list[dict[str, Any]]:
 def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
     """Return the COCO files of a dataset by split with their image folders.
 
-    A file whose images have the written names in one folder is used as it is. Otherwise, the names are corrected.
+    A file whose images have the written names in one folder is used as it is. Otherwise, the names are replaced.
     """
     by_split, parts = defaultdict(list), {}
     for path in files:
         by_split[split_of(index.folders_of(path), Path(path).stem) or "train"].append(path)
     for split, own in by_split.items():
         main = [path for path in own if not _OTHER_FILES.match(os.path.basename(path))] or own
-        # A file of train and val is not used beside a file of each.
-        single = [path for path in main if "trainval" not in normalized(os.path.basename(path))]
-        if "val" in by_split and any("train" in normalized(os.path.basename(path)) for path in single):
-            main = single
+        # Beside a file of val, a file of train comes before a file of train and val.
+        if "val" in by_split:
+            main = [path for path in main if re.search("train(?!val)", normalized(os.path.basename(path)))] or main
         # Some datasets have copies of the files in another folder.
         folders = {os.path.join(os.path.dirname(path), "") for path in main if len(main) > 1}
         if folders and sum(any(image.startswith(folder) for image in index.images) for folder in folders) < 2:
@@ -90,13 +89,10 @@ def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[s
     if not found:
         first, advice = next(iter(entries), ""), f"Put them below '{index.root}', or give their folder with --images."
         raise ConfigError(f"Cannot find the images of '{path}', such as '{first}'. {advice}")
-    # The root of the written paths, if the images have one
-    base = next(file.removesuffix(os.sep + os.path.normpath(name)) for name, file in found.items())
-    root = os.path.commonpath([base, *map(os.path.dirname, found.values())])
-    changed = {name: file.removeprefix(root + os.sep) for name, file in found.items()}
     for entry in entries_of(content, "images"):
-        entry["file_name"] = changed.get(entry["file_name"], entry["file_name"])
-    return content, None if any(name != new for name, new in changed.items()) else Path(path), Path(root)
+        if entry["file_name"] in found:
+            entry["file_name"] = os.path.relpath(found[entry["file_name"]], index.image_root)
+    return content, None, Path(index.image_root)
 
 
 def divide(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[str, Any]]:

@@ -17,9 +17,9 @@ from backbones import ConfigError
 from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_replaceable, counted, first_of
 from projects_vil.data.detection_utils import is_image, read_sizes
-from projects_vil.data.readers import cvat, labelme, via, voc, yolo
+from projects_vil.data.readers import json_files, xml_files, yolo
 from projects_vil.data.readers.coco import Parts, entries_of, find_coco, images_of
-from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex
+from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record
 from projects_vil.data.readers.shapes import Annotations, in_image
 from projects_vil.data.segmentation import count_masks
 from projects_vil.data.splits import VAL_FRACTION, compare_splits, find_copies, split_by_hash
@@ -27,7 +27,8 @@ from projects_vil.utils import paused_garbage_collection, read_json
 
 # The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
-_READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
+_READERS = {"Pascal VOC": xml_files.read_voc, "CVAT": xml_files.read_cvat}
+_READERS |= {"YOLO": yolo.read, "LabelMe": json_files.read_labelme, "VIA": json_files.read_via}
 # Other formats: a regular expression for the name of a file, a line break, and the beginning of its content
 # fmt: off
 _OTHERS = {
@@ -35,7 +36,7 @@ _OTHERS = {
     "JSON Lines": r"\A.*\.(jsonl|ndjson)\n", "Label Studio's JSON": '"[a-z]+labels"', "Supervisely": '"classTitle"',
     "CreateML": r'"coordinates"\s*:\s*\{', "COCO's results of a detector": r'\n\[\s*\{\s*"(image|category)_id"',
     "KITTI": r"\n[a-zA-Z]\w*( -?[\d.]+){14}", "WIDER FACE": r"\.jpg\s+\d+\s(\d+ ){4}",
-    "VisDrone or MOT": r"\n(\d+,){2}(-?[\d.]+,){5,}",
+    "VisDrone or MOT": r"\n(\d+,){2}(-?[\d.]+,){5,}", "VIA 3": r'"fid_list"', "Datumaro": r'"label_id"',
 }
 # fmt: on
 _KNOWN = "*.json of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml of Pascal VOC or CVAT"
@@ -70,10 +71,14 @@ class Dataset:
 
     def line(self) -> str:
         """Return ``mine is Pascal VOC: 364 images, 3 classes, boxes; train 291, val 73``, and a line for each note."""
-        numbers = f"{counted(sum(self.sizes.values()), 'image')}, {counted(len(self.classes), 'class')}"
+        used = sum(self.sizes.values())
+        numbers = f"{counted(used, 'image')}, {counted(len(self.classes), 'class')}"
         sizes = ", ".join(f"{split} {size:,}" for split, size in self.sizes.items())
         first = f"{self.source} is {self.format}: {numbers}, boxes{' and masks' * self.has_masks}; {sizes}"
-        advice = ["add missing images, or give their folder with --images"] * any("missing" in r for r in self.unused)
+        # A missing image may be counted twice: in a list, and with its label file.
+        missing = max([len(paths) for reason, paths in self.unused.items() if "missing" in reason], default=0)
+        number = f"{'warning: ' * (missing > used)}{missing:,} of {missing + used:,} images are missing"
+        advice = [f"{number}. Add them, or give their folder with --images"] * (missing > 0)
         return "\n    ".join([first, *self.notes, *_counts(self.unused), *advice])
 
 
@@ -118,14 +123,21 @@ def read_dataset(
     source = Path(source)
     name, files, index = _detect_format(source, None if images is None else Path(images))
     extracted = os.path.abspath(extracted or Path(folder, "images"))
-    found = Annotations() if name == "COCO" else _READERS[name](files, index)
-    parts = find_coco(files, index, found) if name == "COCO" else _to_coco(source, found, index, extracted)
+    found = Annotations()
+    records = [*_READERS[name](files, index, found)] if name in _READERS else None
+    parts = find_coco(files, index, found) if records is None else _to_coco(source, records, found, index, extracted)
     found.unused["text files with labels of YOLO"] = yolo.label_files(index.files) if name != "YOLO" else []
     _count_unused(source, parts, index, {*files, *found.read}, found.unused)
     parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
     if "train" not in parts:
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
     content, _, root = parts["train"]
+    if content.get("annotations") == []:
+        text = f"The training images of '{source}' have no objects. Annotate them, or correct their labels"
+        # Evaluation and checks need no training images.
+        if val != 0:
+            raise ConfigError(f"{text}.")
+        found.notes.insert(0, f"warning: {text}")
     copies = find_copies(parts)
     if "val" not in parts and val != 0:
         halves = split_by_hash(content, root, VAL_FRACTION if val is None else val, copies)
@@ -148,12 +160,6 @@ def read_dataset(
         effect = "the others get the rectangle of their box as a mask" if has_masks else "all are read as boxes"
         found.notes.append(f"{number:,} of {total:,} objects have masks, so {effect}")
     found.notes += compare_splits(parts, copies)
-    # A missing image may be counted twice: in a list, and with its label file.
-    missing = max([len(paths) for reason, paths in unused.items() if "missing" in reason], default=0)
-    used = sum(sizes.values())
-    if missing > used:
-        number = f"{missing:,} of {missing + used:,} images are missing in '{index.image_root}'"
-        found.notes.insert(0, f"warning: {number}. Check the path, or give their folder with --images DIR")
     # Images inside annotation files may be in a temporary folder.
     notes = tuple(note.replace(extracted, index.root) for note in found.notes)
     return Dataset(source, name, splits, sizes, classes, has_masks, notes, unused, copies)
@@ -194,18 +200,18 @@ def _types(paths: list[str]) -> str:
     return ", ".join(f"{suffix} ({number:,})" for suffix, number in types.most_common())
 
 
-def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) -> Parts:
+def _to_coco(source: Path, records: list[Record], found: Annotations, index: FileIndex, folder: str) -> Parts:
     """Find the images of a dataset, and return the content of its COCO files.
 
     Images that exist only in an annotation file are written to ``folder``.
     """
-    index.find_images([record for record in found.records if record.file is None])
-    for record in found.records:
-        record.file = record.file or found.write_image(record.annotation, index, folder)
-    missing = [record for record in found.records if record.file is None]
+    index.find_images([record for record in records if record.file is None])
+    for record in [record for record in records if record.is_only and record.file is None]:
+        record.file = json_files.write_image(record.annotation, index, folder)
+    missing = [record for record in records if record.file is None]
     found.unused["annotation files whose image is missing"] += [r.annotation for r in missing if r.is_only]
     found.unused["missing images that an annotation file names"] += [r.names[0] for r in missing if not r.is_only]
-    records = sorted((record for record in found.records if record.file), key=lambda record: Path(record.file))
+    records = sorted((record for record in records if record.file), key=lambda record: Path(record.file))
     unsized = [record for record in records if record.size is None]
     for record, (size, _) in zip(unsized, read_sizes([record.file for record in unsized]), strict=True):
         record.size = size
@@ -219,7 +225,7 @@ def _to_coco(source: Path, found: Annotations, index: FileIndex, folder: str) ->
     if not any(record.objects for record in records):
         details = "; ".join([*found.notes, *_counts(found.unused)]) or "the annotations are empty"
         what = f"box or polygon in its {counted(len(records), 'image')}" if records else "image of its annotations"
-        advice = "Annotate objects, or give the folder of missing images with --images."
+        advice = "Annotate objects, move label files, or give the folder of missing images with --images."
         raise ConfigError(f"'{source}' has no {what} ({details}). {advice}")
     labels = *filter(None, found.classes), *sorted({one["label"] for record in records for one in record.objects})
     ids = {label: index for index, label in enumerate(dict.fromkeys(labels), start=1)}
@@ -265,14 +271,13 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
     others = [path for path in found.pop(None, []) if path.lower().endswith((".json", ".xml"))]
     if not found:
         darknet = [p for p in own if p.endswith(".data") and re.search(rb"(?m)^\s*train\s*=", Path(p).read_bytes())]
-        labels = darknet or yolo.class_files(own)
-        formats = {} if labels else {p: name for p in own if not is_image(p) and (name := _other_format(p))}
-        labels = labels or yolo.label_files([path for path in own if path not in formats])[:1]
-        found |= {"YOLO": labels} if labels else {}
+        if labels := darknet or yolo.class_files(own) or [p for p in yolo.label_files(own) if not _other_format(p)][:1]:
+            found["YOLO"] = labels
     if not found:
-        for path, name in formats.items():
-            text = f"'{source}' is in a format that is not supported: {name} (first file: '{path}')."
-            raise ConfigError(f"{text} Export or convert it to COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA.")
+        for path, name in ((path, _other_format(path)) for path in own if not is_image(path)):
+            if name:
+                text = f"'{source}' is in a format that is not supported: {name} (first file: '{path}')."
+                raise ConfigError(f"{text} Export or convert it to COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA.")
         # A file that is no JSON at all has a better message.
         for path in [path for path in others if path.lower().endswith(".json")][:1]:
             read_json(path)
@@ -313,9 +318,6 @@ def annotation_format(path: str) -> str | None:
     with open(path, "rb") as file:
         # Without the zero bytes of UTF-16
         head = file.read(4096).replace(b"\0", b"")
-    # Other files are lists, such as the results of a detector.
-    if not head.lstrip(b"\xef\xbb\xbf\xff\xfe").lstrip().startswith(b"{"):
-        return None
     name = "COCO" if re.search(rb'"(images|annotations|categories)"\s*:\s*\[', head) else None
     # A large file is not parsed twice.
     if name and os.path.getsize(path) > 32 * 2**20:
@@ -325,7 +327,8 @@ def annotation_format(path: str) -> str | None:
     except ConfigError:
         # The reader of the format reports the error.
         return name
-    lists = {key for key, value in content.items() if isinstance(value, list)}
+    # The results of a detector are a list.
+    lists = {key for key, value in content.items() if isinstance(value, list)} if isinstance(content, dict) else set()
     if "shapes" in lists or {"images", "categories"} <= lists:
         return "LabelMe" if "shapes" in lists else "COCO"
-    return "VIA" if via.images_of(content) is not None else None
+    return "VIA" if json_files.via_images(content) is not None else None

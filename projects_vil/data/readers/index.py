@@ -9,7 +9,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -61,6 +61,7 @@ def normalized(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold().replace("\\", "/")
 
 
+@functools.lru_cache
 def parts_of(path: str) -> tuple[str, ...]:
     """Return the folders and the file name of a path of any operating system, normalized."""
     return tuple(part for part in normalized(path.strip()).split("/") if part not in ("", ".", ".."))
@@ -132,6 +133,7 @@ class FileIndex:
         self.is_given, self.image_root = images is not None, os.path.abspath(images or root)
         below = self.files if images is None else list(walk(self.image_root))
         self.images = dict.fromkeys(filter(is_image, below))
+        self._by_path = {normalized(path): path for path in (*self.files, *set(map(os.path.dirname, self.files)))}
         self.all_files = self.files if images is None else sorted({*self.files, *below})
         folders = [self.folders_of(os.path.join(path, "")) for path in set(map(os.path.dirname, self.images))]
         # The folders that have images in them or in their subfolders. The cache does not refer to the index, which
@@ -139,10 +141,6 @@ class FileIndex:
         self._image_folders = {folder[:length] for folder in folders for length in range(1, len(folder) + 1)}
         self._image_folder_names = {folder[-1] for folder in self._image_folders}
         self._split_of = functools.cache(functools.partial(_split_of_folder, self._image_folders))
-
-    @functools.cached_property
-    def _by_path(self) -> dict[str, str]:
-        return {normalized(path): path for path in (*self.files, *set(map(os.path.dirname, self.files)))}
 
     @functools.cached_property
     def by_name(self) -> dict[str, list[str]]:
@@ -161,9 +159,9 @@ class FileIndex:
         return own if own and (os.path.isfile(own) or os.path.isdir(own)) else None
 
     def folders_of(self, path: str) -> tuple[str, ...]:
-        """Return the names of the folders between the root and a file."""
-        root = self.root if path.startswith(self.root + os.sep) else self.image_root
-        return parts_of(os.path.relpath(os.path.dirname(path), root))
+        """Return the names of the folders between the root and a file, or nothing for a file that is elsewhere."""
+        root = next((root for root in (self.root, self.image_root) if path.startswith(root + os.sep)), path)
+        return parts_of(os.path.dirname(path.removeprefix(root)))
 
     def split_of(self, *paths: str) -> str | None:
         """Return the split that the folders of the first of these files name, or None."""
@@ -196,7 +194,8 @@ class FileIndex:
         matches = [(*self._matches(record, written[record.annotation]), record) for record in records]
         # Images of the same names in other folders, such as masks, do not replace a missing image.
         exact = [path for rank, paths, _ in matches if any(rank[:2]) for path in paths]
-        others = {os.path.dirname(p) for path in exact for p in self.by_name[normalized(f"{Path(path).stem}.")]}
+        stems = {os.path.splitext(normalized(os.path.basename(path)))[0] for path in exact}
+        others = {os.path.dirname(path) for stem in stems for path in self.by_name[f"{stem}."]}
         others -= {*map(os.path.dirname, exact)}
         owners: dict[str, tuple[tuple, Record]] = {}
         for rank, paths, record in sorted(matches, key=lambda match: match[0], reverse=True):
@@ -216,7 +215,11 @@ class FileIndex:
     def _matches(self, record: Record, written: Set[str]) -> tuple[tuple, list[str]]:
         """Return how well the best images fit a record, and these images. ``written``: folders in the file."""
         base = self.image_root if self.is_given else os.path.dirname(record.annotation)
-        for name in self._written_names(record):
+        # Label Studio writes ?d=PATH, and URLs may end with a query.
+        decoded = [(name, unquote(name.rpartition("?d=")[2].partition("?")[0])) for name in record.names]
+        names = [form for name, other in decoded for form in (name, other, _UPLOAD_PREFIX.sub("", other))]
+        # Frames of videos have no suffix in CVAT.
+        for name in names if record.is_only else (*names, f"{record.names[0].strip()}."):
             direct = os.path.normpath(os.path.join(base, name.strip().replace("\\", "/")))
             is_allowed = not self.is_given or direct.startswith(base + os.sep)
             if is_allowed and os.path.isfile(direct) and (is_image(direct) or size_or_none(direct)):
@@ -224,15 +227,6 @@ class FileIndex:
             if parts_of(name) and (ranked := self._ranked(record, name, written)):
                 return ranked
         return (), []
-
-    def _written_names(self, record: Record) -> Iterator[str]:
-        """Yield the names of a record that an image may have."""
-        for name in record.names:
-            # Label Studio writes ?d=PATH, and URLs may end with a query.
-            decoded = unquote(name.rpartition("?d=")[2].partition("?")[0])
-            yield from (name, decoded, _UPLOAD_PREFIX.sub("", decoded))
-        # Frames of videos have no suffix in CVAT.
-        yield from () if record.is_only else (f"{record.names[0].strip()}.",)
 
     def _ranked(self, record: Record, name: str, written: Set[str]) -> tuple[tuple, list[str]] | None:
         parts, folders, ranked = parts_of(name), self.folders_of(record.annotation), defaultdict(list)
@@ -251,7 +245,7 @@ class FileIndex:
                 continue
             is_image_folder = own[-1:] in (("images",), ("jpegimages",))
             is_exact = own == folders or not parts[-1].endswith(".")
-            has_case = os.path.basename(path).startswith(PureWindowsPath(name).name)
+            has_case = os.path.basename(path).startswith(re.split(r"[\\/]", name)[-1])
             rank = (False, is_exact, at_end, end, num_shared, at_start, own == parts[:-1], is_image_folder, has_case)
             ranked[rank].append(path)
         return max(ranked.items(), default=None)
@@ -263,8 +257,7 @@ class FileIndex:
         # One of several equal images, unless they are in several splits
         if len({self.split_of(path) for path in paths} - {None}) < 2 and len(set(map(content_hash, paths))) == 1:
             return sorted(paths, key=lambda path: self.split_of(path) is None)[:1]
-        hint = parts_of(record.hint)[-2::-1]
-        common = [_num_common(self.folders_of(path)[::-1], hint) for path in paths]
+        common = [_num_common(self.folders_of(path)[::-1], parts_of(record.hint)[-2::-1]) for path in paths]
         return [path for path, number in zip(paths, common, strict=True) if number == max(common)]
 
 

@@ -13,7 +13,6 @@ from PIL import Image
 from pycocotools import mask as mask_util
 
 from backbones import ConfigError
-from projects_vil.data.readers.index import FileIndex, Record
 
 # The shape type, the label, the group or None, and the values of the shape
 Shape = tuple[str, str, Any, list]
@@ -21,23 +20,19 @@ Shape = tuple[str, str, Any, list]
 
 @dataclass
 class Annotations:
-    """The content of a dataset that is not in COCO format.
+    """What a reader finds in a dataset besides its images.
 
     Attributes:
-        records: The images with their objects.
         classes: The class names, if the format defines their order.
         listed: The split of each annotation file that a list of the dataset names.
-        write_image: Writes the image inside an annotation file to a folder, and returns its path, or None.
         read: The other files that are read: files of one image, lists and class names.
         unused: The annotation files that are not used, by reason.
         noted: The files of each choice and each skipped entry, by description.
         notes: Messages about choices.
     """
 
-    records: list[Record] = field(default_factory=list)
     classes: list[str] = field(default_factory=list)
     listed: dict[str, str] = field(default_factory=dict)
-    write_image: Callable[[str, FileIndex, str], str | None] = lambda path, index, folder: None
     read: list[str] = field(default_factory=list)
     unused: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     noted: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -58,7 +53,7 @@ class Annotations:
             if shape_type == "mask" and values and isinstance(values[0], np.ndarray) and values[0].any():
                 rle = mask_util.encode(np.asfortranarray(values[0], np.uint8))
                 objects.append({"label": label, "mask": (rle, *values[1:]), "iscrowd": 0})
-            elif shape_type in ("rectangle", "rotation", "oriented_rectangle") and num_points in (2, 4):
+            elif shape_type in ("rectangle", "box", "rotation", "oriented_rectangle") and num_points in (2, 4):
                 objects.append(box_object(label, values))
             elif shape_type == "ellipse" and len(values) in (4, 5):
                 objects.append(polygon_object(label, [ellipse(*values)]))
@@ -66,7 +61,7 @@ class Annotations:
                 radius = math.dist(values[:2], values[2:])
                 objects.append(polygon_object(label, [ellipse(*values[:2], radius, radius)]))
             elif shape_type in ("polygon", "quadrilateral") and num_points >= 3 and not len(values) % 2:
-                groups[label, f"shape {index}" if group is None else group].append(values)
+                groups[label, f"shape {index}" if group in (None, "", "0") else group].append(values)
             else:
                 has_points = shape_type in ("rectangle", "polygon", "circle")
                 self.noted[f"skipped {shape_type}{f' of {num_points} points' * has_points}"].append(path)

@@ -3,6 +3,7 @@
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -16,23 +17,28 @@ from projects_vil.data.readers.shapes import Annotations, box_object, number, po
 
 # Files with one class name per line: of labelImg, Darknet and CVAT, Roboflow. Other names are used without these files.
 _CLASS_FILES = r"classes\.txt|obj\.names|_darknet\.labels", r"(predefined_classes|labels|names)\.txt|.+\.names"
+# Parts of a written path that the path of an existing folder need not have
+_OPTIONAL = {"\\", "..", "data", "datasets"}
+_LARGE = "label files with values larger than 1, which are not fractions of the image"
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
-def read(files: list[str], index: FileIndex) -> Annotations:
-    """Read a dataset in YOLO's format, which has one text file per image."""
+def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
+    """Yield the images of a dataset in YOLO's format, which has one text file per image."""
     # labelImg writes classes.txt into each folder.
     if len({Path(file).read_bytes() if class_files([file]) else file for file in files}) > 1:
         raise ConfigError(f"'{index.root}' has several YOLO files, '{files[0]}' and '{files[1]}'. Give one file.")
-    path, found = files[0], Annotations()
-    bases, data = _settings(path, index, found)
+    path, folder = files[0], os.path.dirname(files[0])
+    data = _settings(path, index, found)
+    # The path may be outdated if the dataset was moved from another computer.
+    bases = [_existing(str(data.get("path", "")), [folder, index.root], index) or folder, folder, index.root]
     found.classes = names = _names(path, data) if data else []
     if (own := str(data.get("path", ""))) and not os.path.exists(os.path.join(os.path.dirname(path), own)):
         found.notes.append(f"path is '{bases[0]}', because {own!r} does not exist")
     images: dict[str | None, dict[str, None]] = defaultdict(dict)
     splits = {split: data[key] for key, split in reversed(SPLITS.items()) if data.get(key)}
-    # With only a file of class names, the folders of the images decide.
-    for split, entries in reversed((splits or {None: "."}).items()):
+    # With only class names, the folders of the images decide.
+    for split, entries in reversed((splits or {None: bases[0] if data.get("path") else index.root}).items()):
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
             place = _existing(entry, bases, index)
             own = _images(place or os.path.join(index.root, entry), split, index, found)
@@ -40,7 +46,7 @@ def read(files: list[str], index: FileIndex) -> Annotations:
             if not own and split not in ("test", None):
                 where = f"has no images in '{index.image_root}'" if place or index.is_given else "does not exist"
                 raise ConfigError(f"'{path}' has {entry!r} for {split}, which {where}. Add images or correct it.")
-            if PureWindowsPath(entry).anchor and own and place and not os.path.exists(entry):
+            if own and place and {*PureWindowsPath(entry).parts} - {*Path(place).parts} - _OPTIONAL:
                 found.notes.append(f"{split} is '{place}', because {entry!r} does not exist")
             images[split] |= dict.fromkeys(own)
     # Ultralytics needs a validation split, so datasets without one name the training images again.
@@ -48,44 +54,52 @@ def read(files: list[str], index: FileIndex) -> Annotations:
         del images["val"]
         found.notes.append("val has the same images as train, so it is not used")
     pairs = [(split, image) for split, own in images.items() for image in own]
-    labels = {image: [*filter(None, map(index.find, _label_paths(image)))] for _, image in pairs}
+    labels = {image: next(filter(None, map(index.find, _label_paths(image))), None) for _, image in pairs}
     texts = [file for file in index.files if file.lower().endswith(".txt")]
     if not any(labels.values()):
         # The labels are in folders of other names.
         records = [Record(file, (f"{Path(file).stem}.",), is_only=True) for file in texts]
         index.find_images(records)
-        labels |= {record.file: [record.annotation] for record in records if record.file in labels}
+        labels |= {record.file: record.annotation for record in records if record.file in labels}
     owners: dict[str, str] = {}
-    for image, (label, *_) in ((image, files) for image, files in labels.items() if files):
+    for image, label in [(image, label) for image, label in labels.items() if label]:
         if (other := owners.setdefault(label, image)) != image and content_hash(other) != content_hash(image):
             raise ConfigError(f"Label file '{label}' fits both '{other}' and '{image}'. Rename or remove one image.")
-    if background := list(labels.values()).count([]):
-        found.notes.append(f"{background:,} of {len(labels):,} images have no label file, so they have no objects")
     sizes = {image: size for image, (size, _) in zip(labels, read_sizes(labels), strict=True)}
     # The dataset check reports unreadable images.
-    rows = {image: _rows(files[0]) if files and sizes[image] else [] for image, files in labels.items()}
+    rows = {image: _rows(label) if label and sizes[image] else [] for image, label in labels.items()}
+    for image, own in rows.items():
+        # A text file without lines of numbers is not a label file, but for example a caption.
+        if own and all(sum(map(bool, map(_NUMBER.fullmatch, row))) < 3 for row, _ in own):
+            labels[image], rows[image] = None, []
+    without = [image for image, label in labels.items() if label is None]
+    if without:
+        found.notes.append(f"{len(without):,} of {len(labels):,} images have no label file, so they have no objects")
     has_points = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
     unknown: dict[str, list[str]] = defaultdict(list)
     for split, image in pairs:
         own = [_object(row[:5] if has_points else row, names, sizes[image], line, unknown) for row, line in rows[image]]
-        found.records.append(Record(image, (), sizes[image], split=split, objects=own, file=image))
+        yield Record(image, (), sizes[image], split=split, objects=own, file=image)
         if any(max(one["bbox"][2:]) > 2 * max(sizes[image]) for one in own):
-            found.noted["label files with values larger than 1, which are not fractions of the image"] += labels[image]
+            found.noted[_LARGE].append(str(labels[image]))
+    if 2 * len(found.noted[_LARGE]) >= (sum(map(bool, rows.values())) or 1):
+        first = found.noted[_LARGE][0]
+        raise ConfigError(f"{first} and other {_LARGE}. Divide pixels by the size of the image. Remove track ids.")
     if unknown:
         every = ", ".join(f"{label} ({counted(len(lines), 'object')})" for label, lines in unknown.items())
-        location = next(iter(unknown.values()))[0]
-        advice = "Ids start at 0. Add names to data.yaml or classes.txt."
-        raise ConfigError(f"{location}: no name for class {every}. {advice}")
-    found.unused["other label files of an image"] += [file for files in labels.values() for file in files[1:]]
-    used = {file for files in labels.values() for file in files}
+        where = next(iter(unknown.values()))[0]
+        raise ConfigError(f"{where}: no name for class {every}. Ids start at 0. Add names to data.yaml or classes.txt.")
+    used = {*filter(None, labels.values())}
     found.read += used
-    others = {label for image in index.images.keys() - labels.keys() for label in _label_paths(image)}
-    folders = {*map(os.path.dirname, used)}
     # An image without objects has an empty file.
+    folders = {*map(os.path.dirname, used)}
     empty = [file for file in texts if os.path.dirname(file) in folders and not _rows(file)]
+    reasons = ("label files whose image is not used", "other label files of an image")
+    expected = {label: reasons[image in labels] for image in index.images for label in _label_paths(image)}
+    reasons = ("label files whose image is missing", "label files in another folder than the image")
+    stems = {Path(image).stem for image in without}
     for file in sorted({*empty, *label_files(texts)} - used):
-        found.unused[f"label files whose image is {'not used' if file in others else 'missing'}"].append(file)
-    return found
+        found.unused[expected.get(file) or reasons[Path(file).stem in stems]].append(file)
 
 
 def settings_of(path: str) -> dict[str, Any] | None:
@@ -117,38 +131,36 @@ def label_files(files: list[str]) -> list[str]:
     return [path for path, row in rows if len(row) in (9, 10) or (len(row) > 4 and float(row[0]).is_integer())]
 
 
-def _settings(path: str, index: FileIndex, found: Annotations) -> tuple[list[str], dict[str, Any]]:
-    """Return the folders that the paths in a settings file may be relative to, and the settings."""
-    folder = os.path.dirname(path)
+def _settings(path: str, index: FileIndex, found: Annotations) -> dict[str, Any]:
+    """Return the settings of a dataset from a settings file, or only the names from a file with class names."""
     if class_files([path]):
-        return [index.root], {"names": [*filter(None, read_lines(path))]}
-    if path.lower().endswith(".txt"):
-        return [index.root], {}
-    if path.endswith(".data"):
-        data: dict[str, Any] = dict(re.split(r"\s*=\s*", line, maxsplit=1) for line in read_lines(path) if "=" in line)
-        entry = data.get("names", "obj.names")
-        if not (names := _existing(entry, [folder, index.root], index)):
-            raise ConfigError(f"'{path}' needs '{entry}', which does not exist. Add it, with one class name per line.")
-        found.read.append(names)
-        return [folder, index.root], data | {"names": [*filter(None, read_lines(names))]}
-    data = settings_of(path) or {}
-    # The path may be outdated if the dataset was moved from another computer.
-    return [_existing(str(data.get("path", "")), [folder, index.root], index) or folder, folder, index.root], data
+        return {"names": [*filter(None, read_lines(path))]}
+    if not path.endswith(".data"):
+        return settings_of(path) or {}
+    data: dict[str, Any] = dict(re.split(r"\s*=\s*", line, maxsplit=1) for line in read_lines(path) if "=" in line)
+    entry = data.get("names", "obj.names")
+    if not (names := _existing(entry, [os.path.dirname(path), index.root], index)):
+        raise ConfigError(f"'{path}' needs '{entry}', which does not exist. Add it, with one class name per line.")
+    found.read.append(names)
+    return data | {"names": [*filter(None, read_lines(names))]}
 
 
 def _names(path: str, data: dict[str, Any]) -> list[str]:
     names = data.get("names")
-    names = [names.get(str(index)) for index in range(len(names))] if isinstance(names, dict) else names
+    if isinstance(names, dict) and all(map(str.isdigit, names)):
+        names = [names.get(str(index), "") for index in range(max(map(int, names), default=-1) + 1)]
     # Other texts are a file name, or names without a space after their numbers.
     names = [names] if isinstance(names, str) and re.fullmatch(r"[\w -]+", names) else names
-    valid = [*dict.fromkeys(str(name).strip() for name in names if name is not None)] if isinstance(names, list) else []
-    if not valid or len(valid) != len(names) or str(data.get("nc", len(valid))) != str(len(valid)):
-        found = counted(len(valid), "different name") + f", but nc is {data.get('nc')}" * ("nc" in data)
+    names = [str(name).strip() for name in names] if isinstance(names, list) else []
+    different = {*filter(None, names)}
+    is_unique = 0 < len(different) == len(names) - names.count("")
+    if not is_unique or str(data.get("nc", len(names))) not in (str(len(names)), str(len(different))):
+        found = counted(len(different), "different name") + f", but nc is {data.get('nc')}" * ("nc" in data)
         advice = "Write one name per class in a list, or lines such as '0: cat'" + ", and correct nc" * ("nc" in data)
         raise ConfigError(f"'{path}' has {found}: names is {str(data.get('names'))[:80]!r}. {advice}.")
-    if garbled := [name for name in valid if "\ufffd" in name]:
+    if garbled := [name for name in names if "\ufffd" in name]:
         raise ConfigError(f"The class names of '{path}', such as {garbled[0]!r}, are not UTF-8. Save them as UTF-8.")
-    return valid
+    return names
 
 
 def _images(place: str, split: str | None, index: FileIndex, found: Annotations) -> list[str]:
@@ -179,14 +191,14 @@ def _images(place: str, split: str | None, index: FileIndex, found: Annotations)
 def _existing(entry: str, bases: list[str], index: FileIndex) -> str | None:
     """Return the path of an entry of a settings file, or None if it does not exist.
 
-    If the entry is an absolute path of another computer, its longest end that exists below one of ``bases`` is used.
-    Roboflow writes ../train/images for a folder next to data.yaml, and Darknet data/train.txt for a file next to its
-    obj.data.
+    If the entry is a path of another computer, its longest end that exists below one of ``bases`` is used. The end of a
+    relative path must have the folder of a split, or everything except ``_OPTIONAL``: Roboflow writes ../train/images
+    for a folder next to data.yaml, and Darknet data/train.txt for a file next to its obj.data.
     """
     # Windows paths have both kinds of slashes.
     path = PureWindowsPath(entry)
     parts = path.parts[bool(path.anchor) :]
-    ends = (parts[i:] for i in range(len(parts)) if path.anchor or {*parts[:i]} <= {"..", "data", "datasets"})
+    ends = [parts[i:] for i in range(len(parts)) if path.anchor or split_of(parts) or {*parts[:i]} <= _OPTIONAL]
     # The end must have the folder of the split, if there is one.
     names = (os.path.join(*end) for end in ends if split_of(end) == split_of(parts))
     paths = (os.path.join(base, name) for name in (path.as_posix(), *names) for base in bases)
@@ -201,10 +213,12 @@ def _label_paths(image: str) -> list[str]:
 
 
 def _rows(label: str) -> list[tuple[list[str], str]]:
-    lines = [line if re.search(r"\s", line) else line.replace(",", " ") for line in read_lines(label)]
-    rows = [(line.split(), f"{label}, line {number}") for number, line in enumerate(lines, start=1)]
+    """Return the words of each line, and its location. Some programs write commas or semicolons between the words."""
+    lines = [re.split(r"[,;]?\s+" if re.search(r"\s", line) else "[,;]", line) for line in read_lines(label)]
+    # Other commas are decimal points.
+    rows = [([word.replace(",", ".") for word in row], f"{label}, line {i}") for i, row in enumerate(lines, start=1)]
     # Files of DOTA begin with the source and the resolution of the image.
-    return [(row, location) for row, location in rows if row and not re.match("'?(imagesource|gsd)'?:", row[0])]
+    return [(row, location) for row, location in rows if row[0] and not re.match("'?(imagesource|gsd)'?:", row[0])]
 
 
 def _are_poses(rows: list[list[str]]) -> bool:
@@ -221,6 +235,8 @@ def _object(row: list[str], names: list[str], size: tuple[int, int], location: s
         if names and row[8] not in names:
             unknown[repr(row[8])].append(location)
         return box_object(row[8], [number(word, location) for word in row[:8]])
+    if row[0] in names and not _NUMBER.fullmatch(row[0]):
+        row = [str(names.index(row[0])), *row[1:]]
     index, *values = (number(word, location) for word in row)
     label = names[int(index)] if index in range(len(names)) else ""
     if not label:

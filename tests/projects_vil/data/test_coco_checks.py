@@ -124,14 +124,20 @@ def test_rle_is_read_as_the_polygons_that_it_is_made_of(copy):
         assert torch.equal(*masks) and masks[0].any()
 
 
-@pytest.mark.parametrize("name", ["boxes_in_xyxy_format", "boxes_in_normalized_coordinates"])
-def test_boxes_in_another_format_cannot_be_fixed(copy, name):
+@pytest.mark.parametrize(
+    "name, to_box",
+    [
+        ("boxes_in_xyxy_format", lambda left, top, width, height: [left, top, left + width, top + height]),
+        # The corners in labels of YOLO are read as a center and a size.
+        ("boxes_in_xyxy_format", lambda x, y, w, h: [x - (x + w) / 2, y - (y + h) / 2, x + w, y + h]),
+        ("boxes_in_normalized_coordinates", lambda *box: [0.1, 0.2, 0.3, 0.4]),
+    ],
+)
+def test_boxes_in_another_format_cannot_be_fixed(copy, name, to_box):
     def change(content) -> None:
         content["annotations"] *= 2
         for number, annotation in enumerate(content["annotations"]):
-            left, top, width, height = annotation["bbox"]
-            box = [left, top, left + width, top + height] if name == "boxes_in_xyxy_format" else [0.1, 0.2, 0.3, 0.4]
-            content["annotations"][number] = annotation | {"id": number + 1, "bbox": box}
+            content["annotations"][number] = annotation | {"id": number + 1, "bbox": to_box(*annotation["bbox"])}
 
     edit(copy, change)
     assert name in found(copy)
