@@ -17,7 +17,7 @@ from backbones import ConfigError
 from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_replaceable, counted, first_of
 from projects_vil.data.detection_utils import is_image, read_sizes
-from projects_vil.data.readers import json_files, xml_files, yolo
+from projects_vil.data.readers import cvat, labelme, via, voc, yolo
 from projects_vil.data.readers.coco import Parts, entries_of, find_coco, images_of
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record
 from projects_vil.data.readers.shapes import Annotations, in_image
@@ -27,8 +27,7 @@ from projects_vil.utils import paused_garbage_collection, read_json
 
 # The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
-_READERS = {"Pascal VOC": xml_files.read_voc, "CVAT": xml_files.read_cvat}
-_READERS |= {"YOLO": yolo.read, "LabelMe": json_files.read_labelme, "VIA": json_files.read_via}
+_READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
 # Other formats: a regular expression for the name of a file, a line break, and the beginning of its content
 # fmt: off
 _OTHERS = {
@@ -207,7 +206,7 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
     """
     index.find_images([record for record in records if record.file is None])
     for record in [record for record in records if record.is_only and record.file is None]:
-        record.file = json_files.write_image(record.annotation, index, folder)
+        record.file = labelme.write_image(record.annotation, index, folder)
     missing = [record for record in records if record.file is None]
     found.unused["annotation files whose image is missing"] += [r.annotation for r in missing if r.is_only]
     found.unused["missing images that an annotation file names"] += [r.names[0] for r in missing if not r.is_only]
@@ -331,4 +330,4 @@ def annotation_format(path: str) -> str | None:
     lists = {key for key, value in content.items() if isinstance(value, list)} if isinstance(content, dict) else set()
     if "shapes" in lists or {"images", "categories"} <= lists:
         return "LabelMe" if "shapes" in lists else "COCO"
-    return "VIA" if json_files.via_images(content) is not None else None
+    return "VIA" if via.images_of(content) is not None else None

@@ -1,4 +1,4 @@
-"""Read XML files: of Pascal VOC, of LabelMe's web tool and of roLabelImg, and of the format 'CVAT for images 1.1'."""
+"""Read Pascal VOC's XML files, and the XML files of LabelMe's web tool and of roLabelImg."""
 
 import math
 import os
@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import numpy as np
-
 from backbones import ConfigError
-from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, size_of, split_of, split_of_file
+from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, size_of
 from projects_vil.data.readers.shapes import Annotations, box_object, number, numbers, polygon_object, rotated_box
 
 # Lists of images, lists of a class, and PaddleDetection's lists. The first kind that exists is used.
@@ -23,13 +21,13 @@ _PADDLE_LINE = re.compile(r".*?\.\w+\s+(?=.+\.xml$)")
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
-def read_voc(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
+def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
     """Yield the images of a dataset in Pascal VOC's format, which has one XML file per image."""
     # The classes of PaddleDetection
     found.read += [path for path in index.files if path.endswith("/label_list.txt")][:1]
     found.classes += [name for path in found.read for name in read_lines(path)]
     for path in _read_lists(files, index, found):
-        annotation, stem = _parse_xml(path, found), Path(path).stem
+        annotation, stem = parse_xml(path, found), Path(path).stem
         name = annotation.findtext("filename", "").strip()
         # The name in the file is often outdated, so an image with the stem of the annotation has priority. If it has
         # another suffix, it may be a mask.
@@ -39,7 +37,7 @@ def read_voc(files: list[str], index: FileIndex, found: Annotations) -> Iterator
         # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0.
         texts = [entry.findtext(f"bndbox/{side}", "") for entry in entries for side in _SIDES]
         offset = 0 if any(re.search(r"\.0*[1-9]", text) for text in texts) else 1
-        objects = [_voc_object(entry, offset, path, found) for entry in entries]
+        objects = [_object(entry, offset, path, found) for entry in entries]
         found.noted["skipped objects without a box or a polygon"] += [path] * objects.count(None)
         sides = (number(annotation.findtext(f"size/{side}") or 0, f"{path}: size") for side in ("height", "width"))
         size = size_of(*map(int, sides))
@@ -94,7 +92,7 @@ def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
     return before.split()[:1]
 
 
-def _voc_object(entry: ElementTree.Element, offset: int, path: str, found: Annotations) -> dict[str, Any] | None:
+def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotations) -> dict[str, Any] | None:
     label, box, rotated = entry.findtext("name", "").strip(), entry.find("bndbox"), entry.find("robndbox")
     location, one = f"{path}: {label!r}", {}
     if box is not None and all(box.findtext(side, "").strip() for side in _SIDES):
@@ -116,47 +114,7 @@ def _voc_object(entry: ElementTree.Element, offset: int, path: str, found: Annot
     return one | {"iscrowd": int(entry.findtext("difficult", "").strip() == "1")} if one else None
 
 
-def read_cvat(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
-    """Yield the images in the XML files of one or more CVAT tasks or projects."""
-    for path in files:
-        content = _parse_xml(path, found)
-        if content.find("track") is not None:
-            raise ConfigError(f"'{path}' has tracks of a video. Export it from CVAT as 'CVAT for images 1.1'.")
-        # The points of a skeleton are labels with a parent.
-        labels = [label for label in content.iterfind("meta//labels/label") if not label.findtext("parent")]
-        own = {label.findtext("name", "").strip(): label.findtext("type") for label in labels}
-        found.classes += [label for label, label_type in own.items() if label_type not in ("skeleton", "tag")]
-        for image in content.iter("image"):
-            name, subset = image.get("name", ""), image.get("subset", "")
-            size = tuple(map(int, numbers(image.get, f"{path}: {name}", "height", "width")))
-            shapes = [_cvat_shape(shape, own, f"{path}: {name}: {shape.tag}") for shape in image]
-            names, split = (os.path.join(subset, name),), split_of([subset]) or split_of_file(path, files)
-            yield Record(path, names, size, split=split, objects=found.objects_of(shapes, path))
-
-
-def _cvat_shape(shape: ElementTree.Element, labels: dict[str, Any], location: str) -> tuple[str, str, Any, list]:
-    label, values = shape.get("label", "").strip(), []
-    if labels and label not in labels and shape.tag != "tag":
-        raise ConfigError(f"{location} has the unknown label {label!r}. Add it to the labels of the file.")
-    degrees = number(shape.get("rotation") or 0, location)
-    if shape.tag == "box":
-        left, top, right, bottom = numbers(shape.get, location, "xtl", "ytl", "xbr", "ybr")
-        values = rotated_box((left + right) / 2, (top + bottom) / 2, right - left, bottom - top, degrees)
-    elif shape.tag == "polygon":
-        values = [number(value, location) for value in re.split("[;,]", shape.get("points", "")) if value]
-    elif shape.tag == "ellipse":
-        values = [*numbers(shape.get, location, "cx", "cy", "rx", "ry"), degrees]
-    elif shape.tag == "mask":
-        left, top, width, height = map(int, numbers(shape.get, location, "left", "top", "width", "height"))
-        runs = [int(number(run, location)) for run in shape.get("rle", "").split(",") if run.strip()]
-        if sum(runs) != width * height:
-            raise ConfigError(f"{location} has an rle of {sum(runs)} pixels for {width} x {height}. Export it again.")
-        # Run lengths in the order of rows. The first run is background.
-        values = [np.repeat(np.arange(len(runs)) % 2, runs).reshape(height, width), left, top]
-    return shape.tag, label, shape.get("group_id"), values
-
-
-def _parse_xml(path: str, found: Annotations) -> ElementTree.Element:
+def parse_xml(path: str, found: Annotations) -> ElementTree.Element:
     """Return the root of an XML file in the declared encoding, or in UTF-8 if only UTF-8 fits or gives a shorter text.
 
     A file in an unknown encoding is read as UTF-8.

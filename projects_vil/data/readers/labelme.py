@@ -1,0 +1,59 @@
+"""Read LabelMe's JSON files. X-AnyLabeling and AnyLabeling write the same format."""
+
+import base64
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from backbones import ConfigError
+from projects_vil.data.readers.index import FileIndex, Record, normalized, size_of
+from projects_vil.data.readers.shapes import Annotations, Shape, number
+from projects_vil.utils import read_json
+
+
+def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
+    """Yield the images of a dataset in LabelMe's format, which has one JSON file per image."""
+    for path in files:
+        content, stem = read_json(path), Path(path).stem
+        name = str(content.get("imagePath") or f"{stem}.jpg")
+        # This class of paths has both kinds of slashes. The path is outdated if the files were renamed.
+        written = normalized(PureWindowsPath(name).name)
+        is_other = written in index.by_name and os.path.splitext(written)[0] != normalized(stem)
+        other = os.path.join(os.path.dirname(path), stem + PureWindowsPath(name).suffix)
+        if is_other and other in index.images:
+            raise ConfigError(f"'{path}' has imagePath '{name}', but there is also the image '{other}'. Correct one.")
+        try:
+            shapes = [_shape(shape, path) for shape in content["shapes"]]
+        except (KeyError, TypeError, AttributeError, OSError, base64.binascii.Error) as error:
+            raise ConfigError(f"'{path}' is not a valid LabelMe file: {error!r}. Repair or remove it.") from error
+        size = size_of(content.get("imageHeight"), content.get("imageWidth"))
+        names = (name, str(PureWindowsPath(name).parent / f"{stem}."))
+        yield Record(path, names, size, True, objects=found.objects_of(shapes, path))
+
+
+def _shape(shape: dict[str, Any], path: str) -> Shape:
+    label, shape_type = str(shape["label"] or "").strip(), shape.get("shape_type") or "polygon"
+    values = [number(value, f"{path}: {label}") for point in shape["points"] for value in point[:2]]
+    if shape_type == "mask" and shape.get("mask") and len(values) == 4:
+        with Image.open(io.BytesIO(base64.b64decode(shape["mask"].encode()))) as image:
+            values = [np.asarray(image.convert("L")) > 0, *(round(min(values[axis::2])) for axis in (0, 1))]
+    # LabelMe's converters skip this label.
+    return label if label == "__ignore__" else shape_type, label, shape.get("group_id"), values
+
+
+def write_image(path: str, index: FileIndex, folder: str) -> str | None:
+    """Write the image that is inside a JSON file, and return its path, or None if there is no valid image."""
+    try:
+        image = base64.b64decode(read_json(path).get("imageData"), validate=True)
+        suffix = (Image.open(io.BytesIO(image)).format or "").lower()
+    except (ConfigError, ValueError, TypeError, OSError):
+        return None
+    output = Path(folder, f"{os.path.splitext(os.path.relpath(path, index.root))[0]}.{suffix}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_bytes(image)
+    return str(output)

@@ -1,0 +1,64 @@
+"""Read JSON files of the VGG Image Annotator (VIA)."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from backbones import ConfigError
+from projects_vil.data.readers.index import FileIndex, Record, split_of_file
+from projects_vil.data.readers.shapes import Annotations, Shape, number, numbers
+from projects_vil.utils import read_json
+
+# The region attribute with the class, in order of preference
+_CLASS_KEYS = ("class", "label", "name", "category", "type", "object")
+_VALUES = {"rect": ("x", "y", "width", "height"), "circle": ("cx", "cy", "r", "r"), "ellipse": ("cx", "cy", "rx", "ry")}
+
+
+def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
+    """Yield the images of VIA's exported annotations or projects. The class of a region is one of its attributes."""
+    images = [(path, *image) for path in files for image in images_of(read_json(path)) or ()]
+    keys = {key for _, _, regions in images for _, attributes in regions for key in attributes}
+    named = [key for name in _CLASS_KEYS for key in sorted(keys) if key.lower() == name]
+    if not named and len(keys) > 1:
+        raise ConfigError(f"'{files[0]}' has the attributes {sorted(keys)}. Rename the one of the class to 'class'.")
+    key = next(iter((*named, *keys)), None)
+    found.notes += ["regions have no attributes, so the class is 'object'"] if key is None else []
+    for path, name, regions in images:
+        shapes, location = [], f"{path}: {name}"
+        for shape, attributes in regions:
+            label = attributes.get(key) if key else "object"
+            if isinstance(label, dict):
+                # A checkbox has a dict from the value to whether it is checked.
+                label, *more = [*(name for name, is_checked in label.items() if is_checked), ""]
+                if len(more) > 1:
+                    raise ConfigError(f"{location} has a region of the classes {label!r} and {more[0]!r}. Choose one.")
+            shapes.append(_shape(str(label or "").strip(), shape, location))
+        yield Record(path, (name,), split=split_of_file(path, files), objects=found.objects_of(shapes, path))
+
+
+def images_of(content: Any) -> list[tuple[str, list[tuple[dict, dict]]]] | None:
+    """Return the name of each image, and the shape and the attributes of each region, or None for another format."""
+    images = []
+    try:
+        for entry in content.get("_via_img_metadata", content).values():
+            regions = entry["regions"] or []
+            regions = list(regions.values()) if isinstance(regions, dict) else regions
+            parts = [[dict(r.get(f"{part}_attributes") or {}) for part in ("shape", "region")] for r in regions]
+            images.append((str(entry["filename"]), parts))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return images or None
+
+
+def _shape(label: str, shape: dict[str, Any], location: str) -> Shape:
+    name = str(shape.get("name"))
+    values = numbers(shape.get, location, *_VALUES.get(name, ()))
+    if name == "rect":
+        left, top, width, height = values
+        values = [left, top, left + width, top + height]
+    elif name == "ellipse":
+        values.append(math.degrees(number(shape.get("theta", 0), location)))
+    elif name == "polygon":
+        pairs = zip(shape.get("all_points_x", ()), shape.get("all_points_y", ()), strict=False)
+        values = [number(value, f"{location}: polygon") for pair in pairs for value in pair]
+    return {"rect": "rectangle", "circle": "ellipse"}.get(name, name), label, None, values
