@@ -254,10 +254,8 @@ def objects_of(content: Mapping[str, Any]) -> np.ndarray:
     Args:
         content: The content of a COCO file.
     """
-    rows, images = [], {}
-    for image in content["images"]:
-        if isinstance(image, dict) and isinstance(image.get("id"), int | str):
-            images[image["id"]] = image
+    valid = (image for image in content["images"] if isinstance(image, dict))
+    rows, images = [], {image["id"]: image for image in valid if isinstance(image.get("id"), int | str)}
     for entry in content.get("annotations", ()):
         # The dataset check reports invalid entries.
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -289,19 +287,18 @@ def choose_size(cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit:
         if cfg.TEST.TILE_SIZE:
             # Tiles are cut from images in their original size.
             scale = np.ones_like(height)
-        boxes, anchors = objects[:, :4] * scale[:, None], {}
-        ious, ladder = _best_ious(cfg, boxes, generator.SIZES, generator.ASPECT_RATIOS[0]), generator.SIZES
+        boxes = objects[:, :4] * scale[:, None]
+        ratios, ladders = generator.ASPECT_RATIOS[0], [generator.SIZES]
         if fit:
             quantiles = (np.arange(len(generator.ASPECT_RATIOS[0])) + 0.5) / len(generator.ASPECT_RATIOS[0])
             ratios = np.quantile(boxes[:, 3] / boxes[:, 2], quantiles).clip(0.05, 20).round(2).tolist()
-            fits = []
-            for factor in _FACTORS:
-                ladder = [[round(factor * side, 1) for side in level] for level in generator.SIZES]
-                fits.append((_best_ious(cfg, boxes, ladder, ratios), ladder))
-            ious, ladder = max(fits, key=lambda pair: (round(np.mean(pair[0] >= MATCH_IOU), 2), pair[0].mean()))
-            anchors = {"MODEL.ANCHOR_GENERATOR.SIZES": ladder, "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS": [ratios]}
+            ladders = [np.round(factor * np.array(generator.SIZES), 1).tolist() for factor in _FACTORS]
+        fits = [(_best_ious(cfg, boxes, ladder, ratios), ladder) for ladder in ladders]
+        ious, ladder = max(fits, key=lambda pair: (round(np.mean(pair[0] >= MATCH_IOU), 2), pair[0].mean()))
+        fitted = {"MODEL.ANCHOR_GENERATOR.SIZES": ladder, "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS": [ratios]}
         share, sides = float(np.mean(ious >= MATCH_IOU)), np.sqrt(boxes[:, 2] * boxes[:, 3])
-        choice = SizeChoice(size, share, tuple(np.percentile(sides, (10, 50, 90)).tolist()), number, anchors)
+        percentiles = tuple(np.percentile(sides, (10, 50, 90)).tolist())
+        choice = SizeChoice(size, share, percentiles, number, fitted if fit else {})
         if share >= TARGET_SHARE and (size >= SMALL_SIZE or choice.sides[1] >= SMALL_SIDE):
             break
     return choice
