@@ -173,11 +173,10 @@ def _predictions_by_image(path: Path, dataset_name: str, images: list, key: str)
     name = "stuff" if key == "file_name" else "thing"
     indices = metadata.get(f"{name}_dataset_id_to_contiguous_id") or range(len(metadata.get(f"{name}_classes")))
     by_image: dict[Any, list[dict]] = {image: [] for image in images}
+    predictions = read_json(path, what="results file of an evaluation")
     try:
-        for item in read_json(path, what="results file of an evaluation"):
+        for item in predictions:
             by_image[item[key]].append(item | {"category_id": indices[item["category_id"]]})
-    except ConfigError:
-        raise
     except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"'{path}' is damaged or not for {dataset_name!r} ({error!r}). Evaluate again.") from error
     return by_image
