@@ -31,7 +31,7 @@ def get_variant(name: str, options: Mapping[str, object] | None = None, *, keywo
     """
     if name not in VARIANTS:
         such_as = ". Use a variant of the README, such as 'vil_tiny_rpb', or one of backbones.list_variants()."
-        hint = closest(str(name), VARIANTS) or such_as
+        hint = closest(str(name), VARIANTS, cutoff=0.6) or such_as
         raise ConfigError(f"Unknown variant {name!r}{hint}")
     variant, given = VARIANTS[name], {}
     for option, value in (options or {}).items():

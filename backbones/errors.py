@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import errno
 import importlib.metadata
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -76,6 +77,14 @@ def closest(word: str, candidates: Iterable[str], *, most: int = 1, cutoff: floa
     return f". Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 
+def package_version(*names: str) -> str | None:
+    """Return the version of the first installed package, or None if none is installed."""
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
 def pip_install(*packages: str) -> str:
     """Return the command that installs packages, in the versions that this project requires, as advice."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -83,6 +92,15 @@ def pip_install(*packages: str) -> str:
         names = {re.split(r"[^\w.-]", line)[0].replace("_", "-"): line for line in reversed(required)}
         packages = tuple(names.get(name.replace("_", "-"), name) for name in packages)
     return f"Run `{shlex.join(('pip', 'install', *packages))}`."
+
+
+def check_packages(what: str, *packages: str) -> None:
+    """Raise a :class:`ConfigError` unless the optional packages of an argument, a key or a format are installed."""
+    for name in packages:
+        spec = importlib.util.find_spec(name)
+        # A folder that wandb has written is found too, without an origin.
+        if spec is None or spec.origin is None:
+            raise ConfigError(f"{what} needs {name}. {pip_install(*packages)}")
 
 
 def check_file(path: str | Path, description: str, *, key: str = "") -> None:

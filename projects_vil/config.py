@@ -374,9 +374,10 @@ def _explain(error: Exception, cfg: CfgNode) -> str:
     )
     if mismatch is not None:
         expected = "a section with keys of its own" if mismatch[1] == "CfgNode" else f"of type {mismatch[1]}"
-        value = repr(mismatch[3]) if mismatch[2] == "str" else mismatch[3]
-        is_broken = mismatch[1] in ("list", "tuple") and mismatch[3].startswith(("[", "("))
-        hint = " A comma, a quote or a bracket is missing." if is_broken else ""
+        value, hint = repr(mismatch[3]) if mismatch[2] == "str" else mismatch[3], ""
+        if mismatch[1] in ("list", "tuple"):
+            bracket = mismatch[3].startswith(("[", "("))
+            hint = " A comma, a quote or a bracket is missing." if bracket else f' Write "({value},)".'
         return f"{mismatch[4]} is {value}. It must be {expected}.{hint}"
     unknown = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if unknown is None:
@@ -388,6 +389,8 @@ def _explain(error: Exception, cfg: CfgNode) -> str:
 
 
 def _explain_unknown_key(key: str, known: Collection[str]) -> str:
+    if key.startswith("TEST.AMP."):
+        return f"Config key '{key}' was removed. Use INFERENCE.DTYPE bfloat16."
     hint = closest(key, known) or closest(key.upper(), known) or ". Check its spelling."
     return f"Config key '{key}' does not exist{hint}"
 

@@ -223,10 +223,8 @@ def objects_of(content: Mapping[str, Any]) -> np.ndarray:
     Args:
         content: The content of a COCO file.
     """
-    rows, images = [], {}
-    for image in content["images"]:
-        if isinstance(image, dict) and isinstance(image.get("id"), int | str):
-            images[image["id"]] = image
+    valid = (image for image in content["images"] if isinstance(image, dict))
+    rows, images = [], {image["id"]: image for image in valid if isinstance(image.get("id"), int | str)}
     for entry in content.get("annotations", ()):
         # The dataset check reports invalid entries.
         with contextlib.suppress(KeyError, TypeError, ValueError):

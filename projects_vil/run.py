@@ -31,7 +31,7 @@ from projects_vil.config import (
     with_overrides,
 )
 from projects_vil.data import SOURCE, Dataset, read_categories, read_dataset
-from projects_vil.engine import Trainer, check_output_dir, check_setup
+from projects_vil.engine import Trainer, check_output_dir, check_setup, check_values
 from projects_vil.engine.launch import Processes, launch, run_evaluation, run_training
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
@@ -162,7 +162,7 @@ def train(
     for argument, value in {"epochs": epochs, "batch": batch, "tiles": tiles}.items():
         check_whole(argument, 1 if value is None else value)
     if tiles and image_size:
-        raise ConfigError("image_size and tiles both set the size of the training images. Remove one.")
+        raise ConfigError("tiles and image_size both set the size of the training images. Remove one.")
     image_size = tiles or image_size
     pixels = None if image_size == "auto" else image_size
     least, most = IMAGE_SIZES
@@ -253,6 +253,7 @@ def train(
             "To start a new run, omit --resume."
         )
     # Errors of the arguments come before the data, which may take long to read.
+    check_values(cfg)
     cfg = choose_device(cfg, requested="MODEL.DEVICE" in given)
     processes.check(cfg.MODEL.DEVICE)
     with cleanup_on_failure(output):
@@ -263,7 +264,8 @@ def train(
             with run_lock(output) if processes.is_first else contextlib.nullcontext():
                 check_output_dir(cfg, resume=resume)
                 dataset = read_dataset(data, output / DATA_FOLDER, val=val_fraction, images=images, contents=contents)
-            print(dataset.line(), flush=True)
+            few = "val" in contents and len(contents["val"]["images"]) < 20
+            print(dataset.line() + "\n    The AP of few validation images is not reliable. Add more." * few, flush=True)
             if cfg.MODEL.MASK_ON and not dataset.has_masks:
                 raise ConfigError(
                     f"Mask R-CNN needs masks, but '{data}' has only boxes. Use --detector faster_rcnn or retinanet."
@@ -500,6 +502,8 @@ def _choose_config(
     check_choice("schedule", schedule, SCHEDULES)
     if model not in VARIANTS and timm.is_model(model):
         raise ConfigError(f"'{model}' is a model of timm. Write {TIMM_PREFIX}{model}.")
+    if model in DETECTORS or Path(model).suffix in (".pt", ".pth", ".onnx", ".safetensors", ".yaml"):
+        raise ConfigError(f"'{model}' is not a backbone. Use detector, weights or config (--detector, ...).")
     # An unknown name raises an error.
     check_timm_name(model) if model.startswith(TIMM_PREFIX) else get_variant(model)
     family = f"{model[:3]}_" if model.startswith(("lit", "cvt")) else ""

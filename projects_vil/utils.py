@@ -50,9 +50,10 @@ _FILE_ONLY = re.compile(
     r"Rank of current process: 0\. World size: 1$|Environment info:|Command line arguments: |"
     r"Contents of args\.config_file|Running with full config:|Full config saved to|Model:\n|"
     r"\[DatasetMapper\] Augmentations used|Using training sampler|Serializ(ing|ed) |Making batched data loader|"
-    r"Fast COCO eval is not built|Preparing results for COCO format|Total inference pure compute time|"
+    r"Fast COCO eval is not built|Preparing results for COCO format|Total inference |"
+    r"\[DetectionCheckpointer\] Loading|Starting training from|Saving checkpoint and its| iter: \d+  gradient_norm|"
     # The table before these records has the same figures. A metric that cannot be computed is nan.
-    r"copypaste: |Evaluation results for .* in csv format:|Some metrics cannot be computed"
+    r"copypaste: |Evaluation results for \w+( in csv format)?:|Some metrics cannot be computed"
 )
 # Names of the files that a run writes before its config.
 _FIRST_FILES = re.compile(r"log\.txt|metrics\.json$|data$|events\.out\.tfevents\.")

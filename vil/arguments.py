@@ -7,7 +7,6 @@ errors in the arguments appear at once.
 import argparse
 import difflib
 import errno
-import importlib.util
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, pip_install, printable
+from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, printable
 from vil import choices
 
 if TYPE_CHECKING:
@@ -206,12 +205,6 @@ class ToolParser(argparse.ArgumentParser):
             check(value)
         except argparse.ArgumentTypeError as error:
             self.error(f"argument {name}: {error}")
-
-    def require(self, name: str, *packages: str) -> None:
-        """Print an error unless the optional packages of an argument or a command are installed."""
-        for package in packages:
-            if importlib.util.find_spec(package) is None:
-                self.error(f"{name} needs the package {package}. {pip_install(*packages)}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Suggest the closest choice."""

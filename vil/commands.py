@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backbones.errors import check_packages
 from vil import choices, install_detectron2
 from vil.arguments import (
     ConfigToolParser,
@@ -133,7 +134,7 @@ def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--recipe", "recipe of the first trial (default: as for vil train)", choices=choices.RECIPES[:2])
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     args = parser.parse_args(words)
-    parser.require("this command", "optuna")
+    check_packages("This command", "optuna")
 
     from projects_vil.tune import tune
 
@@ -261,9 +262,9 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     if not model or not sources:
         missing = [name for name, value in (("MODEL", model), ("INPUT", sources)) if not value]
         parser.error(f"no {' and no '.join(missing)}. Write vil predict MODEL INPUT")
-    parser.require("--format parquet", *("pyarrow",) * (args.file_format == "parquet"))
-    parser.require("--ray", *("ray", "pyarrow") * args.ray)
-    parser.require("--track", *("supervision", "trackers") * args.track)
+    check_packages("--format parquet", *("pyarrow",) * (args.file_format == "parquet"))
+    check_packages("--ray", *("ray", "pyarrow") * args.ray)
+    check_packages("--track", *("supervision", "trackers") * args.track)
     for source in sources:
         parser.check("INPUT", image_source, source)
     _check_model(parser, model, sources[0])
@@ -620,12 +621,12 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     points.add_argument("--point", type=int, nargs=2, metavar=("Y", "X"), help="draw only the position at this pixel")
 
     command = add(_draw_results, "predictions of a run next to the ground truth", config_file=False, devices=())
-    command.add("run", "output directory of a training run", type=existing_path, metavar="RUN")
+    command.add("run", "output directory of a training run", type=model_source, metavar="RUN")
     command.add("--dataset", "dataset (default: the first of DATASETS.TEST)", metavar="NAME")
     command.add("--output", "PNG or JPEG file, or a folder for predictions.png (default: RUN)", type=local_path)
     command.add("--num-images", "images, one per row (default 8)", type=positive, default=8)
     default = choices.SCORE_THRESHOLD
-    command.add("--score-threshold", f"minimum score (default {default})", type=float, default=default, metavar="T")
+    command.add("--score-threshold", f"minimum score (default {default})", type=fraction, default=default, metavar="T")
 
     args = parser.parse_args(words)
     show(*args.render(args))

@@ -54,12 +54,6 @@ class InstallError(ConfigError):
     """Raised if an installation fails. The message is one line with the reason and a fix."""
 
 
-def last_line(output: str) -> str:
-    """Return the last line that reports an error, or the last line if there is none."""
-    lines = output.strip().splitlines() or [""]
-    return next((line for line in reversed(lines) if re.match(r"\s*(error|fatal)\b", line, re.IGNORECASE)), lines[-1])
-
-
 def run(*command: str, timeout: float | None = None) -> str:
     """Run a command and return its output.
 
@@ -72,7 +66,9 @@ def run(*command: str, timeout: float | None = None) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InstallError(str(error)) from error
     if result.returncode:
-        raise InstallError(last_line(result.stdout))
+        lines = result.stdout.strip().splitlines() or [""]
+        errors = [line for line in lines if re.match(r"\s*(error|fatal)\b", line, re.IGNORECASE)]
+        raise InstallError((errors or lines)[-1])
     return result.stdout
 
 

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import functools
-import importlib.metadata
 import json
 import logging
 import math
@@ -23,7 +22,7 @@ from backbones.attention.triton_chunks import (
     unmet_requirement,
 )
 from backbones.attention.triton_dense import DENSE_MODE, triton_map_attention
-from backbones.errors import ConfigError
+from backbones.errors import ConfigError, package_version
 from backbones.layers.tracing import in_autocast_dtype, is_tracing
 
 logger = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ def automatic_backend(device: torch.device, dtype: torch.dtype, channels: int) -
     chosen = read_choices().get(choice_key(device, dtype))
     if chosen in ("triton", "sdpa"):
         return chosen
-    version = tuple(map(int, re.findall(r"\d+", _triton_version())[:2]))
+    version = tuple(map(int, re.findall(r"\d+", package_version("triton") or "")[:2]))
     if version >= _LEAST_TRITON and dtype in MEASURED.get(torch.cuda.get_device_capability(device), ()):
         return "triton"
     suggest_tuning(device)
@@ -159,15 +158,9 @@ def read_choices() -> dict[str, str]:
 def choice_key(device: torch.device, dtype: torch.dtype) -> str:
     """Return the key of a choice. A choice is for one compute capability, version of Triton and torch, and dtype."""
     capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
-    return f"capability {capability}, triton {_triton_version()}, torch {torch.__version__}, {str(dtype)[6:]}"
-
-
-def _triton_version() -> str:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        # A build of Triton in a package of another name
-        return "unknown"
+    # A build of Triton may be in a package of another name.
+    version = package_version("triton") or "unknown"
+    return f"capability {capability}, triton {version}, torch {torch.__version__}, {str(dtype)[6:]}"
 
 
 def _can_check(query: Tensor) -> bool:

@@ -1,7 +1,6 @@
 """The metadata of a checkpoint: variant, classes, input format and versions."""
 
 import dataclasses
-import importlib.metadata
 import json
 import math
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from torch import nn
 from backbones import ConfigError
 from backbones.build import get_variant
 from backbones.checkpoint_files import digest_of_tensors
+from backbones.errors import package_version
 from backbones.vil import ViLVariant
 
 METADATA_KEY = "vil_detectron2"
@@ -103,10 +103,7 @@ def differing_options(variant: str, theirs: Mapping[str, object], ours: Mapping[
 
 def versions() -> dict[str, str | None]:
     """Return the versions of this project (None if it is not installed), torch and detectron2."""
-    try:
-        own = importlib.metadata.version("vil-detectron2")
-    except importlib.metadata.PackageNotFoundError:
-        own = None
+    own = package_version("vil-detectron2")
     return {"vil-detectron2": own, "torch": str(torch.__version__), "detectron2": str(detectron2.__version__)}
 
 

@@ -12,7 +12,7 @@ from detectron2.structures import BoxMode
 from pycocotools import mask as mask_util
 
 from backbones import ConfigError
-from backbones.errors import check_file, one_line, pip_install
+from backbones.errors import check_file, check_packages, one_line
 from projects_vil.data.segmentation import rle_of
 
 _KEY = "INPUT.ALBUMENTATIONS"
@@ -41,10 +41,9 @@ class AlbumentationsAugmentation:
         if cfg.MODEL.KEYPOINT_ON or cfg.MODEL.LOAD_PROPOSALS:
             raise ConfigError(f"{_KEY} does not support keypoints and precomputed proposals. Leave it empty.")
         check_file(path, "pipeline of Albumentations", key=_KEY)
-        try:
-            import albumentations as A
-        except ImportError as error:
-            raise ConfigError(f"{_KEY} needs Albumentations. {pip_install('albumentations')}") from error
+        check_packages(_KEY, "albumentations")
+        import albumentations as A
+
         try:
             pipeline = A.load(path, data_format="json" if Path(path).suffix == ".json" else "yaml")
         except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:

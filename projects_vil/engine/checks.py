@@ -1,7 +1,6 @@
 """Checks that report a user's mistakes in about a second, before a run starts."""
 
 import filecmp
-import importlib.util
 import math
 import os
 from collections.abc import Collection
@@ -15,7 +14,7 @@ from torch import nn
 
 from backbones import ConfigError
 from backbones.attention.sliding_chunk import sample_shifts
-from backbones.errors import check_choice, check_replaceable, pip_install
+from backbones.errors import check_choice, check_packages, check_replaceable
 from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
 from projects_vil.config import CONFIG_FILE, is_panoptic, is_segmentor, with_overrides
@@ -209,10 +208,8 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int) -> None:
     if cfg.TEST.BEST_METRIC and cfg.DATASETS.TEST:
         check_metric(cfg)
     for key, (module, _) in SERVICES.items():
-        spec = importlib.util.find_spec(module) if cfg.LOGGING[key] else None
-        # A folder that wandb has written is found too, without an origin.
-        if cfg.LOGGING[key] and (spec is None or spec.origin is None):
-            raise ConfigError(f"LOGGING.{key} needs {module}. {pip_install(module)}")
+        if cfg.LOGGING[key]:
+            check_packages(f"LOGGING.{key}", module)
 
 
 def check_values(cfg: CfgNode, overridden: Collection[str] = ()) -> None:
@@ -247,8 +244,7 @@ def check_values(cfg: CfgNode, overridden: Collection[str] = ()) -> None:
     if len(cfg.MODEL.PIXEL_MEAN) != 3 or len(cfg.MODEL.PIXEL_STD) != 3:
         mean, std = cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD
         raise ConfigError(f"MODEL.PIXEL_MEAN is {mean!r} and MODEL.PIXEL_STD is {std!r}. Set each to three numbers.")
-    if importlib.util.find_spec(cfg.TEST.COCO_API) is None:
-        raise ConfigError(f"TEST.COCO_API {cfg.TEST.COCO_API} is not installed. {pip_install(cfg.TEST.COCO_API)}")
+    check_packages("TEST.COCO_API", cfg.TEST.COCO_API)
     _check_augmentation(cfg)
     if is_panoptic(cfg) and not cfg.MODEL.MASK_ON:
         raise ConfigError("MODEL.MASK_ON is False, but PanopticFPN needs instance masks. Set it to True.")

@@ -17,14 +17,14 @@ from detectron2.config import CfgNode
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from backbones.errors import check_choice, check_replaceable
+from backbones.errors import check_choice, check_packages, check_replaceable, check_whole
 from projects_vil.checkpoint import load_detector
 from projects_vil.config import with_overrides
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import FORMATS, check_format
 from projects_vil.export.metadata import check_sides, describe_model, digest_of, metadata_path
 from projects_vil.export.parity import check_export, example_image, parity_images
-from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, quantize
+from projects_vil.export.quantization import FLOAT_LAYERS, dataset_files, quantize
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.traceable import make_exportable
 from projects_vil.utils import atomic_folder, check_output_folder, deferred_signals
@@ -69,7 +69,7 @@ def export_detector(
         fixed_detections: Whether to return ``TEST.DETECTIONS_PER_IMAGE`` rows per image, padded with zeros, and the
             number of detections.
         size: Height and width of all images; ``None`` for any size.
-        images: Image files for the parity check; by default four synthetic images.
+        images: Image files for the parity check, see :func:`projects_vil.export.parity.parity_images`.
         evaluate: Whether to compare average precision on ``DATASETS.TEST`` too.
         calibration_images: The maximum number of images of ``DATASETS.TRAIN`` that calibrate int8.
         accept_drop: Whether int8 may lose more than ``AP_DROP`` points.
@@ -89,6 +89,7 @@ def export_detector(
     entry, is_int8 = FORMATS[file_format], precision == "int8"
     check_choice("input_dtype", input_dtype, INPUT_DTYPES)
     check_choice(f"precision of format {file_format}", precision, entry.precisions)
+    check_whole("opset", opset or 18, least=18)
     if opset is not None and file_format != "onnx":
         raise ConfigError(f"opset has no effect on {file_format}. Leave it out, or use format onnx.")
     evaluate = evaluate or is_int8
@@ -103,7 +104,8 @@ def export_detector(
     if cfg.TEST.TILE_SIZE:
         message = "The exported file does not divide images into tiles. Give it tiles of %d pixels."
         logging.getLogger(__name__).warning(message, cfg.TEST.TILE_SIZE)
-    calibration = calibration_files(cfg, calibration_images) if is_int8 else []
+    check_packages("Precision int8", *["nncf"] * is_int8)
+    calibration = dataset_files(cfg, "TRAIN", calibration_images) if is_int8 else []
     check_output_folder(output)
     compared = parity_images(cfg, images, fixed=size)
     reference, categories = load_detector(with_overrides(cfg, {"MODEL.TRANSFORMER.COMPILE": False}), weights)
@@ -112,15 +114,15 @@ def export_detector(
     exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
     facts = {"precision": precision, "input_dtype": input_dtype, "weights": weights, "opset": opset}
     metadata = describe_model(cfg, exportable, categories, file_format, **facts)
-    for image, file in zip(compared, images or ["INPUT.MIN_SIZE_TEST"] * len(compared), strict=True):
-        check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file))
+    for name, image in compared:
+        check_sides(metadata["input"]["sides"], image.shape[-2:], what=name)
 
     def as_input(image: Tensor) -> Tensor:
         image = image.to(getattr(torch, input_dtype))
         return image[None] if batched else image
 
     def read(file: str) -> Tensor:
-        return as_input(*parity_images(cfg, [file]))
+        return as_input(parity_images(cfg, [file])[0][1])
 
     # Find unreadable calibration images now, before minutes of export.
     for file in calibration:

@@ -7,7 +7,6 @@ from a ``torch.jit`` trace.
 import contextlib
 import copy
 import functools
-import importlib.metadata
 import io
 import json
 import logging
@@ -19,7 +18,7 @@ import time
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
@@ -33,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from backbones import ConfigError
 from backbones.attention.chunks import copied_windows
-from backbones.errors import check_choice, one_line, pip_install
+from backbones.errors import check_choice, check_packages, one_line, pip_install
 from backbones.layers.tracing import static_size, take_first
 from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
@@ -507,22 +506,7 @@ def check_format(file_format: str) -> None:
         raise ConfigError(f"Format {file_format} needs torch 2.8 or newer, not {torch.__version__}. Update torch.")
     if file_format == "aot_inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise ConfigError("Format aot_inductor needs a C++ compiler. Install g++, or set CXX to a compiler.")
-    check_packages(f"Format {file_format}", entry.packages)
-
-
-def check_packages(what: str, packages: Sequence[str]) -> None:
-    """Raise a :class:`ConfigError` if a package that ``what`` needs is not installed."""
-    for name in packages:
-        if package_version(name) is None:
-            raise ConfigError(f"{what} needs {name}. {pip_install(*packages)}")
-
-
-def package_version(name: str) -> str | None:
-    """Return the version of a package, such as onnxruntime or onnxruntime-gpu; None if it is not installed."""
-    for distribution in (name, f"{name}-gpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(distribution)
-    return None
+    check_packages(f"Format {file_format}", *entry.packages)
 
 
 def load_model(path: Path, *, device: str | torch.device = "cpu") -> Loaded:

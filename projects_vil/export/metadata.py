@@ -9,10 +9,10 @@ import torchvision
 from detectron2.config import CfgNode
 
 from backbones import ConfigError
-from backbones.errors import check_file
+from backbones.errors import check_file, package_version
 from projects_vil.checkpoint import Categories, versions
 from projects_vil.config import detector_name
-from projects_vil.export.formats import FORMATS, OPSET, package_version
+from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
 from projects_vil.utils import read_json
@@ -146,7 +146,7 @@ def describe_model(
         "weights": Path(weights).name,
         "versions": versions()
         | {"torchvision": torchvision.__version__}
-        | {name: package_version(name) for name in entry.packages},
+        | {name: package_version(name, f"{name}-gpu") for name in entry.packages},
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 

@@ -3,6 +3,7 @@
 :func:`check_export` compares both and returns the report. :func:`describe_report` formats it.
 """
 
+import contextlib
 import functools
 import math
 import statistics
@@ -17,9 +18,11 @@ from detectron2.evaluation import inference_on_dataset
 from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
+from backbones import ConfigError
 from projects_vil.data import build_test_loader, read_image, size_for_testing
 from projects_vil.evaluation import build_evaluator
 from projects_vil.export.formats import FORMATS, check_onnx
+from projects_vil.export.quantization import dataset_files
 from projects_vil.export.runtime import ExportedModel, letterbox_size, pad_image
 from projects_vil.modeling import MIN_EXPORT_SIDE
 
@@ -59,25 +62,32 @@ def example_image(height: int, width: int, *, seed: int = 0) -> Tensor:
 
 def parity_images(
     cfg: CfgNode, files: Sequence[str | Path] = (), *, fixed: tuple[int, int] | None = None
-) -> list[Tensor]:
-    """Return the images (3, H, W), uint8, of a parity check.
+) -> list[tuple[str, Tensor]]:
+    """Return the name and the pixels (3, H, W), uint8, of the images of a parity check.
 
     Args:
         cfg: The config of the detector; files are read and resized as in testing.
-        files: Image files; by default four synthetic images.
+        files: Image files. By default four images of ``DATASETS.TEST`` and two synthetic images of other sizes, or four
+            synthetic images without a dataset.
         fixed: Height and width for a model that accepts only one size.
 
     Raises:
         ConfigError: If a file cannot be read.
     """
     if files:
-        return [_read(cfg, file, fixed) for file in files]
+        return [(str(file), _read(cfg, file, fixed)) for file in files]
+    images = []
+    # The dataset may have been moved since the training.
+    with contextlib.suppress(ConfigError):
+        images = parity_images(cfg, dataset_files(cfg, "TEST", 4), fixed=fixed)
+        images = [(name, image) for name, image in images if min(image.shape[1:]) >= MIN_EXPORT_SIDE]
     sizes = [fixed or size_for_testing(cfg, *size) for size in ((400, 600), (600, 450), (360, 600), (500, 500))]
     if not fixed:
         # The last one is smaller than in testing.
         sizes[-1] = tuple(side // 2 + 3 for side in sizes[-1])
         sizes = [tuple(max(side, MIN_EXPORT_SIDE) for side in size) for size in sizes]
-    return [example_image(*size, seed=seed) for seed, size in enumerate(sizes, start=1)]
+    synthetic = [("synthetic image", example_image(*size, seed=seed)) for seed, size in enumerate(sizes, start=1)]
+    return images + synthetic[2 if images else 0 :]
 
 
 def _read(cfg: CfgNode, file: str | Path, fixed: tuple[int, int] | None) -> Tensor:
@@ -213,7 +223,7 @@ def check_export(
     cfg: CfgNode,
     reference: nn.Module,
     model: ExportedModel,
-    images: Sequence[Tensor],
+    images: Sequence[tuple[str, Tensor]],
     *,
     evaluate: bool = False,
     accept_drop: bool = False,
@@ -227,7 +237,7 @@ def check_export(
         cfg: The config of the detector.
         reference: The detector, in float32 and eval mode.
         model: The exported model.
-        images: (3, H, W) each.
+        images: The result of :func:`parity_images`.
         evaluate: Whether to compare average precision on ``DATASETS.TEST`` too.
         accept_drop: Whether to accept any drop of average precision.
 
@@ -238,14 +248,14 @@ def check_export(
     runtime = FORMATS[model.file_format].runtime
     eager = functools.partial(eager_detections, reference)
     rows = []
-    for image in images:
+    for name, image in images:
         ours, mirrored = eager(image), image.flip(2)
         if model.batched:
             theirs = [model.run_each([image, mirrored])[0], model.run_each([mirrored, image])[1]]
         else:
             theirs = [model(image)]
-        size = {"height": image.shape[-2], "width": image.shape[-1]}
-        rows += [size | compare_detections(ours, outputs, precision, thresholds) for outputs in theirs]
+        facts = {"file": Path(name).name, "height": image.shape[-2], "width": image.shape[-1]}
+        rows += [facts | compare_detections(ours, outputs, precision, thresholds) for outputs in theirs]
     report = {
         "file": model.path.name,
         "format": model.file_format,
@@ -256,7 +266,7 @@ def check_export(
         "tolerances": TOLERANCES[precision],
         "changed_share": CHANGED_SHARE[precision],
         "images": rows,
-        "latency": measure_latency(eager, lambda image: model.run_each([image])[0], images[0]),
+        "latency": measure_latency(eager, lambda image: model.run_each([image])[0], images[0][1]),
         "versions": model.metadata["versions"],
         "accept_drop": accept_drop,
     }
@@ -324,8 +334,8 @@ def describe_report(report: dict) -> str:
         differences = ", ".join(f"{name} {row[name]:.1e}" for name in report["tolerances"] if name in row)
         extra = "".join(f", {row[name]} {name}" for name in ("unmatched", "changed", "borderline") if row[name])
         lines.append(
-            f"{row['height']} x {row['width']}: {row['detections']} detections, {row['detections_exported']} exported"
-            f"{extra}; largest difference: {differences}{_VERDICTS[row['ok']]}"
+            "{file}, {height} x {width}: {detections} detections, {detections_exported} exported".format(**row)
+            + f"{extra}; largest difference: {differences}{_VERDICTS[row['ok']]}"
         )
     if "score_threshold" in report:
         lines.append("No detection exceeds the score threshold, so the images were compared without a score threshold.")

@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from torch import Tensor
 
 from projects_vil.data import load_dataset, register_datasets
-from projects_vil.export.formats import check_packages, import_openvino, log_step, openvino_core
+from projects_vil.export.formats import import_openvino, log_step, openvino_core
 
 # Parts of the names of layers that stay float. Rounding in them moves boxes, clips scores or, in LIT's offsets, moves
 # sampling positions.
@@ -31,15 +31,14 @@ def stays_float(name: str) -> bool:
     return any(layer in name for layer in FLOAT_LAYERS)
 
 
-def calibration_files(cfg: CfgNode, number: int) -> list[str]:
-    """Return up to ``number`` image files of ``DATASETS.TRAIN``, evenly spaced.
+def dataset_files(cfg: CfgNode, split: str, number: int) -> list[str]:
+    """Return up to ``number`` image files of ``DATASETS.TRAIN`` or ``DATASETS.TEST``, evenly spaced.
 
     Raises:
-        ConfigError: If nncf is not installed, or the images are missing.
+        ConfigError: If the dataset or an image is missing.
     """
-    check_packages("Precision int8", ["nncf"])
     register_datasets(cfg)
-    records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
+    records = load_dataset(cfg, cfg.DATASETS[split], train=split == "TRAIN")
     number = min(number, len(records))
     return [records[i * len(records) // number]["file_name"] for i in range(number)]
 

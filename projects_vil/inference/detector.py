@@ -127,6 +127,7 @@ class Detections:
         Example:
             ``PIL.Image.fromarray(detector("photo.jpg").draw()).save("drawing.png")``
         """
+        check_threshold(score_threshold)
         threshold = self.draw_threshold if score_threshold is None else score_threshold
         results = [
             result | {"category_id": index}
@@ -199,7 +200,7 @@ class Detector(HubMixin):
         *,
         weights: str | os.PathLike | None = None,
         device: str | torch.device | None = None,
-        dtype: str | None = None,
+        dtype: str | torch.dtype | None = None,
         score_threshold: float | None = None,
         tta: bool = False,
         overrides: Sequence[object] = (),
@@ -247,7 +248,7 @@ class Detector(HubMixin):
         cfg = load_config(config, [str(value) for value in overrides])
         cfg.defrost()
         cfg.MODEL.DEVICE = str(device or "cuda")
-        cfg.INFERENCE.DTYPE = dtype or cfg.INFERENCE.DTYPE
+        cfg.INFERENCE.DTYPE = str(dtype or cfg.INFERENCE.DTYPE).removeprefix("torch.")
         if score_threshold is not None:
             cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
         cfg = choose_device(cfg, requested=device is not None)
@@ -387,11 +388,13 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
         hub = " To load from the Hugging Face Hub, use Detector.from_pretrained." * (len(source.parts) == 2)
         choices = f"a run, a checkpoint with {CONFIG_FILE} in its folder, an exported file or a name of the model zoo"
         raise ConfigError(f"Model '{source}' does not exist. Use {choices}.{hub}")
+    if source.name.endswith(EXPORT_SUFFIXES):
+        raise ConfigError(f"'{source}' is an exported file. Give its run. 'vil export RUN --evaluate' compares both.")
     folder = source if source.is_dir() else source.parent
     if source.suffix in (".yaml", ".yml") and source.name != CONFIG_FILE:
         return source, weights
     if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"'{folder}' has no {CONFIG_FILE}. Use a run's output directory, or a config and weights.")
+        raise ConfigError(f"'{source}' needs a {CONFIG_FILE}. Use a run's output directory, or a config and weights.")
     if source.is_file() and source.name != CONFIG_FILE:
         return folder / CONFIG_FILE, weights or source
     # MODEL.WEIGHTS in the config of a run are the initial weights.
@@ -404,5 +407,6 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
 
 def check_threshold(score_threshold: float | None) -> None:
     """Raise a :class:`ConfigError` unless a score threshold is None or a number in [0, 1]."""
-    if score_threshold is not None and not 0 <= score_threshold <= 1:
+    is_number = isinstance(score_threshold, float | int | np.floating)
+    if score_threshold is not None and not (is_number and 0 <= score_threshold <= 1):
         raise ConfigError(f"score_threshold is {score_threshold!r}. Use a number between 0 and 1.")

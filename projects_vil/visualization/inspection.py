@@ -36,12 +36,13 @@ def load_model(cfg: CfgNode, weights: str | Path | None = None) -> tuple[nn.Modu
         ConfigError: If the backbone is not from this project, or if the weights are missing or do not fit.
     """
     model, _ = load_detector(cfg, weights or "", complete=False)
-    if not isinstance(getattr(model.backbone, "bottom_up", None), TransformerBackbone):
-        name = type(getattr(model.backbone, "bottom_up", model.backbone)).__name__
-        raise ConfigError(f"Cannot draw backbone {name}. Use a variant of this project, such as vil_tiny or lit_ti.")
+    backbone = getattr(model.backbone, "bottom_up", model.backbone)
+    if not isinstance(backbone, TransformerBackbone):
+        name = getattr(backbone, "variant", type(backbone).__name__)
+        raise ConfigError(f"Cannot draw the backbone {name}. Use a variant of this project, such as vil_tiny.")
     if not weights:
         logging.getLogger(__name__).warning("The model has random weights. Use --weights to load a checkpoint.")
-    return model, model.backbone.bottom_up.net
+    return model, backbone.net
 
 
 def read_input(
@@ -312,8 +313,7 @@ def plot_offsets(backbone: Backbone, batch: Tensor, pixels: np.ndarray, points: 
         top, left = np.array(token) * side
         title = f"{number + 1}: mean shift {np.linalg.norm(dots - centers, axis=1).mean():.1f} pixels"
         outside = ((dots < -0.5) | (dots > size - 0.5)).any(axis=1).sum()
-        if outside:
-            title += f", {outside} of {len(dots)} outside the image"
+        title += f", {outside} of {len(dots)} outside the image" * bool(outside)
         panel = figure.add_subplot(grid[2 + number // columns, number % columns])
         _show(panel, pixels, title)
         for axes, marker_size in ((whole, 2), (panel, 6)):

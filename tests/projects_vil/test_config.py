@@ -107,6 +107,7 @@ def test_a_dumped_config_loads_again_equal(tmp_path):
     overrides = ["DATASETS.COCO", "[['a', 'a.json', 'a']]", "SOLVER.LR_MULTIPLIERS", "[['*positions*', 0.5]]"]
     cfg = load_config(CONFIGS["mask_rcnn"], overrides)
     # Configs of earlier versions have TEST.AMP.
+    assert "INFERENCE.DTYPE bfloat16" in error_of(CONFIGS["retinanet"], ["TEST.AMP.ENABLED", "True"])
     again = load_config(write(tmp_path, cfg.dump().replace("\nTEST:", "\nTEST:\n  AMP: {ENABLED: false}")))
     # As JSON, because a tuple inside a tuple is loaded as a list. detectron2's defaults have one.
     assert json.loads(json.dumps(again)) == json.loads(json.dumps(cfg))
@@ -120,6 +121,7 @@ def test_a_dumped_config_loads_again_equal(tmp_path):
         ("MODLE", "3", "'MODEL'"),
         ("SOLVER.MAX_ITER", "many", "many"),
         ("MODEL", "3", "MODEL"),
+        ("INPUT.MIN_SIZE_TRAIN", "640", 'Write "(640,)"'),
     ],
 )
 def test_a_wrong_key_or_value_is_named(tmp_path, key, value, named):

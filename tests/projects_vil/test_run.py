@@ -174,6 +174,7 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, started, model, 
         ({"image_size": 20}, "from 64 to 4096"),
         ({"patience": 3}, "'SOLVER.EARLY_STOPPING_PATIENCE'"),
         ({"model": "vil_tinny"}, "'vil_tiny"),
+        ({"model": "yolov8n.pt"}, "Use detector, weights or config"),
         ({"model": "timm:resnt50"}, "'resnet50'"),
         ({"device": "cuda:99"}, "cuda:99"),
         ({"detector": "retinaned"}, "'retinanet'"),
@@ -191,7 +192,7 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, started, model, 
 def test_mistakes_leave_nothing(data, arguments, named, capsys):
     assert named in message(train, data, **arguments)
     # These errors come before the data is read.
-    assert not (arguments.keys() & {"model", "device"} and capsys.readouterr().out)
+    assert not (arguments.keys() & {"model", "device", "workers"} and capsys.readouterr().out)
     assert not list((data.parent / "work").glob("output/*"))
 
 
@@ -260,6 +261,8 @@ def test_an_evaluation_with_changes_keeps_the_results_of_the_run(trained_run, da
     first, *_, last = sorted(path.stem for path in Path("run").glob("model_*.pth"))
     assert evaluate(f"run/{first}.pth") == Run(Path(f"run/evaluation_{first}")).results
     assert file.read_bytes() == before and f"written to 'run/evaluation_{first}'" in capsys.readouterr().out
+    Path("run/model.onnx").touch()
+    assert "vil export RUN --evaluate" in message(evaluate, "run/model.onnx")
     file.unlink()
     assert evaluate(f"run/{last}.pth") == plain == json.loads(file.read_bytes())
 

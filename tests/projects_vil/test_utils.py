@@ -34,7 +34,7 @@ def loggers():
 
 
 def test_where_a_run_logs(loggers, tmp_path, capsys):
-    """``test_the_console_has_what_concerns_a_user`` tests which records are not shown on the console."""
+    """The console does not show some records of detectron2, and tracebacks of mistakes of the user."""
     utils.log_run(str(tmp_path), rank=1)
     log("projects_vil.engine", logging.INFO, "of the second process")
     assert capsys.readouterr() == ("", "") and "second process" in (tmp_path / "log.txt.rank1").read_text()
@@ -47,6 +47,7 @@ def test_where_a_run_logs(loggers, tmp_path, capsys):
     out, err = capsys.readouterr()
     written = (tmp_path / "log.txt").read_text()
     assert err == "" and all(out.count(text) == written.count(text) == 1 for text in texts)
+    log("detectron2.utils.events", logging.INFO, " iter: 19  gradient_norm: 7.5")
     try:
         raise ConfigError("no image 7.jpg")
     except ConfigError:

@@ -80,6 +80,7 @@ def test_a_fixed_size(exported):
         ({"file_format": "onnx", "size": (96, 128), "evaluate": True}, (), "size"),
         ({"images": ["absent.jpg"]}, (), "absent.jpg"),
         ({"opset": 18}, (), "opset"),
+        ({"opset": 11}, (), "opset=11"),
         ({"evaluate": True}, ("DATASETS.TEST", "('shapes_vall',)"), "shapes_vall"),
     ],
 )

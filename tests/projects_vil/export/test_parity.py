@@ -126,10 +126,10 @@ def test_differences_of_values(name):
 def test_a_difference_has_advice(theirs, precision, expected):
     latency = {"height": 1, "width": 2, "exported_ms": 1.0, "eager_ms": 1.0, "ratio": 1.0, "threads": 1}
     facts = {"file": "model.ts", "runtime": "torch 2", "opset": None, "precision": precision, "bytes": 1}
-    found = row(FOUND, theirs, precision) | {"height": 1, "width": 2}
+    found = row(FOUND, theirs, precision) | {"file": "b.jpg", "height": 1, "width": 2}
     facts |= {"images": [found], "latency": latency, "tolerances": TOLERANCES[precision]}
     text = describe_report(facts)
-    assert re.search(f"NOT EQUAL means that {expected}", text) if expected else "NOT EQUAL" not in text
+    assert re.search(f"^b.jpg, 1 .*\nNOT EQUAL means that {expected}", text) if expected else "NOT EQUAL" not in text
 
 
 @pytest.mark.slow
@@ -164,12 +164,14 @@ def test_average_precision_of_both(shapes, exported, monkeypatch, tolerance, ok)
 
 
 def test_parity_images(shapes):
-    synthetic = parity_images(small_config())
-    assert [tuple(image.shape[1:]) for image in synthetic] == [(64, 96), (85, 64), (64, 107), (35, 35)]
-    file = min((shapes / "val").iterdir())
-    means = torch.from_numpy(cv2.imread(str(file)).mean(axis=(0, 1))).float()
+    _, images = zip(*parity_images(small_config("retinanet", "DATASETS.TEST", "()")), strict=True)
+    assert [tuple(image.shape[1:]) for image in images] == [(64, 96), (85, 64), (64, 107), (35, 35)]
+    files = sorted(map(str, (shapes / "val").iterdir()))
+    # By default, images of the validation dataset come first.
+    assert [name for name, _ in parity_images(small_config())] == [*files[::2], "synthetic image", "synthetic image"]
+    means = torch.from_numpy(cv2.imread(files[0]).mean(axis=(0, 1))).float()
     for channels, expected in (("BGR", means), ("RGB", means.flip(0))):
         cfg = small_config("retinanet", "INPUT.MIN_SIZE_TEST", "48", "INPUT.FORMAT", channels)
-        (image,) = parity_images(cfg, [file])
+        ((_, image),) = parity_images(cfg, [files[0]])
         assert (len(image), min(image.shape[1:]), image.dtype) == (3, 48, torch.uint8)
         torch.testing.assert_close(image.float().mean(dim=(1, 2)), expected, atol=2, rtol=0)

@@ -50,7 +50,7 @@ def test_networks_in_sixteen_bits(tmp_path, name, dtype):
     save_run(tmp_path, name, "TEST.DETECTIONS_PER_IMAGE", "5")
     image = np.random.default_rng(0).integers(0, 255, (50, 70, 3), np.uint8)
     expected = Detector.load(tmp_path)(image)
-    for options in ({"dtype": dtype}, {"overrides": ["INFERENCE.DTYPE", dtype]}):
+    for options in ({"dtype": getattr(torch, dtype)}, {"overrides": ["INFERENCE.DTYPE", dtype]}):
         detector, dtypes = Detector.load(tmp_path, **options), set()
         for module in detector.runner.detector.modules():
             if isinstance(module, torch.nn.Conv2d):
@@ -202,6 +202,7 @@ def test_drawings(tmp_path):
         assert changed[25, 15] and changed[32, 50]
         assert not (found.draw(score_threshold=0.41) != 128).any(axis=2)[32, 50]
         assert max(found.draw(longer_side=600).shape) in (599, 600)
+        assert "score_threshold is 'a'" in message(found.draw, score_threshold="a")
     # The file is read again.
     save(tmp_path / "a.png", picture(80, 120))
     found = Detector(HalfRunner())(tmp_path / "a.png")
