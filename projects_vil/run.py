@@ -18,7 +18,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from backbones import ConfigError
 from backbones.build import VARIANTS, get_variant
 from backbones.checkpoint_files import read_checkpoint, write_text
-from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest, first_of
+from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest, counted, first_of
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
@@ -52,6 +52,8 @@ DATA_FOLDER = "data"
 CLASSES = "classes"
 # Config keys that do not change the results of an evaluation.
 _SAME_RESULTS = {"DATALOADER.NUM_WORKERS", "MODEL.DEVICE", "OUTPUT_DIR"}
+# A note says that the AP is not reliable with fewer validation images.
+_FEW_IMAGES = 20
 # Names of the datasets that this process has registered.
 _registered: set[str] = set()
 
@@ -264,8 +266,10 @@ def train(
             with run_lock(output) if processes.is_first else contextlib.nullcontext():
                 check_output_dir(cfg, resume=resume)
                 dataset = read_dataset(data, output / DATA_FOLDER, val=val_fraction, images=images, contents=contents)
-            few = "val" in contents and len(contents["val"]["images"]) < 20
-            print(dataset.line() + "\n    The AP of few validation images is not reliable. Add more." * few, flush=True)
+            print(dataset.line(), flush=True)
+            number = dataset.sizes.get("val", _FEW_IMAGES)
+            if number < _FEW_IMAGES:
+                print(f"    the AP of {counted(number, 'validation image')} is not reliable: add more", flush=True)
             if cfg.MODEL.MASK_ON and not dataset.has_masks:
                 raise ConfigError(
                     f"Mask R-CNN needs masks, but '{data}' has only boxes. Use --detector faster_rcnn or retinanet."
