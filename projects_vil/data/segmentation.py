@@ -1,7 +1,6 @@
 """Check COCO segmentations without pycocotools, because some malformed segmentations crash pycocotools."""
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,8 +22,8 @@ def count_masks(annotations: Iterable[Any]) -> tuple[int, int]:
     A dataset has masks if at least half of its objects have one.
     """
     objects = (one for one in annotations if isinstance(one, dict) and one.get("iscrowd") not in (1, "1"))
-    masks = Counter(has_mask(one.get("segmentation")) for one in objects)
-    return masks[True], masks.total()
+    masks = [has_mask(one.get("segmentation")) for one in objects]
+    return sum(masks), len(masks)
 
 
 def rectangle(box: list[float]) -> list[list[float]]:
