@@ -504,10 +504,10 @@ def _choose_config(
     folder, values = DETECTORS[detector]
     schedule = schedule or SCHEDULES[0]
     check_choice("schedule", schedule, SCHEDULES)
-    if model not in VARIANTS and timm.is_model(model):
-        raise ConfigError(f"'{model}' is a model of timm. Write {TIMM_PREFIX}{model}.")
     if model in DETECTORS or Path(model).suffix in (".pt", ".pth", ".onnx", ".safetensors", ".yaml"):
         raise ConfigError(f"'{model}' is not a backbone. Use detector, weights or config (--detector, ...).")
+    if model not in VARIANTS and timm.is_model(model):
+        raise ConfigError(f"'{model}' is a model of timm. Write {TIMM_PREFIX}{model}.")
     # An unknown name raises an error.
     check_timm_name(model) if model.startswith(TIMM_PREFIX) else get_variant(model)
     family = f"{model[:3]}_" if model.startswith(("lit", "cvt")) else ""

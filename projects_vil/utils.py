@@ -51,9 +51,9 @@ _FILE_ONLY = re.compile(
     r"Contents of args\.config_file|Running with full config:|Full config saved to|Model:\n|"
     r"\[DatasetMapper\] Augmentations used|Using training sampler|Serializ(ing|ed) |Making batched data loader|"
     r"Fast COCO eval is not built|Preparing results for COCO format|Total inference |"
-    r"\[DetectionCheckpointer\] Loading|Starting training from|Saving checkpoint and its| iter: \d+  gradient_norm|"
+    r"Saving checkpoint and its| iter: \d+  gradient_norm|"
     # The table before these records has the same figures. A metric that cannot be computed is nan.
-    r"copypaste: |Evaluation results for \w+( in csv format)?:|Some metrics cannot be computed"
+    r"copypaste: |Evaluation results for .* in csv format:|Some metrics cannot be computed"
 )
 # Names of the files that a run writes before its config.
 _FIRST_FILES = re.compile(r"log\.txt|metrics\.json$|data$|events\.out\.tfevents\.")
@@ -170,23 +170,26 @@ class SharedRecords(Sequence[Any]):
             keys, values = (tuple(record), [*record.values()]) if isinstance(record, dict) else (None, record)
             content += pickle.dumps((numbers.setdefault(keys, len(numbers)), values), -1)
             ends.append(len(content))
-        tensors = (torch.from_numpy(np.frombuffer(*one)) for one in ((content, np.uint8), (ends, np.int64)))
-        self.__setstate__((*tensors, list(numbers)))
+        self.content = torch.from_numpy(np.frombuffer(content, np.uint8))
+        self.ends = torch.from_numpy(np.frombuffer(ends, np.int64))
+        self.keys, self.length = list(numbers), len(ends) - 1
+        # Views of the tensors, which are faster
+        self._views: tuple[memoryview, memoryview] | None = None
 
-    def __getstate__(self) -> tuple[torch.Tensor, torch.Tensor, list[tuple[str, ...] | None]]:
-        return self.content, self.ends, self.keys
-
-    def __setstate__(self, state: tuple[torch.Tensor, torch.Tensor, list[tuple[str, ...] | None]]) -> None:
-        self.content, self.ends, self.keys = state
-        # An access by a tensor is slower, and views cannot be serialized.
-        self._content, self._ends = memoryview(self.content.numpy()), memoryview(self.ends.numpy())
+    def __getstate__(self) -> dict[str, Any]:
+        # To send the tensors to a new process, PyTorch moves them.
+        self._views = None
+        return self.__dict__
 
     def __len__(self) -> int:
-        return len(self._ends) - 1
+        return self.length
 
     def __getitem__(self, index: int) -> Any:
-        index += len(self) if index < 0 else 0
-        number, values = pickle.loads(self._content[self._ends[index] : self._ends[index + 1]])
+        index = range(self.length)[index]
+        if self._views is None:
+            self._views = memoryview(self.content.numpy()), memoryview(self.ends.numpy())
+        content, ends = self._views
+        number, values = pickle.loads(content[ends[index] : ends[index + 1]])
         return values if self.keys[number] is None else dict(zip(self.keys[number], values, strict=True))
 
 
@@ -207,7 +210,7 @@ def read_large_lists(path: str, keys: Iterable[str]) -> dict[str, SharedRecords]
     try:
         for key in keys:
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                if len(re.findall(rb'"%b"\s*:' % key.encode(), content)) > 1:
+                if len(re.findall(rb'"%b"\s*:\s*\[' % key.encode(), content)) > 1:
                     return None
                 items = ijson.items(file, f"{key}.item", use_float=True, buf_size=1 << 20)
                 lists[key] = SharedRecords(items)

@@ -22,7 +22,7 @@ from projects_vil.checkpoint import load_detector
 from projects_vil.config import with_overrides
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import FORMATS, check_format
-from projects_vil.export.metadata import check_sides, describe_model, digest_of, metadata_path
+from projects_vil.export.metadata import describe_model, digest_of, metadata_path
 from projects_vil.export.parity import check_export, example_image, parity_images
 from projects_vil.export.quantization import FLOAT_LAYERS, dataset_files, quantize
 from projects_vil.export.runtime import ExportedModel
@@ -104,18 +104,18 @@ def export_detector(
     if cfg.TEST.TILE_SIZE:
         message = "The exported file does not divide images into tiles. Give it tiles of %d pixels."
         logging.getLogger(__name__).warning(message, cfg.TEST.TILE_SIZE)
-    check_packages("Precision int8", *["nncf"] * is_int8)
-    calibration = dataset_files(cfg, "TRAIN", calibration_images) if is_int8 else []
+    calibration = []
+    if is_int8:
+        check_packages("Precision int8", "nncf")
+        calibration = dataset_files(cfg, "TRAIN", calibration_images)
     check_output_folder(output)
-    compared = parity_images(cfg, images, fixed=size)
     reference, categories = load_detector(with_overrides(cfg, {"MODEL.TRANSFORMER.COMPILE": False}), weights)
     network = cast_network(copy.deepcopy(reference), precision)
     fixed_number = cfg.TEST.DETECTIONS_PER_IMAGE if fixed_detections else None
     exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
     facts = {"precision": precision, "input_dtype": input_dtype, "weights": weights, "opset": opset}
     metadata = describe_model(cfg, exportable, categories, file_format, **facts)
-    for name, image in compared:
-        check_sides(metadata["input"]["sides"], image.shape[-2:], what=name)
+    compared = parity_images(cfg, images, fixed=size, sides=metadata["input"]["sides"])
 
     def as_input(image: Tensor) -> Tensor:
         image = image.to(getattr(torch, input_dtype))

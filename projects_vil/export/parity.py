@@ -3,8 +3,8 @@
 :func:`check_export` compares both and returns the report. :func:`describe_report` formats it.
 """
 
-import contextlib
 import functools
+import logging
 import math
 import statistics
 import time
@@ -22,9 +22,10 @@ from backbones import ConfigError
 from projects_vil.data import build_test_loader, read_image, size_for_testing
 from projects_vil.evaluation import build_evaluator
 from projects_vil.export.formats import FORMATS, check_onnx
+from projects_vil.export.metadata import check_sides
 from projects_vil.export.quantization import dataset_files
 from projects_vil.export.runtime import ExportedModel, letterbox_size, pad_image
-from projects_vil.modeling import MIN_EXPORT_SIDE
+from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE
 
 # The largest accepted differences: boxes in pixels, scores and masks as probabilities. The values for lower precisions
 # cover the rounding of the network.
@@ -43,6 +44,7 @@ BORDERLINE = TOLERANCES["fp32"]["scores"]
 AP_TOLERANCE, AP_DROP = 0.1, 1.0
 Outputs = Mapping[str, Tensor]
 DetectFn = Callable[[Tensor], Outputs]
+_logger = logging.getLogger(__name__)
 _VERDICTS = {True: "; equal", False: "; NOT EQUAL", None: ""}
 
 
@@ -61,33 +63,52 @@ def example_image(height: int, width: int, *, seed: int = 0) -> Tensor:
 
 
 def parity_images(
-    cfg: CfgNode, files: Sequence[str | Path] = (), *, fixed: tuple[int, int] | None = None
+    cfg: CfgNode,
+    files: Sequence[str | Path] = (),
+    *,
+    fixed: tuple[int, int] | None = None,
+    sides: Sequence[int] = (MIN_EXPORT_SIDE, MAX_EXPORT_SIDE),
 ) -> list[tuple[str, Tensor]]:
     """Return the name and the pixels (3, H, W), uint8, of the images of a parity check.
 
     Args:
         cfg: The config of the detector; files are read and resized as in testing.
         files: Image files. By default four images of ``DATASETS.TEST`` and two synthetic images of other sizes, or four
-            synthetic images without a dataset.
+            synthetic images without a dataset or with tiles.
         fixed: Height and width for a model that accepts only one size.
+        sides: The smallest and largest side that the model accepts, in pixels.
 
     Raises:
-        ConfigError: If a file cannot be read.
+        ConfigError: If a file cannot be read, or if an image has another size than the model accepts.
     """
-    if files:
-        return [(str(file), _read(cfg, file, fixed)) for file in files]
+    images = [(str(file), _read(cfg, file, fixed)) for file in files] or _dataset_images(cfg, fixed, sides)
+    if not files:
+        sizes = [fixed or size_for_testing(cfg, *size) for size in ((400, 600), (600, 450), (360, 600), (500, 500))]
+        if not fixed:
+            # The last one is smaller than in testing.
+            sizes[-1] = tuple(side // 2 + 3 for side in sizes[-1])
+            sizes = [tuple(max(side, MIN_EXPORT_SIDE) for side in size) for size in sizes]
+        synthetic = [("synthetic image", example_image(*size, seed=seed)) for seed, size in enumerate(sizes, start=1)]
+        images += synthetic[2 if images else 0 :]
+    for name, image in images:
+        check_sides(sides, image.shape[1:], what=name)
+    return images
+
+
+def _dataset_images(cfg: CfgNode, fixed: tuple[int, int] | None, sides: Sequence[int]) -> list[tuple[str, Tensor]]:
+    """Return up to four images of ``DATASETS.TEST`` that the model accepts. Log why images cannot be read."""
     images = []
-    # The dataset may have been moved since the training.
-    with contextlib.suppress(ConfigError):
-        images = parity_images(cfg, dataset_files(cfg, "TEST", 4), fixed=fixed)
-        images = [(name, image) for name, image in images if min(image.shape[1:]) >= MIN_EXPORT_SIDE]
-    sizes = [fixed or size_for_testing(cfg, *size) for size in ((400, 600), (600, 450), (360, 600), (500, 500))]
-    if not fixed:
-        # The last one is smaller than in testing.
-        sizes[-1] = tuple(side // 2 + 3 for side in sizes[-1])
-        sizes = [tuple(max(side, MIN_EXPORT_SIDE) for side in size) for size in sizes]
-    synthetic = [("synthetic image", example_image(*size, seed=seed)) for seed, size in enumerate(sizes, start=1)]
-    return images + synthetic[2 if images else 0 :]
+    # The exported file does not divide images into tiles.
+    if cfg.DATASETS.TEST and not cfg.TEST.TILE_SIZE:
+        try:
+            for file in dataset_files(cfg, "TEST", 4):
+                image = _read(cfg, file, fixed)
+                if sides[0] <= min(image.shape[1:]) and max(image.shape[1:]) <= sides[1]:
+                    images.append((file, image))
+        except ConfigError as error:
+            # The dataset may have been moved since the training.
+            _logger.info("The parity check has synthetic images. %s", error)
+    return images
 
 
 def _read(cfg: CfgNode, file: str | Path, fixed: tuple[int, int] | None) -> Tensor:

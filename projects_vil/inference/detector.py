@@ -407,6 +407,9 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
 
 def check_threshold(score_threshold: float | None) -> None:
     """Raise a :class:`ConfigError` unless a score threshold is None or a number in [0, 1]."""
-    is_number = isinstance(score_threshold, float | int | np.floating)
-    if score_threshold is not None and not (is_number and 0 <= score_threshold <= 1):
+    try:
+        is_valid = score_threshold is None or 0 <= float(score_threshold) <= 1
+    except (TypeError, ValueError):
+        is_valid = False
+    if not is_valid:
         raise ConfigError(f"score_threshold is {score_threshold!r}. Use a number between 0 and 1.")

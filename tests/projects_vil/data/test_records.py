@@ -1,10 +1,12 @@
 """Test the records of datasets, and their error messages."""
 
 import multiprocessing
+import pickle
 import resource
 import shutil
 import sys
 from itertools import islice
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +102,15 @@ def test_too_many_objects_for_the_memory(copy, monkeypatch, tmp_path):
 
 
 # -- processes -------------------------------------------------------------------------------------
+
+
+def test_records_stay_valid_if_a_new_process_receives_them():
+    items = [{"box": [0.5] * 100_000}, "text"]
+    records = SharedRecords(items)
+    copy = pickle.loads(ForkingPickler.dumps(records))
+    assert [*records] == [*copy] == items and records[-1] == "text"
+    with pytest.raises(IndexError):
+        records[-3]
 
 
 def files_opened() -> list[str]:

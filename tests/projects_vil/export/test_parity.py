@@ -169,6 +169,10 @@ def test_parity_images(shapes):
     files = sorted(map(str, (shapes / "val").iterdir()))
     # By default, images of the validation dataset come first.
     assert [name for name, _ in parity_images(small_config())] == [*files[::2], "synthetic image", "synthetic image"]
+    # Images of the dataset must be like tiles, and have a size that the model accepts.
+    for key, value, sides in (("TEST.TILE_SIZE", "64", (32, 700)), ("INPUT.MIN_SIZE_TEST", "0", (200, 700))):
+        named = parity_images(small_config("retinanet", key, value), sides=sides)
+        assert {name for name, _ in named} == {"synthetic image"}
     means = torch.from_numpy(cv2.imread(files[0]).mean(axis=(0, 1))).float()
     for channels, expected in (("BGR", means), ("RGB", means.flip(0))):
         cfg = small_config("retinanet", "INPUT.MIN_SIZE_TEST", "48", "INPUT.FORMAT", channels)

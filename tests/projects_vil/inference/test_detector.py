@@ -50,7 +50,7 @@ def test_networks_in_sixteen_bits(tmp_path, name, dtype):
     save_run(tmp_path, name, "TEST.DETECTIONS_PER_IMAGE", "5")
     image = np.random.default_rng(0).integers(0, 255, (50, 70, 3), np.uint8)
     expected = Detector.load(tmp_path)(image)
-    for options in ({"dtype": getattr(torch, dtype)}, {"overrides": ["INFERENCE.DTYPE", dtype]}):
+    for options in ({"dtype": getattr(torch, dtype)}, {"dtype": dtype}, {"overrides": ["INFERENCE.DTYPE", dtype]}):
         detector, dtypes = Detector.load(tmp_path, **options), set()
         for module in detector.runner.detector.modules():
             if isinstance(module, torch.nn.Conv2d):
