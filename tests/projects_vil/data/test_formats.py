@@ -398,11 +398,6 @@ def test_wrong_files(case, written, tmp_path, read):
     assert named in text and str(tmp_path / "mine") in text
 
 
-@pytest.mark.parametrize("val", [1.0, -0.1, float("nan")])
-def test_invalid_validation_fractions(val, written, read):
-    assert str(val) in message(read, written("LabelMe"), val=val)
-
-
 # -- where datasets are named ----------------------------------------------------------------------
 
 
