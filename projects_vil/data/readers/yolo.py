@@ -21,12 +21,16 @@ _CLASS_FILES = r"classes\.txt|obj\.names|_darknet\.labels", r"(predefined_classe
 _OPTIONAL = {"\\", "..", "data", "datasets"}
 _LARGE = "label files with values larger than 1, which are not fractions of the image"
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_DECIMAL_COMMA = re.compile(r"^([-+]?\d*),(\d+([eE][-+]?\d+)?)$")
+# Numbers, and what some programs write instead of a number
+_VALUE = re.compile(rf"{_NUMBER.pattern}|[-+]?(nan|inf)|", re.I)
 
 
 def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
     """Yield the images of a dataset in YOLO's format, which has one text file per image."""
-    # labelImg writes classes.txt into each folder.
-    if len({Path(file).read_bytes() if class_files([file]) else file for file in files}) > 1:
+    # labelImg writes an equal classes.txt into each folder.
+    different = {*map(content_hash, files)} if class_files(files) == files else files
+    if len(different) > 1:
         raise ConfigError(f"'{index.root}' has several YOLO files, '{files[0]}' and '{files[1]}'. Give one file.")
     path, folder = files[0], os.path.dirname(files[0])
     data = _settings(path, index, found)
@@ -69,8 +73,8 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     # The dataset check reports unreadable images.
     rows = {image: _rows(label) if label and sizes[image] else [] for image, label in labels.items()}
     for image, own in rows.items():
-        # A text file without lines of numbers is not a label file, but for example a caption.
-        if own and all(sum(map(bool, map(_NUMBER.fullmatch, row))) < 3 for row, _ in own):
+        # A text file without labels is, for example, a caption.
+        if own and not any(_is_label(row, names) for row, _ in own):
             labels[image], rows[image] = None, []
     without = [image for image, label in labels.items() if label is None]
     if without:
@@ -147,7 +151,7 @@ def _settings(path: str, index: FileIndex, found: Annotations) -> dict[str, Any]
 
 def _names(path: str, data: dict[str, Any]) -> list[str]:
     names = data.get("names")
-    if isinstance(names, dict) and all(map(str.isdigit, names)):
+    if isinstance(names, dict) and all(re.fullmatch("[0-9]{1,5}", key) for key in names):
         names = [names.get(str(index), "") for index in range(max(map(int, names), default=-1) + 1)]
     # Other texts are a file name, or names without a space after their numbers.
     names = [names] if isinstance(names, str) and re.fullmatch(r"[\w -]+", names) else names
@@ -156,7 +160,8 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
     is_unique = 0 < len(different) == len(names) - names.count("")
     if not is_unique or str(data.get("nc", len(names))) not in (str(len(names)), str(len(different))):
         found = counted(len(different), "different name") + f", but nc is {data.get('nc')}" * ("nc" in data)
-        advice = "Write one name per class in a list, or lines such as '0: cat'" + ", and correct nc" * ("nc" in data)
+        advice = "Write one name per class in a list, or lines such as '0: cat' with ids below 100,000"
+        advice += ", and correct nc" * ("nc" in data)
         raise ConfigError(f"'{path}' has {found}: names is {str(data.get('names'))[:80]!r}. {advice}.")
     if garbled := [name for name in names if "\ufffd" in name]:
         raise ConfigError(f"The class names of '{path}', such as {garbled[0]!r}, are not UTF-8. Save them as UTF-8.")
@@ -214,11 +219,21 @@ def _label_paths(image: str) -> list[str]:
 
 def _rows(label: str) -> list[tuple[list[str], str]]:
     """Return the words of each line, and its location. Some programs write commas or semicolons between the words."""
-    lines = [re.split(r"[,;]?\s+" if re.search(r"\s", line) else "[,;]", line) for line in read_lines(label)]
-    # Other commas are decimal points.
-    rows = [([word.replace(",", ".") for word in row], f"{label}, line {i}") for i, row in enumerate(lines, start=1)]
-    # Files of DOTA begin with the source and the resolution of the image.
-    return [(row, location) for row, location in rows if row[0] and not re.match("'?(imagesource|gsd)'?:", row[0])]
+    rows = []
+    for i, line in enumerate(read_lines(label), start=1):
+        separator = r"\s*;\s*" if ";" in line else r",?\s+" if re.search(r"\s", line) else ","
+        row = [_DECIMAL_COMMA.sub(r"\1.\2", word) for word in re.split(separator, line)]
+        # Files of DOTA begin with the source and the resolution of the image.
+        if line and not re.match("'?(imagesource|gsd)'?:", line):
+            rows.append((row, f"{label}, line {i}"))
+    return rows
+
+
+def _is_label(row: list[str], names: list[str]) -> bool:
+    """Return whether a row is a label, perhaps with faults, and not a text such as ``2 cats on a mat``."""
+    are_values = [_VALUE.fullmatch(word) is not None for word in row]
+    has_class = are_values[0] or row[0] in names
+    return row[0] in map(str, range(len(names))) or sum(are_values) > 2 or (has_class and are_values[1:2] == [True])
 
 
 def _are_poses(rows: list[list[str]]) -> bool:
