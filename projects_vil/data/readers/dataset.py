@@ -332,4 +332,4 @@ def annotation_format(path: str) -> str | None:
     lists = {key for key, value in content.items() if isinstance(value, list)}
     if "shapes" in lists or {"images", "categories"} <= lists:
         return "LabelMe" if "shapes" in lists else "COCO"
-    return "VIA" if via.images_of(content) is not None else None
+    return "VIA" if via.images_of(content) else None
