@@ -238,11 +238,12 @@ def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
     """
     path = Path(annotations or "")
     # Opening a pipe may block forever.
-    return _read_categories(path, path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else None
+    categories = _read_categories(path, path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else None
+    return categories and list(categories)
 
 
 @functools.lru_cache(maxsize=16)
-def _read_categories(path: Path, size: int, time: int) -> list[tuple[int, str]] | None:
+def _read_categories(path: Path, size: int, time: int) -> tuple[tuple[int, str], ...] | None:
     """Read the categories without parsing the whole file. This takes about one second for COCO's 450 MB file."""
     try:
         try:
@@ -255,7 +256,7 @@ def _read_categories(path: Path, size: int, time: int) -> list[tuple[int, str]] 
         categories = {int(entry["id"]): str(entry["name"]) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
-    return sorted(categories.items()) if len(categories) == len(entries) else None
+    return tuple(sorted(categories.items())) if len(categories) == len(entries) else None
 
 
 def categories_of(name: str, *, stuff: bool = False) -> list[tuple[int, str]]:
