@@ -154,7 +154,8 @@ class CocoFile:
             count = len(self.found[check.name])
             lines.append(f"{check.severity.replace('fixed', 'note')}: {check.name}: {check.what}: {count:,}")
             lines += [f"    {_example_text(example)}" for example in self.examples[check.name][:NUM_EXAMPLES]]
-            lines += [f"    and {count - NUM_EXAMPLES:,} more, which --json FILE lists"] * (count > NUM_EXAMPLES)
+            if count > NUM_EXAMPLES:
+                lines.append(f"    and {count - NUM_EXAMPLES:,} more, which --json FILE lists")
             lines.append(f"    {'fix' if check.severity == 'error' else 'effect'}: {check.effect}")
         return lines
 
