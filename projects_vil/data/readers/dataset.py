@@ -317,12 +317,10 @@ def annotation_format(path: str) -> str | None:
     with open(path, "rb") as file:
         # Without the zero bytes of UTF-16
         head = file.read(4096).replace(b"\0", b"")
-    # Other files are lists, such as the results of a detector.
-    if not head.lstrip(b"\xef\xbb\xbf\xff\xfe").lstrip().startswith(b"{"):
-        return None
-    name = "COCO" if re.search(rb'"(images|annotations|categories)"\s*:\s*\[', head) else None
-    # A large file is not parsed twice.
-    if name and os.path.getsize(path) > 32 * 2**20:
+    is_object = head.lstrip(b"\xef\xbb\xbf\xff\xfe").lstrip().startswith(b"{")
+    name = "COCO" if is_object and re.search(rb'"(images|annotations|categories)"\s*:\s*\[', head) else None
+    # Other files are lists, such as the results of a detector. A large file is not parsed twice.
+    if not is_object or (name and os.path.getsize(path) > 32 * 2**20):
         return name
     try:
         content = read_json(path)

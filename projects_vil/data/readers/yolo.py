@@ -21,7 +21,6 @@ _CLASS_FILES = r"classes\.txt|obj\.names|_darknet\.labels", r"(predefined_classe
 _OPTIONAL = {"\\", "..", "data", "datasets"}
 _LARGE = "label files with values larger than 1, which are not fractions of the image"
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-_DECIMAL_COMMA = re.compile(r"^([-+]?\d*),(\d+([eE][-+]?\d+)?)$")
 # Numbers, and what some programs write instead of a number
 _VALUE = re.compile(rf"{_NUMBER.pattern}|[-+]?(nan|inf)|", re.I)
 
@@ -29,8 +28,7 @@ _VALUE = re.compile(rf"{_NUMBER.pattern}|[-+]?(nan|inf)|", re.I)
 def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
     """Yield the images of a dataset in YOLO's format, which has one text file per image."""
     # labelImg writes an equal classes.txt into each folder.
-    different = {*map(content_hash, files)} if class_files(files) == files else files
-    if len(different) > 1:
+    if len(files) > 1 and (class_files(files) != files or len({*map(content_hash, files)}) > 1):
         raise ConfigError(f"'{index.root}' has several YOLO files, '{files[0]}' and '{files[1]}'. Give one file.")
     path, folder = files[0], os.path.dirname(files[0])
     data = _settings(path, index, found)
@@ -71,13 +69,12 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
             raise ConfigError(f"Label file '{label}' fits both '{other}' and '{image}'. Rename or remove one image.")
     sizes = {image: size for image, (size, _) in zip(labels, read_sizes(labels), strict=True)}
     # The dataset check reports unreadable images.
-    rows = {image: _rows(label) if label and sizes[image] else [] for image, label in labels.items()}
+    rows = {image: [*_rows(label)] if label and sizes[image] else [] for image, label in labels.items()}
     for image, own in rows.items():
         # A text file without labels is, for example, a caption.
         if own and not any(_is_label(row, names) for row, _ in own):
             labels[image], rows[image] = None, []
-    without = [image for image, label in labels.items() if label is None]
-    if without:
+    if without := [image for image, label in labels.items() if label is None]:
         found.notes.append(f"{len(without):,} of {len(labels):,} images have no label file, so they have no objects")
     has_points = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
     unknown: dict[str, list[str]] = defaultdict(list)
@@ -97,7 +94,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     found.read += used
     # An image without objects has an empty file.
     folders = {*map(os.path.dirname, used)}
-    empty = [file for file in texts if os.path.dirname(file) in folders and not _rows(file)]
+    empty = [file for file in texts if os.path.dirname(file) in folders and not any(_rows(file))]
     reasons = ("label files whose image is not used", "other label files of an image")
     expected = {label: reasons[image in labels] for image in index.images for label in _label_paths(image)}
     reasons = ("label files whose image is missing", "label files in another folder than the image")
@@ -131,7 +128,8 @@ def label_files(files: list[str]) -> list[str]:
     """Return the text files whose first row is a label of YOLO, which begins with a class index, or of DOTA."""
     # Opening a pipe would block.
     texts = [path for path in files if path.lower().endswith(".txt") and os.path.isfile(path)]
-    rows = [(path, row) for path in texts for row, _ in _rows(path)[:1] if all(map(_NUMBER.fullmatch, row[:5]))]
+    firsts = [(path, next(_rows(path), ([], ""))[0]) for path in texts]
+    rows = [(path, row) for path, row in firsts if all(map(_NUMBER.fullmatch, row[:5]))]
     return [path for path, row in rows if len(row) in (9, 10) or (len(row) > 4 and float(row[0]).is_integer())]
 
 
@@ -217,16 +215,14 @@ def _label_paths(image: str) -> list[str]:
     return [f"{path}.txt" for path in dict.fromkeys((*paths, stem))]
 
 
-def _rows(label: str) -> list[tuple[list[str], str]]:
-    """Return the words of each line, and its location. Some programs write commas or semicolons between the words."""
-    rows = []
+def _rows(label: str) -> Iterator[tuple[list[str], str]]:
+    """Yield the words of each line, and its location. Some programs write commas or semicolons between the words."""
     for i, line in enumerate(read_lines(label), start=1):
         separator = r"\s*;\s*" if ";" in line else r",?\s+" if re.search(r"\s", line) else ","
-        row = [_DECIMAL_COMMA.sub(r"\1.\2", word) for word in re.split(separator, line)]
+        row = [re.sub(r"^([-+]?\d*),(\d+([eE][-+]?\d+)?)$", r"\1.\2", word) for word in re.split(separator, line)]
         # Files of DOTA begin with the source and the resolution of the image.
         if line and not re.match("'?(imagesource|gsd)'?:", line):
-            rows.append((row, f"{label}, line {i}"))
-    return rows
+            yield row, f"{label}, line {i}"
 
 
 def _is_label(row: list[str], names: list[str]) -> bool:
