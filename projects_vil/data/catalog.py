@@ -177,8 +177,7 @@ def add_stuff(name: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _with_label_files(name: str, records: list[dict[str, Any]], folder: str | Path) -> list[dict[str, Any]]:
     present = set(os.listdir(folder))
     files = [f"{Path(record['file_name']).stem}.png" for record in records]
-    missing = [file for file in files if file not in present]
-    if missing:
+    if missing := [file for file in files if file not in present]:
         first = Path(folder, missing[0])
         raise ConfigError(f"{len(missing)} images of {name!r} have no label image. Add the files, such as '{first}'.")
     return [r | {"sem_seg_file_name": str(Path(folder, file))} for r, file in zip(records, files, strict=True)]
@@ -217,8 +216,7 @@ def check_files(name: str) -> None:
     if metadata.get("evaluator_type") == PANOPTIC_EVALUATOR and not metadata.get("sem_seg_root"):
         raise ConfigError(f"{name!r} has things and stuff in one label image. Use '{name}_separated'.")
     for key, description in _FILES.items():
-        path = metadata.get(key)
-        if path is None:
+        if (path := metadata.get(key)) is None:
             continue
         # If json_file is a folder, read_coco raises a better error later.
         if not (os.path.exists(path) if key == "json_file" else os.path.isdir(path)):
@@ -326,8 +324,7 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
     if classes == ours:
         return None
     matched = match_classes(classes, ours)
-    unknown = [label for index, label in enumerate(classes) if index not in matched]
-    if unknown:
+    if unknown := [label for index, label in enumerate(classes) if index not in matched]:
         text = f"{name!r} has classes that do not exist in {reference!r}, whose classes the model uses"
         labels = first_of([repr(label) for label in unknown], 5)
         raise ConfigError(f"{text}: {labels}{closest(unknown[0], ours) or '.'} Rename or remove them.")
@@ -336,11 +333,7 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
 
 def match_classes(ours: Sequence[str], theirs: Sequence[str]) -> dict[int, int]:
     """Return a dict from indices in ``ours`` to indices of the same name in ``theirs``. Repeated names do not match."""
-    return {
-        index: theirs.index(name)
-        for index, name in enumerate(ours)
-        if ours.count(name) == 1 and theirs.count(name) == 1
-    }
+    return {index: theirs.index(name) for index, name in enumerate(ours) if ours.count(name) == theirs.count(name) == 1}
 
 
 def match_all_classes(ours: Sequence[str], theirs: Sequence[str], *, differ: str) -> list[int]:
