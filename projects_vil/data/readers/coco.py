@@ -49,7 +49,7 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
         by_split[split_of(index.folders_of(path), Path(path).stem) or "train"].append(path)
     for split, own in by_split.items():
         main = [path for path in own if not _OTHER_FILES.match(os.path.basename(path))] or own
-        if split == "train" and "val" in by_split:
+        if len(main) > 1 and split == "train" and "val" in by_split:
             # A file of train comes before a file of train and val, which has the same images.
             named = [path for path in main if re.search("train(?!val)", normalized(os.path.basename(path)))]
             used = [*named, *by_split["val"], *by_split.get("test", ())]
