@@ -51,9 +51,9 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
         main = [path for path in own if not _OTHER_FILES.match(os.path.basename(path))] or own
         if len(main) > 1 and split == "train" and "val" in by_split:
             # A file of train comes before a file of train and val, which has the same images.
-            named = [path for path in main if re.search("train(?!val)", normalized(os.path.basename(path)))]
-            used = [*named, *by_split["val"], *by_split.get("test", ())]
-            main = named if named and _names(main) <= _names(used) else main
+            first = [path for path in main if re.search("train(?!val)", normalized(os.path.basename(path)))]
+            used = [*first, *by_split["val"], *by_split.get("test", ())]
+            main = first if first and _names(main) <= _names(used) else main
         # Some datasets have copies of the files in another folder.
         folders = {os.path.join(os.path.dirname(path), "") for path in main if len(main) > 1}
         if folders and sum(any(image.startswith(folder) for image in index.images) for folder in folders) < 2:
