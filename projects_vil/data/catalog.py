@@ -177,8 +177,7 @@ def add_stuff(name: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _with_label_files(name: str, records: list[dict[str, Any]], folder: str | Path) -> list[dict[str, Any]]:
     present = set(os.listdir(folder))
     files = [f"{Path(record['file_name']).stem}.png" for record in records]
-    missing = [file for file in files if file not in present]
-    if missing:
+    if missing := [file for file in files if file not in present]:
         first = Path(folder, missing[0])
         raise ConfigError(f"{len(missing)} images of {name!r} have no label image. Add the files, such as '{first}'.")
     return [r | {"sem_seg_file_name": str(Path(folder, file))} for r, file in zip(records, files, strict=True)]
@@ -217,8 +216,7 @@ def check_files(name: str) -> None:
     if metadata.get("evaluator_type") == PANOPTIC_EVALUATOR and not metadata.get("sem_seg_root"):
         raise ConfigError(f"{name!r} has things and stuff in one label image. Use '{name}_separated'.")
     for key, description in _FILES.items():
-        path = metadata.get(key)
-        if path is None:
+        if (path := metadata.get(key)) is None:
             continue
         # If json_file is a folder, read_coco raises a better error later.
         if not (os.path.exists(path) if key == "json_file" else os.path.isdir(path)):
@@ -238,11 +236,12 @@ def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
     """
     path = Path(annotations or "")
     # Opening a pipe may block forever.
-    return _read_categories(path, path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else None
+    categories = _read_categories(path, path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else None
+    return categories and list(categories)
 
 
 @functools.lru_cache(maxsize=16)
-def _read_categories(path: Path, size: int, time: int) -> list[tuple[int, str]] | None:
+def _read_categories(path: Path, size: int, time: int) -> tuple[tuple[int, str], ...] | None:
     """Read the categories without parsing the whole file. This takes about one second for COCO's 450 MB file."""
     try:
         try:
@@ -255,7 +254,7 @@ def _read_categories(path: Path, size: int, time: int) -> list[tuple[int, str]] 
         categories = {int(entry["id"]): str(entry["name"]) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
-    return sorted(categories.items()) if len(categories) == len(entries) else None
+    return tuple(sorted(categories.items())) if len(categories) == len(entries) else None
 
 
 def categories_of(name: str, *, stuff: bool = False) -> list[tuple[int, str]]:
@@ -325,8 +324,7 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
     if classes == ours:
         return None
     matched = match_classes(classes, ours)
-    unknown = [label for index, label in enumerate(classes) if index not in matched]
-    if unknown:
+    if unknown := [label for index, label in enumerate(classes) if index not in matched]:
         text = f"{name!r} has classes that do not exist in {reference!r}, whose classes the model uses"
         labels = first_of([repr(label) for label in unknown], 5)
         raise ConfigError(f"{text}: {labels}{closest(unknown[0], ours) or '.'} Rename or remove them.")
@@ -335,11 +333,7 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
 
 def match_classes(ours: Sequence[str], theirs: Sequence[str]) -> dict[int, int]:
     """Return a dict from indices in ``ours`` to indices of the same name in ``theirs``. Repeated names do not match."""
-    return {
-        index: theirs.index(name)
-        for index, name in enumerate(ours)
-        if ours.count(name) == 1 and theirs.count(name) == 1
-    }
+    return {index: theirs.index(name) for index, name in enumerate(ours) if ours.count(name) == theirs.count(name) == 1}
 
 
 def match_all_classes(ours: Sequence[str], theirs: Sequence[str], *, differ: str) -> list[int]:

@@ -154,7 +154,8 @@ class CocoFile:
             count = len(self.found[check.name])
             lines.append(f"{check.severity.replace('fixed', 'note')}: {check.name}: {check.what}: {count:,}")
             lines += [f"    {_example_text(example)}" for example in self.examples[check.name][:NUM_EXAMPLES]]
-            lines += [f"    and {count - NUM_EXAMPLES:,} more, which --json FILE lists"] * (count > NUM_EXAMPLES)
+            if count > NUM_EXAMPLES:
+                lines.append(f"    and {count - NUM_EXAMPLES:,} more, which --json FILE lists")
             lines.append(f"    {'fix' if check.severity == 'error' else 'effect'}: {check.effect}")
         return lines
 
@@ -408,6 +409,11 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
         if valid.sum() >= _MIN_BOXES and beyond[valid].mean() >= _BEYOND_FRACTION and as_corners[valid].mean() > 0.99:
             yield "boxes_in_xyxy_format", beyond
             break
+    else:
+        # Boxes with a mask are compared with it.
+        beyond &= np.isnan(x)
+        if valid.sum() >= _MIN_BOXES / 2 and beyond[valid].mean() >= 0.5:
+            yield "boxes_in_unknown_format", beyond
     if ((right <= 1) & (bottom <= 1) & (widths > 10) & (heights > 10))[valid].all():
         yield "boxes_in_normalized_coordinates", valid
 
@@ -560,6 +566,8 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("invalid_iscrowd", "error", "annotations whose iscrowd is neither 0 nor 1", remove, _OUT),
         ("boxes_in_xyxy_format", "error", "boxes that fit their images only as [left, top, right, bottom]", None,
          "convert them to [left, top, width, height], or in YOLO to the center and the size"),
+        ("boxes_in_unknown_format", "error", "boxes that exceed their images, half of all boxes or more", None,
+         "correct the format: left, top, width and height in pixels, or in YOLO the center and the size as fractions"),
         ("boxes_in_normalized_coordinates", "error", "boxes that are fractions of the image, not pixels", None,
          "multiply them by the width and height"),
         ("missing_bbox_and_mask", "error", "annotations without a bbox and without a valid mask", remove, _OUT),

@@ -134,8 +134,7 @@ class Mapper(DatasetMapper):
         The padding has the mean color, which becomes 0 in the normalized image.
         """
         height, width = record["sem_seg"].shape
-        padded_height, padded_width = self.padded_size or (0, 0)
-        size = max(height, padded_height), max(width, padded_width)
+        size = tuple(map(max, (height, width), self.padded_size or (0, 0)))
         if size == (height, width):
             return
         image = torch.tensor(self.pixel_mean, dtype=torch.float32)[:, None, None].repeat(1, *size)

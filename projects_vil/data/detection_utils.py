@@ -268,10 +268,9 @@ def size_for_testing(cfg: CfgNode, height: int, width: int) -> tuple[int, int]:
 
     With ``TEST.TILE_SIZE``, images keep their size.
     """
-    short = cfg.INPUT.MIN_SIZE_TEST
-    if cfg.TEST.TILE_SIZE or not short:
+    if cfg.TEST.TILE_SIZE or not cfg.INPUT.MIN_SIZE_TEST:
         return height, width
-    return T.ResizeShortestEdge.get_output_shape(height, width, short, cfg.INPUT.MAX_SIZE_TEST)
+    return T.ResizeShortestEdge.get_output_shape(height, width, cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
 
 
 # -- label images ----------------------------------------------------------------------------------

@@ -301,8 +301,7 @@ def load_coco(name: str, *, check: str, masks: bool) -> Iterator[dict[str, Any]]
         check: The value of ``DATASETS.CHECK``.
         masks: Whether to check segmentations and include them in the records.
     """
-    images = _shared(_truth_key(name, check, masks), [name])
-    images = images or _by_image(name, check=check, masks=masks, areas=False)
+    images = _shared(_truth_key(name, check, masks), [name]) or _by_image(name, check=check, masks=masks, areas=False)
     metadata = MetadataCatalog.get(name)
     root, class_of = metadata.image_root, metadata.thing_dataset_id_to_contiguous_id
     return (
@@ -379,11 +378,11 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dic
         ConfigError: If the check finds errors, and under the conditions of :func:`read_coco`.
     """
     metadata = MetadataCatalog.get(name)
-    dataset = read_large_lists(metadata.json_file, ("images", "annotations", "categories"))
-    dataset = dataset or read_coco(metadata.json_file)
+    path = metadata.json_file
+    dataset = read_large_lists(path, ("images", "annotations", "categories")) or read_coco(path)
     if check == "off":
         return dataset
-    file = CocoFile(metadata.json_file, metadata.image_root, masks=masks, dataset=dataset)
+    file = CocoFile(path, metadata.image_root, masks=masks, dataset=dataset)
     findings = file.findings()
     if file.findings("error") and (check == "error" or file.unfixable() is not None):
         raise file.error()

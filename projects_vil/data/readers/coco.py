@@ -35,7 +35,7 @@ def read_coco(path: str | Path) -> dict[str, Any]:
 
 def entries_of(content: dict[str, Any], key: str) -> list[dict[str, Any]]:
     """Return the valid entries of a list of a COCO file: dicts, and for images those with a file name."""
-    entries = [entry for entry in content.get(key, ()) if isinstance(entry, dict)]
+    entries = [entry for entry in content.get(key) or () if isinstance(entry, dict)]
     return entries if key != "images" else [entry for entry in entries if isinstance(entry.get("file_name"), str)]
 
 
@@ -49,9 +49,11 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
         by_split[split_of(index.folders_of(path), Path(path).stem) or "train"].append(path)
     for split, own in by_split.items():
         main = [path for path in own if not _OTHER_FILES.match(os.path.basename(path))] or own
-        # Beside a file of val, a file of train comes before a file of train and val.
-        if "val" in by_split:
-            main = [path for path in main if re.search("train(?!val)", normalized(os.path.basename(path)))] or main
+        if len(main) > 1 and split == "train" and "val" in by_split:
+            # A file of train comes before a file of train and val, which has the same images.
+            first = [path for path in main if re.search("train(?!val)", normalized(os.path.basename(path)))]
+            used = [*first, *by_split["val"], *by_split.get("test", ())]
+            main = first if first and _names(main) <= _names(used) else main
         # Some datasets have copies of the files in another folder.
         folders = {os.path.join(os.path.dirname(path), "") for path in main if len(main) > 1}
         if folders and sum(any(image.startswith(folder) for image in index.images) for folder in folders) < 2:
@@ -69,6 +71,11 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
             found.notes.append("the folders of the images decide their splits")
             parts = {split: (part, None, root) for split, part in divide(content, splits).items()}
     return parts
+
+
+def _names(paths: list[str]) -> set[str]:
+    """Return the file names of the images of COCO files."""
+    return {entry["file_name"] for path in paths for entry in entries_of(read_json(path), "images")}
 
 
 def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[str, Any], Path | None, Path]:

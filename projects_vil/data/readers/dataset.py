@@ -317,17 +317,17 @@ def annotation_format(path: str) -> str | None:
     with open(path, "rb") as file:
         # Without the zero bytes of UTF-16
         head = file.read(4096).replace(b"\0", b"")
-    name = "COCO" if re.search(rb'"(images|annotations|categories)"\s*:\s*\[', head) else None
-    # A large file is not parsed twice.
-    if name and os.path.getsize(path) > 32 * 2**20:
+    is_object = head.lstrip(b"\xef\xbb\xbf\xff\xfe").lstrip().startswith(b"{")
+    name = "COCO" if is_object and re.search(rb'"(images|annotations|categories)"\s*:\s*\[', head) else None
+    # Other files are lists, such as the results of a detector. A large file is not parsed twice.
+    if not is_object or (name and os.path.getsize(path) > 32 * 2**20):
         return name
     try:
         content = read_json(path)
     except ConfigError:
         # The reader of the format reports the error.
         return name
-    # The results of a detector are a list.
-    lists = {key for key, value in content.items() if isinstance(value, list)} if isinstance(content, dict) else set()
+    lists = {key for key, value in content.items() if isinstance(value, list)}
     if "shapes" in lists or {"images", "categories"} <= lists:
         return "LabelMe" if "shapes" in lists else "COCO"
-    return "VIA" if via.images_of(content) is not None else None
+    return "VIA" if via.images_of(content) else None

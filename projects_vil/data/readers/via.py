@@ -16,7 +16,7 @@ _VALUES = {"rect": ("x", "y", "width", "height"), "circle": ("cx", "cy", "r", "r
 
 def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
     """Yield the images of VIA's exported annotations or projects. The class of a region is one of its attributes."""
-    images = [(path, *image) for path in files for image in images_of(read_json(path)) or ()]
+    images = [(path, *_parsed(path, *item)) for path in files for item in images_of(read_json(path)).items()]
     keys = {key for _, _, regions in images for _, attributes in regions for key in attributes}
     named = [key for name in _CLASS_KEYS for key in sorted(keys) if key.lower() == name]
     if not named and len(keys) > 1:
@@ -36,18 +36,22 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         yield Record(path, (name,), split=split_of_file(path, files), objects=found.objects_of(shapes, path))
 
 
-def images_of(content: Any) -> list[tuple[str, list[tuple[dict, dict]]]] | None:
-    """Return the name of each image, and the shape and the attributes of each region, or None for another format."""
-    images = []
+def images_of(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of the images of a VIA file by their keys, or an empty dict for another format."""
+    images = content.get("_via_img_metadata", content)
+    entries = [entry for entry in images.values() if isinstance(entry, dict)] if isinstance(images, dict) else []
+    return images if any({"filename", "regions"} <= entry.keys() for entry in entries) else {}
+
+
+def _parsed(path: str, key: str, entry: Any) -> tuple[str, list[list[dict]]]:
+    """Return the name of an image, and the shape and the attributes of each region."""
     try:
-        for entry in content.get("_via_img_metadata", content).values():
-            regions = entry["regions"] or []
-            regions = list(regions.values()) if isinstance(regions, dict) else regions
-            parts = [[dict(r.get(f"{part}_attributes") or {}) for part in ("shape", "region")] for r in regions]
-            images.append((str(entry["filename"]), parts))
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-    return images or None
+        regions = entry["regions"] or []
+        regions = regions.values() if isinstance(regions, dict) else regions
+        parts = [[dict(r.get(f"{part}_attributes") or {}) for part in ("shape", "region")] for r in regions]
+        return str(entry["filename"]), parts
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"'{path}' has the invalid entry {key!r}. Correct its filename and regions.") from error
 
 
 def _shape(label: str, shape: dict[str, Any], location: str) -> Shape:
@@ -59,6 +63,6 @@ def _shape(label: str, shape: dict[str, Any], location: str) -> Shape:
     elif name == "ellipse":
         values.append(math.degrees(number(shape.get("theta", 0), location)))
     elif name == "polygon":
-        pairs = zip(shape.get("all_points_x", ()), shape.get("all_points_y", ()), strict=False)
+        pairs = zip(shape.get("all_points_x") or (), shape.get("all_points_y") or (), strict=False)
         values = [number(value, f"{location}: polygon") for pair in pairs for value in pair]
     return {"rect": "rectangle", "circle": "ellipse"}.get(name, name), label, None, values

@@ -21,12 +21,14 @@ _CLASS_FILES = r"classes\.txt|obj\.names|_darknet\.labels", r"(predefined_classe
 _OPTIONAL = {"\\", "..", "data", "datasets"}
 _LARGE = "label files with values larger than 1, which are not fractions of the image"
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+# Numbers, and what some programs write instead of a number
+_VALUE = re.compile(rf"{_NUMBER.pattern}|[-+]?(nan|inf)|", re.I)
 
 
 def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
     """Yield the images of a dataset in YOLO's format, which has one text file per image."""
-    # labelImg writes classes.txt into each folder.
-    if len({Path(file).read_bytes() if class_files([file]) else file for file in files}) > 1:
+    # labelImg writes an equal classes.txt into each folder.
+    if len(files) > 1 and (class_files(files) != files or len({*map(content_hash, files)}) > 1):
         raise ConfigError(f"'{index.root}' has several YOLO files, '{files[0]}' and '{files[1]}'. Give one file.")
     path, folder = files[0], os.path.dirname(files[0])
     data = _settings(path, index, found)
@@ -45,7 +47,9 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
             # Roboflow may name a test split that does not exist.
             if not own and split not in ("test", None):
                 where = f"has no images in '{index.image_root}'" if place or index.is_given else "does not exist"
-                raise ConfigError(f"'{path}' has {entry!r} for {split}, which {where}. Add images or correct it.")
+                raise ConfigError(
+                    f"'{path}' has {entry!r} for {split}, which {where}. Add images, or correct or delete it."
+                )
             if own and place and {*PureWindowsPath(entry).parts} - {*Path(place).parts} - _OPTIONAL:
                 found.notes.append(f"{split} is '{place}', because {entry!r} does not exist")
             images[split] |= dict.fromkeys(own)
@@ -67,13 +71,12 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
             raise ConfigError(f"Label file '{label}' fits both '{other}' and '{image}'. Rename or remove one image.")
     sizes = {image: size for image, (size, _) in zip(labels, read_sizes(labels), strict=True)}
     # The dataset check reports unreadable images.
-    rows = {image: _rows(label) if label and sizes[image] else [] for image, label in labels.items()}
+    rows = {image: [*_rows(label)] if label and sizes[image] else [] for image, label in labels.items()}
     for image, own in rows.items():
-        # A text file without lines of numbers is not a label file, but for example a caption.
-        if own and all(sum(map(bool, map(_NUMBER.fullmatch, row))) < 3 for row, _ in own):
+        # A text file without labels is, for example, a caption.
+        if own and not any(_is_label(row, names) for row, _ in own):
             labels[image], rows[image] = None, []
-    without = [image for image, label in labels.items() if label is None]
-    if without:
+    if without := [image for image, label in labels.items() if label is None]:
         found.notes.append(f"{len(without):,} of {len(labels):,} images have no label file, so they have no objects")
     has_points = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
     unknown: dict[str, list[str]] = defaultdict(list)
@@ -93,7 +96,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     found.read += used
     # An image without objects has an empty file.
     folders = {*map(os.path.dirname, used)}
-    empty = [file for file in texts if os.path.dirname(file) in folders and not _rows(file)]
+    empty = [file for file in texts if os.path.dirname(file) in folders and not any(_rows(file))]
     reasons = ("label files whose image is not used", "other label files of an image")
     expected = {label: reasons[image in labels] for image in index.images for label in _label_paths(image)}
     reasons = ("label files whose image is missing", "label files in another folder than the image")
@@ -127,7 +130,8 @@ def label_files(files: list[str]) -> list[str]:
     """Return the text files whose first row is a label of YOLO, which begins with a class index, or of DOTA."""
     # Opening a pipe would block.
     texts = [path for path in files if path.lower().endswith(".txt") and os.path.isfile(path)]
-    rows = [(path, row) for path in texts for row, _ in _rows(path)[:1] if all(map(_NUMBER.fullmatch, row[:5]))]
+    firsts = [(path, next(_rows(path), ([], ""))[0]) for path in texts]
+    rows = [(path, row) for path, row in firsts if all(map(_NUMBER.fullmatch, row[:5]))]
     return [path for path, row in rows if len(row) in (9, 10) or (len(row) > 4 and float(row[0]).is_integer())]
 
 
@@ -147,7 +151,7 @@ def _settings(path: str, index: FileIndex, found: Annotations) -> dict[str, Any]
 
 def _names(path: str, data: dict[str, Any]) -> list[str]:
     names = data.get("names")
-    if isinstance(names, dict) and all(map(str.isdigit, names)):
+    if isinstance(names, dict) and all(re.fullmatch("[0-9]{1,5}", key) for key in names):
         names = [names.get(str(index), "") for index in range(max(map(int, names), default=-1) + 1)]
     # Other texts are a file name, or names without a space after their numbers.
     names = [names] if isinstance(names, str) and re.fullmatch(r"[\w -]+", names) else names
@@ -156,7 +160,8 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
     is_unique = 0 < len(different) == len(names) - names.count("")
     if not is_unique or str(data.get("nc", len(names))) not in (str(len(names)), str(len(different))):
         found = counted(len(different), "different name") + f", but nc is {data.get('nc')}" * ("nc" in data)
-        advice = "Write one name per class in a list, or lines such as '0: cat'" + ", and correct nc" * ("nc" in data)
+        advice = "Write one name per class in a list, or lines such as '0: cat' with ids below 100,000"
+        advice += ", and correct nc" * ("nc" in data)
         raise ConfigError(f"'{path}' has {found}: names is {str(data.get('names'))[:80]!r}. {advice}.")
     if garbled := [name for name in names if "\ufffd" in name]:
         raise ConfigError(f"The class names of '{path}', such as {garbled[0]!r}, are not UTF-8. Save them as UTF-8.")
@@ -212,13 +217,21 @@ def _label_paths(image: str) -> list[str]:
     return [f"{path}.txt" for path in dict.fromkeys((*paths, stem))]
 
 
-def _rows(label: str) -> list[tuple[list[str], str]]:
-    """Return the words of each line, and its location. Some programs write commas or semicolons between the words."""
-    lines = [re.split(r"[,;]?\s+" if re.search(r"\s", line) else "[,;]", line) for line in read_lines(label)]
-    # Other commas are decimal points.
-    rows = [([word.replace(",", ".") for word in row], f"{label}, line {i}") for i, row in enumerate(lines, start=1)]
-    # Files of DOTA begin with the source and the resolution of the image.
-    return [(row, location) for row, location in rows if row[0] and not re.match("'?(imagesource|gsd)'?:", row[0])]
+def _rows(label: str) -> Iterator[tuple[list[str], str]]:
+    """Yield the words of each line, and its location. Some programs write commas or semicolons between the words."""
+    for i, line in enumerate(read_lines(label), start=1):
+        separator = r"\s*;\s*" if ";" in line else r",?\s+" if re.search(r"\s", line) else ","
+        row = [re.sub(r"^([-+]?\d*),(\d+([eE][-+]?\d+)?)$", r"\1.\2", word) for word in re.split(separator, line)]
+        # Files of DOTA begin with the source and the resolution of the image.
+        if line and not re.match("'?(imagesource|gsd)'?:", line):
+            yield row, f"{label}, line {i}"
+
+
+def _is_label(row: list[str], names: list[str]) -> bool:
+    """Return whether a row is a label, perhaps with faults, and not a text such as ``2 cats on a mat``."""
+    are_values = [_VALUE.fullmatch(word) is not None for word in row]
+    has_class = are_values[0] or row[0] in names
+    return row[0] in map(str, range(len(names))) or sum(are_values) > 2 or (has_class and are_values[1:2] == [True])
 
 
 def _are_poses(rows: list[list[str]]) -> bool:
@@ -247,5 +260,5 @@ def _object(row: list[str], names: list[str], size: tuple[int, int], location: s
         left, top = round(x - width / 2, 2), round(y - height / 2, 2)
         return box_object(label, [left, top, left + round(width, 2), top + round(height, 2)])
     if len(values) < 6 or len(values) % 2:
-        raise ConfigError(f"{location}: {len(row)} numbers are not a class and a box or polygon. Remove confidences.")
+        raise ConfigError(f"{location}: {len(row)} numbers are not a class and a box or polygon. Correct the line.")
     return polygon_object(label, [[round(pixel, 2) for pixel in pixels]])

@@ -28,7 +28,8 @@ def found(folder, **options) -> dict[str, int]:
 
 def test_a_valid_file_has_no_findings_and_every_check_has_a_case(copy):
     assert found(copy, pixels=True) == {}
-    cases = {name for name, _ in CORRUPTIONS.values()} | {"boxes_in_xyxy_format", "boxes_in_normalized_coordinates"}
+    formats = {"boxes_in_xyxy_format", "boxes_in_unknown_format", "boxes_in_normalized_coordinates"}
+    cases = {name for name, _ in CORRUPTIONS.values()} | formats
     assert cases == CHECKS.keys()
     # Objects of two categories may have the same box.
     other = check(copy).annotations[1] | {"id": 10**6}
@@ -130,6 +131,7 @@ def test_rle_is_read_as_the_polygons_that_it_is_made_of(copy):
         ("boxes_in_xyxy_format", lambda left, top, width, height: [left, top, left + width, top + height]),
         # The corners in labels of YOLO are read as a center and a size.
         ("boxes_in_xyxy_format", lambda x, y, w, h: [x - (x + w) / 2, y - (y + h) / 2, x + w, y + h]),
+        ("boxes_in_unknown_format", lambda x, y, w, h: [-w / 2, y, w, h]),
         ("boxes_in_normalized_coordinates", lambda *box: [0.1, 0.2, 0.3, 0.4]),
     ],
 )
@@ -137,7 +139,9 @@ def test_boxes_in_another_format_cannot_be_fixed(copy, name, to_box):
     def change(content) -> None:
         content["annotations"] *= 2
         for number, annotation in enumerate(content["annotations"]):
-            content["annotations"][number] = annotation | {"id": number + 1, "bbox": to_box(*annotation["bbox"])}
+            changes = {"segmentation": []} if name == "boxes_in_unknown_format" else {}
+            changes |= {"id": number + 1, "bbox": to_box(*annotation["bbox"])}
+            content["annotations"][number] = annotation | changes
 
     edit(copy, change)
     assert name in found(copy)
