@@ -16,7 +16,7 @@ from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 
 from backbones import ConfigError
-from backbones.errors import check_whole, explained_errors, first_of
+from backbones.errors import check_whole, first_of
 from projects_vil.checkpoint import LAST_CHECKPOINT, PUBLISHED_WEIGHTS, Categories, weights_of
 from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_config
 from projects_vil.config import CONFIG_FILE, choose_device, load_config
@@ -241,8 +241,7 @@ class Detector(HubMixin):
             if unused := [name for name, is_given in options.items() if is_given]:
                 advice = f"Leave it out, or export '{path}' again with other config keys."
                 raise ConfigError(f"An exported model has no option {', '.join(unused)}. {advice}")
-            with explained_errors(Path(path), "has damaged metadata", "Export the model again."):
-                runner = ExportedRunner(Path(path), device=device or "cpu", score_threshold=score_threshold)
+            runner = ExportedRunner(Path(path), device=device or "cpu", score_threshold=score_threshold)
             return cls(runner, draw_threshold=score_threshold)
         config, weights = find_model(source, weights)
         cfg = load_config(config, [str(value) for value in overrides])

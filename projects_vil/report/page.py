@@ -57,7 +57,7 @@ class RunFolder:
         """Catch expected errors, and record that ``content`` is omitted and why."""
         try:
             yield
-        except (ConfigError, OSError, TypeError) as error:
+        except (ConfigError, OSError) as error:
             self.omitted.append(f"{content}: {error}")
 
 
@@ -123,7 +123,13 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
     if len(run.metrics) < len(lines):
         run.omitted.append(f"{len(lines) - len(run.metrics)} of {len(lines)} lines of {METRICS} are damaged")
     with run.omit_on_error("metrics of the evaluation"):
-        run.evaluation = dict(read_json(folder / EVALUATION))
+        evaluation = read_json(folder / EVALUATION)
+        with explained_errors(folder / EVALUATION, "is damaged", "Evaluate again."):
+            # Values other than dicts, numbers and None raise a TypeError.
+            for metrics in itertools.chain(*map(dict.values, dict.values(evaluation))):
+                for row in (metrics | {PER_CLASS: None}, *dict.values(metrics.get(PER_CLASS, {}))):
+                    sum(value for value in dict.values(row) if value is not None)
+        run.evaluation = evaluation
     return run
 
 
@@ -158,9 +164,8 @@ def _datasets(run: RunFolder, *, num_images: int) -> list[dict[str, Any]]:
                 results, limit = predictions_file(run.folder, name), run.cfg.TEST.DETECTIONS_PER_IMAGE
                 metrics = evaluate_detections(annotations, results, max_detections=limit)
         tasks = run.evaluation.get(name, {})
-        section = {"name": name, "metrics": metrics, "figures": [], "images": []}
-        with explained_errors(run.folder / EVALUATION, "is damaged", "Evaluate again."):
-            section |= _summary(tasks, metrics) | _classes(tasks, metrics)
+        section = _summary(tasks, metrics) | _classes(tasks, metrics)
+        section |= {"name": name, "metrics": metrics, "figures": [], "images": []}
         if metrics is not None:
             section |= {"figures": figures.precision_figures(metrics)} | _confusion(metrics)
             with run.omit_on_error(f"images of {name}"):
@@ -254,6 +259,6 @@ def _render(run: RunFolder, datasets: list[dict[str, Any]]) -> str:
 
 def _number(value: float | str | None) -> str:
     """Format a cell of a table. A missing or non-finite value is a dash."""
-    if value is not None and not isinstance(value, (int, float)):
-        return str(value)
+    if isinstance(value, str):
+        return value
     return "–" if value is None or not math.isfinite(value) else f"{value:.1f}"
