@@ -134,7 +134,7 @@ def _results(row: dict[str, Any], image: dict[str, Any], ids: dict[int, int | No
         )
     boxes = np.array(row["boxes"], np.float32).reshape(-1, 4)
     boxes[:, 2:] -= boxes[:, :2]
-    masks = [{"segmentation": {"size": size, "counts": one.decode()}} for one in row["masks"] or ()]
+    masks = [{"segmentation": {"size": size, "counts": bytes.decode(one)}} for one in row["masks"] or ()]
     columns = zip(boxes.tolist(), row["scores"], row["category_ids"], masks or [{}] * len(boxes), strict=True)
     return [
         {"image_id": image["id"], "category_id": ids[label], "bbox": box, "score": score} | mask
