@@ -30,12 +30,16 @@ def find_os_error(error: BaseException) -> OSError | None:
 
 @contextlib.contextmanager
 def explained_errors(path: str | Path, problem: str, advice: str) -> Iterator[None]:
-    """Raise a :class:`ConfigError` with the name of a file instead of an error about its content."""
+    """Raise a :class:`ConfigError` with the name of a file instead of an error about its content.
+
+    Wrap only code that parses the file, so that the errors of other code stay bugs. For damaged content, pyarrow raises
+    an OSError without errno.
+    """
     try:
         yield
-    except ConfigError:
-        raise
-    except (AssertionError, AttributeError, LookupError, NotImplementedError, OSError, TypeError, ValueError) as error:
+    except (AssertionError, LookupError, OSError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError) or getattr(error, "errno", None) is not None:
+            raise
         raise ConfigError(f"'{path}' {problem} ({error!r}). {advice}") from error
 
 

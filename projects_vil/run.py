@@ -52,8 +52,6 @@ DATA_FOLDER = "data"
 CLASSES = "classes"
 # Config keys that do not change the results of an evaluation.
 _SAME_RESULTS = {"DATALOADER.NUM_WORKERS", "MODEL.DEVICE", "OUTPUT_DIR"}
-# A note says that the AP is not reliable with fewer validation images.
-_FEW_IMAGES = 20
 # Names of the datasets that this process has registered.
 _registered: set[str] = set()
 
@@ -267,8 +265,8 @@ def train(
                 check_output_dir(cfg, resume=resume)
                 dataset = read_dataset(data, output / DATA_FOLDER, val=val_fraction, images=images, contents=contents)
             print(dataset.line(), flush=True)
-            number = dataset.sizes.get("val", _FEW_IMAGES)
-            if number < _FEW_IMAGES:
+            number = dataset.sizes.get("val")
+            if number and number < 20:
                 print(f"    the AP of {counted(number, 'validation image')} is not reliable: add more", flush=True)
             if cfg.MODEL.MASK_ON and not dataset.has_masks:
                 raise ConfigError(

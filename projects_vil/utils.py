@@ -212,8 +212,7 @@ def read_large_lists(path: str, keys: Iterable[str]) -> dict[str, SharedRecords]
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 if len(re.findall(rb'"%b"\s*:\s*\[' % key.encode(), content)) > 1:
                     return None
-                items = ijson.items(file, f"{key}.item", use_float=True, buf_size=1 << 20)
-                lists[key] = SharedRecords(items)
+                lists[key] = SharedRecords(ijson.items(file, f"{key}.item", use_float=True, buf_size=1 << 20))
     except (OSError, ValueError, ijson.JSONError):
         return None
     return lists if all(len(one) and None not in one.keys for one in lists.values()) else None

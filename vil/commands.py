@@ -167,7 +167,6 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
     if arguments["predictions"]:
-        check_packages("--predictions", "pyarrow")
         # The first positional argument is DATA. After --predictions, argparse parses DATA as another PATH.
         paths = [path for path in (arguments["model"], arguments["data"], *arguments["predictions"]) if path]
         parts = [path for path in paths if path.endswith(".parquet") or any(Path(path).glob("*.parquet"))]

@@ -410,9 +410,8 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
             yield "boxes_in_xyxy_format", beyond
             break
     else:
-        # Boxes with a mask are compared with it.
-        beyond &= np.isnan(x)
-        if valid.sum() >= _MIN_BOXES / 2 and beyond[valid].mean() >= 0.5:
+        # Boxes with a mask are compared with the mask.
+        if valid.sum() >= _MIN_BOXES / 2 and (beyond & np.isnan(x))[valid].mean() >= 0.5:
             yield "boxes_in_unknown_format", beyond
     if ((right <= 1) & (bottom <= 1) & (widths > 10) & (heights > 10))[valid].all():
         yield "boxes_in_normalized_coordinates", valid

@@ -15,7 +15,7 @@ from detectron2.evaluation import print_csv_format
 from detectron2.utils import comm
 
 from backbones import ConfigError
-from backbones.errors import check_file, explained_errors
+from backbones.errors import check_file, check_packages, explained_errors
 from projects_vil import data
 from projects_vil.data.records import SHARED, read_and_share, read_truth
 from projects_vil.evaluation.evaluators import COCOEvaluator
@@ -35,9 +35,11 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
         paths: Parquet files, or folders of Parquet files.
 
     Raises:
-        ConfigError: If a file cannot be read, a box or score is not finite, a row matches several images, an image has
-            several rows, or no image or class has predictions.
+        ConfigError: If pyarrow is missing, a file is damaged, a box or score is not finite, a row matches several
+            images, an image has several rows, or no image or class has predictions.
+        OSError: If a file cannot be read.
     """
+    check_packages("The evaluation of predictions", "pyarrow")
     data.register_datasets(cfg)
     log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
     (name,) = cfg.DATASETS.TEST
@@ -67,7 +69,6 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
         own = [one for one, other in own if path.endswith(other) or other.endswith(path)]
         if labels not in matches:
             matches[labels] = _match(name, categories, file, labels)
-        ids = matches[labels]
         if len(own) > 1 or any(one["id"] not in missing for one in own):
             raise ConfigError(
                 f"'{path[1:]}' in '{file}' matches several images of {name}. Predict on the dataset's folder."
@@ -78,7 +79,8 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
                 row["masks"] = row["masks"] if has_masks else None
                 with explained_errors(file, "is damaged, or not from 'vil predict'", "Predict again."):
                     check_finite(row["boxes"], row["scores"], source=f"{file}, {path[1:]}")
-                    evaluator.add(image["id"], _results(row, image, ids))
+                    detections = _results(row, image, matches[labels])
+                evaluator.add(image["id"], detections)
         others, errors = others + (not own), errors + bool(own and row["error"])
     if len(missing) == total:
         raise ConfigError(f"No row of the predictions ({others}) is for an image of {name}. Compare the file names.")
@@ -100,8 +102,8 @@ def _match(name: str, categories: dict[int, str], file: Path, labels: Labels) ->
     differ = f"{file} has {data.describe_classes(ours)}, and {name} has {data.describe_classes(theirs)}"
     matched = data.match_classes(ours, theirs) if len(ours) != len(theirs) else {}
     matched = matched or dict(enumerate(data.match_all_classes(ours, theirs, differ=differ)))
-    ids = dict(zip(matched, map(list(categories).__getitem__, matched.values()), strict=True))
-    return {number: ids.get(index) for index, (number, _) in enumerate(labels)}
+    ids = list(categories)
+    return {number: ids[matched[index]] if index in matched else None for index, (number, _) in enumerate(labels)}
 
 
 def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, Labels, dict[str, Any], bool]]:
@@ -132,7 +134,7 @@ def _results(row: dict[str, Any], image: dict[str, Any], ids: dict[int, int | No
         )
     boxes = np.array(row["boxes"], np.float32).reshape(-1, 4)
     boxes[:, 2:] -= boxes[:, :2]
-    masks = [{"segmentation": {"size": size, "counts": one.decode()}} for one in row["masks"] or ()]
+    masks = [{"segmentation": {"size": size, "counts": bytes.decode(one)}} for one in row["masks"] or ()]
     columns = zip(boxes.tolist(), row["scores"], row["category_ids"], masks or [{}] * len(boxes), strict=True)
     return [
         {"image_id": image["id"], "category_id": ids[label], "bbox": box, "score": score} | mask

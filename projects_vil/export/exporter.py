@@ -104,10 +104,9 @@ def export_detector(
     if cfg.TEST.TILE_SIZE:
         message = "The exported file does not divide images into tiles. Give it tiles of %d pixels."
         logging.getLogger(__name__).warning(message, cfg.TEST.TILE_SIZE)
-    calibration = []
     if is_int8:
         check_packages("Precision int8", "nncf")
-        calibration = dataset_files(cfg, "TRAIN", calibration_images)
+    calibration = dataset_files(cfg, "TRAIN", calibration_images) if is_int8 else []
     check_output_folder(output)
     reference, categories = load_detector(with_overrides(cfg, {"MODEL.TRANSFORMER.COMPILE": False}), weights)
     network = cast_network(copy.deepcopy(reference), precision)

@@ -17,6 +17,9 @@ from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
 from projects_vil.utils import read_json
 
+# The problem and the advice for ``explained_errors``
+DAMAGED = ("has damaged metadata", "Export the model again.")
+
 
 def metadata_path(path: str | Path) -> Path:
     """Return the path of the metadata file of an exported file."""
@@ -40,7 +43,7 @@ def read_metadata(path: Path) -> dict | None:
     file = metadata_path(path)
     if not file.exists():
         return None
-    metadata = read_json(file, what=f"metadata of {path}")
+    metadata = dict(read_json(file, what=f"metadata of {path}"))
     # A user who edits the model deletes its sha256.
     for name, digest in ({path.name: metadata.get("sha256")} | metadata.get("other_files", {})).items():
         check_file(path.with_name(name), "file", key=f"part of {path}")

@@ -10,9 +10,9 @@ from detectron2.structures import Boxes, Instances
 from torch import Tensor
 
 from backbones import ConfigError
-from backbones.errors import check_file
+from backbones.errors import check_file, explained_errors
 from projects_vil.export.formats import format_of, load_model
-from projects_vil.export.metadata import check_sides, metadata_path, read_metadata
+from projects_vil.export.metadata import DAMAGED, check_sides, metadata_path, read_metadata
 from projects_vil.export.traceable import unpad_detections
 
 
@@ -40,17 +40,19 @@ class ExportedModel:
         self.file_format = format_of(self.path)
         check_file(self.path, "file")
         # Read first: its SHA-256 detects a damaged file, which can crash a runtime.
-        metadata = read_metadata(self.path)
+        with explained_errors(path, *DAMAGED):
+            metadata = read_metadata(self.path)
         self._run, embedded = load_model(self.path, device=device)
         if metadata is None and embedded is None:
             check_file(metadata_path(self.path), "file", key=f"the metadata of {path}")
-        inside = metadata if embedded is None else json.loads(embedded)
-        self.metadata = inside if metadata is None else metadata
-        if len(self.metadata["classes"]) != len(inside["classes"]):
-            raise ConfigError(f"'{metadata_path(self.path)}' has another number of classes than the model. Restore it.")
-        self.output_names = tuple(output["name"] for output in self.metadata["outputs"])
-        self.batched = self.metadata["input"]["batched"]
-        self.dtype = getattr(torch, self.metadata["input"]["dtype"])
+        with explained_errors(path, *DAMAGED):
+            inside = metadata if embedded is None else json.loads(embedded)
+            self.metadata = inside if metadata is None else metadata
+            if len(self.metadata["classes"]) != len(inside["classes"]):
+                raise ConfigError(f"'{metadata_path(path)}' has another number of classes than the model. Restore it.")
+            self.output_names = tuple(output["name"] for output in self.metadata["outputs"])
+            self.batched = self.metadata["input"]["batched"]
+            self.dtype = vars(torch)[self.metadata["input"]["dtype"]]
 
     def __call__(self, images: Tensor) -> dict[str, Tensor]:
         """Return the outputs by name, without the padding of a fixed number of detections.

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import numbers
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 
 from backbones import ConfigError
-from backbones.errors import check_whole, explained_errors, first_of
+from backbones.errors import check_whole, first_of
 from projects_vil.checkpoint import LAST_CHECKPOINT, PUBLISHED_WEIGHTS, Categories, weights_of
 from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_config
 from projects_vil.config import CONFIG_FILE, choose_device, load_config
@@ -241,8 +242,7 @@ class Detector(HubMixin):
             if unused := [name for name, is_given in options.items() if is_given]:
                 advice = f"Leave it out, or export '{path}' again with other config keys."
                 raise ConfigError(f"An exported model has no option {', '.join(unused)}. {advice}")
-            with explained_errors(Path(path), "has damaged metadata", "Export the model again."):
-                runner = ExportedRunner(Path(path), device=device or "cpu", score_threshold=score_threshold)
+            runner = ExportedRunner(Path(path), device=device or "cpu", score_threshold=score_threshold)
             return cls(runner, draw_threshold=score_threshold)
         config, weights = find_model(source, weights)
         cfg = load_config(config, [str(value) for value in overrides])
@@ -407,9 +407,6 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
 
 def check_threshold(score_threshold: float | None) -> None:
     """Raise a :class:`ConfigError` unless a score threshold is None or a number in [0, 1]."""
-    try:
-        is_valid = score_threshold is None or 0 <= float(score_threshold) <= 1
-    except (TypeError, ValueError):
-        is_valid = False
-    if not is_valid:
+    is_number = isinstance(score_threshold, numbers.Real)
+    if score_threshold is not None and not (is_number and 0 <= score_threshold <= 1):
         raise ConfigError(f"score_threshold is {score_threshold!r}. Use a number between 0 and 1.")

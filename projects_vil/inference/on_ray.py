@@ -47,10 +47,13 @@ def _explained_error() -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", error)
-        # Ray Data appends advice about retries.
-        reason = one_line(f"{type(cause).__name__}: {cause}".partition("Failed to apply")[0].removesuffix("\\n"))
-        raise ConfigError(f"A Ray task failed ({reason}). Correct the cause and repeat the command.") from error
+        # The innermost error is at the end of the traceback, before the advice of Ray Data about retries. Its object is
+        # not used, because this advice replaces the file name of an OSError.
+        reason = re.split(r"(?m)^[ \x1b].*\n", str(error))[-1].partition("\nFailed to apply")[0].strip()
+        kind, _, message = reason.partition(": ")
+        if kind == "backbones.errors.ConfigError":
+            raise ConfigError(message) from error
+        raise ConfigError(f"A Ray task failed ({one_line(reason)}). Fix the cause and repeat the command.") from error
 
 
 @_explained_error()
@@ -135,11 +138,13 @@ def predict_on_ray(
     # Ray would also reserve a CPU for each GPU worker, and might have none left for reading.
     reserved = {"num_gpus": 1 / workers_per_gpu, "num_cpus": 0} if unit == "GPU" else {"num_cpus": 1}
     arguments = {"fn_constructor_args": (model, options | {"overrides": given}, batch_size, finished), **reserved}
-    context = ray.data.DataContext.get_current()
-    context.retried_map_errors, context.max_map_retries = True, 2
     pool = ray.data.ActorPoolStrategy(min_size=smallest, max_size=largest)
     # Ray does not accept GPU workers without a batch size.
     listed = ray.data.from_arrow_refs(blocks)
+    # The context of this dataset only. A ConfigError would be the same in each attempt.
+    context = listed.context
+    context.raise_original_map_exception = True
+    context.retried_map_errors, context.max_map_retries = [r"^(?!\S*ConfigError)"], 2
     detected = listed.map_batches(_Worker, compute=pool, batch_size=rows, batch_format="pyarrow", **arguments)
     output.mkdir(parents=True, exist_ok=True)
     if archives:

@@ -112,7 +112,9 @@ def failed_rows(table: pa.Table) -> list[int]:
 
 
 def write_part(path: Path, table: pa.Table) -> pa.Table:
-    """Write a Parquet file atomically, and return its table."""
+    """Write a Parquet file to an existing folder, atomically, and return its table."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"'{path.parent}' was deleted, and its files are lost. Repeat the command.")
     with atomic_write(path) as partial:
         parquet.write_table(table, partial, write_page_checksum=True)
     return table

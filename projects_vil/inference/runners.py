@@ -13,11 +13,11 @@ from detectron2.structures import Boxes, ImageList, Instances
 from torch import Tensor
 
 from backbones import ConfigError
-from backbones.errors import check_choice
+from backbones.errors import check_choice, explained_errors
 from projects_vil.checkpoint import known_categories, load_detector
 from projects_vil.config import DETECTORS, detector_name, set_precision
 from projects_vil.data import size_for_testing
-from projects_vil.export import ExportedModel, letterbox_size, pad_image, to_instances
+from projects_vil.export import DAMAGED, ExportedModel, letterbox_size, pad_image, to_instances
 from projects_vil.modeling import add_tiles, add_tta, autocast_detector, eval_dtype, max_input_side, use_sync_free_parts
 from vil.choices import DTYPES
 
@@ -116,18 +116,18 @@ class ExportedRunner:
         self.model = ExportedModel(path, device=device)
         metadata = self.model.metadata
         self.weights, self.device = self.model.path, str(device)
-        self.architecture, self.backbone = metadata["detector"], metadata["backbone"]
-        self.channels = metadata["input"]["color_order"]
-        classes = tuple(metadata["classes"])
-        self.categories = known_categories(classes, metadata["category_ids"], number=len(classes))
-        exported = metadata["thresholds"]["score"]
+        with explained_errors(path, *DAMAGED):
+            self.architecture, self.backbone = metadata["detector"], metadata["backbone"]
+            self.channels = metadata["input"]["color_order"]
+            classes, ids = tuple(metadata["classes"]), metadata["category_ids"]
+            exported, self.resizing = float(metadata["thresholds"]["score"]), metadata["resizing"]
+            self.fixed_size = tuple(metadata["input"]["size"] or ()) or None
+            self.sides = (1, None) if self.fixed_size else metadata["input"]["sides"]
+        self.categories = known_categories(classes, ids, number=len(classes))
         self.score_threshold = exported if score_threshold is None else score_threshold
         if self.score_threshold < exported:
             text = f"score_threshold is {score_threshold:g}, but '{path}' was exported with {exported:g}."
             raise ConfigError(f"{text} Use a higher threshold, or export the model again.")
-        self.resizing = metadata["resizing"]
-        self.fixed_size = tuple(metadata["input"]["size"] or ()) or None
-        self.sides = (1, None) if self.fixed_size else metadata["input"]["sides"]
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         if self.fixed_size:

@@ -57,7 +57,7 @@ class RunFolder:
         """Catch expected errors, and record that ``content`` is omitted and why."""
         try:
             yield
-        except (ConfigError, OSError, TypeError) as error:
+        except (ConfigError, OSError) as error:
             self.omitted.append(f"{content}: {error}")
 
 
@@ -122,7 +122,8 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
             run.metrics.append({name: value for name, value in values.items() if isinstance(value, (int, float))})
     if len(run.metrics) < len(lines):
         run.omitted.append(f"{len(lines) - len(run.metrics)} of {len(lines)} lines of {METRICS} are damaged")
-    with run.omit_on_error("metrics of the evaluation"):
+    damaged = explained_errors(folder / EVALUATION, "is damaged", "Evaluate again.")
+    with run.omit_on_error("metrics of the evaluation"), damaged:
         run.evaluation = dict(read_json(folder / EVALUATION))
     return run
 

@@ -224,9 +224,6 @@ def test_the_commands(tmp_path):
     weights = ["--weights", run / "best_full.pth", "--device", "cpu"]
     run_tool(TOOL, "evaluate", *weights, "--data", tmp_path / "text", "--json", found)
     assert json.loads(found.read_text())["test"] == pytest.approx(figures[1]["test"], rel=1e-3)
-    windows = ["--test-length", 32, "--test-step", 8, "--test-memory", 16]
-    _, out, _ = run_tool(TOOL, "evaluate", *weights, "--data", tmp_path / "text", *windows)
-    assert "in sequences of 32 bytes at a step of 8" in out
     assert run_tool(TOOL, "generate", *weights, "--prompt", "All")[1].startswith("All")
     assert "last.pth" in error_of(TOOL, "generate", "--weights", run / "last.pth")
     assert len(run_tool(TOOL, "measure", *sizes, "--lengths", 32, "--runs", 1)[1].splitlines()) == 4

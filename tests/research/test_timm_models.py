@@ -180,12 +180,8 @@ def test_features(name, tmp_path):
     [
         ({"in_chans": 1}, "in_chans"),
         ({"global_pool": "max"}, "global_pool"),
-        ({"drop_block_rate": 0.1}, "drop_path_rate"),
-        ({"redraw_epoch_length": 9}, "redraw_epoch_length"),
         ({"random_shift_iterations": 9, "attention": "dense"}, "random_shift_iterations"),
         ({"features_only": True, "img_size": 224}, "max_img_size"),
-        ({"features_only": True, "feature_cls": "hook"}, "hook"),
-        ({"num_classes": -1}, "num_classes"),
     ],
     ids=str,
 )
@@ -200,11 +196,7 @@ def test_wrong_options(options, hint):
         [
             (SMALL, {}, True),
             (SMALL, {"position_interpolation": "per_feature_map"}, False),
-            (RELATIVE, {"position_interpolation": "once"}, False),
-            (RELATIVE, {"position_interpolation": "once", "attention": "dense"}, True),
-            ("linformer_tiny", {}, True),
             ("lit_ti", {"position_interpolation": "once"}, True),
-            ("cvt_ls_13", {}, False),
         ],
         [SMALL],
     ),
@@ -243,16 +235,8 @@ def test_dropout_and_layer_groups():
     ones = torch.ones(1, 1, model.num_features)
     assert 0.3 < (model.forward_head(ones, pre_logits=True) == 0).float().mean() < 0.7
     assert model.eval().forward_head(ones, pre_logits=True).eq(1).all()
-    model = meta_model("vil_tiny")
     layers = group_parameters(model, model.group_matcher(), reverse=True)
     assert layers.keys() == dict(model.named_parameters()).keys()
-    blocks = [layers[f"backbone.stages.2.blocks.{block}.mlp.fc1.weight"] for block in range(9)]
-    first = [layers[f"backbone.stages.0.{part}"] for part in ("global_tokens", "blocks.0.mlp.fc1.weight")]
-    order = [*first, layers["backbone.stages.1.patch_embed.proj.weight"], *blocks]
-    order += [layers["norm.weight"], layers["head.weight"]]
-    assert order == sorted(set(order)) and order[0] == 0 and order[-1] == max(layers.values())
-    coarse = group_parameters(model, model.group_matcher(coarse=True), reverse=True)
-    assert len(set(coarse.values())) == 6 and coarse["backbone.stages.2.blocks.0.mlp.fc1.weight"] == 3
 
 
 @pytest.mark.parametrize("options", [{}, {"layer_decay": 0.5}])

@@ -88,7 +88,7 @@ def test_files_and_folders(case, words):
     assert {one["category_id"] for one in entries} == {2, 3, 5}
 
 
-def test_mistakes(case):
+def test_mistakes(case, monkeypatch):
     rows, _ = case
     write(Path("twice/a.parquet"), rows)
     write(Path("twice/b.parquet"), rows[:1])
@@ -98,17 +98,20 @@ def test_mistakes(case):
     full = max(rows, key=lambda one: len(one["scores"]))
     write(Path("lengths/a.parquet"), [full | {"scores": []}])
     write(Path("category/a.parquet"), [full | {"category_ids": [99] * len(full["scores"])}])
-    Path("damaged").mkdir()
-    Path("damaged/a.parquet").write_text("PAR1")
+    write(Path("nulls/a.parquet"), [full | {"masks": [None] * len(full["scores"])}])
+    Path("damaged").write_text("PAR1")
     parquet.write_table(parquet.read_table("size/a.parquet").drop_columns("boxes"), "no_boxes")
-    expected = {"twice": "b.parquet", "classes": "cat", "size": "241", "damaged": "a.parquet", "/dev/null": "a device"}
-    for folder, word in (expected | dict.fromkeys(("lengths", "category", "no_boxes"), "is damaged")).items():
+    expected = {"twice": "b.parquet", "classes": "cat", "size": "241", "/dev/null": "a device"}
+    expected |= dict.fromkeys(("damaged", "nulls", "lengths", "category", "no_boxes"), "is damaged")
+    for folder, word in expected.items():
         assert word in message(evaluate, None, "mine", predictions=[folder], output="out")
     assert "unknown" not in message(evaluate, None, "mine", predictions=["unknown"], output="out")
     assert not Path("out/evaluation.json").exists()
     assert "annotations" in message(evaluate, None, predictions=["twice"], output="out")  # COCO is missing
     for words in ([], ["--predictions", "mine"], ["mine", "mine", "--predictions", "twice"]):
         assert vil("eval", *words)[0] == 2
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "needs pyarrow" in message(evaluate, None, "mine", predictions=["twice"], output="out")
 
 
 @pytest.mark.parametrize("key, value", [("boxes", [1.0, math.nan, 9.0, 9.0]), ("scores", math.inf), ("scores", None)])

@@ -62,8 +62,7 @@ def assert_same_rows(found, expected):
     found, expected = rows_of(found), rows_of(expected)
     assert found.keys() == expected.keys() and len(found) == 60
     for name, row in expected.items():
-        other = found[name]
-        assert all(other[key] == row[key] for key in ("height", "width", "error"))
+        assert all(found[name][key] == row[key] for key in ("height", "width", "error"))
     assert_same(results_of(found.values()), results_of(expected.values()))
 
 
@@ -137,6 +136,24 @@ def test_resume_after_failures(inputs, cluster, trained_run, tmp_path, monkeypat
     assert "part-000000.parquet" in message(predict_on_ray, trained_run, inputs / "photos", here)
 
 
+@pytest.mark.parametrize("error", [ConfigError("No a.pt. Add it."), FileNotFoundError(2, "No file", "a.pt")])
+def test_errors_of_a_worker(error, inputs, cluster, trained_run, tmp_path, monkeypatch):
+    """A ConfigError is not repeated. Other errors are repeated twice."""
+
+    class Worker:
+        def __init__(self, *args) -> None: ...
+
+        def __call__(self, table):
+            (tmp_path / f"attempt-{os.urandom(4).hex()}").touch()
+            raise error
+
+    monkeypatch.setattr("projects_vil.inference.on_ray._Worker", Worker)
+    text = message(predict_on_ray, trained_run, [str(inputs / "photos/00.png")], tmp_path / "out")
+    failed = f"A Ray task failed (FileNotFoundError: {error}). Fix the cause and repeat the command."
+    num_attempts = len(list(tmp_path.glob("attempt-*")))
+    assert (text, num_attempts) == ((str(error), 1) if isinstance(error, ConfigError) else (failed, 3))
+
+
 @pytest.mark.parametrize("cluster", [{"num_cpus": 3}, {"num_cpus": 1, "num_gpus": 2}], indirect=True)
 def test_tasks_have_at_most_512_rows(cluster, trained_run, tmp_path, monkeypatch):
     """The images do not exist, so that each one is a row with an error. The second run has several partitions."""
@@ -194,5 +211,4 @@ def test_temporary_errors_are_predicted_again(inputs, cluster, trained_run, tmp_
         tar.add(inputs / "list.txt", "list.txt")
     assert "has no images" in message(predict_on_ray, trained_run, tmp_path / "empty.tar", tmp_path / "other")
     os.utime(tmp_path / "empty.tar", (0, 0))
-    with pytest.raises(ConfigError, match="empty.tar changed after the prediction"):
-        predict_on_ray(trained_run, tmp_path / "empty.tar", tmp_path / "other")
+    assert "empty.tar changed" in message(predict_on_ray, trained_run, tmp_path / "empty.tar", tmp_path / "other")

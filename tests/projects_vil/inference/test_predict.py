@@ -86,9 +86,8 @@ def test_ids_of_annotations(tmp_path):
     assert [(r["image_id"], r["category_id"]) for r in results] == [(40, 10), (41, 11)]
     assert [(c["id"], c["name"]) for c in images["categories"]] == [(11, "left"), (10, "right")]
     assert summary.num_images == 2 and [item["file_name"] for item in images["skipped"]] == ["c.png"]
-    with pytest.raises(ConfigError, match="3 classes"):
-        more = annotations_of(tmp_path / "b.json", sizes, ["left", "right", "star"])
-        run_on(tmp_path / "in", tmp_path / "out", annotations=more)
+    more = annotations_of(tmp_path / "b.json", sizes, ["left", "right", "star"])
+    assert "3 classes" in message(run_on, tmp_path / "in", tmp_path / "out", annotations=more)
     assert "needs the folder" in message(run_on, tmp_path / "in/a.png", tmp_path / "out", annotations=annotations)
 
 
@@ -116,8 +115,8 @@ def test_a_run_is_no_output_directory(tmp_path):
     save(tmp_path / "a.png", picture(40, 60))
     before = sorted((tmp_path / "run").iterdir())
     for file_format in ("coco", "parquet"):
-        with pytest.raises(ConfigError, match="'.*run' has the config and the weights of a detector"):
-            run_on(tmp_path / "a.png", tmp_path / "run", file_format=file_format)
+        text = message(run_on, tmp_path / "a.png", tmp_path / "run", file_format=file_format)
+        assert "run' has the config and the weights of a detector" in text
     assert sorted((tmp_path / "run").iterdir()) == before
     assert run_on(tmp_path / "a.png", tmp_path / "run/predictions").num_images == 1
 
@@ -330,8 +329,9 @@ def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path
     assert summary.num_images == 1 and [item["file_name"] for item in skipped] == ["b.png", "c.png"]
     assert "16 x 64" in skipped[0]["reason"] and "32 to 256" in skipped[0]["reason"]
     assert "batch_size" in caplog.text
-    metadata_path(path).write_text("[]")
-    assert "damaged metadata" in message(Detector.load, path)
+    for content in ("[]", '{"other_files": []}', json.dumps(metadata | {"thresholds": {}, "sha256": None})):
+        metadata_path(path).write_text(content)
+        assert "damaged metadata" in message(Detector.load, path)
     write_video(tmp_path / "clip.avi", 2, size=(16, 64))
     assert "clip.avi" in message(predict, detector, tmp_path / "clip.avi", tmp_path / "video", drawings=False)
 
