@@ -237,7 +237,7 @@ def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
     path = Path(annotations or "")
     # Opening a pipe may block forever.
     categories = _read_categories(path, path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else None
-    return categories and list(categories)
+    return None if categories is None else list(categories)
 
 
 @functools.lru_cache(maxsize=16)

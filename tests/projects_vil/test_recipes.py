@@ -77,7 +77,7 @@ def test_random_weights_and_the_recipes(start, monkeypatch, capsys):
     cfg = start(model=f"{STARTER}.in1k", weights="none")
     assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.WEIGHTS, cfg.MODEL.TRANSFORMER.NORM) == (STARTER, "", "BN")
     capsys.readouterr()
-    assert start(model="vil_tiny").MODEL.WEIGHTS == "" and "Add more.\nWeights: random" in capsys.readouterr().out
+    assert start(model="vil_tiny").MODEL.WEIGHTS == "" and "add more\nWeights: random" in capsys.readouterr().out
     paper, own = start(model="vil_tiny", recipe="paper"), load_config(config_path("retinanet/vil_tiny_1x"))
     assert (paper.INPUT, paper.TEST, paper.SOLVER.BASE_LR) == (own.INPUT, own.TEST, own.SOLVER.BASE_LR)
     assert paper.MODEL.ANCHOR_GENERATOR == own.MODEL.ANCHOR_GENERATOR
