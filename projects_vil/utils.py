@@ -51,7 +51,7 @@ _FILE_ONLY = re.compile(
     r"Contents of args\.config_file|Running with full config:|Full config saved to|Model:\n|"
     r"\[DatasetMapper\] Augmentations used|Using training sampler|Serializ(ing|ed) |Making batched data loader|"
     r"Fast COCO eval is not built|Preparing results for COCO format|Total inference |"
-    r"Saving checkpoint and its| iter: \d+  gradient_norm|"
+    r"\[DetectionCheckpointer\] Loading|Saving checkpoint and its| iter: \d+  gradient_norm|"
     # The table before these records has the same figures. A metric that cannot be computed is nan.
     r"copypaste: |Evaluation results for .* in csv format:|Some metrics cannot be computed"
 )
