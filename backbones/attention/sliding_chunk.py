@@ -67,7 +67,7 @@ def sliding_chunk_attention(
         global_value: (B, M, G, D), or None.
         local_bias: (M, w * w, 9 * w * w), the bias of positions in a chunk by positions in its 3w x 3w neighborhood,
             row by row. None for no bias.
-        global_bias: (M, G), the bias of local queries at global keys. With global tokens, both biases are None or none.
+        global_bias: (M, G), the bias of local queries at global keys. With global tokens, give both biases or neither.
         shift: One of :data:`SHIFTS`, to attend only to the own chunk and this neighbor. None for all neighbors.
 
     Returns:
