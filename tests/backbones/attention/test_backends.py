@@ -218,12 +218,7 @@ def on_device(monkeypatch, tmp_path):
     def set_up(capability: tuple[int, int], triton: str | None = "3.6.0") -> None:
         monkeypatch.setattr(triton_chunks, "_is_installed", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-        monkeypatch.setattr(triton_check.importlib.metadata, "version", lambda name: found(triton))
-
-    def found(version: str | None) -> str:
-        if version is None:
-            raise triton_check.importlib.metadata.PackageNotFoundError("triton")
-        return version
+        monkeypatch.setattr(triton_check, "package_version", lambda name: triton)
 
     def clear() -> None:
         suggest_tuning.cache_clear()
