@@ -107,6 +107,8 @@ def test_too_many_objects_for_the_memory(copy, monkeypatch, tmp_path):
 def test_records_stay_valid_if_a_new_process_receives_them():
     items = [{"box": [0.5] * 100_000}, "text"]
     records = SharedRecords(items)
+    # The first access makes views of the memory that the next line moves.
+    assert records[0] == items[0]
     copy = pickle.loads(ForkingPickler.dumps(records))
     assert [*records] == [*copy] == items and records[-1] == "text"
     with pytest.raises(IndexError):
