@@ -1,7 +1,7 @@
 """Recipes for your own data: weights, image size, anchors, and config keys that replace COCO's schedule."""
 
-import contextlib
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
@@ -224,15 +224,19 @@ def objects_of(content: Mapping[str, Any]) -> np.ndarray:
         content: The content of a COCO file.
     """
     valid = (image for image in content["images"] if isinstance(image, dict))
-    rows, images = [], {image["id"]: image for image in valid if isinstance(image.get("id"), int | str)}
+    images = {image["id"]: image for image in valid if isinstance(image.get("id"), int | str)}
+    numbers = array("d")
     for entry in content.get("annotations", ()):
-        # The dataset check reports invalid entries.
-        with contextlib.suppress(KeyError, TypeError, ValueError):
+        try:
             left, top, width, height = map(float, entry["bbox"])
             image = images[entry["image_id"]]
-            if not entry.get("iscrowd"):
-                rows.append((left, top, width, height, float(image["height"]), float(image["width"])))
-    objects = np.array(rows, dtype=float).reshape(-1, 6)
+            sides = float(image["height"]), float(image["width"])
+        except (KeyError, TypeError, ValueError):
+            # The dataset check reports invalid entries.
+            continue
+        if not entry.get("iscrowd"):
+            numbers.extend((left, top, width, height, *sides))
+    objects = np.array(numbers).reshape(-1, 6)
     return objects[np.isfinite(objects).all(axis=1) & (objects[:, 2:] > 0).all(axis=1)]
 
 

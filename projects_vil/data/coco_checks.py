@@ -350,13 +350,13 @@ def find_in_boxes(file: CocoFile) -> Findings:
         box, area = entry.get("bbox"), entry.get("area")
         indices.append(index)
         areas.append(area if type(area) in (int, float) and abs(area) < _LARGEST else math.nan)
-        if type(box) is list and str in map(type, box):
+        types = set(map(type, box)) if type(box) is list else {None}
+        if str in types:
             with contextlib.suppress(TypeError, ValueError):
-                box = [*map(float, box)]
+                box, types = [*map(float, box)], {float}
                 yield "bbox_as_text", index, entry["bbox"]
-        is_box = type(box) is list and len(box) == 4 and set(map(type, box)) <= {int, float}
         # The maximum does not find NaN, but the sum does.
-        is_box = is_box and max(map(abs, box)) < _LARGEST and sum(box) == sum(box)
+        is_box = types <= {int, float} and len(box) == 4 and max(map(abs, box)) < _LARGEST and sum(box) == sum(box)
         boxes.extend(box if is_box else _NO_BOX)
         if not is_box and "bbox" in entry:
             yield "invalid_bbox", index, box

@@ -20,15 +20,14 @@ def find_copies(parts: Parts) -> dict[str, str]:
     If there is a validation split, only copies in different splits are found.
     """
     files = [(split, path) for split, (content, _, root) in parts.items() for _, path in images_of(content, root)]
-    files = [(split if "val" in parts else path, path) for split, path in files if os.access(path, os.R_OK)]
-    groups = [[one for one in files if os.path.isfile(one[1]) and os.path.getsize(one[1])]]
-    # Most files of the same size differ in their first 16 kB.
+    groups = [[(split if "val" in parts else path, path) for split, path in files if os.path.isfile(path)]]
+    # Empty files are no copies. Most files of the same size differ in their first 16 kB.
     for key in (os.path.getsize, lambda path: content_hash(path, 1 << 14), content_hash):
         found = defaultdict(list)
         for number, group in enumerate(groups):
             for owner, path in group:
                 found[number, key(path)].append((owner, path))
-        groups = [group for group in found.values() if len(dict(group)) > 1]
+        groups = [group for (_, value), group in found.items() if value and len(dict(group)) > 1]
     return {path: group[0][1] for group in groups for _, path in group}
 
 
@@ -69,8 +68,8 @@ def compare_splits(parts: Parts, original_of: Mapping[str, str]) -> Iterator[str
         for _, path in images_of(content, root):
             groups[original_of.get(path, path)][split if len(parts) > 1 else path] = path
         names = {str(entry.get("id")): str(entry.get("name")) for entry in entries_of(content, "categories")}
-        for entry in entries_of(content, "annotations"):
-            by_class[names.get(str(entry.get("category_id")), "")].add(split)
+        for number in {str(entry.get("category_id")) for entry in entries_of(content, "annotations")}:
+            by_class[names.get(number, "")].add(split)
     equal = [group for group in groups.values() if len(group) > 1]
     if equal and len(parts) > 1:
         first = [f"'{path}' in {split}" for split, path in equal[0].items()]

@@ -114,5 +114,5 @@ def divide(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[st
 
 def images_of(content: dict[str, Any], root: Path) -> list[tuple[dict[str, Any], str]]:
     """Return the images of a COCO file with their absolute paths."""
-    images = entries_of(content, "images")
-    return [(image, os.path.normpath(os.path.join(root, image["file_name"]))) for image in images]
+    images, folder = entries_of(content, "images"), str(root)
+    return [(image, os.path.normpath(os.path.join(folder, image["file_name"]))) for image in images]

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import numpy as np
-
 from backbones import ConfigError
 from backbones.errors import GENERATOR
 from projects_vil.data.detection_utils import is_image, size_or_none
@@ -283,5 +281,8 @@ def size_of(height: Any, width: Any) -> tuple[int, int] | None:
 
 
 def content_hash(path: str, size: int = -1) -> str:
-    """Return a hash of the content or of the first ``size`` bytes of a file, or the path of a broken link."""
-    return hashlib.sha256(np.fromfile(path, np.uint8, size)).hexdigest() if os.path.isfile(path) else path
+    """Return a hash of the content or of the first ``size`` bytes of a file, or the path if it cannot be read."""
+    if not os.path.isfile(path) or not os.access(path, os.R_OK):
+        return path
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.sha256(file.read(size)).hexdigest()
