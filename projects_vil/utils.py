@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import hashlib
 import json
 import logging
 import mmap
@@ -174,6 +175,14 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"an object has the duplicate key {key!r}")
     return content
+
+
+def content_hash(path: str | Path, size: int = -1) -> str:
+    """Return the SHA-256 of a file or of its first ``size`` bytes, or the path if it cannot be read."""
+    if not os.path.isfile(path) or not os.access(path, os.R_OK):
+        return str(path)
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.sha256(file.read(size)).hexdigest()
 
 
 class SharedRecords(Sequence[Any]):

@@ -374,7 +374,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
 
     from projects_vil.config import config_path, load_config
     from projects_vil.data import check_dataset, write_fixed
-    from projects_vil.data.splits import VAL_FRACTION, split_by_hash
+    from projects_vil.data.splits import split_by_hash
     from projects_vil.recipes import IMAGE_SIZES, choose_size, objects_of
 
     def progress(number: int) -> None:
@@ -392,7 +392,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
             lines += file.lines()
         train = files["train"].dataset
         if "val" not in files:
-            halves = split_by_hash(train, Path(files["train"].image_root), VAL_FRACTION, dataset.copies)
+            halves = split_by_hash(train, Path(files["train"].image_root), None, dataset.copies)
             train, effect = halves["train"], "needs a second image for it"
             if "val" in halves:
                 effect = f"validates on {len(halves['val']['images']):,} of the images (--val-fraction)"

@@ -12,8 +12,8 @@ from backbones.checkpoint_files import write_text
 from backbones.errors import counted
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import Dataset, read_dataset
-from projects_vil.data.readers.coco import entries_of
 from projects_vil.data.segmentation import count_masks
+from projects_vil.data.splits import entries_of
 from projects_vil.utils import paused_garbage_collection
 
 

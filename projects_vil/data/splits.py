@@ -1,4 +1,4 @@
-"""Make a validation split, and compare the splits of a dataset."""
+"""Divide the content of a COCO file into splits, and compare the splits of a dataset."""
 
 import hashlib
 import os
@@ -8,10 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from backbones.errors import first_of
-from projects_vil.data.readers.coco import Parts, divide, entries_of, images_of
-from projects_vil.data.readers.index import content_hash
+from projects_vil.utils import content_hash
 
-VAL_FRACTION = 0.2
+_VAL_FRACTION = 0.2
+# By split: the content of a COCO file, its path or None if it must be written, and the image folder
+Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]
+
+
+def entries_of(content: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the valid entries of a list of a COCO file: dicts, and for images those with a file name."""
+    entries = [entry for entry in content.get(key) or () if isinstance(entry, dict)]
+    return entries if key != "images" else [entry for entry in entries if isinstance(entry.get("file_name"), str)]
+
+
+def images_of(content: dict[str, Any], root: Path) -> list[tuple[dict[str, Any], str]]:
+    """Return the images of a COCO file with their absolute paths."""
+    images, folder = entries_of(content, "images"), str(root)
+    return [(image, os.path.normpath(os.path.join(folder, image["file_name"]))) for image in images]
+
+
+def divide(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the content of a COCO file by split. The keys of ``splits`` are image ids as text."""
+    parts = {split: content | {"images": [], "annotations": []} for split in dict.fromkeys(splits.values())}
+    for key, id_key in (("images", "id"), ("annotations", "image_id")):
+        for entry in content.get(key, ()):
+            split = splits.get(str(entry.get(id_key))) if isinstance(entry, dict) else None
+            parts[split or next(iter(parts))][key].append(entry)
+    return parts
 
 
 def find_copies(parts: Parts) -> dict[str, str]:
@@ -32,7 +55,7 @@ def find_copies(parts: Parts) -> dict[str, str]:
 
 
 def split_by_hash(
-    content: dict[str, Any], root: Path, fraction: float, original_of: Mapping[str, str]
+    content: dict[str, Any], root: Path, fraction: float | None, original_of: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
     """Split the content of a COCO file into train and val, which has the given fraction of the images.
 
@@ -41,12 +64,13 @@ def split_by_hash(
     Args:
         content: The content of the file.
         root: The image folder.
-        fraction: The fraction of the images in val.
+        fraction: The fraction of the images in val. None is 0.2.
         original_of: The result of :func:`find_copies`.
     """
     names = {str(image.get("id")): original_of.get(path, path) for image, path in images_of(content, root)}
     keys = {key: hashlib.sha256(os.path.basename(name).encode()).hexdigest() + name for key, name in names.items()}
     different = sorted({*keys.values()})
+    fraction = _VAL_FRACTION if fraction is None else fraction
     number = min(max(round(fraction * len(different)), 1), len(different) - 1)
     chosen = {*different[:number]}
     parts = divide(content, {number: "val" if key in chosen else "train" for number, key in keys.items()})

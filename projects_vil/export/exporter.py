@@ -22,12 +22,12 @@ from projects_vil.checkpoint import load_detector
 from projects_vil.config import with_overrides
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import FORMATS, check_format
-from projects_vil.export.metadata import describe_model, digest_of, metadata_path
+from projects_vil.export.metadata import describe_model, metadata_path
 from projects_vil.export.parity import check_export, example_image, parity_images
 from projects_vil.export.quantization import FLOAT_LAYERS, dataset_files, quantize
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.traceable import make_exportable
-from projects_vil.utils import atomic_folder, check_output_folder, deferred_signals
+from projects_vil.utils import atomic_folder, check_output_folder, content_hash, deferred_signals
 from vil.choices import INPUT_DTYPES
 
 # The dtypes of the network. An int8 file is quantized from fp32.
@@ -148,7 +148,7 @@ def export_detector(
             metadata["quantization"] = {"calibration_images": len(calibration), "float_layers": FLOAT_LAYERS}
         entry.embed(new, metadata)
         main, *others = entry.files(new)
-        digests = {"sha256": digest_of(main), "other_files": {file.name: digest_of(file) for file in others}}
+        digests = {"sha256": content_hash(main), "other_files": {file.name: content_hash(file) for file in others}}
         metadata_path(new).write_text(json.dumps(metadata | digests, indent=2) + "\n")
         report = check_export(cfg, reference, ExportedModel(new), compared, evaluate=evaluate, accept_drop=accept_drop)
         low_threshold = with_overrides(cfg, dict.fromkeys(_SCORE_THRESHOLDS, 0.0))

@@ -1,7 +1,6 @@
 """The metadata of an exported file: what a program needs to run it without this repository."""
 
 import datetime
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from projects_vil.config import detector_name
 from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
-from projects_vil.utils import read_json
+from projects_vil.utils import content_hash, read_json
 
 # The problem and the advice for ``explained_errors``
 DAMAGED = ("has damaged metadata", "Export the model again.")
@@ -24,11 +23,6 @@ DAMAGED = ("has damaged metadata", "Export the model again.")
 def metadata_path(path: str | Path) -> Path:
     """Return the path of the metadata file of an exported file."""
     return Path(f"{path}.metadata.json")
-
-
-def digest_of(path: str | Path) -> str:
-    """Return the SHA-256 of a file."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -47,7 +41,7 @@ def read_metadata(path: Path) -> dict | None:
     # A user who edits the model deletes its sha256.
     for name, digest in ({path.name: metadata.get("sha256")} | metadata.get("other_files", {})).items():
         check_file(path.with_name(name), "file", key=f"part of {path}")
-        if digest not in (None, digest_of(path.with_name(name))):
+        if digest not in (None, content_hash(path.with_name(name))):
             raise ConfigError(
                 f"The SHA-256 of '{path.with_name(name)}' differs from {file.name}. Export the model again, or delete "
                 "sha256 from the metadata if you changed the file yourself."

@@ -14,7 +14,6 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import counted, first_of
 from projects_vil.checkpoint import Categories, fingerprint
-from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detections, Detector
 from projects_vil.inference.image_listing import Listed, archives_of_shard, common_folder, load_listed, split_listed
 from projects_vil.inference.image_loading import (
@@ -29,6 +28,7 @@ from projects_vil.inference.image_loading import (
 )
 from projects_vil.inference.predict import Summary, progress_bar, report_skipped
 from projects_vil.inference.runners import Runner
+from projects_vil.utils import content_hash
 
 with os_errors("Parquet files"):
     import pyarrow as pa
@@ -73,7 +73,7 @@ def schema_of(categories: Categories, made_of: Mapping[str, Any]) -> pa.Schema:
 
 def describe_runner(runner: Runner) -> dict[str, str]:
     """Return everything about a runner that changes its detections: a fingerprint of the model, and options."""
-    model = fingerprint(runner.cfg, runner.detector) if hasattr(runner, "cfg") else digest_of(runner.weights)
+    model = fingerprint(runner.cfg, runner.detector) if hasattr(runner, "cfg") else content_hash(runner.weights)
     return {"model": model} | {name: str(getattr(runner, name, None)) for name in ("dtype", "tta", "score_threshold")}
 
 

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from projects_vil.data.readers.index import FileIndex, Record, content_hash, normalized, size_of, split_of
+from projects_vil.data.readers.index import FileIndex, Record, normalized, size_of, split_of
 from projects_vil.data.readers.shapes import Annotations
-from projects_vil.utils import read_json
+from projects_vil.data.splits import Parts, divide, entries_of, images_of
+from projects_vil.utils import content_hash, read_json
 
 # COCO's other annotation files of the same images
 _OTHER_FILES = re.compile("(captions|labels|person_keypoints|panoptic|stuff|image_info)_")
-# By split: the content of a COCO file, its path or None if it must be written, and the image folder
-Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]
 
 
 def read_coco(path: str | Path) -> dict[str, Any]:
@@ -31,12 +30,6 @@ def read_coco(path: str | Path) -> dict[str, Any]:
         advice = "Add the lists of images, annotations and categories, or convert it with 'vil check DATA --fix OUT'."
         raise ConfigError(f"'{path}' is not a COCO annotation file. {advice}")
     return dataset
-
-
-def entries_of(content: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the valid entries of a list of a COCO file: dicts, and for images those with a file name."""
-    entries = [entry for entry in content.get(key) or () if isinstance(entry, dict)]
-    return entries if key != "images" else [entry for entry in entries if isinstance(entry.get("file_name"), str)]
 
 
 def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
@@ -100,19 +93,3 @@ def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[s
         if entry["file_name"] in found:
             entry["file_name"] = os.path.relpath(found[entry["file_name"]], index.image_root)
     return content, None, Path(index.image_root)
-
-
-def divide(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the content of a COCO file by split. The keys of ``splits`` are image ids as text."""
-    parts = {split: content | {"images": [], "annotations": []} for split in dict.fromkeys(splits.values())}
-    for key, id_key in (("images", "id"), ("annotations", "image_id")):
-        for entry in content.get(key, ()):
-            split = splits.get(str(entry.get(id_key))) if isinstance(entry, dict) else None
-            parts[split or next(iter(parts))][key].append(entry)
-    return parts
-
-
-def images_of(content: dict[str, Any], root: Path) -> list[tuple[dict[str, Any], str]]:
-    """Return the images of a COCO file with their absolute paths."""
-    images, folder = entries_of(content, "images"), str(root)
-    return [(image, os.path.normpath(os.path.join(folder, image["file_name"]))) for image in images]

@@ -18,24 +18,26 @@ from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_replaceable, counted, first_of
 from projects_vil.data.detection_utils import is_image, read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
-from projects_vil.data.readers.coco import Parts, entries_of, find_coco, images_of
+from projects_vil.data.readers.coco import find_coco
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record
 from projects_vil.data.readers.shapes import Annotations, in_image
 from projects_vil.data.segmentation import count_masks
-from projects_vil.data.splits import VAL_FRACTION, compare_splits, find_copies, split_by_hash
+from projects_vil.data.splits import Parts, compare_splits, entries_of, find_copies, images_of, split_by_hash
 from projects_vil.utils import paused_garbage_collection, read_json
 
 # The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
 _READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
-# Other formats: a regular expression for the name of a file, a line break, and the beginning of its content
+# Other formats by a part of their file names
+_OTHER_NAMES = {".csv": "CSV", ".tsv": "CSV", ".tfrecord": "TFRecord", ".parquet": "Parquet"}
+_OTHER_NAMES |= {".jsonl": "JSON Lines", ".ndjson": "JSON Lines"}
+# Other formats by a regular expression for the beginning of their files
 # fmt: off
-_OTHERS = {
-    "CSV": r"\A.*\.[ct]sv\n", "TFRecord": r"\A.*\.tfrecord", "Parquet": r"\A.*\.parquet\n",
-    "JSON Lines": r"\A.*\.(jsonl|ndjson)\n", "Label Studio's JSON": '"[a-z]+labels"', "Supervisely": '"classTitle"',
-    "CreateML": r'"coordinates"\s*:\s*\{', "COCO's results of a detector": r'\n\[\s*\{\s*"(image|category)_id"',
-    "KITTI": r"\n[a-zA-Z]\w*( -?[\d.]+){14}", "WIDER FACE": r"\.jpg\s+\d+\s(\d+ ){4}",
-    "VisDrone or MOT": r"\n(\d+,){2}(-?[\d.]+,){5,}", "VIA 3": r'"fid_list"', "Datumaro": r'"label_id"',
+_OTHER_CONTENTS = {
+    "Label Studio's JSON": '"[a-z]+labels"', "Supervisely": '"classTitle"', "CreateML": r'"coordinates"\s*:\s*\{',
+    "COCO's results of a detector": r'\A\[\s*\{\s*"(image|category)_id"', "KITTI": r"^[a-zA-Z]\w*( -?[\d.]+){14}",
+    "WIDER FACE": r"\.jpg\s+\d+\s(\d+ ){4}", "VisDrone or MOT": r"^(\d+,){2}(-?[\d.]+,){5,}",
+    "VIA 3": r'"fid_list"', "Datumaro": r'"label_id"',
 }
 # fmt: on
 _KNOWN = "*.json of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml of Pascal VOC or CVAT"
@@ -118,7 +120,7 @@ def read_dataset(
             dataset already has a validation split.
     """
     if val is not None and not 0 <= val < 1:
-        raise ConfigError(f"val_fraction is {val}. Give a fraction between 0 and 1, such as {VAL_FRACTION}.")
+        raise ConfigError(f"val_fraction is {val}. Give a fraction between 0 and 1, such as 0.2.")
     source = Path(source)
     name, files, index = _detect_format(source, None if images is None else Path(images))
     extracted = os.path.abspath(extracted or Path(folder, "images"))
@@ -139,7 +141,7 @@ def read_dataset(
         found.notes.insert(0, f"warning: {text}")
     copies = find_copies(parts)
     if "val" not in parts and val != 0:
-        halves = split_by_hash(content, root, VAL_FRACTION if val is None else val, copies)
+        halves = split_by_hash(content, root, val, copies)
         if len(halves) < 2:
             raise ConfigError(f"'{source}' has only one image, or copies of one. Add another one for validation.")
         parts |= {split: (half, None, root) for split, half in halves.items()}
@@ -148,7 +150,7 @@ def read_dataset(
         raise ConfigError(f"'{source}' already has a validation split. Leave out val_fraction.")
     read, contents = set(map(os.path.realpath, files)), {} if contents is None else contents
     splits = _write(source, Path(folder), parts, read, contents)
-    sizes = {split: len(parts[split][0]["images"]) for split in splits}
+    sizes = {split: len(contents[split]["images"]) for split in splits}
     # detectron2 sorts the classes by category id. The dataset check reads the text of an id as an integer.
     categories = [entry for entry in entries_of(content, "categories") if str(entry.get("id")).isdigit()]
     classes = tuple(str(entry.get("name")) for entry in sorted(categories, key=lambda entry: int(entry["id"])))
@@ -299,8 +301,10 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
 def _other_format(path: str) -> str | None:
     """Return the name of the format of a file in a format that is not supported, or None."""
     with open(path, "rb") as file:
-        text = f"{os.path.basename(path).lower()}\n{file.read(1 << 16).decode(errors='replace')}"
-    return next((name for name, pattern in _OTHERS.items() if re.search(pattern, text, re.M)), None)
+        text = file.read(1 << 16).decode(errors="replace")
+    names = [name for part, name in _OTHER_NAMES.items() if part in os.path.basename(path).lower()]
+    names += [name for name, pattern in _OTHER_CONTENTS.items() if re.search(pattern, text, re.M)]
+    return names[0] if names else None
 
 
 def annotation_format(path: str) -> str | None:

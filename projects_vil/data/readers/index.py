@@ -1,7 +1,6 @@
 """List the files of a dataset, and find the image that an annotation names."""
 
 import functools
-import hashlib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from urllib.parse import unquote
 from backbones import ConfigError
 from backbones.errors import GENERATOR
 from projects_vil.data.detection_utils import is_image, size_or_none
+from projects_vil.utils import content_hash
 
 SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
 SPLITS |= {"validation": "val", "test": "test", "testing": "test"}
@@ -150,11 +150,12 @@ class FileIndex:
             groups[f"{os.path.splitext(name)[0]}."].append(path)
         return groups
 
-    def find(self, path: str) -> str | None:
-        """Return the file or folder with this path, which may differ in case and Unicode form, or None."""
-        own = path if os.path.exists(path) else self._by_path.get(normalized(os.path.normpath(path)))
+    def find(self, *paths: str) -> str | None:
+        """Return the first file or folder with one of these paths, up to case and Unicode form, or None."""
+        normal = map(os.path.normpath, paths)
+        found = (path if os.path.exists(path) else self._by_path.get(normalized(path), "") for path in normal)
         # Opening a pipe would block.
-        return own if own and (os.path.isfile(own) or os.path.isdir(own)) else None
+        return next((path for path in found if os.path.isfile(path) or os.path.isdir(path)), None)
 
     def folders_of(self, path: str) -> tuple[str, ...]:
         """Return the names of the folders between the root and a file, or nothing for a file that is elsewhere."""
@@ -278,11 +279,3 @@ def _num_common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
 def size_of(height: Any, width: Any) -> tuple[int, int] | None:
     """Return the height and width that an annotation file names, or None if they are not valid."""
     return (height, width) if all(isinstance(side, int) and side > 0 for side in (height, width)) else None
-
-
-def content_hash(path: str, size: int = -1) -> str:
-    """Return a hash of the content or of the first ``size`` bytes of a file, or the path if it cannot be read."""
-    if not os.path.isfile(path) or not os.access(path, os.R_OK):
-        return path
-    with open(path, "rb", buffering=0) as file:
-        return hashlib.sha256(file.read(size)).hexdigest()

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path, PureWindowsPath
@@ -11,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from backbones import ConfigError
+from backbones.errors import explained_errors
 from projects_vil.data.readers.index import FileIndex, Record, normalized, size_of
 from projects_vil.data.readers.shapes import Annotations, Shape, number
 from projects_vil.utils import read_json
@@ -27,10 +29,8 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         other = os.path.join(os.path.dirname(path), stem + PureWindowsPath(name).suffix)
         if is_other and other in index.images:
             raise ConfigError(f"'{path}' has imagePath '{name}', but there is also the image '{other}'. Correct one.")
-        try:
+        with explained_errors(path, "is not a valid LabelMe file", "Repair or remove it."):
             shapes = [_shape(shape, path) for shape in content["shapes"]]
-        except (KeyError, TypeError, AttributeError, OSError, base64.binascii.Error) as error:
-            raise ConfigError(f"'{path}' is not a valid LabelMe file: {error!r}. Repair or remove it.") from error
         size = size_of(content.get("imageHeight"), content.get("imageWidth"))
         names = (name, str(PureWindowsPath(name).parent / f"{stem}."))
         yield Record(path, names, size, True, objects=found.objects_of(shapes, path))
@@ -40,8 +40,10 @@ def _shape(shape: dict[str, Any], path: str) -> Shape:
     label, shape_type = str(shape["label"] or "").strip(), shape.get("shape_type") or "polygon"
     values = [number(value, f"{path}: {label}") for point in shape["points"] for value in point[:2]]
     if shape_type == "mask" and shape.get("mask") and len(values) == 4:
-        with Image.open(io.BytesIO(base64.b64decode(shape["mask"].encode()))) as image:
+        with Image.open(io.BytesIO(base64.b64decode(shape["mask"]))) as image:
             values = [np.asarray(image.convert("L")) > 0, *(round(min(values[axis::2])) for axis in (0, 1))]
+    if shape_type == "circle" and len(values) == 4:
+        shape_type, values = "ellipse", [*values[:2], *[math.dist(values[:2], values[2:])] * 2]
     # LabelMe's converters skip this label.
     return label if label == "__ignore__" else shape_type, label, shape.get("group_id"), values
 

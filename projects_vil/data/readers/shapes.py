@@ -57,9 +57,6 @@ class Annotations:
                 objects.append(box_object(label, values))
             elif shape_type == "ellipse" and len(values) in (4, 5):
                 objects.append(polygon_object(label, [ellipse(*values)]))
-            elif shape_type == "circle" and num_points == 2:
-                radius = math.dist(values[:2], values[2:])
-                objects.append(polygon_object(label, [ellipse(*values[:2], radius, radius)]))
             elif shape_type in ("polygon", "quadrilateral") and num_points >= 3 and not len(values) % 2:
                 groups[label, f"shape {index}" if group in (None, "", "0") else group].append(values)
             else:

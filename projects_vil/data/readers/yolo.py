@@ -12,8 +12,9 @@ import yaml
 from backbones import ConfigError
 from backbones.errors import counted
 from projects_vil.data.detection_utils import is_image, read_sizes
-from projects_vil.data.readers.index import SPLITS, FileIndex, Record, content_hash, read_lines, split_of, walk
+from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, split_of, walk
 from projects_vil.data.readers.shapes import Annotations, box_object, number, polygon_object
+from projects_vil.utils import content_hash
 
 # Files with one class name per line: of labelImg, Darknet and CVAT, Roboflow. Other names are used without these files.
 _CLASS_FILES = r"classes\.txt|obj\.names|_darknet\.labels", r"(predefined_classes|labels|names)\.txt|.+\.names"
@@ -33,10 +34,11 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     path, folder = files[0], os.path.dirname(files[0])
     data = _settings(path, index, found)
     # The path may be outdated if the dataset was moved from another computer.
-    bases = [_existing(str(data.get("path", "")), [folder, index.root], index) or folder, folder, index.root]
+    written = str(data.get("path", ""))
+    bases = [_existing(written, [folder, index.root], index) or folder, folder, index.root]
     found.classes = names = _names(path, data) if data else []
-    if (own := str(data.get("path", ""))) and not os.path.exists(os.path.join(os.path.dirname(path), own)):
-        found.notes.append(f"path is '{bases[0]}', because {own!r} does not exist")
+    if not os.path.exists(os.path.join(folder, written)):
+        found.notes.append(f"path is '{bases[0]}', because {written!r} does not exist")
     images: dict[str | None, dict[str, None]] = defaultdict(dict)
     splits = {split: data[key] for key, split in reversed(SPLITS.items()) if data.get(key)}
     # With only class names, the folders of the images decide.
@@ -47,9 +49,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
             # Roboflow may name a test split that does not exist.
             if not own and split not in ("test", None):
                 where = f"has no images in '{index.image_root}'" if place or index.is_given else "does not exist"
-                raise ConfigError(
-                    f"'{path}' has {entry!r} for {split}, which {where}. Add images, or correct or delete it."
-                )
+                raise ConfigError(f"'{path}' has {entry!r} for {split}, which {where}. Correct it, or add images.")
             if own and place and {*PureWindowsPath(entry).parts} - {*Path(place).parts} - _OPTIONAL:
                 found.notes.append(f"{split} is '{place}', because {entry!r} does not exist")
             images[split] |= dict.fromkeys(own)
@@ -58,7 +58,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         del images["val"]
         found.notes.append("val has the same images as train, so it is not used")
     pairs = [(split, image) for split, own in images.items() for image in own]
-    labels = {image: next(filter(None, map(index.find, _label_paths(image))), None) for _, image in pairs}
+    labels = {image: index.find(*_label_paths(image)) for _, image in pairs}
     texts = [file for file in index.files if file.lower().endswith(".txt")]
     if not any(labels.values()):
         # The labels are in folders of other names.
@@ -90,8 +90,8 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         raise ConfigError(f"{first} and other {_LARGE}. Divide pixels by the size of the image. Remove track ids.")
     if unknown:
         every = ", ".join(f"{label} ({counted(len(lines), 'object')})" for label, lines in unknown.items())
-        where = next(iter(unknown.values()))[0]
-        raise ConfigError(f"{where}: no name for class {every}. Ids start at 0. Add names to data.yaml or classes.txt.")
+        where, place = next(iter(unknown.values()))[0], path if data else os.path.join(folder, "classes.txt")
+        raise ConfigError(f"{where}: no name for class {every}. Ids start at 0. Add names to '{place}'.")
     used = {*filter(None, labels.values())}
     found.read += used
     # An image without objects has an empty file.
@@ -138,7 +138,9 @@ def label_files(files: list[str]) -> list[str]:
 def _settings(path: str, index: FileIndex, found: Annotations) -> dict[str, Any]:
     """Return the settings of a dataset from a settings file, or only the names from a file with class names."""
     if class_files([path]):
-        return {"names": [*filter(None, read_lines(path))]}
+        lines = [*filter(None, read_lines(path))]
+        pairs = [re.split(r"\s*:\s*", line, maxsplit=1) for line in lines if re.match(r"\d+\s*:", line)]
+        return {"names": dict(pairs) if len(pairs) == len(lines) else lines}
     if not path.endswith(".data"):
         return settings_of(path) or {}
     data: dict[str, Any] = dict(re.split(r"\s*=\s*", line, maxsplit=1) for line in read_lines(path) if "=" in line)
@@ -206,8 +208,7 @@ def _existing(entry: str, bases: list[str], index: FileIndex) -> str | None:
     ends = [parts[i:] for i in range(len(parts)) if path.anchor or split_of(parts) or {*parts[:i]} <= _OPTIONAL]
     # The end must have the folder of the split, if there is one.
     names = (os.path.join(*end) for end in ends if split_of(end) == split_of(parts))
-    paths = (os.path.join(base, name) for name in (path.as_posix(), *names) for base in bases)
-    return next(filter(None, map(index.find, map(os.path.normpath, paths))), None)
+    return index.find(*(os.path.join(base, name) for name in (path.as_posix(), *names) for base in bases))
 
 
 def _label_paths(image: str) -> list[str]:

@@ -12,7 +12,8 @@ import torch
 from backbones import ConfigError
 from projects_vil.export import FORMATS, ExportedModel, example_image, letterbox_size, pad_image, paste_masks
 from projects_vil.export.formats import load_model
-from projects_vil.export.metadata import digest_of, metadata_path
+from projects_vil.export.metadata import metadata_path
+from projects_vil.utils import content_hash
 from tests.backbones.test_checkpoint_files import Malicious
 from tests.projects_vil.export.exporting import demo_detector
 from tests.projects_vil.helpers import ROOT, assert_same_detections, message
@@ -82,7 +83,7 @@ def test_detectron2s_interface(exported, name):
 def test_the_weights_file_of_openvino(written, tmp_path):
     model = written("retinanet", "openvino", fixed_number=100)
     weights = model.path.with_suffix(".bin")
-    path = copy_of(model, tmp_path, sha256=digest_of(model.path), other_files={weights.name: digest_of(weights)})
+    path = copy_of(model, tmp_path, sha256=content_hash(model.path), other_files={weights.name: content_hash(weights)})
     weights = path.with_suffix(".bin")
     assert ExportedModel(path).metadata["other_files"].keys() == {weights.name}
     weights.write_bytes(weights.read_bytes()[::-1])
