@@ -230,12 +230,11 @@ def objects_of(content: Mapping[str, Any]) -> np.ndarray:
         try:
             left, top, width, height = map(float, entry["bbox"])
             image = images[entry["image_id"]]
-            sides = float(image["height"]), float(image["width"])
+            if not entry.get("iscrowd"):
+                numbers.extend((left, top, width, height, float(image["height"]), float(image["width"])))
         except (KeyError, TypeError, ValueError):
             # The dataset check reports invalid entries.
             continue
-        if not entry.get("iscrowd"):
-            numbers.extend((left, top, width, height, *sides))
     objects = np.array(numbers).reshape(-1, 6)
     return objects[np.isfinite(objects).all(axis=1) & (objects[:, 2:] > 0).all(axis=1)]
 

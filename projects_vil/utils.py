@@ -151,7 +151,7 @@ def _read_in_parts(path: str | Path) -> dict[str, Any] | None:
             end = max(text.rfind("}, {"), text.rfind("},{"))
             try:
                 annotations += _parse(f"[{text[: end + 1]}]")
-                text = text[end + 2 :]
+                text = text[end + 2 :] if end >= 0 else text
             except ValueError:
                 # The list of annotations ends in this part.
                 text += file.read()

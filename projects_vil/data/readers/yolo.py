@@ -90,7 +90,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         raise ConfigError(f"{first} and other {_LARGE}. Divide pixels by the size of the image. Remove track ids.")
     if unknown:
         every = ", ".join(f"{label} ({counted(len(lines), 'object')})" for label, lines in unknown.items())
-        where, place = next(iter(unknown.values()))[0], path if data else os.path.join(folder, "classes.txt")
+        where, place = next(iter(unknown.values()))[0], path if data else os.path.join(index.root, "classes.txt")
         raise ConfigError(f"{where}: no name for class {every}. Ids start at 0. Add names to '{place}'.")
     used = {*filter(None, labels.values())}
     found.read += used
