@@ -46,8 +46,6 @@ LOCK_TIMEOUT = 5.0
 # JSON files of at least this number of bytes are read one item at a time, which takes longer. The annotations of COCO's
 # 118,287 training images have 470 MB.
 LARGE_FILE = 1 << 29
-# The number of characters of a large JSON file that are in memory at the same time
-_PART = 1 << 24
 # Records that go to log.txt but not to the console: internals of detectron2, and very long texts.
 _FILE_ONLY = re.compile(
     r"Rank of current process: 0\. World size: 1$|Environment info:|Command line arguments: |"
@@ -120,12 +118,16 @@ def read_json(path: str | Path, *, what: str = "file") -> Any:
     check_file(path, what)
     try:
         with paused_garbage_collection():
-            content = _read_in_parts(path) if os.path.getsize(path) > _PART else None
-            if content is None:
-                # The encoding may have a byte order mark. The bytes are not needed while the text is parsed.
-                text = Path(path).read_bytes()
-                text = text.decode(json.detect_encoding(text))
-                content = _parse(text)
+            text = Path(path).read_bytes()
+            # The encoding may have a byte order mark. The bytes are not needed while the text is parsed.
+            text = text.decode(json.detect_encoding(text))
+            # Sharing saves memory if most numbers have few digits.
+            digits = sorted(map(len, re.findall(r"\.\d+", text[len(text) // 2 :][: 1 << 16])))
+            to_float = _SharedFloats().__getitem__ if digits and digits[len(digits) // 2] < 5 else None
+            content = json.loads(text, object_pairs_hook=_without_repetition, parse_float=to_float)
+        if re.search(r"\\u[dD][89a-fA-F]", text):
+            # File names that are not UTF-8 are accepted.
+            json.dumps(content, ensure_ascii=False).encode(errors="surrogateescape")
     except UnicodeEncodeError as error:
         near = error.object[max(error.start - 20, 0) : error.end].encode("ascii", "backslashreplace").decode()
         raise ConfigError(f"'{path}' has an unpaired surrogate: {near}. Replace it by a valid character.") from error
@@ -137,36 +139,14 @@ def read_json(path: str | Path, *, what: str = "file") -> Any:
     return content
 
 
-def _read_in_parts(path: str | Path) -> dict[str, Any] | None:
-    """Read a COCO file without having its whole text in memory, or return None if that is not possible."""
-    head, annotations = "", []
-    with contextlib.suppress(ValueError, RecursionError), open(path, encoding="utf-8-sig") as file:
-        while not (start := re.search(r'"annotations"\s*:\s*\[', head)) and (part := file.read(_PART)):
-            head += part
-        if start is None:
-            return None
-        content, text = _parse(head[: start.end()] + "]}"), head[start.end() :]
-        while part := file.read(_PART):
-            text += part
-            end = max(text.rfind("}, {"), text.rfind("},{"))
-            try:
-                annotations += _parse(f"[{text[: end + 1]}]")
-                text = text[end + 2 :] if end >= 0 else text
-            except ValueError:
-                # The list of annotations ends in this part.
-                text += file.read()
-        rest = _parse(f'{{"annotations": [{text}')
-        if content.keys() & rest.keys() == {"annotations"}:
-            return content | rest | {"annotations": annotations + rest["annotations"]}
-    return None
+class _SharedFloats(dict[str, float]):
+    """The floats of texts. Equal texts share one float."""
 
-
-def _parse(text: str) -> Any:
-    content = json.loads(text, object_pairs_hook=_without_repetition)
-    if re.search(r"\\u[dD][89a-fA-F]", text):
-        # File names that are not UTF-8 are accepted.
-        json.dumps(content, ensure_ascii=False).encode(errors="surrogateescape")
-    return content
+    def __missing__(self, text: str) -> float:
+        value = float(text)
+        if len(self) < 1 << 18:
+            self[text] = value
+        return value
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

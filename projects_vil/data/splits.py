@@ -10,6 +10,7 @@ from typing import Any
 from backbones.errors import first_of
 from projects_vil.utils import content_hash
 
+VAL_FRACTION = 0.2
 # By split: the content of a COCO file, its path or None if it must be written, and the image folder
 Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]
 
@@ -69,7 +70,7 @@ def split_by_hash(
     names = {str(image.get("id")): original_of.get(path, path) for image, path in images_of(content, root)}
     keys = {key: hashlib.sha256(os.path.basename(name).encode()).hexdigest() + name for key, name in names.items()}
     different = sorted({*keys.values()})
-    fraction = 0.2 if fraction is None else fraction
+    fraction = VAL_FRACTION if fraction is None else fraction
     number = min(max(round(fraction * len(different)), 1), len(different) - 1)
     chosen = {*different[:number]}
     parts = divide(content, {number: "val" if key in chosen else "train" for number, key in keys.items()})

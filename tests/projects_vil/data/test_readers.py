@@ -216,10 +216,8 @@ KINDS = yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text(encoding
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_files(kind, tmp_path, monkeypatch):
+def test_kinds_of_files(kind, tmp_path):
     root = tmp_path / "data"
-    # Large files are read in parts.
-    monkeypatch.setattr("projects_vil.utils._PART", 60)
     files = dict(KINDS[kind])
     error = files.pop("error", None)
     if None not in files.values() and "inside" not in kind:
