@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from backbones.attention.chunks import MODES
 from backbones.attention.dense import DenseAttention
 from backbones.attention.efficient import (
     GlobalMemoryAttention,
@@ -84,7 +83,7 @@ class ViLVariant(Variant):
     Attributes:
         stages: One :class:`ViLStage` per stage.
         relative_bias: Whether there is a relative bias instead of absolute positions.
-        attention_mode: Mode of sliding chunks, one of ``MODES``.
+        attention_mode: Mode of sliding chunks. See :class:`.SlidingChunkAttention`.
         shared_projections: Whether global and local tokens share the projections of sliding chunks.
         position_img_size: Image side in pixels for tables that are resized to each feature map.
         position_interpolation: ``"once"`` for tables of the largest image, or ``"per_feature_map"`` for tables that are
@@ -136,7 +135,6 @@ class ViLVariant(Variant):
         return variant
 
     def __post_init__(self) -> None:
-        check_choice("attention_mode", self.attention_mode, MODES)
         check_choice("shared_projections", self.shared_projections, (True, False))
         check_choice("position_interpolation", self.position_interpolation, (*RESIZING, None))
         for stage in self.stages:
