@@ -39,13 +39,13 @@ from projects_vil.solver import build_optimizer
 from projects_vil.utils import peak_in_new_process
 
 BASELINES = ("r50", "swin_t")  # of detectron2; other names are timm models
-# The key of MODEL.TRANSFORMER that a suffix of a model's name sets. Random shifts are sampled in each step instead.
+# Short suffixes of a model's name. Random shifts are sampled in each step instead of setting a key.
 _SUFFIXES = {
-    "checkpointing": ("ACTIVATION_CHECKPOINTING", True),
-    "sdpa": ("ATTENTION_BACKEND", "sdpa"),
-    "triton": ("ATTENTION_BACKEND", "triton"),
-    "long_short": ("ATTENTION", ["long_short"] * 4),
-    "shift": None,
+    "checkpointing": "ACTIVATION_CHECKPOINTING=True",
+    "sdpa": "ATTENTION_BACKEND=sdpa",
+    "triton": "ATTENTION_BACKEND=triton",
+    "long_short": "ATTENTION=['long_short', 'long_short', 'long_short', 'long_short']",
+    "shift": "",
 }
 _STRIDES = (4, 8, 16, 32)
 _SEED = 0
@@ -131,7 +131,8 @@ class BenchmarkCase:
         is_variant = not self.is_baseline and not name.endswith(".yaml")
         keys = ["MODEL.TRANSFORMER.VARIANT", name] if is_variant else []
         keys += ["MODEL.TRANSFORMER.DROP_PATH", "0.0", *(() if self.is_baseline else self.overrides)]
-        for key, equals, value in (suffix.partition("=") for suffix in suffixes):
+        for suffix in suffixes:
+            key, equals, value = _SUFFIXES.get(suffix, suffix).partition("=")
             keys += [f"MODEL.TRANSFORMER.{key}", value] if equals else []
         stages = stage_names(name) if is_variant else ()
         path = self.base if is_variant or self.is_baseline else Path(name)
@@ -140,8 +141,6 @@ class BenchmarkCase:
         if is_variant:
             # CvT has only three stages.
             cfg.MODEL.FPN.IN_FEATURES = [stage for stage in cfg.MODEL.FPN.IN_FEATURES if stage in stages]
-        for key, value in filter(None, map(_SUFFIXES.get, suffixes)):
-            cfg.MODEL.TRANSFORMER[key] = value
         cfg = choose_device(cfg, requested=True)
         set_precision(cfg)
         return cfg
