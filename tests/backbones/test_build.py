@@ -205,7 +205,6 @@ def test_unknown_names_and_keywords(name, options, hint):
         ("global_tiny", {"global_tokens": 0}),
         ("vil_tiny", {"projection_rank": 8}),
         ("vil_tiny", {"attention": "performer"}),
-        ("vil_tiny", {"attention_mode": "zero"}),
         ("vil_tiny", {"position_interpolation": "pixel"}),
         ("lit_s", {"chunk_size": 7}),
         ("lit_s", {"norm": "FrozenBN", "token_merging": "uniform"}),
