@@ -92,9 +92,7 @@ def resolve_backend(
     dtype = in_autocast_dtype(query)[0].dtype
     if is_tracing() or (is_auto and automatic_backend(query.device, dtype, query.shape[4]) == "sdpa"):
         return "sdpa"
-    # Without a requirement the kernel raises an error, or Triton interprets it.
-    is_unmet = unmet_requirement(query.device, query.shape[4], query.dtype) is not None
-    if is_compiling or not query.numel() or query.device.type != "cuda" or is_unmet:
+    if is_compiling or not query.numel() or not _can_check(query):
         return "triton"
     given = {name: x for name, x in tensors.items() if x is not None and x.numel()}
     num_global = sum(given[name].shape[2] for name in ("global_key", "projected_key") if name in given)
@@ -163,6 +161,10 @@ def choice_key(device: torch.device, dtype: torch.dtype) -> str:
     # A build of Triton may be in a package of another name.
     version = package_version("triton") or "unknown"
     return f"capability {capability}, triton {version}, torch {torch.__version__}, {str(dtype)[6:]}"
+
+
+def _can_check(query: Tensor) -> bool:
+    return query.device.type == "cuda" and unmet_requirement(query.device, query.shape[4], query.dtype) is None
 
 
 @functools.cache
