@@ -298,8 +298,9 @@ class Backbone(nn.Module, abc.ABC):
         height, width = (-(-side // unit) * unit // self.strides[index] for side in sides)
         return height, width
 
-    def _is_last(self, index: int) -> bool:
-        return index + 1 == self.num_stages
+    def _keeps_global_tokens(self, index: int) -> bool:
+        """Return whether a stage returns its global tokens, as the last stage of a classifier does."""
+        return self.settings.keep_global_tokens and index + 1 == self.num_stages
 
     def forward_tokens(self, images: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return the feature maps of :meth:`forward`, and the global tokens (B, G, C) of the last stage or None."""

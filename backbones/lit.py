@@ -120,8 +120,7 @@ class LIT(Backbone):
         return nn.LayerNorm(variant.stages[index].dim, eps=variant.norm_eps)
 
     def _num_global_tokens(self, index: int) -> int:
-        has_global_token = self.variant.pool == "global_token"
-        return int(self.settings.keep_global_tokens and self._is_last(index) and has_global_token)
+        return int(self._keeps_global_tokens(index) and self.variant.pool == "global_token")
 
     def _map_size(self, index: int) -> tuple[int, int]:
         """Return height and width of the tables in tokens: 50 and 25 for 800 pixels, as in the official detector."""

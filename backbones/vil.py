@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from backbones.attention.chunks import MODES
 from backbones.attention.dense import DenseAttention
 from backbones.attention.efficient import (
     GlobalMemoryAttention,
@@ -84,7 +83,7 @@ class ViLVariant(Variant):
     Attributes:
         stages: One :class:`ViLStage` per stage.
         relative_bias: Whether there is a relative bias instead of absolute positions.
-        attention_mode: Mode of sliding chunks, one of ``MODES``.
+        attention_mode: Mode of sliding chunks. See :class:`.SlidingChunkAttention`.
         shared_projections: Whether global and local tokens share the projections of sliding chunks.
         position_img_size: Image side in pixels for tables that are resized to each feature map.
         position_interpolation: ``"once"`` for tables of the largest image, or ``"per_feature_map"`` for tables that are
@@ -136,7 +135,6 @@ class ViLVariant(Variant):
         return variant
 
     def __post_init__(self) -> None:
-        check_choice("attention_mode", self.attention_mode, MODES)
         check_choice("shared_projections", self.shared_projections, (True, False))
         check_choice("position_interpolation", self.position_interpolation, (*RESIZING, None))
         for stage in self.stages:
@@ -165,11 +163,10 @@ class ViL(Backbone):
 
     def _make_attention(self, index: int, number: int) -> nn.Module:
         variant, spec = self.variant, self.variant.stages[index]
-        keep_globals = self.settings.keep_global_tokens and self._is_last(index)
         common = {
             "num_heads": spec.heads,
             "num_global_tokens": spec.global_tokens,
-            "update_globals": keep_globals or number + 1 < spec.depth,
+            "update_globals": self._keeps_global_tokens(index) or number + 1 < spec.depth,
             "backend": self.settings.attention_backend,
         }
         if spec.attention == "dense":
@@ -214,7 +211,6 @@ def _with_depths(size: str, *depths: int) -> ViLVariant:
 # Fields that replace the fields of ViL's stages (Table 15). In a "partial" model, the last two stages have full
 # attention.
 _OVERRIDES: dict[str, Mapping[str, Sequence]] = {
-    "vil": {},
     "full": {"attention": ["dense"] * 4},
     "linformer": {"attention": ["linformer"] * 4},
     "sra64": {"attention": ["spatial_reduction"] * 4, "reduction": (16, 8, 4, 2)},
@@ -226,7 +222,7 @@ _OVERRIDES: dict[str, Mapping[str, Sequence]] = {
 
 def _with_mechanism(variant: ViLVariant, mechanism: str, *, partial: bool = False) -> ViLVariant:
     stages = variant.stages
-    for field, values in _OVERRIDES[mechanism].items():
+    for field, values in _OVERRIDES.get(mechanism, {}).items():
         stages = with_stage_values(stages, field, values[-len(stages) :])
     if partial:
         stages = (*stages[:-2], *with_stage_values(stages[-2:], "attention", "dense"))
@@ -273,7 +269,7 @@ _LS = {
 VARIANTS: dict[str, ViLVariant] = (
     _VIL
     | {f"{name}_rpb": dataclasses.replace(variant, relative_bias=True) for name, variant in _VIL.items()}
-    | {f"{m}_{size}": _with_mechanism(_VIL[f"vil_{size}"], m) for m in _OVERRIDES if m != "vil" for size in _COMPARED}
+    | {f"{m}_{size}": _with_mechanism(_VIL[f"vil_{size}"], m) for m in _OVERRIDES for size in _COMPARED}
     | {
         f"partial_{m}_{size}": _with_mechanism(_VIL[f"vil_{size}"], m, partial=True)
         for m in ("vil", "linformer", "sra32", "global", "performer")

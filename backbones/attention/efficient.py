@@ -186,7 +186,7 @@ class PerformerAttention(TokenAttention):
         return self.backends[self.backend](tracing.contiguous_for_export(query), key, value, features=self.features)
 
 
-def redraw_features(model: nn.Module, *, seed: int) -> int:
+def redraw_features(model: nn.Module, *, seed: int) -> None:
     """Sample new random features for every :class:`PerformerAttention` in ``model``.
 
     The paper does this every ``1 + 5 * epoch`` iterations in classification, and every 1000 iterations in detection
@@ -195,12 +195,8 @@ def redraw_features(model: nn.Module, *, seed: int) -> int:
     Args:
         model: A model with any number of such modules.
         seed: Seed of the random numbers.
-
-    Returns:
-        The number of modules.
     """
     generator = torch.Generator().manual_seed(seed)
-    modules = [module for module in model.modules() if isinstance(module, PerformerAttention)]
-    for module in modules:
-        module.features.copy_(sample_features(*module.features.shape, generator=generator))
-    return len(modules)
+    for module in model.modules():
+        if isinstance(module, PerformerAttention):
+            module.features.copy_(sample_features(*module.features.shape, generator=generator))

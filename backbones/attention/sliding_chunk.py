@@ -60,9 +60,10 @@ def sliding_chunk_attention(
         key: (B, M, H, W, D).
         value: (B, M, H, W, D).
         chunk_size: Side w of a chunk.
-        mode: With ``"zero_pad"``, chunks at the border have fewer neighbors. With ``"exact"``, a token attends only to
-            the (2w + 1) x (2w + 1) tokens around it. With ``"cyclic"``, a chunk at the border also attends to chunks at
-            the opposite border, along an axis of three chunks or more. No mode attends to a key twice.
+        mode: One of ``MODES``. With ``"zero_pad"``, chunks at the border have fewer neighbors. With ``"exact"``, a
+            token attends only to the (2w + 1) x (2w + 1) tokens around it. With ``"cyclic"``, a chunk at the border
+            also attends to chunks at the opposite border, along an axis of three chunks or more. No mode attends to a
+            key twice.
         global_key: (B, M, G, D), or None without global tokens.
         global_value: (B, M, G, D), or None.
         local_bias: (M, w * w, 9 * w * w), the bias of positions in a chunk by positions in its 3w x 3w neighborhood,
@@ -73,14 +74,10 @@ def sliding_chunk_attention(
     Returns:
         (B, M, H, W, D)
 
-    Raises:
-        ConfigError: If ``mode`` is unknown.
-
     Source: ViL appendix C, "sliding chunk". Rows of chunks are copied three times into strips one chunk wide. Three
     strips side by side are then one contiguous run of keys, and windows over them overlap without further copies. An
     exported model copies each window.
     """
-    check_choice("attention mode", mode, MODES)
     inputs = WindowInputs(query, key, value, global_key, global_value, local_bias, global_bias)
     if shift is None and not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * chunk_size:
         return _whole_map_attention(inputs, chunk_size)
@@ -301,6 +298,7 @@ class SlidingChunkAttention(TokenAttention):
         **common: int | bool | str,
     ) -> None:
         super().__init__(dim, **common)
+        check_choice("attention_mode", mode, MODES)
         num_heads, num_global_tokens = self.num_heads, self.num_global_tokens
         self.chunk_size = chunk_size
         self.mode = mode

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from backbones.attention.chunks import MODES, WindowInputs
-from backbones.errors import ConfigError, check_choice
+from backbones.attention.chunks import WindowInputs
+from backbones.errors import ConfigError
 from backbones.layers.tracing import in_autocast_dtype
 
 # The mode of long-short attention. Its windows have ``max(w // 2, 1)`` tokens around a chunk.
@@ -87,10 +87,8 @@ def triton_chunk_attention(
         (B, M, H, W, D), which lies in memory as (B, H, W, M, D).
 
     Raises:
-        ConfigError: If the mode is unknown, D is larger, the device cannot run Triton, or the dtype is float64 on a
-            GPU.
+        ConfigError: If D is larger, the device cannot run Triton, or the dtype is float64 on a GPU.
     """
-    check_choice("attention mode", mode, MODES)
     inputs = WindowInputs(**tensors)
     if inputs.global_key is None or not inputs.global_key.shape[2]:
         inputs = inputs._replace(global_key=None, global_value=None, global_bias=None)

@@ -33,19 +33,19 @@ from backbones.attention.triton_check import automatic_backend, choice_key, choi
 from backbones.checkpoint_files import write_text
 from backbones.errors import check_choice, closest
 from projects_vil.config import choose_device, load_config, set_precision
-from projects_vil.engine.auto_micro_batch import random_image
+from projects_vil.engine.auto_micro_batch import peak_on_gpu, random_image
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_transformer_backbone, stage_names
 from projects_vil.solver import build_optimizer
 from projects_vil.utils import peak_in_new_process
 
 BASELINES = ("r50", "swin_t")  # of detectron2; other names are timm models
-# The key of MODEL.TRANSFORMER that a suffix of a model's name sets. Random shifts are sampled in each step instead.
+# Short suffixes of a model's name. Random shifts are sampled in each step instead of setting a key.
 _SUFFIXES = {
-    "checkpointing": ("ACTIVATION_CHECKPOINTING", True),
-    "sdpa": ("ATTENTION_BACKEND", "sdpa"),
-    "triton": ("ATTENTION_BACKEND", "triton"),
-    "long_short": ("ATTENTION", ["long_short"] * 4),
-    "shift": None,
+    "checkpointing": "ACTIVATION_CHECKPOINTING=True",
+    "sdpa": "ATTENTION_BACKEND=sdpa",
+    "triton": "ATTENTION_BACKEND=triton",
+    "long_short": "ATTENTION=['long_short', 'long_short', 'long_short', 'long_short']",
+    "shift": "",
 }
 _STRIDES = (4, 8, 16, 32)
 _SEED = 0
@@ -131,7 +131,8 @@ class BenchmarkCase:
         is_variant = not self.is_baseline and not name.endswith(".yaml")
         keys = ["MODEL.TRANSFORMER.VARIANT", name] if is_variant else []
         keys += ["MODEL.TRANSFORMER.DROP_PATH", "0.0", *(() if self.is_baseline else self.overrides)]
-        for key, equals, value in (suffix.partition("=") for suffix in suffixes):
+        for suffix in suffixes:
+            key, equals, value = _SUFFIXES.get(suffix, suffix).partition("=")
             keys += [f"MODEL.TRANSFORMER.{key}", value] if equals else []
         stages = stage_names(name) if is_variant else ()
         path = self.base if is_variant or self.is_baseline else Path(name)
@@ -140,8 +141,6 @@ class BenchmarkCase:
         if is_variant:
             # CvT has only three stages.
             cfg.MODEL.FPN.IN_FEATURES = [stage for stage in cfg.MODEL.FPN.IN_FEATURES if stage in stages]
-        for key, value in filter(None, map(_SUFFIXES.get, suffixes)):
-            cfg.MODEL.TRANSFORMER[key] = value
         cfg = choose_device(cfg, requested=True)
         set_precision(cfg)
         return cfg
@@ -263,7 +262,7 @@ def measure_steps(cases: Sequence[Any], *, runs: int, memory: bool) -> tuple[np.
     is_cuda = cases[0].device.startswith("cuda")
     for step in steps:
         step()
-    peaks = [_peak_on_gpu(step, cases[0].device) if memory and is_cuda else None for step in steps]
+    peaks = [peak_on_gpu(step, cases[0].device) if memory and is_cuda else None for step in steps]
     times = np.empty((len(steps), runs))
     for run in range(runs):
         for index, step in enumerate(steps):
@@ -288,13 +287,6 @@ def seconds_of(step: Callable[[], object], *, calls: int = 1) -> float:
     for _ in range(calls):
         step()
     return (timer() - start) / calls
-
-
-def _peak_on_gpu(step: Callable[[], None], device: str) -> int:
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def tune_attention(cases: Sequence[BenchmarkCase], *, runs: int = 5, measure: Callable = measure_steps) -> list[str]:

@@ -138,7 +138,7 @@ def _class_rows(name: str, parameter: Tensor, num_classes: int) -> Tensor | None
     # A cascade regresses one box for all classes, which looks the same as one class.
     if layout == "K x 4" and rows == 4 * num_classes and not _NUMBERED.search(name):
         return indices.view(num_classes, 4)
-    if layout == "K" and rows == num_classes or layout == "K + 1" and rows == num_classes + 1:
+    if (layout, rows) in (("K", num_classes), ("K + 1", num_classes + 1)):
         return indices.view(rows, 1)
     return None
 

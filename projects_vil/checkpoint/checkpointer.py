@@ -177,7 +177,8 @@ class Checkpointer(DetectionCheckpointer):
         if self._backbone is not None:
             known = {"variant": self._backbone.variant, "options": self._backbone.variant_options}
         if self.cfg is not None:
-            known["input"] = InputFormat.of(self.cfg)
+            mean, std = tuple(self.cfg.MODEL.PIXEL_MEAN), tuple(self.cfg.MODEL.PIXEL_STD)
+            known["input"] = InputFormat(self.cfg.INPUT.FORMAT, mean, std)
             names = (*self.cfg.DATASETS.TRAIN, *self.cfg.DATASETS.TEST)
             categories = dataset_categories(names, number_of_classes(self.cfg)[1], stuff=is_segmentor(self.cfg))
             if categories is not None:
@@ -303,7 +304,7 @@ class Checkpointer(DetectionCheckpointer):
             differ = differing_options(ours.variant, saved.options, ours.options).items()
             if text := ", ".join(f"{key} {value} (the model has {own})" for key, (value, own) in differ):
                 self._fail(f"was trained with {text}", only_complete=True)
-        if None not in (saved.input, ours.input) and saved.input != ours.input and not saved.input.matches(ours.input):
+        if None not in (saved.input, ours.input) and not saved.input.matches(ours.input):
             keys = "INPUT.FORMAT, MODEL.PIXEL_MEAN, MODEL.PIXEL_STD"
             self._fail(f"was trained on {saved.input}, but the config has {ours.input} ({keys})", only_complete=True)
 

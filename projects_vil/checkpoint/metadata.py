@@ -28,11 +28,6 @@ class InputFormat:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    @classmethod
-    def of(cls, cfg: CfgNode) -> "InputFormat":
-        """Return the input format of a config."""
-        return cls(cfg.INPUT.FORMAT, tuple(cfg.MODEL.PIXEL_MEAN), tuple(cfg.MODEL.PIXEL_STD))
-
     def matches(self, other: "InputFormat") -> bool:
         pairs = zip((*self.mean, *self.std), (*other.mean, *other.std), strict=False)
         return self.format == other.format and all(math.isclose(a, b, rel_tol=1e-3) for a, b in pairs)

@@ -370,10 +370,10 @@ def _with_centered_tables(
     """
     if not isinstance(variant, ViLVariant):
         return weights
-    weights, stride = dict(weights), 1
+    weights = dict(weights)
     chunk_sizes = options.get("chunk_size") or [stage.chunk_size for stage in variant.stages]
-    for layer, (stage, chunk_size) in enumerate(zip(variant.stages, chunk_sizes, strict=True), start=1):
-        stride *= stage.patch_size
+    stages = zip(variant.stages, variant.strides, chunk_sizes, strict=True)
+    for layer, (stage, stride, chunk_size) in enumerate(stages, start=1):
         side = 2 * math.ceil(max(options["img_size"]) / stride) - 1
         if stage.attention != "sliding_chunk" or not _has_full_attention(weights, layer):
             continue

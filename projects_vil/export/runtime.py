@@ -128,20 +128,19 @@ def pad_image(image: Tensor, size: tuple[int, int], mean: Sequence[float]) -> Te
 # -- outputs ---------------------------------------------------------------------------------------
 
 
-def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int], *, threshold: float = 0.5) -> Tensor:
+def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
     """Paste masks into an image.
 
     Args:
         masks: (N, 1, S, S), the probability of each pixel of a box.
         boxes: (N, 4), XYXY in pixels.
         size: Height and width of the image.
-        threshold: The lowest probability of a mask pixel.
 
     Returns:
-        (N, height, width) bool.
+        (N, height, width) bool: whether the probability is at least 0.5.
     """
     # Without any mask, detectron2 returns uint8.
-    return paste_masks_in_image(masks[:, 0].float(), boxes.float(), size, threshold=threshold).bool()
+    return paste_masks_in_image(masks[:, 0].float(), boxes.float(), size).bool()
 
 
 def to_instances(outputs: dict[str, Tensor], size: tuple[int, int], original: tuple[int, int]) -> Instances:

@@ -160,9 +160,11 @@ class LastLevelConvs(nn.Module):
             # In bfloat16 the weight gradient for 1 x 1 feature maps is uninitialized memory on the CPU.
             autocast, features = torch.autocast("cpu", enabled=False), features.float()
         with autocast:
+            level = features
             for name in self.names:
-                before = F.relu(levels[-1]) if levels and self.relu else (levels or [features])[-1]
-                levels.append(self.get_submodule(name)(before))
+                level = F.relu(level) if levels and self.relu else level
+                level = self.get_submodule(name)(level)
+                levels.append(level)
         if features.dtype != dtype:
             # detectron2 pools regions from levels of one dtype.
             features, levels = features.to(dtype), [level.to(dtype) for level in levels]

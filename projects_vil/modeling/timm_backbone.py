@@ -58,8 +58,10 @@ class TimmBackbone(Backbone):
         **options: object,
     ) -> None:
         super().__init__()
-        for option in (option for option, value in options.items() if value is not None):
-            raise ConfigError(f"{name} has no option {option!r}. Leave it out: the only option of timm models is norm.")
+        for option, value in options.items():
+            if value is not None:
+                advice = "Leave it out: the only option of timm models is norm."
+                raise ConfigError(f"{name} has no option {option!r}. {advice}")
         check_choice("attention_backend", attention_backend, ("auto", "sdpa"))
         check_choice("norm", norm or "BN", _BATCH_NORMS)
         self.variant, self.name = name, name.removeprefix(TIMM_PREFIX)
@@ -91,13 +93,12 @@ class TimmBackbone(Backbone):
             self.net.model.set_grad_checkpointing(True)
         for parameter in [parameter for key, parameter in self.net.named_parameters() if key in frozen]:
             parameter.requires_grad_(False)
-        self._is_frozen = bool(frozen)
         self.train()
 
     def train(self, mode: bool = True) -> "TimmBackbone":
         """Set the mode. Frozen modules stay in eval mode, without batch statistics and stochastic depth."""
         super().train(mode)
-        for module in self.net.modules() if self._is_frozen else ():
+        for module in self.net.modules():
             own = list(module.parameters())
             if own and not any(parameter.requires_grad for parameter in own):
                 module.eval()

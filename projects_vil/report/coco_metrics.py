@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from detectron2.evaluation.coco_evaluation import _evaluate_predictions_on_coco
 from pycocotools import mask as mask_util
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -78,7 +79,8 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
             coco.dataset = annotations | {"annotations": objects}
             coco.createIndex()
             tasks = ["bbox", "segm"] if all("segmentation" in item for item in detections) else ["bbox"]
-            evaluations = {task: _run_cocoeval(coco, detections, task, max_detections) for task in tasks}
+            options = {"cocoeval_fn": COCOeval, "max_dets_per_image": [1, 10, max_detections]}
+            evaluations = {task: _evaluate_predictions_on_coco(coco, detections, task, **options) for task in tasks}
     evaluation = evaluations["bbox"]
     parameters = evaluation.params
     entries = np.array(evaluation.evalImgs, dtype=object)
@@ -137,17 +139,6 @@ def confusion_matrix(metrics: DetectionMetrics) -> np.ndarray:
         for target in missed:
             counts[row_of[target["category_id"]], background] += 1
     return counts
-
-
-def _run_cocoeval(coco: COCO, detections: list[dict[str, Any]], task: str, max_detections: int) -> COCOeval:
-    # As in detectron2, the area of a mask is its number of pixels, not the area of its box.
-    unused = {"bbox": "segmentation", "segm": "bbox"}[task]
-    copies = [{key: value for key, value in item.items() if key != unused} for item in detections]
-    evaluation = COCOeval(coco, coco.loadRes(copies), task)
-    evaluation.params.maxDets = [1, 10, max_detections]
-    evaluation.evaluate()
-    evaluation.accumulate()
-    return evaluation
 
 
 def _best_threshold(matches: list[Match], num_objects: int) -> tuple[float, float]:

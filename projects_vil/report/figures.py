@@ -71,8 +71,9 @@ def training_figures(metrics: Sequence[Mapping[str, float]]) -> list[PageFigure]
         if infinite:
             caption += f" {infinite} non-finite values are omitted."
         values = np.concatenate([points[:, 1] for points in curves.values()])
-        logarithmic = title == "Gradient norm" and values.min() > 0 and values.max() > 20 * values.min()
-        options = {"yscale": "log"} if logarithmic else {"ylim": (0, None)} if values.min() >= 0 else {}
+        options = {"ylim": (0, None)} if values.min() >= 0 else {}
+        if title == "Gradient norm" and values.min() > 0 and values.max() > 20 * values.min():
+            options = {"yscale": "log"}
         figures.append(PageFigure(_plot(curves, xlabel="iteration", ylabel=unit, **options), title, caption))
     return figures
 
@@ -105,8 +106,10 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
     """
     names = {category["id"]: str(category["name"]) for category in metrics.categories}
     candidates = [image for image in metrics.images if image[1]]
+    if not candidates:
+        return []
     figures = []
-    for index in np.unique(np.linspace(0, len(candidates) - 1, number).round().astype(int)) if candidates else ():
+    for index in np.unique(np.linspace(0, len(candidates) - 1, number).round().astype(int)):
         image, matches = candidates[index]
         pixels = read_image(folder / image["file_name"])
         canvas = Canvas(pixels, scale=MAX_SIDE / max(pixels.shape[:2]))
@@ -114,10 +117,14 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
         # True positives are drawn last, on top.
         for detection, target in sorted(matches, key=lambda match: (match[0] is not None) + (None not in match)):
             item = detection or target
-            label = "missed object" if detection is None else "false positive" if target is None else "true positive"
+            is_missed, label = detection is None, "true positive"
+            if is_missed:
+                label = "missed object"
+            elif target is None:
+                label = "false positive"
             numbers[label] += 1
             left, top, width, height = item["bbox"]
-            box, color, is_missed = (left, top, left + width, top + height), MATCH_COLORS[label], detection is None
+            box, color = (left, top, left + width, top + height), MATCH_COLORS[label]
             canvas.draw_box(box, color, dashed=is_missed)
             text = names[item["category_id"]] + ("" if is_missed else f" {item['score']:.0%}")
             # Otherwise the label of a missed object could cover the label of a detection.

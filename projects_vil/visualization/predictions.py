@@ -85,13 +85,15 @@ def draw_results(
     write_image(Path(output), sheet(f"{dataset_name}: {len(rows)} of {len(records)} images", rows))
 
 
-def draw_evaluation(cfg: CfgNode, *, name: str) -> list[Path]:
+def draw_evaluation(cfg: CfgNode, *, name: str) -> None:
     """Draw ``TEST.NUM_VISUALIZED_IMAGES`` images of each test set into ``OUTPUT_DIR/drawings/DATASET_NAME.jpg``.
 
     Each evaluation draws the same images. If a drawing fails, a warning is logged.
     """
-    output, paths = Path(cfg.OUTPUT_DIR), []
-    for dataset in cfg.DATASETS.TEST if cfg.TEST.NUM_VISUALIZED_IMAGES else ():
+    if not cfg.TEST.NUM_VISUALIZED_IMAGES:
+        return
+    output = Path(cfg.OUTPUT_DIR)
+    for dataset in cfg.DATASETS.TEST:
         if MetadataCatalog.get(dataset).get("evaluator_type") not in ("coco", "coco_panoptic_seg", "sem_seg"):
             continue
         path = output / DRAWINGS_FOLDER / f"{dataset}_{name}.jpg"
@@ -101,9 +103,6 @@ def draw_evaluation(cfg: CfgNode, *, name: str) -> list[Path]:
             draw_results(dataset, records, file, path, num_images=cfg.TEST.NUM_VISUALIZED_IMAGES)
         except (ConfigError, OSError) as error:
             logging.getLogger(__name__).warning("Cannot draw %s: %s", dataset, error)
-        else:
-            paths.append(path)
-    return paths
 
 
 def predictions_file(run: Path, dataset_name: str) -> Path:

@@ -149,11 +149,12 @@ def test_drawings_of_an_evaluation(trained_run, shapes, tmp_path, caplog):
 
     def draw_images(number: int, name: str) -> list[Path]:
         keys = ["OUTPUT_DIR", str(tmp_path), "TEST.NUM_VISUALIZED_IMAGES", str(number)]
-        return draw_evaluation(load_config(trained_run / "config.yaml", keys), name=name)
+        draw_evaluation(load_config(trained_run / "config.yaml", keys), name=name)
+        return sorted(tmp_path.glob(f"drawings/shapes_val_{name}.jpg"))
 
     assert draw_images(0, "none") == [] and not (tmp_path / "drawings").exists()
     first, second, more = (draw_images(number, name)[0] for number, name in ((2, "0010"), (2, "0020"), (4, "more")))
-    assert first == tmp_path / "drawings/shapes_val_0010.jpg" and first.read_bytes() == second.read_bytes()
+    assert first.read_bytes() == second.read_bytes()
     assert len(cv2.imread(str(more))) > 1.5 * len(cv2.imread(str(first)))
     (tmp_path / "inference/coco_instances_results.json").write_text("[")
     assert draw_images(2, "damaged") == []
