@@ -331,7 +331,8 @@ def annotation_format(path: str) -> str | None:
     except ConfigError:
         # The reader of the format reports the error.
         return name
-    lists = {key for key, value in content.items() if isinstance(value, list)}
+    # A split without images has an empty list.
+    lists = {key for key, value in content.items() if isinstance(value, list) and (value or key != "images")}
     if "shapes" in lists or {"images", "categories"} <= lists:
         return "LabelMe" if "shapes" in lists else "COCO"
     return "VIA" if via.images_of(content) else None
