@@ -132,10 +132,9 @@ class FileIndex:
         self.is_given, self.image_root = images is not None, os.path.abspath(images or root)
         below = self.files if images is None else list(walk(self.image_root))
         self.images = dict.fromkeys(filter(is_image, below))
-        paths = [*self.files, *set(map(os.path.dirname, self.files))]
         # Label Studio writes percent codes into the names of label files.
-        self._by_path = {normalized(unquote(path)): path for path in paths if "%" in path}
-        self._by_path |= {normalized(path): path for path in paths}
+        self._by_path = {normalized(unquote(path)): path for path in self.files if "%" in path}
+        self._by_path |= {normalized(path): path for path in (*self.files, *set(map(os.path.dirname, self.files)))}
         self.all_files = self.files if images is None else sorted({*self.files, *below})
         folders = [self.folders_of(os.path.join(path, "")) for path in set(map(os.path.dirname, self.images))]
         # The folders that have images in them or in their subfolders. The cache does not refer to the index, which
