@@ -56,8 +56,7 @@ def read_lines(path: str) -> list[str]:
 
 def normalized(name: str) -> str:
     """Return a path in a form that does not depend on the case, the Unicode form, slashes, or jpeg for jpg."""
-    name = unicodedata.normalize("NFC", name).casefold().replace("\\", "/")
-    return name.removesuffix(".jpeg") + ".jpg" if name.endswith(".jpeg") else name
+    return unicodedata.normalize("NFC", name).casefold().replace("\\", "/").replace(".jpeg", ".jpg")
 
 
 @functools.lru_cache

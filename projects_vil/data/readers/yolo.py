@@ -106,12 +106,13 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     found.read += used
     # An image without objects has an empty file.
     folders = {*map(os.path.dirname, used)}
+    texts = [file for file in texts if file not in used]
     empty = [file for file in texts if os.path.dirname(file) in folders and not any(_rows(file))]
     reasons = ("label files whose image is not used", "other label files of an image")
-    expected = {label: reasons[image in labels] for image in index.images for label in _label_paths(image)}
+    expected = {label: reasons[image in labels] for image in index.images if texts for label in _label_paths(image)}
     reasons = ("label files whose image is missing", "label files in another folder than the image")
     stems = {Path(image).stem for image in without}
-    for file in sorted({*empty, *label_files(texts)} - used):
+    for file in sorted({*empty, *label_files(texts)}):
         found.unused[expected.get(file) or reasons[Path(file).stem in stems]].append(file)
 
 
