@@ -18,7 +18,7 @@ from projects_vil.data.detection_utils import is_image, size_or_none
 from projects_vil.utils import content_hash
 
 SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
-SPLITS |= {"validation": "val", "test": "test", "testing": "test"}
+SPLITS |= {"validation": "val", "validate": "val", "eval": "val", "dev": "val", "test": "test", "testing": "test"}
 # Words beside the split in folder names, such as "train_images"
 _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "json", "labels", "obj", "set", "xml", ""}
 # Folders of annotations with the images in another folder next to them
@@ -55,8 +55,8 @@ def read_lines(path: str) -> list[str]:
 
 
 def normalized(name: str) -> str:
-    """Return a path in a form that does not depend on the case, the Unicode form or the kind of slashes."""
-    return unicodedata.normalize("NFC", name).casefold().replace("\\", "/")
+    """Return a path in a form that does not depend on the case, the Unicode form, slashes, or jpeg for jpg."""
+    return unicodedata.normalize("NFC", name).casefold().replace("\\", "/").replace(".jpeg", ".jpg")
 
 
 @functools.lru_cache
@@ -131,7 +131,9 @@ class FileIndex:
         self.is_given, self.image_root = images is not None, os.path.abspath(images or root)
         below = self.files if images is None else list(walk(self.image_root))
         self.images = dict.fromkeys(filter(is_image, below))
-        self._by_path = {normalized(path): path for path in (*self.files, *set(map(os.path.dirname, self.files)))}
+        # Label Studio writes percent codes into the names of label files.
+        self._by_path = {normalized(unquote(path)): path for path in self.files if "%" in path}
+        self._by_path |= {normalized(path): path for path in (*self.files, *set(map(os.path.dirname, self.files)))}
         self.all_files = self.files if images is None else sorted({*self.files, *below})
         folders = [self.folders_of(os.path.join(path, "")) for path in set(map(os.path.dirname, self.images))]
         # The folders that have images in them or in their subfolders. The cache does not refer to the index, which
@@ -265,8 +267,7 @@ def _split_of_folder(image_folders: Set[tuple[str, ...]], folders: tuple[str, ..
     for length in range(len(folders), 0, -1) if split_of(folders) is None else ():
         *parents, name = folders[:length]
         for word, split in SPLITS.items():
-            pattern = rf"(?<![a-z]){word}(?=set|[^a-z]|$)"
-            siblings = {re.sub(pattern, other, name) for other in SPLITS if SPLITS[other] != split} - {name}
+            siblings = {name.replace(word, other) for other in SPLITS if SPLITS[other] != split} - {name}
             if any((*parents, sibling) in image_folders for sibling in siblings):
                 return split
     return split_of(folders)

@@ -37,7 +37,8 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
 
 
 def _shape(shape: dict[str, Any], path: str) -> Shape:
-    label, shape_type = str(shape["label"] or "").strip(), shape.get("shape_type") or "polygon"
+    label = str("" if shape["label"] is None else shape["label"]).strip()
+    shape_type = shape.get("shape_type") or "polygon"
     values = [number(value, f"{path}: {label}") for point in shape["points"] for value in point[:2]]
     if shape_type == "mask" and shape.get("mask") and len(values) == 4:
         with Image.open(io.BytesIO(base64.b64decode(shape["mask"]))) as image:

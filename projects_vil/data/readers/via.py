@@ -32,7 +32,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
                 label, *more = [*(name for name, is_checked in label.items() if is_checked), ""]
                 if len(more) > 1:
                     raise ConfigError(f"{location} has a region of the classes {label!r} and {more[0]!r}. Choose one.")
-            shapes.append(_shape(str(label or "").strip(), shape, location))
+            shapes.append(_shape("" if label is None else str(label).strip(), shape, location))
         yield Record(path, (name,), split=split_of_file(path, files), objects=found.objects_of(shapes, path))
 
 

@@ -14,8 +14,8 @@ from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_line
 from projects_vil.data.readers.shapes import Annotations, box_object, number, numbers, polygon_object, rotated_box
 
 # Lists of images, lists of a class, and PaddleDetection's lists. The first kind that exists is used.
-_FOLDERS = ("/(?i:imagesets(?:/main)?)/", "/(?i:imagesets(?:/main)?)/[^/]+_", "/")
-_LISTS = [re.compile(rf"(.*){folder}({'|'.join(SPLITS)})\.txt") for folder in _FOLDERS]
+_FOLDERS = ("/imagesets(?:/main)?/", "/imagesets(?:/main)?/[^/]+_", "/")
+_LISTS = [re.compile(rf"(.*){folder}({'|'.join(SPLITS)})(?:_list)?\.txt", re.I) for folder in _FOLDERS]
 # A line of PaddleDetection: an image and its XML file
 _PADDLE_LINE = re.compile(r".*?\.\w+\s+(?=.+\.xml$)")
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
@@ -49,16 +49,15 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
     splits, by_stem = defaultdict(dict), defaultdict(list)
     for file in files:
         by_stem[Path(file).stem].append(file)
-    kinds = [[match for match in map(kind.fullmatch, index.files) if match] for kind in _LISTS]
-    kinds[2] = [match for match in kinds[2] if any(map(_PADDLE_LINE.match, read_lines(match[0])))]
+    kinds = [[(one[0], one[1], one[2].lower()) for one in map(kind.fullmatch, index.files) if one] for kind in _LISTS]
+    kinds[2] = [one for one in kinds[2] if any(map(_PADDLE_LINE.match, read_lines(one[0])))]
     lists = next(filter(None, kinds), [])
-    found.read += [match[0] for match in lists]
+    found.read += [path for path, _, _ in lists]
     # trainval comes last. What it has besides train is val, and the other way round.
-    for match in sorted(lists, key=lambda match: match[2] == "trainval"):
-        root, name = match.groups()
+    for path, root, name in sorted(lists, key=lambda one: one[2] == "trainval"):
         listed, others = splits[root], {SPLITS[one[2]] for one in lists if one[1] == root and one[2] != "trainval"}
         split = "val" if name == "trainval" and "train" in others and "val" not in others else SPLITS[name]
-        for file in (file for line in read_lines(match[0]) for file in _files_of(line, root, by_stem)):
+        for file in (file for line in read_lines(path) for file in _files_of(line, root, by_stem)):
             other = listed.setdefault(file, split)
             if other != split and (name != "trainval" or other == "test"):
                 raise ConfigError(f"'{root}' lists '{Path(file).stem}' for {other} and for {name}. Remove one.")
@@ -95,6 +94,7 @@ def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
 def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotations) -> dict[str, Any] | None:
     label, box, rotated = entry.findtext("name", "").strip(), entry.find("bndbox"), entry.find("robndbox")
     location, one = f"{path}: {label!r}", {}
+    found.noted["objects with several boxes, of which the first is used"] += [path] * (len(entry.findall("bndbox")) > 1)
     if box is not None and all(box.findtext(side, "").strip() for side in _SIDES):
         left, top, right, bottom = numbers(box.findtext, location, *_SIDES)
         found.noted["boxes with swapped corners"] += [path] * (left > right or top > bottom)

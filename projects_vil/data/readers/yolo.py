@@ -20,6 +20,8 @@ from projects_vil.utils import content_hash
 _CLASS_FILES = r"classes\.txt|obj\.names|_darknet\.labels", r"(predefined_classes|labels|names)\.txt|.+\.names"
 # Parts of a written path that the path of an existing folder need not have
 _OPTIONAL = {"\\", "..", "data", "datasets"}
+# A list of the images of a split
+_LIST = re.compile(rf".*/({'|'.join(SPLITS)})\.txt", re.I)
 _LARGE = "label files with values larger than 1, which are not fractions of the image"
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 # Numbers, and what some programs write instead of a number
@@ -29,7 +31,7 @@ _VALUE = re.compile(rf"{_NUMBER.pattern}|[-+]?(nan|inf)|", re.I)
 def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
     """Yield the images of a dataset in YOLO's format, which has one text file per image."""
     # labelImg writes an equal classes.txt into each folder.
-    if len(files) > 1 and (class_files(files) != files or len({*map(content_hash, files)}) > 1):
+    if len(files) > 1 and (class_files(files) != files or len({(*read_lines(path),) for path in files}) > 1):
         raise ConfigError(f"'{index.root}' has several YOLO files, '{files[0]}' and '{files[1]}'. Give one file.")
     path, folder = files[0], os.path.dirname(files[0])
     data = _settings(path, index, found)
@@ -40,8 +42,12 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     if not os.path.exists(os.path.join(folder, written)):
         found.notes.append(f"path is '{bases[0]}', because {written!r} does not exist")
     images: dict[str | None, dict[str, None]] = defaultdict(dict)
-    splits = {split: data[key] for key, split in reversed(SPLITS.items()) if data.get(key)}
-    # With only class names, the folders of the images decide.
+    # Darknet's "eval" is the name of a metric.
+    splits = {split: data[key] for key, split in reversed(SPLITS.items()) if data.get(key) and key != "eval"}
+    # With only class names, lists of images decide, or else the folders of the images.
+    lists = [one for one in map(_LIST.fullmatch, index.files) if one and any(map(is_image, read_lines(one[0])))]
+    named = {SPLITS[one[1].lower()]: one[0] for one in lists}
+    splits = splits or (named if "train" in named else {})
     for split, entries in reversed((splits or {None: bases[0] if data.get("path") else index.root}).items()):
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
             place = _existing(entry, bases, index)
@@ -57,8 +63,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     if images["train"] and images["train"].keys() == images["val"].keys():
         del images["val"]
         found.notes.append("val has the same images as train, so it is not used")
-    pairs = [(split, image) for split, own in images.items() for image in own]
-    labels = {image: index.find(*_label_paths(image)) for _, image in pairs}
+    labels = {image: index.find(*_label_paths(image)) for own in images.values() for image in own}
     texts = [file for file in index.files if file.lower().endswith(".txt")]
     if not any(labels.values()):
         # The labels are in folders of other names.
@@ -69,6 +74,11 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     for image, label in [(image, label) for image, label in labels.items() if label]:
         if (other := owners.setdefault(label, image)) != image and content_hash(other) != content_hash(image):
             raise ConfigError(f"Label file '{label}' fits both '{other}' and '{image}'. Rename or remove one image.")
+    if not splits:
+        # Images with the names of labeled images, but in folders without labels, are copies or masks.
+        folders, stems = {*map(os.path.dirname, owners.values())}, {Path(image).stem for image in owners.values()}
+        for image in [image for image in labels if os.path.dirname(image) not in folders and Path(image).stem in stems]:
+            del labels[image]
     sizes = {image: size for image, (size, _) in zip(labels, read_sizes(labels), strict=True)}
     # The dataset check reports unreadable images.
     rows = {image: [*_rows(label)] if label and sizes[image] else [] for image, label in labels.items()}
@@ -80,9 +90,9 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         found.notes.append(f"{len(without):,} of {len(labels):,} images have no label file, so they have no objects")
     has_points = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
     unknown: dict[str, list[str]] = defaultdict(list)
-    for split, image in pairs:
+    for split, image in [(split, image) for split, own in images.items() for image in own if image in labels]:
         own = [_object(row[:5] if has_points else row, names, sizes[image], line, unknown) for row, line in rows[image]]
-        yield Record(image, (), sizes[image], split=split, objects=own, file=image)
+        yield Record(labels[image] or image, (), sizes[image], split=split, objects=own, file=image)
         if any(max(one["bbox"][2:]) > 2 * max(sizes[image]) for one in own):
             found.noted[_LARGE].append(str(labels[image]))
     if 2 * len(found.noted[_LARGE]) >= (sum(map(bool, rows.values())) or 1):
@@ -96,12 +106,13 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     found.read += used
     # An image without objects has an empty file.
     folders = {*map(os.path.dirname, used)}
+    texts = [file for file in texts if file not in used]
     empty = [file for file in texts if os.path.dirname(file) in folders and not any(_rows(file))]
     reasons = ("label files whose image is not used", "other label files of an image")
-    expected = {label: reasons[image in labels] for image in index.images for label in _label_paths(image)}
+    expected = {label: reasons[image in labels] for image in index.images if texts for label in _label_paths(image)}
     reasons = ("label files whose image is missing", "label files in another folder than the image")
     stems = {Path(image).stem for image in without}
-    for file in sorted({*empty, *label_files(texts)} - used):
+    for file in sorted({*empty, *label_files(texts)}):
         found.unused[expected.get(file) or reasons[Path(file).stem in stems]].append(file)
 
 
@@ -156,7 +167,7 @@ def _names(path: str, data: dict[str, Any]) -> list[str]:
     if isinstance(names, dict) and all(re.fullmatch("[0-9]{1,5}", key) for key in names):
         names = [names.get(str(index), "") for index in range(max(map(int, names), default=-1) + 1)]
     # Other texts are a file name, or names without a space after their numbers.
-    names = [names] if isinstance(names, str) and re.fullmatch(r"[\w -]+", names) else names
+    names = [names] if isinstance(names, str) and re.fullmatch(r"\w[\w -]*", names) else names
     names = [str(name).strip() for name in names] if isinstance(names, list) else []
     different = {*filter(None, names)}
     is_unique = 0 < len(different) == len(names) - names.count("")
@@ -213,9 +224,10 @@ def _existing(entry: str, bases: list[str], index: FileIndex) -> str | None:
 
 def _label_paths(image: str) -> list[str]:
     """Return the paths that the label file of an image may have: below labels/ instead of images/, or next to it."""
-    stem = os.path.splitext(image)[0]
-    paths = [re.sub(r"(?i)(.*/)(jpeg)?images/", rf"\1{folder}/", stem) for folder in ("labels", "labelTxt")]
-    return [f"{path}.txt" for path in dict.fromkeys((*paths, stem))]
+    # Some programs keep the suffix of the image: a.jpg.txt
+    bases, folders = (os.path.splitext(image)[0], image), ("labels", "labelTxt")
+    paths = [re.sub(r"(?i)(.*/)(jpeg)?images/", rf"\1{folder}/", base) for base in bases for folder in folders]
+    return [f"{path}.txt" for path in dict.fromkeys((*paths, *bases))]
 
 
 def _rows(label: str) -> Iterator[tuple[list[str], str]]:
