@@ -13,6 +13,17 @@ SCHEDULES = ("1x", "3x_ms")
 RECIPES = ("finetune", "scratch", "paper")
 # Smallest and largest image size of `vil train`, in pixels.
 IMAGE_SIZES = (64, 4096)
+# Config keys of arguments
+KEYS = {
+    "weights": "MODEL.WEIGHTS",
+    "device": "MODEL.DEVICE",
+    "batch": "SOLVER.IMS_PER_BATCH",
+    "epochs": "SOLVER.EPOCHS",
+    "image_size": "INPUT.MIN_SIZE_TEST",
+    "lr": "SOLVER.BASE_LR",
+    "output": "OUTPUT_DIR",
+    "workers": "DATALOADER.NUM_WORKERS",
+}
 # Our commands, arguments, values and config keys, each with the names that other programs use for it.
 _OTHERS = {
     "batch": "batch_size",
@@ -35,6 +46,7 @@ _OTHERS = {
     "voc": "pascal pascal_voc",
     "weights": "load_from checkpoint pretrained",
     "workers": "num_workers",
+    "KEY": "overrides opts",
     "MODEL.RETINANET.NMS_THRESH_TEST": "iou iou_thres",
     "SEED": "seed",
     "SOLVER.AMP.ENABLED": "amp",

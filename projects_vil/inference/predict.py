@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,14 +23,14 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_choice, check_file, check_replaceable, check_whole, counted, printable
 from projects_vil.checkpoint import Categories, weights_of
-from projects_vil.config import CONFIG_FILE
+from projects_vil.config import CONFIG_FILE, as_mapping
 from projects_vil.data import IMAGE_SUFFIXES, check_output, describe_classes, match_all_classes, write_detections
 from projects_vil.data.readers import read_coco
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detections, Detector, check_threshold
 from projects_vil.inference.image_listing import TABLES, find_images, is_video, list_paths, number_of_images, suffix_of
 from projects_vil.inference.image_loading import DEFAULT_FRAME_RATE, ImageBatches, ImageSource, Loaded, Skipped, Video
-from projects_vil.utils import atomic_folder, stop_requests
+from projects_vil.utils import atomic_folder, check_arguments, stop_requests
 from vil.choices import PART_SIZE, PREDICTION_FORMATS, SCORE_THRESHOLD
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Summary:
     lines: tuple[str, ...]
 
 
+@check_arguments
 def predict(
     model: Detector | str | os.PathLike,
     source: str | os.PathLike | Sequence[str],
@@ -78,7 +79,7 @@ def predict(
     workers_per_gpu: int | None = None,
     tta: bool = False,
     track: bool = False,
-    overrides: Sequence[object] = (),
+    overrides: Sequence[object] | Mapping[str, object] = (),
 ) -> Summary:
     """Detect objects in the images of an input and write the results into an output directory.
 
@@ -163,7 +164,8 @@ def predict(
         from projects_vil.inference.on_ray import predict_on_ray
 
         options |= {"num_workers": ray_workers, "workers_per_gpu": workers_per_gpu or 1}
-        return predict_on_ray(model, source, output, tta=tta, overrides=overrides, **options)
+        pairs = [*itertools.chain(*as_mapping(overrides).items())]
+        return predict_on_ray(model, source, output, tta=tta, overrides=pairs, **options)
     # The input is checked before the model is loaded.
     images, is_parquet = None, file_format == "parquet"
     if not is_parquet:
