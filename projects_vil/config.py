@@ -305,6 +305,10 @@ def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
             cfg.merge_from_list([key, value])
         except Exception as error:
             raise ConfigError(_explain(error, cfg)) from error
+    for name, node in (("RETINANET", cfg.MODEL.RETINANET), ("ROI_HEADS", cfg.MODEL.ROI_HEADS)):
+        for key in ("SCORE_THRESH_TEST", "NMS_THRESH_TEST"):
+            if not 0 <= node[key] <= 1:
+                raise ConfigError(f"MODEL.{name}.{key} is {node[key]}. It must be 0 to 1.")
     cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = map(os.path.expanduser, (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS))
     cfg.freeze()
     return cfg

@@ -7,6 +7,7 @@ errors in the arguments appear at once.
 import argparse
 import difflib
 import errno
+import glob
 import json
 import logging
 import os
@@ -45,7 +46,8 @@ _TORCHRUN_SECONDS = 10
 def existing_path(text: str) -> str:
     """Return ``text`` if it is an existing file or folder, or a URL. This is an argparse type."""
     if "://" not in text and not os.path.exists(text):
-        raise argparse.ArgumentTypeError(f"'{text}' does not exist. Check the path")
+        unquoted = ", or remove quotes around a pattern" * glob.has_magic(text)
+        raise argparse.ArgumentTypeError(f"'{text}' does not exist. Check the path{unquoted}")
     return text
 
 
@@ -81,8 +83,8 @@ def config_name(text: str) -> str:
 
 
 def image_source(text: str) -> str:
-    """Return ``text`` if it is an existing path, a URL, a camera number, or a pattern with {000..127}."""
-    return text if text.isdecimal() or "{" in text else existing_path(text)
+    """Return ``text`` if it is an existing path, a URL, a camera number, or a pattern with * or {000..127}."""
+    return text if text.isdecimal() or "{" in text or glob.glob(text) else existing_path(text)
 
 
 def local_path(text: str) -> str:
@@ -296,7 +298,7 @@ class ConfigToolParser(ToolParser):
         if given.get("MODEL.WEIGHTS"):
             name = "--weights" if getattr(parsed, "weights", None) else "MODEL.WEIGHTS"
             self.check(name, weights_file, given["MODEL.WEIGHTS"])
-        parsed.opts = overrides
+        parsed.opts, parsed.overrides = overrides, given
         if hasattr(parsed, "weights"):
             parsed.weights = given.get("MODEL.WEIGHTS")
         return parsed

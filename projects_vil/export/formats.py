@@ -19,6 +19,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
@@ -48,6 +49,8 @@ RunFn = Callable[[Tensor], "tuple[Tensor, ...]"]
 Loaded = tuple[RunFn, str | None]
 # Stack traces contain paths of this machine and take a seventh of the time. torch before 2.12 has no such switch.
 _no_stack_traces = functools.partial(patch.object, torch.fx.config, "do_not_emit_stack_traces", True, create=True)
+# The numbers of the steps that follow, such as "step 2 of 3: "
+STEPS: ContextVar[Iterator[str]] = ContextVar("STEPS")
 _logger = logging.getLogger(__name__)
 
 
@@ -65,6 +68,7 @@ class Format:
         precisions: The supported precisions.
         packages: The packages that writing needs, from the extra of the same name as the format. The metadata records
             their versions.
+        num_steps: Number of long steps of ``write``, each in a :func:`log_step`.
         runtime: The package that runs the file.
         uses_torch_export: Whether the file is written from a ``torch.export`` program.
         shortest_side: The smallest image side in pixels; ``None`` for the limit of ``export_sides``.
@@ -78,6 +82,7 @@ class Format:
     embed: Callable[[Path, dict], None]
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
     packages: tuple[str, ...] = ()
+    num_steps: int = 2
     runtime: str = "torch"
     uses_torch_export: bool = False
     shortest_side: int | None = None
@@ -133,7 +138,8 @@ def trace(exportable: ExportableDetector, example: Tensor) -> torch.jit.ScriptMo
 
 @contextlib.contextmanager
 def log_step(name: str) -> Iterator[None]:
-    """Log the start and duration of an export step, and silence warnings."""
+    """Log the number, the start and the duration of an export step, and silence warnings."""
+    name = f"{next(STEPS.get(iter(())), '')}{name}"
     _logger.info("%s ...", name)
     start = time.perf_counter()
     with warnings.catch_warnings():
@@ -237,7 +243,8 @@ def _embed_in_archive(path: Path, metadata: dict) -> None:
 
 def _write_torchscript(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
     traced = trace(exportable, example)
-    _save(lambda buffer: torch.jit.save(traced, buffer), path)
+    with log_step("torch.jit.save"):
+        _save(lambda buffer: torch.jit.save(traced, buffer), path)
 
 
 def _load_torchscript(path: Path) -> Loaded:
@@ -302,6 +309,7 @@ def _write_onnx(
             verbose=False,
             optimize=False,
         )
+    with log_step("ONNX optimization"):
         # The optimizer takes time quadratic in the number of nodes, most of which are duplicate size computations.
         CommonSubexpressionEliminationPass()(onnx_program.model)
         onnx_program.optimize()
@@ -472,6 +480,7 @@ FORMATS: dict[str, Format] = {
         # Opset 20 has no bfloat16 convolutions.
         precisions=("fp32", "fp16", "int8"),
         packages=("onnx", "onnxscript", "onnxruntime"),
+        num_steps=4,
         runtime="onnxruntime",
         uses_torch_export=True,
     ),

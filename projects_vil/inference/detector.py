@@ -22,6 +22,7 @@ from projects_vil.checkpoint import LAST_CHECKPOINT, PUBLISHED_WEIGHTS, Categori
 from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_config
 from projects_vil.config import CONFIG_FILE, as_mapping, choose_device, load_config
 from projects_vil.data import upright_pixels
+from projects_vil.export import format_of
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead
 from projects_vil.inference.runners import EagerRunner, ExportedRunner, Runner, encode_masks, to_host
@@ -392,7 +393,8 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
         choices = f"a run, a checkpoint with {CONFIG_FILE} in its folder, an exported file or a name of the model zoo"
         raise ConfigError(f"Model '{source}' does not exist. Use {choices}.{hub}")
     if source.name.endswith(EXPORT_SUFFIXES):
-        raise ConfigError(f"'{source}' is an exported file. Give its run. 'vil export RUN --evaluate' compares both.")
+        command = f"vil export RUN --format {format_of(source)} --evaluate"
+        raise ConfigError(f"'{source}' is an exported file. Give its run. '{command}' compares the AP of both.")
     folder = source if source.is_dir() else source.parent
     if source.suffix in (".yaml", ".yml") and source.name != CONFIG_FILE:
         return source, weights
