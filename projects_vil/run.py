@@ -21,6 +21,7 @@ from backbones.errors import GENERATOR, check_choice, check_replaceable, check_w
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
+    as_mapping,
     choose_device,
     config_path,
     detector_name,
@@ -152,7 +153,7 @@ def train(
         dist_url: As for detectron2's ``launch``.
         dist_timeout: Seconds to wait for the other machines at the start. During the run, processes wait this long for
             each other, but at least 10 minutes.
-        overrides: Config keys, for example ``**{"SOLVER.WEIGHT_DECAY": 0.1}``.
+        overrides: Config keys, for example ``overrides={"SOLVER.WEIGHT_DECAY": 0.1}``.
 
     Raises:
         ConfigError: For a mistake in the arguments, the data or a file.
@@ -162,7 +163,7 @@ def train(
         >>> detections = run.detector()("holiday.jpg")
     """
     # -- the config keys that the user has set --
-    given: dict[str, Any] = overrides
+    given = as_mapping(overrides.pop("overrides", {})) | overrides
     for argument, value in {"epochs": epochs, "batch": batch, "tiles": tiles}.items():
         check_whole(argument, 1 if value is None else value)
     if tiles and image_size:
@@ -337,10 +338,10 @@ def evaluate(
     Raises:
         ConfigError: For a mistake in the arguments, the data or a file.
     """
-    given: dict[str, Any] = overrides
+    given = as_mapping(overrides.pop("overrides", {})) | overrides
     processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
     if model is None and not predictions:
-        raise ConfigError("model is None. Give a model, or predictions.")
+        raise ConfigError("The model is missing. Give a model or predictions.")
     # With another checkpoint or overrides, evaluation.json of the run keeps its results.
     changes: list[str] = []
     if isinstance(model, CfgNode):

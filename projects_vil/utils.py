@@ -88,6 +88,8 @@ _SILENCED_RECORDS = {
     "detectron2.data.datasets.coco": r"\s*Category ids in annotations are not in",
 }
 P, T = ParamSpec("P"), TypeVar("T")
+# Names of types in errors
+_NAMES = {numbers.Real: "float", Sequence: "list", Mapping: "dict", os.PathLike: "Path"}
 
 
 # -- arguments -------------------------------------------------------------------------------------
@@ -101,38 +103,29 @@ def check_arguments(function: Callable[P, T]) -> Callable[P, T]:
     signature, called = inspect.signature(function), f"{function.__qualname__}()"
     types = {name: _types(parameter.annotation) for name, parameter in signature.parameters.items()}
     takes_keys = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    names = [name for name in types if name not in ("self", "cls") and not (takes_keys and name == "overrides")]
-    keys = "**{{{!r}: VALUE}}" if takes_keys else "overrides={{{!r}: VALUE}}"
 
     @functools.wraps(function)
     def check_and_call(*args: P.args, **keywords: P.kwargs) -> T:
-        for name in keywords:
-            if name in names or (takes_keys and ("." in name or name.isupper())):
+        for name in keywords.keys() - types.keys():
+            if takes_keys and ("." in name or name.isupper()):
                 continue
             ours = NAMES_OF_OTHERS.get(name, name)
             key = KEYS.get(ours, ours)
-            has_effect = "overrides" in types and ("epochs" in names or not key.startswith("SOLVER."))
-            advice = closest(name, names, cutoff=0.6) or f". Its arguments are {', '.join(names)}."
-            if ours in names:
+            has_effect = "overrides" in types and ("epochs" in types or not key.startswith("SOLVER."))
+            advice = closest(name, types, cutoff=0.6) or "."
+            if ours in types:
                 advice = f". Use {ours!r}."
             elif key.isupper() and has_effect:
-                advice = f". Write {keys.format(key)}."
+                advice = f". Write overrides={{{key!r}: VALUE}}."
             raise ConfigError(f"{called} has no argument {name!r}{advice}")
-        try:
-            given = signature.bind(*args, **keywords).arguments
-        except TypeError as error:
-            raise ConfigError(f"{called}: {error}. Its arguments are {', '.join(names)}.") from error
-        for name, value in given.items():
-            kinds, is_text = types[name], isinstance(value, str)
-            if kinds and not (str in kinds if is_text else isinstance(value, kinds)):
+        for name, value in signature.bind(*args, **keywords).arguments.items():
+            kinds = types[name]
+            if kinds and not (str in kinds if isinstance(value, str) else isinstance(value, kinds)):
                 allowed = " or ".join(_NAMES.get(kind, kind.__name__) for kind in kinds if kind is not NoneType)
                 raise ConfigError(f"{name} is {one_line(reprlib.repr(value))}. It must be of type {allowed}.")
         return function(*args, **keywords)
 
     return check_and_call
-
-
-_NAMES = {numbers.Real: "float", Sequence: "list", Mapping: "dict", os.PathLike: "Path"}
 
 
 def _types(annotation: Any) -> tuple[type, ...]:

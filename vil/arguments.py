@@ -7,6 +7,7 @@ errors in the arguments appear at once.
 import argparse
 import difflib
 import errno
+import functools
 import glob
 import json
 import logging
@@ -46,8 +47,7 @@ _TORCHRUN_SECONDS = 10
 def existing_path(text: str) -> str:
     """Return ``text`` if it is an existing file or folder, or a URL. This is an argparse type."""
     if "://" not in text and not os.path.exists(text):
-        unquoted = ", or remove quotes around a pattern" * glob.has_magic(text)
-        raise argparse.ArgumentTypeError(f"'{text}' does not exist. Check the path{unquoted}")
+        raise argparse.ArgumentTypeError(f"'{text}' does not exist. Check the path")
     return text
 
 
@@ -120,9 +120,7 @@ def positive(text: str, *, least: int = 1) -> int:
     return int(text)
 
 
-def not_negative(text: str) -> int:
-    """Return a whole number of at least 0. This is an argparse type."""
-    return positive(text, least=0)
+not_negative = functools.partial(positive, least=0)
 
 
 def image_size(text: str) -> int | str:
@@ -314,9 +312,9 @@ class ConfigToolParser(ToolParser):
             is_value = action is not None and action.nargs is None
             if word in ("--opts", "--cfg-options"):
                 continue
-            if is_value or not _is_key(word) or Path(word).exists():
-                is_file = is_value or Path(word).exists()
-                if not is_file and (re.match(r"[a-z][\w.]*=", word) or ("_" in word and _is_key(word.upper()))):
+            is_path = is_value or Path(word).exists()
+            if is_path or not _is_key(word):
+                if not is_path and (re.match(r"[a-z][\w.]*=", word) or ("_" in word and _is_key(word.upper()))):
                     unknown.append(word)
                 arguments.append(word)
                 continue

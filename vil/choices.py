@@ -14,16 +14,9 @@ RECIPES = ("finetune", "scratch", "paper")
 # Smallest and largest image size of `vil train`, in pixels.
 IMAGE_SIZES = (64, 4096)
 # Config keys of arguments
-KEYS = {
-    "weights": "MODEL.WEIGHTS",
-    "device": "MODEL.DEVICE",
-    "batch": "SOLVER.IMS_PER_BATCH",
-    "epochs": "SOLVER.EPOCHS",
-    "image_size": "INPUT.MIN_SIZE_TEST",
-    "lr": "SOLVER.BASE_LR",
-    "output": "OUTPUT_DIR",
-    "workers": "DATALOADER.NUM_WORKERS",
-}
+KEYS = {"weights": "MODEL.WEIGHTS", "device": "MODEL.DEVICE", "image_size": "INPUT.MIN_SIZE_TEST"}
+KEYS |= {"batch": "SOLVER.IMS_PER_BATCH", "epochs": "SOLVER.EPOCHS", "lr": "SOLVER.BASE_LR"}
+KEYS |= {"output": "OUTPUT_DIR", "workers": "DATALOADER.NUM_WORKERS"}
 # Our commands, arguments, values and config keys, each with the names that other programs use for it.
 _OTHERS = {
     "batch": "batch_size",

@@ -310,16 +310,14 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--accept-drop", "accept an int8 model that loses more than 1 AP", action="store_true")
     parser.add("--triton", "also write a Triton model; needs --batched --fixed-detections", metavar="REPOSITORY/NAME")
     args = parser.parse_args(words)
-    cfg, path = _load_config(parser, args)
+    cfg = _load_config(parser, args, "export")
 
     from projects_vil.export import check_triton, describe_report, export_detector, write_triton_model
-    from projects_vil.run import folder_of
 
     options = _options(args, "model", "output", "triton")
     if args.triton:
         check_triton(args.triton, **{key: options[key] for key in ("file_format", "batched", "fixed_detections")})
-    output = args.output or str(folder_of(path) / "export")
-    path, report = export_detector(cfg, cfg.MODEL.WEIGHTS, output, **options)
+    path, report = export_detector(cfg, cfg.MODEL.WEIGHTS, args.output, **options)
     show(*describe_report(report).splitlines(), f"wrote {path}")
     if not report["ok"]:
         sys.exit(1)
@@ -328,8 +326,11 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
         show(f"wrote {args.triton}")
 
 
-def _load_config(parser: ToolParser, args: argparse.Namespace) -> tuple["CfgNode", Path]:
-    """Return the config of ``MODEL``, or of ``--config-file`` and ``--weights``, and its file."""
+def _load_config(parser: ToolParser, args: argparse.Namespace, subfolder: str) -> "CfgNode":
+    """Return the config of ``MODEL``, or of ``--config-file`` and ``--weights``.
+
+    The default of ``--output`` is a subfolder in the folder of the model.
+    """
     source = args.model or args.config_file or args.weights
     if not source:
         parser.error("MODEL is missing. Give MODEL, --config-file or --weights")
@@ -337,10 +338,12 @@ def _load_config(parser: ToolParser, args: argparse.Namespace) -> tuple["CfgNode
         parser.error(f"MODEL {args.model} and --config-file are both given. Give one of them")
 
     from projects_vil.inference import find_model
+    from projects_vil.run import folder_of
 
     path, weights = find_model(Path(source), args.weights)
+    args.output = args.output or str(folder_of(path) / subfolder)
     args.opts += [] if weights is None else ["MODEL.WEIGHTS", str(weights)]
-    return config_of(args, path), path
+    return config_of(args, path)
 
 
 def _add_image_size(parser: ToolParser, help_text: str, **options: Any) -> None:
@@ -633,21 +636,13 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     show(*args.render(args))
 
 
-def _load_drawn(args: argparse.Namespace) -> tuple["CfgNode", Path]:
-    """Return the config of a model, and the folder for drawings: ``drawings/`` in the folder of the model."""
-    from projects_vil.run import folder_of
-
-    cfg, path = _load_config(args.parser, args)
-    return cfg, Path(args.output or folder_of(path) / "drawings")
-
-
 def _draw_attention(args: argparse.Namespace) -> list[str]:
     """Draw the attention of one token in one block as a heat map per head."""
     from projects_vil.visualization import draw_attention
 
-    cfg, folder = _load_drawn(args)
+    cfg = _load_config(args.parser, args, "drawings")
     position = {"stage": args.stage, "block": args.block, "point": args.point}
-    return [f"wrote {draw_attention(cfg, cfg.MODEL.WEIGHTS, args.input, folder, **position)}"]
+    return [f"wrote {draw_attention(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **position)}"]
 
 
 def _draw_data(args: argparse.Namespace) -> list[str]:
@@ -657,19 +652,19 @@ def _draw_data(args: argparse.Namespace) -> list[str]:
     from projects_vil.visualization import draw_samples
 
     args.weights = args.weights or (args.model and "none")  # samples do not need the weights of the run
-    cfg, folder = _load_drawn(args)
+    cfg = _load_config(args.parser, args, "drawings")
     check_values(cfg, args.opts[::2])
     register_datasets(cfg)
-    return [f"wrote {path}" for path in draw_samples(cfg, folder, number=args.number, seed=args.seed)]
+    return [f"wrote {path}" for path in draw_samples(cfg, args.output, number=args.number, seed=args.seed)]
 
 
 def _draw_offsets(args: argparse.Namespace) -> list[str]:
     """Draw the image positions that LIT's deformable token merging samples, as in figure 2 of the paper."""
     from projects_vil.visualization import draw_offsets
 
-    cfg, folder = _load_drawn(args)
+    cfg = _load_config(args.parser, args, "drawings")
     tokens = {"num_points": args.points, "point": args.point}
-    return [f"wrote {path}" for path in draw_offsets(cfg, cfg.MODEL.WEIGHTS, args.input, folder, **tokens)]
+    return [f"wrote {path}" for path in draw_offsets(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **tokens)]
 
 
 def _draw_results(args: argparse.Namespace) -> list[str]:
