@@ -106,8 +106,8 @@ def check_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def check_and_call(*args: P.args, **keywords: P.kwargs) -> T:
-        for name in keywords.keys() - types.keys():
-            if takes_keys and ("." in name or name.isupper()):
+        for name in keywords:
+            if name in types or (takes_keys and ("." in name or name.isupper())):
                 continue
             ours = NAMES_OF_OTHERS.get(name, name)
             key = KEYS.get(ours, ours)
@@ -118,7 +118,11 @@ def check_arguments(function: Callable[P, T]) -> Callable[P, T]:
             elif key.isupper() and has_effect:
                 advice = f". Write overrides={{{key!r}: VALUE}}."
             raise ConfigError(f"{called} has no argument {name!r}{advice}")
-        for name, value in signature.bind(*args, **keywords).arguments.items():
+        try:
+            given = signature.bind(*args, **keywords).arguments
+        except TypeError as error:
+            raise ConfigError(f"{called}: {error}. Write arguments as NAME=VALUE.") from error
+        for name, value in given.items():
             kinds = types[name]
             if kinds and not (str in kinds if isinstance(value, str) else isinstance(value, kinds)):
                 allowed = " or ".join(_NAMES.get(kind, kind.__name__) for kind in kinds if kind is not NoneType)
