@@ -16,6 +16,7 @@ from detectron2.projects.point_rend import add_pointrend_config
 
 from backbones.attention.triton_chunks import unmet_requirement
 from backbones.errors import ConfigError, check_file, closest, one_line
+from projects_vil.utils import check_arguments
 from vil.choices import CONFIGS, DEVICES
 
 # The resolved config of a run, in OUTPUT_DIR.
@@ -224,7 +225,8 @@ def default_config() -> CfgNode:
     return cfg
 
 
-def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
+@check_arguments
+def load_config(path: str | os.PathLike, overrides: Sequence[object] | Mapping[str, object] = ()) -> CfgNode:
     """Load a config file with its ``_BASE_`` chain and overrides on top of :func:`default_config`, and freeze it.
 
     A leading ``~`` in ``OUTPUT_DIR`` and ``MODEL.WEIGHTS`` becomes the home directory. No code in a file is executed:
@@ -232,14 +234,14 @@ def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
 
     Args:
         path: A YAML config of detectron2's version 2.
-        overrides: Alternating keys and values, as on detectron2's command line.
+        overrides: Config keys and values: a dict, or a list of alternating keys and values as in detectron2.
 
     Raises:
         ConfigError: If the file is missing or not valid YAML, if a key is unknown or given twice, or if a value has the
             wrong type.
 
     Example:
-        >>> cfg = load_config("configs/retinanet/vil_tiny_rpb_1x.yaml", ["SOLVER.BASE_LR", 5e-5])
+        >>> cfg = load_config("configs/retinanet/vil_tiny_rpb_1x.yaml", {"SOLVER.BASE_LR": 5e-5})
     """
     cfg = default_config()
     check_file(path, "config file")
@@ -257,9 +259,20 @@ def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
     except Exception as error:
         reason = _explain(error, cfg)
         raise ConfigError(reason if reason.startswith(f"'{path}'") else f"'{path}': {reason}") from error
+    return merge_overrides(cfg, as_mapping(overrides))
+
+
+def as_mapping(overrides: Sequence[object] | Mapping[str, object]) -> dict[Any, Any]:
+    """Return overrides as a dict. A list has alternating keys and values.
+
+    Raises:
+        ConfigError: If the last key of a list has no value.
+    """
+    if isinstance(overrides, Mapping):
+        return dict(overrides)
     if len(overrides) % 2:
         raise ConfigError(f"The override {overrides[-1]} has no value. Write KEY VALUE.")
-    return merge_overrides(cfg, dict(zip(overrides[::2], overrides[1::2], strict=True)))
+    return dict(zip(overrides[::2], overrides[1::2], strict=True))
 
 
 def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
@@ -277,6 +290,9 @@ def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
     for key, value in overrides.items():
         if key not in known:
             raise ConfigError(_explain_unknown_key(str(key), known))
+        if isinstance(known[key], CfgNode):
+            first = next(name for name in known if name.startswith(f"{key}."))
+            raise ConfigError(f"{key} is a section. Set its keys, such as {first}.")
         if key == "SOLVER.GRADIENT_ACCUMULATION_STEPS":
             # yacs replaces None by a value of any type.
             cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = None
@@ -289,6 +305,10 @@ def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
             cfg.merge_from_list([key, value])
         except Exception as error:
             raise ConfigError(_explain(error, cfg)) from error
+    for name, node in (("RETINANET", cfg.MODEL.RETINANET), ("ROI_HEADS", cfg.MODEL.ROI_HEADS)):
+        for key in ("SCORE_THRESH_TEST", "NMS_THRESH_TEST"):
+            if not 0 <= node[key] <= 1:
+                raise ConfigError(f"MODEL.{name}.{key} is {node[key]}. It must be 0 to 1.")
     cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = map(os.path.expanduser, (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS))
     cfg.freeze()
     return cfg

@@ -2,11 +2,10 @@
 
 import contextlib
 import dataclasses
-import inspect
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from backbones.errors import GENERATOR, check_choice, check_replaceable, check_w
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
+    as_mapping,
     choose_device,
     config_path,
     detector_name,
@@ -37,8 +37,8 @@ from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
 from projects_vil.modeling import TIMM_PREFIX, check_timm_name
 from projects_vil.recipes import best_weights, default_model, size_values, tile_values, with_recipe
-from projects_vil.utils import cleanup_on_failure, read_json, run_lock
-from vil.choices import IMAGE_SIZES, NAMES_OF_OTHERS, RECIPES, SCHEDULES
+from projects_vil.utils import check_arguments, cleanup_on_failure, read_json, run_lock
+from vil.choices import IMAGE_SIZES, RECIPES, SCHEDULES
 
 # Detector -> its folder in configs/, and the config keys in which it differs.
 DETECTORS: dict[str, tuple[str, dict[str, object]]] = {
@@ -76,7 +76,12 @@ class Run:
         path = self.folder / EVALUATION_FILE
         return read_json(path) if path.is_file() else {}
 
+    def __fspath__(self) -> str:
+        """Return the output directory, so that other functions accept a run as a path."""
+        return str(self.folder)
 
+
+@check_arguments
 def train(
     data: str | Path | None = None,
     *,
@@ -93,9 +98,9 @@ def train(
     workers: int | None = None,
     images: str | Path | None = None,
     val_fraction: float | None = None,
-    weights: str | Path | None = None,
+    weights: str | os.PathLike | None = None,
     output: str | Path | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     resume: bool = False,
     num_gpus: int = 1,
     num_machines: int = 1,
@@ -148,7 +153,7 @@ def train(
         dist_url: As for detectron2's ``launch``.
         dist_timeout: Seconds to wait for the other machines at the start. During the run, processes wait this long for
             each other, but at least 10 minutes.
-        overrides: Config keys, for example ``**{"SOLVER.WEIGHT_DECAY": 0.1}``.
+        overrides: Config keys, for example ``overrides={"SOLVER.WEIGHT_DECAY": 0.1}``.
 
     Raises:
         ConfigError: For a mistake in the arguments, the data or a file.
@@ -158,7 +163,7 @@ def train(
         >>> detections = run.detector()("holiday.jpg")
     """
     # -- the config keys that the user has set --
-    given = _overrides_of(train, overrides)
+    given = as_mapping(overrides.pop("overrides", {})) | overrides
     for argument, value in {"epochs": epochs, "batch": batch, "tiles": tiles}.items():
         check_whole(argument, 1 if value is None else value)
     if tiles and image_size:
@@ -170,21 +175,21 @@ def train(
         argument = "tiles" if tiles else "image_size"
         raise ConfigError(f"{argument} is {pixels!r}. Give a whole number from {least} to {most}.")
     of_arguments = {
-        "OUTPUT_DIR": output,
+        "OUTPUT_DIR": output and str(output),
         "SOLVER.EPOCHS": epochs,
         "SOLVER.IMS_PER_BATCH": batch,
         "SOLVER.BASE_LR": None if lr is None else float(lr),
         **(size_values(pixels) if pixels else {}),
         **(tile_values(tiles) if tiles else {}),
         "DATALOADER.NUM_WORKERS": workers,
-        "MODEL.WEIGHTS": weights,
-        "MODEL.DEVICE": device,
+        "MODEL.WEIGHTS": weights and os.fspath(weights),
+        "MODEL.DEVICE": device and str(device),
     }
     for key, value in of_arguments.items():
         if value is not None:
             if key in given:
                 raise ConfigError(f"{key} is given twice, as {value} and as {given[key]}. Remove one.")
-            given[key] = str(value) if isinstance(value, Path) else value
+            given[key] = value
     if is_random := given.get("MODEL.WEIGHTS") in ("none", ""):
         given["MODEL.WEIGHTS"] = ""
     if recipe is not None:
@@ -293,8 +298,9 @@ def train(
     return Run(output)
 
 
+@check_arguments
 def evaluate(
-    model: str | Path | CfgNode | None,
+    model: str | os.PathLike | CfgNode | None,
     data: str | Path | None = None,
     *,
     images: str | Path | None = None,
@@ -332,8 +338,10 @@ def evaluate(
     Raises:
         ConfigError: For a mistake in the arguments, the data or a file.
     """
-    given = _overrides_of(evaluate, overrides)
+    given = as_mapping(overrides.pop("overrides", {})) | overrides
     processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
+    if model is None and not predictions:
+        raise ConfigError("The model is missing. Give a model or predictions.")
     # With another checkpoint or overrides, evaluation.json of the run keeps its results.
     changes: list[str] = []
     if isinstance(model, CfgNode):
@@ -341,7 +349,7 @@ def evaluate(
     elif predictions:
         cfg, root = load_config(config_path("base/retinanet_1x")), Path("output")
     else:
-        source = Path(model or "")
+        source = Path(model)
         path, weights = find_model(source, given.get("MODEL.WEIGHTS"))
         cfg, root = load_config(path), folder_of(path)
         if weights is not None:
@@ -416,20 +424,6 @@ def _write_classes(weights: str, folder: Path, data: str | Path, labels: Sequenc
 def folder_of(config: Path) -> Path:
     """Return the folder for the results of a detector: its output directory, or ``output/NAME`` for another config."""
     return config.parent if config.name == CONFIG_FILE else Path("output", config.stem)
-
-
-def _overrides_of(function: Callable, overrides: Mapping[str, object]) -> dict[str, Any]:
-    """Return the config keys among keyword arguments.
-
-    Raises:
-        ConfigError: For a keyword that is not a config key.
-    """
-    for key in overrides:
-        if "." not in key and not key.isupper():
-            known, same = set(inspect.signature(function).parameters) - {"overrides"}, NAMES_OF_OTHERS.get(key)
-            hint = f". Use {same!r}." if same and (same in known or same.isupper()) else closest(key, known)
-            raise ConfigError(f"{function.__name__}() has no keyword {key!r}{hint or '.'} Config keys are in capitals.")
-    return dict(overrides)
 
 
 def _holds_data(output: Path, data: Path) -> bool:

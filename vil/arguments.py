@@ -7,6 +7,8 @@ errors in the arguments appear at once.
 import argparse
 import difflib
 import errno
+import functools
+import glob
 import json
 import logging
 import os
@@ -26,12 +28,6 @@ from vil import choices
 if TYPE_CHECKING:
     from detectron2.config import CfgNode
 
-# Arguments that set a config key.
-SHORT_FORMS = {"weights": "MODEL.WEIGHTS", "device": "MODEL.DEVICE"}
-# Flags that set a config key. An error about the key names the flag.
-_FLAGS = {f"--{name}": key for name, key in SHORT_FORMS.items()}
-_FLAGS |= {"--batch": "SOLVER.IMS_PER_BATCH", "--epochs": "SOLVER.EPOCHS", "--image-size": "INPUT.MIN_SIZE_TEST"}
-_FLAGS |= {"--lr": "SOLVER.BASE_LR", "--output": "OUTPUT_DIR", "--workers": "DATALOADER.NUM_WORKERS"}
 # First parts of all config keys.
 SECTIONS = frozenset(
     "CUDNN_BENCHMARK DATALOADER DATASETS FLOAT32_PRECISION GLOBAL INFERENCE INPUT LOGGING MODEL OUTPUT_DIR "
@@ -87,8 +83,8 @@ def config_name(text: str) -> str:
 
 
 def image_source(text: str) -> str:
-    """Return ``text`` if it is an existing path, a URL, a camera number, or a pattern with {000..127}."""
-    return text if text.isdecimal() or "{" in text else existing_path(text)
+    """Return ``text`` if it is an existing path, a URL, a camera number, or a pattern with * or {000..127}."""
+    return text if text.isdecimal() or "{" in text or glob.glob(text) else existing_path(text)
 
 
 def local_path(text: str) -> str:
@@ -124,9 +120,7 @@ def positive(text: str, *, least: int = 1) -> int:
     return int(text)
 
 
-def not_negative(text: str) -> int:
-    """Return a whole number of at least 0. This is an argparse type."""
-    return positive(text, least=0)
+not_negative = functools.partial(positive, least=0)
 
 
 def image_size(text: str) -> int | str:
@@ -276,7 +270,10 @@ class ConfigToolParser(ToolParser):
 
     def _key_hint(self, name: str, value: str) -> str:
         is_key = name.isupper() or name.upper() in SECTIONS or ("." in name and _is_key(name.upper()))
-        if key := name.upper() if is_key else _FLAGS.get(f"--{name.replace('_', '-')}"):
+        key = name.upper() if is_key else choices.KEYS.get(name, "")
+        if key.startswith("SOLVER.") and not {"--epochs", "--resume"} & self._option_string_actions.keys():
+            return ". This command does not train"
+        if key:
             return f". Write {key} {value or 'VALUE'}"
         return ". Write config keys as KEY VALUE, such as SOLVER.BASE_LR 5e-5" if value else ""
 
@@ -284,8 +281,8 @@ class ConfigToolParser(ToolParser):
         words, overrides = self._split(words)
         parsed = super()._parse(words)
         given = dict(zip(overrides[::2], overrides[1::2], strict=True))
-        for name, key in SHORT_FORMS.items():
-            value = getattr(parsed, name, None)
+        for name in ("weights", "device"):
+            key, value = choices.KEYS[name], getattr(parsed, name, None)
             if value is None:
                 continue
             if given.get(key, value) != value:
@@ -299,7 +296,7 @@ class ConfigToolParser(ToolParser):
         if given.get("MODEL.WEIGHTS"):
             name = "--weights" if getattr(parsed, "weights", None) else "MODEL.WEIGHTS"
             self.check(name, weights_file, given["MODEL.WEIGHTS"])
-        parsed.opts = overrides
+        parsed.opts, parsed.overrides = overrides, given
         if hasattr(parsed, "weights"):
             parsed.weights = given.get("MODEL.WEIGHTS")
         return parsed
@@ -315,9 +312,9 @@ class ConfigToolParser(ToolParser):
             is_value = action is not None and action.nargs is None
             if word in ("--opts", "--cfg-options"):
                 continue
-            if is_value or not _is_key(word) or Path(word).exists():
-                is_file = is_value or Path(word).exists()
-                if not is_file and (re.match(r"[a-z][\w.]*=", word) or ("_" in word and _is_key(word.upper()))):
+            is_path = is_value or Path(word).exists()
+            if is_path or not _is_key(word):
+                if not is_path and (re.match(r"[a-z][\w.]*=", word) or ("_" in word and _is_key(word.upper()))):
                     unknown.append(word)
                 arguments.append(word)
                 continue
@@ -385,7 +382,7 @@ def config_of(args: argparse.Namespace, path: str | Path | None = None) -> "CfgN
     """
     from projects_vil.config import choose_device, load_config
 
-    requested = SHORT_FORMS["device"] in args.opts[::2]
+    requested = choices.KEYS["device"] in args.opts[::2]
     return choose_device(load_config(path or args.config_file, args.opts), devices=args.devices, requested=requested)
 
 
@@ -515,7 +512,8 @@ def _with_flag(message: str) -> str:
 
     # The first word, or words with an underscore. Parts of paths do not match.
     message = re.sub(r"^\w+(?=[=:\s])|(?<![\w'/.-])[a-z]+(_[a-z]+)+(?=[=:,;\s]|\.$|\.\s)", as_flag, message)
-    for flag, key in _FLAGS.items():
+    for name, key in choices.KEYS.items():
+        flag = f"--{name.replace('_', '-')}"
         if flag in given and flag not in message:
             if f"({key})" in message:
                 message = message.replace(f"({key})", f"({flag}, {key})")

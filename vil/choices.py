@@ -13,6 +13,10 @@ SCHEDULES = ("1x", "3x_ms")
 RECIPES = ("finetune", "scratch", "paper")
 # Smallest and largest image size of `vil train`, in pixels.
 IMAGE_SIZES = (64, 4096)
+# Config keys of arguments
+KEYS = {"weights": "MODEL.WEIGHTS", "device": "MODEL.DEVICE", "image_size": "INPUT.MIN_SIZE_TEST"}
+KEYS |= {"batch": "SOLVER.IMS_PER_BATCH", "epochs": "SOLVER.EPOCHS", "lr": "SOLVER.BASE_LR"}
+KEYS |= {"output": "OUTPUT_DIR", "workers": "DATALOADER.NUM_WORKERS"}
 # Our commands, arguments, values and config keys, each with the names that other programs use for it.
 _OTHERS = {
     "batch": "batch_size",
@@ -35,6 +39,7 @@ _OTHERS = {
     "voc": "pascal pascal_voc",
     "weights": "load_from checkpoint pretrained",
     "workers": "num_workers",
+    "KEY": "overrides opts",
     "MODEL.RETINANET.NMS_THRESH_TEST": "iou iou_thres",
     "SEED": "seed",
     "SOLVER.AMP.ENABLED": "amp",

@@ -24,6 +24,8 @@ def main(command: str | None = None) -> None:
 
 
 def _main(words: list[str]) -> None:
+    if words and words[0] in ("help", "version"):
+        words = [*words[1:], f"--{words[0]}"]
     if words and words[0] in COMMANDS:
         run, options = COMMANDS[words[0]]
         make = ToolParser if options is None else ConfigToolParser

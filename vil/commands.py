@@ -43,6 +43,7 @@ _IMAGES = "folder with the images, if it is not in DATA"
 _VARIANT = "variant, such as vil_tiny_rpb or litv2_s, or timm:NAME for a timm model"
 _DATA = "dataset folder or annotation file: COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA"
 _MODEL = "output directory of a run, checkpoint with config.yaml in its folder, or name in the model zoo"
+_DRAWINGS = " (default: drawings/ in the folder of the model)"
 _INPUT = "images, folder, video, camera number, URL, list (.txt, .csv, .parquet), or tar files: shards-{000..127}.tar"
 
 
@@ -103,14 +104,16 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     from projects_vil import run
 
     trained = run.train(**arguments)
-    precisions = [task["AP"] for tasks in trained.results.values() for task in tasks.values() if "AP" in task]
+    tasks = [(name, task) for results in trained.results.values() for name, task in results.items() if "AP" in task]
+    precisions = [task["AP"] for _, task in tasks]
     if precisions and not any(precisions):
         zero = "AP is 0. Train for more epochs, and look at the training images with 'vil visualize data'."
         undefined = "AP is undefined, because the validation images have no objects. Annotate them."
         print(zero if 0 in precisions else undefined)
     else:
+        show(*(f"{name}: AP {task['AP']:.1f} %, AP50 {task['AP50']:.1f} %" for name, task in tasks if task["AP"]))
         folder = shlex.quote(str(trained.folder))
-        show(f"Next: vil predict {folder} PHOTOS, or vil report {folder}")
+        show(f"Next: vil predict {folder} PHOTOS, vil report {folder}, or vil export {folder} --format onnx")
 
 
 def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
@@ -142,8 +145,7 @@ def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
     flags = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
     output = Path(args.output or f"output/{Path(args.data).resolve().stem}_tune")
     metric = "segm/AP" if args.detector == "mask_rcnn" else "bbox/AP"
-    given = dict(zip(args.opts[::2], args.opts[1::2], strict=True))
-    tune(args.data, output, trials=args.trials, metric=metric, words=flags, given=given)
+    tune(args.data, output, trials=args.trials, metric=metric, words=flags, given=args.overrides)
     show(f"Next: vil train {shlex.quote(args.data)} --config {shlex.quote(str(output / 'best.yaml'))} --epochs N")
 
 
@@ -197,12 +199,12 @@ def _check_model(parser: ToolParser, model: str, data: str | None) -> None:
 def _keywords(parser: ConfigToolParser, words: Sequence[str]) -> dict[str, Any]:
     """Return the arguments, including config keys, as keyword arguments for a function of the library."""
     args = parser.parse_args(words)
-    return _options(args) | dict(zip(args.opts[::2], args.opts[1::2], strict=True))
+    return _options(args) | args.overrides
 
 
 def _options(args: argparse.Namespace, *excluded: str) -> dict[str, Any]:
     """Return the arguments as keyword arguments of the library, without config keys and the ``excluded`` arguments."""
-    excluded = (*excluded, "config_file", "device", "devices", "opts", "weights")
+    excluded = (*excluded, "config_file", "device", "devices", "opts", "overrides", "weights")
     return {name: value for name, value in vars(args).items() if name not in excluded}
 
 
@@ -308,16 +310,14 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--accept-drop", "accept an int8 model that loses more than 1 AP", action="store_true")
     parser.add("--triton", "also write a Triton model; needs --batched --fixed-detections", metavar="REPOSITORY/NAME")
     args = parser.parse_args(words)
-    cfg, path = _load_config(parser, args)
+    cfg = _load_config(parser, args, "export")
 
     from projects_vil.export import check_triton, describe_report, export_detector, write_triton_model
-    from projects_vil.run import folder_of
 
     options = _options(args, "model", "output", "triton")
     if args.triton:
         check_triton(args.triton, **{key: options[key] for key in ("file_format", "batched", "fixed_detections")})
-    output = args.output or str(folder_of(path) / "export")
-    path, report = export_detector(cfg, cfg.MODEL.WEIGHTS, output, **options)
+    path, report = export_detector(cfg, cfg.MODEL.WEIGHTS, args.output, **options)
     show(*describe_report(report).splitlines(), f"wrote {path}")
     if not report["ok"]:
         sys.exit(1)
@@ -326,8 +326,11 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
         show(f"wrote {args.triton}")
 
 
-def _load_config(parser: ToolParser, args: argparse.Namespace) -> tuple["CfgNode", Path]:
-    """Return the config of ``MODEL``, or of ``--config-file`` and ``--weights``, and its file."""
+def _load_config(parser: ToolParser, args: argparse.Namespace, subfolder: str) -> "CfgNode":
+    """Return the config of ``MODEL``, or of ``--config-file`` and ``--weights``.
+
+    The default of ``--output`` is a subfolder in the folder of the model.
+    """
     source = args.model or args.config_file or args.weights
     if not source:
         parser.error("MODEL is missing. Give MODEL, --config-file or --weights")
@@ -335,10 +338,12 @@ def _load_config(parser: ToolParser, args: argparse.Namespace) -> tuple["CfgNode
         parser.error(f"MODEL {args.model} and --config-file are both given. Give one of them")
 
     from projects_vil.inference import find_model
+    from projects_vil.run import folder_of
 
     path, weights = find_model(Path(source), args.weights)
+    args.output = args.output or str(folder_of(path) / subfolder)
     args.opts += [] if weights is None else ["MODEL.WEIGHTS", str(weights)]
-    return config_of(args, path), path
+    return config_of(args, path)
 
 
 def _add_image_size(parser: ToolParser, help_text: str, **options: Any) -> None:
@@ -599,7 +604,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
         command.set_defaults(render=render, parser=command)
         if not options:
             command.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
-            command.add("--output", "folder (default: drawings)", default="drawings", type=local_path, metavar="DIR")
+            command.add("--output", f"folder{_DRAWINGS}", type=local_path, metavar="DIR")
         return command
 
     image = {"required": True, "type": existing_path, "metavar": "IMAGE"}
@@ -622,7 +627,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     command = add(_draw_results, "predictions of a run next to the ground truth", config_file=False, devices=())
     command.add("run", "output directory of a training run", type=model_source, metavar="RUN")
     command.add("--dataset", "dataset (default: the first of DATASETS.TEST)", metavar="NAME")
-    command.add("--output", "PNG or JPEG file, or a folder for predictions.png (default: RUN)", type=local_path)
+    command.add("--output", f"PNG or JPEG file, or a folder for predictions.png{_DRAWINGS}", type=local_path)
     command.add("--num-images", "images, one per row (default 8)", type=positive, default=8)
     default = choices.SCORE_THRESHOLD
     command.add("--score-threshold", f"minimum score (default {default})", type=fraction, default=default, metavar="T")
@@ -635,7 +640,7 @@ def _draw_attention(args: argparse.Namespace) -> list[str]:
     """Draw the attention of one token in one block as a heat map per head."""
     from projects_vil.visualization import draw_attention
 
-    cfg, _ = _load_config(args.parser, args)
+    cfg = _load_config(args.parser, args, "drawings")
     position = {"stage": args.stage, "block": args.block, "point": args.point}
     return [f"wrote {draw_attention(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **position)}"]
 
@@ -647,7 +652,7 @@ def _draw_data(args: argparse.Namespace) -> list[str]:
     from projects_vil.visualization import draw_samples
 
     args.weights = args.weights or (args.model and "none")  # samples do not need the weights of the run
-    cfg, _ = _load_config(args.parser, args)
+    cfg = _load_config(args.parser, args, "drawings")
     check_values(cfg, args.opts[::2])
     register_datasets(cfg)
     return [f"wrote {path}" for path in draw_samples(cfg, args.output, number=args.number, seed=args.seed)]
@@ -657,7 +662,7 @@ def _draw_offsets(args: argparse.Namespace) -> list[str]:
     """Draw the image positions that LIT's deformable token merging samples, as in figure 2 of the paper."""
     from projects_vil.visualization import draw_offsets
 
-    cfg, _ = _load_config(args.parser, args)
+    cfg = _load_config(args.parser, args, "drawings")
     tokens = {"num_points": args.points, "point": args.point}
     return [f"wrote {path}" for path in draw_offsets(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **tokens)]
 
@@ -672,7 +677,7 @@ def _draw_results(args: argparse.Namespace) -> list[str]:
     cfg = load_config(run / "config.yaml", args.opts)
     register_datasets(cfg)
     dataset = args.dataset or next(iter(cfg.DATASETS.TEST), "")
-    drawing = Path(args.output or run)
+    drawing = Path(args.output or run / "drawings")
     drawing /= "" if drawing.suffix.lower() in (".png", ".jpg", ".jpeg") else "predictions.png"
     options = {"num_images": args.num_images, "score_threshold": args.score_threshold}
     draw_results(dataset, load_dataset(cfg, [dataset], train=False), predictions_file(run, dataset), drawing, **options)

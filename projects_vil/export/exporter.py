@@ -21,7 +21,7 @@ from backbones.errors import check_choice, check_packages, check_replaceable, ch
 from projects_vil.checkpoint import load_detector
 from projects_vil.config import with_overrides
 from projects_vil.data import load_dataset, register_datasets
-from projects_vil.export.formats import FORMATS, check_format
+from projects_vil.export.formats import FORMATS, check_format, log_step
 from projects_vil.export.metadata import describe_model, metadata_path
 from projects_vil.export.parity import check_export, example_image, parity_images
 from projects_vil.export.quantization import FLOAT_LAYERS, dataset_files, quantize
@@ -141,7 +141,6 @@ def export_detector(
         source = new.with_name(f"float{entry.suffix}") if is_int8 else new
         options = {"quantizes": is_int8} if "int8" in entry.precisions else {}
         options |= {"opset": opset} if opset else {}
-        logging.getLogger(__name__).info("exporting to %s, which may take minutes", file_format)
         entry.write(exportable, example, source, **options)
         if is_int8:
             quantize(source, new, file_format, calibration, read)
@@ -150,7 +149,9 @@ def export_detector(
         main, *others = entry.files(new)
         digests = {"sha256": content_hash(main), "other_files": {file.name: content_hash(file) for file in others}}
         metadata_path(new).write_text(json.dumps(metadata | digests, indent=2) + "\n")
-        report = check_export(cfg, reference, ExportedModel(new), compared, evaluate=evaluate, accept_drop=accept_drop)
+        options = {"evaluate": evaluate, "accept_drop": accept_drop}
+        with log_step("parity check"):
+            report = check_export(cfg, reference, ExportedModel(new), compared, **options)
         low_threshold = with_overrides(cfg, dict.fromkeys(_SCORE_THRESHOLDS, 0.0))
         has_detections = any(row["detections"] + row["detections_exported"] for row in report["images"])
         if not (has_detections or is_int8 or low_threshold == cfg):

@@ -237,7 +237,8 @@ def _embed_in_archive(path: Path, metadata: dict) -> None:
 
 def _write_torchscript(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
     traced = trace(exportable, example)
-    _save(lambda buffer: torch.jit.save(traced, buffer), path)
+    with log_step("torch.jit.save"):
+        _save(lambda buffer: torch.jit.save(traced, buffer), path)
 
 
 def _load_torchscript(path: Path) -> Loaded:
@@ -302,6 +303,7 @@ def _write_onnx(
             verbose=False,
             optimize=False,
         )
+    with log_step("ONNX optimization"):
         # The optimizer takes time quadratic in the number of nodes, most of which are duplicate size computations.
         CommonSubexpressionEliminationPass()(onnx_program.model)
         onnx_program.optimize()

@@ -5,7 +5,7 @@ import dataclasses
 import numbers
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -20,11 +20,13 @@ from backbones import ConfigError
 from backbones.errors import check_whole, first_of
 from projects_vil.checkpoint import LAST_CHECKPOINT, PUBLISHED_WEIGHTS, Categories, weights_of
 from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_config
-from projects_vil.config import CONFIG_FILE, choose_device, load_config
+from projects_vil.config import CONFIG_FILE, as_mapping, choose_device, load_config
 from projects_vil.data import upright_pixels
+from projects_vil.export import format_of
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead
 from projects_vil.inference.runners import EagerRunner, ExportedRunner, Runner, encode_masks, to_host
+from projects_vil.utils import check_arguments
 from vil.choices import EXPORT_SUFFIXES, SCORE_THRESHOLD
 
 LABEL_SIDE = 1000  # longer side in pixels above which labels grow with the image
@@ -195,6 +197,7 @@ class Detector(HubMixin):
         self.draw_threshold = SCORE_THRESHOLD if draw_threshold is None else draw_threshold
 
     @classmethod
+    @check_arguments
     def load(
         cls,
         source: str | os.PathLike,
@@ -204,15 +207,15 @@ class Detector(HubMixin):
         dtype: str | torch.dtype | None = None,
         score_threshold: float | None = None,
         tta: bool = False,
-        overrides: Sequence[object] = (),
+        overrides: Sequence[object] | Mapping[str, object] = (),
     ) -> "Detector":
         """Load a detector.
 
         Args:
             source: One of the following:
 
-                - the output directory of a run or its ``config.yaml``, for the best checkpoint (``TEST.BEST_METRIC``)
-                  or else the last one;
+                - a run of ``train``, its output directory or its ``config.yaml``, for the best checkpoint
+                  (``TEST.BEST_METRIC``) or else the last one;
                 - a folder written by :meth:`save_pretrained`;
                 - another config with ``MODEL.WEIGHTS``;
                 - a checkpoint with a ``config.yaml`` in its folder;
@@ -224,14 +227,14 @@ class Detector(HubMixin):
                 ``INFERENCE.DTYPE``. An exported file has a fixed dtype.
             score_threshold: Lowest score of a detection, in [0, 1]. By default the threshold of the config or export.
             tta: Whether to use test-time augmentation.
-            overrides: Config keys and values, as in ``["INPUT.MIN_SIZE_TEST", 640]``.
+            overrides: Config keys and values, as in ``{"INPUT.MIN_SIZE_TEST": 640}``.
 
         Raises:
             ConfigError: If a file is missing or damaged, or if files do not fit together.
         """
         source = Path(source).expanduser()
         check_threshold(score_threshold)
-        given: dict[Any, Any] = dict(zip(overrides[::2], overrides[1::2], strict=False))
+        given = as_mapping(overrides)
         weights, device = weights or given.get("MODEL.WEIGHTS"), device or given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's best or last checkpoint
@@ -245,7 +248,7 @@ class Detector(HubMixin):
             runner = ExportedRunner(Path(path), device=device or "cpu", score_threshold=score_threshold)
             return cls(runner, draw_threshold=score_threshold)
         config, weights = find_model(source, weights)
-        cfg = load_config(config, [str(value) for value in overrides])
+        cfg = load_config(config, {key: str(value) for key, value in given.items()})
         cfg.defrost()
         cfg.MODEL.DEVICE = str(device or "cuda")
         cfg.INFERENCE.DTYPE = str(dtype or cfg.INFERENCE.DTYPE).removeprefix("torch.")
@@ -279,8 +282,9 @@ class Detector(HubMixin):
         self, images: Sequence[ImageLike], *, batch_size: int = 1, score_threshold: float | None = None
     ) -> list[Detections]: ...
 
+    @check_arguments
     def __call__(
-        self, images: ImageLike | Sequence[ImageLike], *, batch_size: int = 1, score_threshold: float | None = None
+        self, images: Any, *, batch_size: int = 1, score_threshold: float | None = None
     ) -> Detections | list[Detections]:
         """Detect objects in an image, or in each image of a list.
 
@@ -389,7 +393,8 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
         choices = f"a run, a checkpoint with {CONFIG_FILE} in its folder, an exported file or a name of the model zoo"
         raise ConfigError(f"Model '{source}' does not exist. Use {choices}.{hub}")
     if source.name.endswith(EXPORT_SUFFIXES):
-        raise ConfigError(f"'{source}' is an exported file. Give its run. 'vil export RUN --evaluate' compares both.")
+        command = f"vil export RUN --format {format_of(source)} --evaluate"
+        raise ConfigError(f"'{source}' is an exported file. Give its run. '{command}' compares the AP of both.")
     folder = source if source.is_dir() else source.parent
     if source.suffix in (".yaml", ".yml") and source.name != CONFIG_FILE:
         return source, weights

@@ -6,12 +6,13 @@ Images are read and resized as for evaluation, so that the detections are identi
 import contextlib
 import dataclasses
 import functools
+import glob
 import itertools
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,14 +24,14 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_choice, check_file, check_replaceable, check_whole, counted, printable
 from projects_vil.checkpoint import Categories, weights_of
-from projects_vil.config import CONFIG_FILE
+from projects_vil.config import CONFIG_FILE, as_mapping
 from projects_vil.data import IMAGE_SUFFIXES, check_output, describe_classes, match_all_classes, write_detections
 from projects_vil.data.readers import read_coco
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detections, Detector, check_threshold
 from projects_vil.inference.image_listing import TABLES, find_images, is_video, list_paths, number_of_images, suffix_of
 from projects_vil.inference.image_loading import DEFAULT_FRAME_RATE, ImageBatches, ImageSource, Loaded, Skipped, Video
-from projects_vil.utils import atomic_folder, stop_requests
+from projects_vil.utils import atomic_folder, check_arguments, stop_requests
 from vil.choices import PART_SIZE, PREDICTION_FORMATS, SCORE_THRESHOLD
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Summary:
     lines: tuple[str, ...]
 
 
+@check_arguments
 def predict(
     model: Detector | str | os.PathLike,
     source: str | os.PathLike | Sequence[str],
@@ -78,7 +80,7 @@ def predict(
     workers_per_gpu: int | None = None,
     tta: bool = False,
     track: bool = False,
-    overrides: Sequence[object] = (),
+    overrides: Sequence[object] | Mapping[str, object] = (),
 ) -> Summary:
     """Detect objects in the images of an input and write the results into an output directory.
 
@@ -102,7 +104,8 @@ def predict(
     Args:
         model: A detector, or a name or path for :meth:`Detector.load`. With ``ray=True`` a name or path.
         source: See :func:`~projects_vil.inference.image_listing.find_images`. For COCO results also a video file, the
-            number of a camera, or the URL of a stream that OpenCV can open. Several images are a sequence of paths.
+            number of a camera, or the URL of a stream that OpenCV can open. Several images are a sequence of paths or a
+            pattern such as ``"photos/*.jpg"``.
         output: The output directory, which must not be the output directory of a training run. Earlier results in it
             are replaced, and drawings of other images are kept. If it is inside the input folder, it is not read.
         file_format: ``"coco"`` or ``"parquet"``. By default ``"coco"``, or ``"parquet"`` with Ray.
@@ -150,6 +153,8 @@ def predict(
     check_threshold(score_threshold)
     if "://" in str(output):
         raise ConfigError(f"Cannot write to the URL '{output}'. Use a local output directory, and copy it to the URL.")
+    if isinstance(source, str) and not os.path.exists(source):
+        source = sorted(glob.glob(source)) or source
     is_single, output = isinstance(source, (str, os.PathLike)), Path(output)
     source = os.fspath(source) if is_single else [*dict.fromkeys(map(os.fspath, source))]
     if (output / CONFIG_FILE).is_file() and weights_of(output) is not None:
@@ -163,7 +168,8 @@ def predict(
         from projects_vil.inference.on_ray import predict_on_ray
 
         options |= {"num_workers": ray_workers, "workers_per_gpu": workers_per_gpu or 1}
-        return predict_on_ray(model, source, output, tta=tta, overrides=overrides, **options)
+        pairs = [*itertools.chain(*as_mapping(overrides).items())]
+        return predict_on_ray(model, source, output, tta=tta, overrides=pairs, **options)
     # The input is checked before the model is loaded.
     images, is_parquet = None, file_format == "parquet"
     if not is_parquet:
@@ -225,7 +231,7 @@ def _write_coco(
 
     The images and their results above the threshold are added to ``labels``.
     """
-    num_images = num_detections = num_drawn = 0
+    num_images = num_detections = num_probable = num_drawn = 0
     highest_score, skipped, tracks = 0.0, [], set()
     is_stream = getattr(source, "is_stream", False)
     if is_stream:
@@ -264,6 +270,7 @@ def _write_coco(
                 for result in results:
                     results_file.write(", " * (num_detections > 0) + json.dumps(result))
                     num_detections += 1
+                    num_probable += result["score"] >= 0.5
                 if entry is not None:
                     images_file.write(", " * (num_images > 0) + json.dumps(entry))
                     num_images += 1
@@ -284,7 +291,8 @@ def _write_coco(
         }
         images_file.write("], " + json.dumps(tail)[1:])
     total = counted(num_detections, "detection")
-    lines = [f"{counted(num_images, source.unit)}, {total}" + f", {counted(len(tracks), 'track')}" * bool(tracker)]
+    found = f"{counted(num_images, source.unit)}, {total}, {num_probable:,} with a score of at least 0.5"
+    lines = [found + f", {counted(len(tracks), 'track')}" * bool(tracker)]
     if writer is not None and num_detections:
         highest = "" if num_drawn else f"; the highest score is {highest_score:.3g}"
         lines.append(f"{num_drawn:,} of {total} drawn (score >= {threshold:g}){highest}")

@@ -39,7 +39,7 @@ def load_model(cfg: CfgNode, weights: str | Path | None = None) -> tuple[nn.Modu
     backbone = getattr(model.backbone, "bottom_up", model.backbone)
     if not isinstance(backbone, TransformerBackbone):
         name = getattr(backbone, "variant", type(backbone).__name__)
-        raise ConfigError(f"Cannot draw the backbone {name}. Use a variant of this project, such as vil_tiny.")
+        raise ConfigError(f"Cannot draw {name}. Train with --model vil_tiny, or --model lit_ti for sampling offsets.")
     if not weights:
         logging.getLogger(__name__).warning("The model has random weights. Use --weights to load a checkpoint.")
     return model, backbone.net

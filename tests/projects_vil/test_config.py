@@ -120,7 +120,7 @@ def test_a_dumped_config_loads_again_equal(tmp_path):
         ("MODEL.TRANSFORMER.VARIANTS", "3", "'MODEL.TRANSFORMER.VARIANT'"),
         ("MODLE", "3", "'MODEL'"),
         ("SOLVER.MAX_ITER", "many", "many"),
-        ("MODEL", "3", "MODEL"),
+        ("MODEL", "3", "Set its keys, such as MODEL."),
         ("INPUT.MIN_SIZE_TRAIN", "640", 'Write "(640,)"'),
     ],
 )
@@ -128,7 +128,7 @@ def test_a_wrong_key_or_value_is_named(tmp_path, key, value, named):
     nested = "".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(key.split(".")))
     path = write(tmp_path, nested.rstrip("\n") + f" {value}\n")
     assert str(path) in error_of(path)
-    assert named in error_of(CONFIGS["retinanet"], ["SOLVER.MAX_ITER", "3", key, value])
+    assert named in error_of(CONFIGS["retinanet"], {"SOLVER.MAX_ITER": "3", key: value})
 
 
 @pytest.mark.parametrize("overrides", [["OUTPUT_DIR"], ["SOLVER.MAX_ITER=3"], ["--resume", "3"]])

@@ -173,7 +173,8 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, started, model, 
         ({"image_size": "large"}, "image_size is 'large'"),
         ({"image_size": 20}, "from 64 to 4096"),
         ({"val_fraction": float("nan")}, "val_fraction is nan"),
-        ({"patience": 3}, "'SOLVER.EARLY_STOPPING_PATIENCE'"),
+        ({"val_fraction": "0.2"}, "val_fraction is '0.2'. It must be of type float."),
+        ({"patience": 3}, "Write overrides={'SOLVER.EARLY_STOPPING_PATIENCE': VALUE}."),
         ({"model": "vil_tinny"}, "'vil_tiny"),
         ({"model": "yolov8n.pt"}, "Use detector, weights or config"),
         ({"model": "timm:resnt50"}, "'resnet50'"),
@@ -263,7 +264,7 @@ def test_an_evaluation_with_changes_keeps_the_results_of_the_run(trained_run, da
     assert evaluate(f"run/{first}.pth") == Run(Path(f"run/evaluation_{first}")).results
     assert file.read_bytes() == before and f"written to 'run/evaluation_{first}'" in capsys.readouterr().out
     Path("run/model.onnx").touch()
-    assert "vil export RUN --evaluate" in message(evaluate, "run/model.onnx")
+    assert "vil export RUN --format onnx --evaluate" in message(evaluate, "run/model.onnx")
     file.unlink()
     assert evaluate(f"run/{last}.pth") == plain == json.loads(file.read_bytes())
 

@@ -107,7 +107,7 @@ def test_visualize(shapes, trained_run, photo, tmp_path):
     strong = ["INPUT.AUGMENTATION", "lsj_copy_paste", "INPUT.LSJ.SIZE", 64, "SOLVER.IMS_PER_BATCH", 2]
     for words, pattern in (
         (["results", trained_run, "--output", tmp_path / "results.png", "--num-images", 3], "results.png"),
-        (["results", trained_run, "--output", tmp_path, "--num-images", 1], "predictions.png"),
+        (["results", shutil.copytree(trained_run, tmp_path / "run")], "run/drawings/predictions.png"),
         (["attention", trained_run, *image, *token], attention("3_block2_20_30")),
         (["attention", trained_run, *image], attention("4_block1_center")),
         (["offsets", *lit, *image, "--points", 2], "photo_offsets.png"),

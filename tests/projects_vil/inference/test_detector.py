@@ -10,7 +10,7 @@ import torch
 from detectron2.structures import Boxes, Instances
 
 from backbones import ConfigError
-from projects_vil import Detector
+from projects_vil import Detector, Run
 from projects_vil.checkpoint import Categories
 from projects_vil.inference import Detections, runners
 from projects_vil.inference.image_loading import ImageBatches, ImageSource
@@ -222,14 +222,14 @@ def test_sources_of_a_run_give_the_same_detections(detector, trained_run, photos
     expected, overrides = detector(photos[0]), ["MODEL.WEIGHTS", str(final)]
     for other in (
         Detector.load(str(final)),
-        Detector.load(trained_run / "config.yaml", overrides=["MODEL.TRANSFORMER.ATTENTION_BACKEND", "sdpa"]),
+        Detector.load(trained_run / "config.yaml", overrides={"MODEL.TRANSFORMER.ATTENTION_BACKEND": "sdpa"}),
         Detector.load(link(trained_run, tmp_path / "config_only", "config.yaml"), overrides=overrides, device="cpu"),
     ):
         assert other.categories == detector.categories
         assert_equal(other(photos[0]), expected)
     # An unfinished run has no model_final.pth.
     run = link(trained_run, tmp_path / "run", "config.yaml", "model_0000001.pth")
-    assert Detector.load(run).runner.weights.name == "model_0000001.pth"
+    assert Detector.load(Run(run)).runner.weights.name == "model_0000001.pth"
 
 
 @pytest.mark.slow
@@ -257,6 +257,8 @@ def test_exports_give_the_same_detections(detector, exported_run, trained_run, p
         ("run", {"weights": "absent.pth"}, r"absent\.pth"),
         ("run", {"score_threshold": 1.5}, "score_threshold"),
         ("run", {"device": "gpu"}, r"MODEL\.DEVICE is gpu"),
+        ("run", {"imgsz": 640}, "Write overrides={'INPUT.MIN_SIZE_TEST': VALUE}"),
+        ("run", {"overrides": {"MODEL.RETINANET.SCORE_THRESH_TEST": 2}}, "It must be 0 to 1"),
         ("model.ts", {"device": "cuda"}, "device"),
         ("model.ts", {"weights": "a", "tta": True, "overrides": ["INPUT.FORMAT", 1]}, "weights, tta, INPUT"),
         ("model.ts", {}, r"model\.ts"),
