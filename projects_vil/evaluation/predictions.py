@@ -18,6 +18,7 @@ from backbones import ConfigError
 from backbones.errors import check_file, check_packages, explained_errors
 from projects_vil import data
 from projects_vil.data.records import SHARED, read_and_share, read_truth
+from projects_vil.data.segmentation import check_segmentation
 from projects_vil.evaluation.evaluators import COCOEvaluator
 from projects_vil.evaluation.results import check_finite, write_results
 from projects_vil.utils import log_run
@@ -135,6 +136,8 @@ def _results(row: dict[str, Any], image: dict[str, Any], ids: dict[int, int | No
     boxes = np.array(row["boxes"], np.float32).reshape(-1, 4)
     boxes[:, 2:] -= boxes[:, :2]
     masks = [{"segmentation": {"size": size, "counts": bytes.decode(one)}} for one in row["masks"] or ()]
+    if not all(check_segmentation(one["segmentation"], *size)[1] for one in masks):
+        raise ValueError("invalid RLE")  # pycocotools would crash
     columns = zip(boxes.tolist(), row["scores"], row["category_ids"], masks or [{}] * len(boxes), strict=True)
     return [
         {"image_id": image["id"], "category_id": ids[label], "bbox": box, "score": score} | mask

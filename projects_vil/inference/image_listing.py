@@ -9,11 +9,14 @@ import itertools
 import logging
 import os
 import re
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 from backbones import ConfigError
 from projects_vil.data import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, read_size
@@ -27,6 +30,7 @@ FORMATS = f"Supported formats: {', '.join((*IMAGE_SUFFIXES, *LISTS, *ARCHIVES))}
 # Photos of other types, such as HEIC or camera raw, are in the results as skipped. Documents are other files.
 LISTED = (*IMAGE_SUFFIXES, *UNSUPPORTED_SUFFIXES.difference(VIDEO_SUFFIXES, (".svg", ".dcm", ".pdf")))
 MAX_MEMBER_SIZE = 2**30  # bytes of an image in a tar file
+PART_BYTES = 2**24  # of a list or table that one Ray task reads
 _logger = logging.getLogger(__name__)
 Listed = Iterator[tuple[str, str]]  # names and paths
 
@@ -110,13 +114,29 @@ def list_paths(source: str | Path | Sequence[str], *, exclude: str | Path, colum
     root = source if is_folder else os.path.dirname(source.partition("{")[0])
     for path in _supported_files(source, exclude) if is_folder else expand_braces(source):
         is_list = suffix_of(path) in LISTS
-        for name in _read_list(path, column) if is_list else [path[len(root) :].lstrip("/")]:
+        for listed in _read_list(path, column) if is_list else [(path[len(root) :].lstrip("/"), path)]:
             is_empty = False
-            # os.path.join keeps absolute paths.
-            joined = name if "://" in name else os.path.join(os.path.dirname(path), name)
-            yield name, _without_scheme(joined) if is_list else path
+            yield listed
     if is_empty:
         raise ConfigError(f"Input '{source}' has no images. {FORMATS}")
+
+
+def list_parts(source: str | Path | Sequence[str], *, exclude: str | Path, column: str | None = None) -> list[partial]:
+    """Return functions that together list an input as :func:`list_paths` does.
+
+    Text lists and Parquet tables are divided into parts of ``PART_BYTES``. Other inputs are one part.
+    """
+    if not isinstance(source, (str, Path)) or os.path.isdir(source) or suffix_of(str(source)) not in LISTS:
+        return [partial(list_paths, source, exclude=exclude, column=column)]
+    parts = []
+    for path in expand_braces(_without_scheme(str(source))):
+        path, size, step = path if "://" in path else os.path.abspath(path), 1, sys.maxsize
+        # A line break in a CSV table may be quoted. Not all web servers can read from a position.
+        if suffix_of(path) != ".csv" and not path.startswith(("http://", "https://")):
+            with open_file(path) as file:
+                size, step = file.seek(0, os.SEEK_END), PART_BYTES
+        parts += [partial(_read_list, path, column, first, first + step) for first in range(0, size, step)]
+    return parts
 
 
 def _without_scheme(path: str) -> str:
@@ -213,30 +233,50 @@ def _walk(folder: str, exclude: str) -> Iterator[str]:
             yield from _walk(path, exclude)
 
 
-def _read_list(path: str, column: str | None) -> Iterator[str]:
-    """Yield the paths and URLs of a list, or of a column of a table."""
+def _read_list(path: str, column: str | None, first: int = 0, end: int = sys.maxsize) -> Listed:
+    """Yield the names and paths of the images in a range of bytes of a list, or in a column of a table.
+
+    A line belongs to the range with the byte before it, and a row group of a Parquet table to the range with its first
+    page.
+    """
     with open_file(path) as file:
-        if suffix_of(path) == ".parquet":
+        if suffix_of(path) == ".txt":
+            names = _lines(file, first, end)
+        elif suffix_of(path) == ".csv":
+            rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline=""))
+            selected = _selected_column(path, column, rows.fieldnames or [])
+            names = (row[selected] for row in rows)
+        else:
             from pyarrow import parquet  # an optional dependency
 
             table = parquet.ParquetFile(file)
-            names = table.schema_arrow.names
-        else:
-            lines = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-            if suffix_of(path) == ".txt":
-                yield from filter(None, map(str.strip, lines))
-                return
-            table = csv.DictReader(lines)
-            names = table.fieldnames or ()
-        selected = column or next((name for name in COLUMNS if name in names), None)
-        if selected not in names:
-            missing = selected or " or ".join(COLUMNS)
-            raise ConfigError(f"Table '{path}' has no column {missing}. Use --column with one of: {', '.join(names)}.")
-        if suffix_of(path) == ".parquet":
-            batches = table.iter_batches(1024, columns=[selected])
-            table = (row for batch in batches for row in batch.to_pylist())
-        for row in table:
-            yield str(row[selected] or "")  # an empty path becomes an error row in the results
+            selected = _selected_column(path, column, table.schema_arrow.names)
+            offsets = [table.metadata.row_group(i).column(0).data_page_offset for i in range(table.num_row_groups)]
+            groups = [number for number, offset in enumerate(offsets) if first <= offset < end]
+            batches = table.iter_batches(1024, row_groups=groups, columns=[selected])
+            names = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+        for name in map(str, (name or "" for name in names)):  # an empty path becomes an error row in the results
+            # os.path.join keeps absolute paths.
+            yield name, _without_scheme(name if "://" in name else os.path.join(os.path.dirname(path), name))
+
+
+def _selected_column(path: str, column: str | None, names: list[str]) -> str:
+    selected = column or next((name for name in COLUMNS if name in names), None)
+    if (number := names.count(selected)) == 1:
+        return selected
+    found = f"{number or 'no'} column{'s' * (number > 1)} {selected or ' or '.join(COLUMNS)}"
+    raise ConfigError(f"Table '{path}' has {found}. Use --column with one of: {', '.join(names)}.")
+
+
+def _lines(file: IO[bytes], position: int, end: int) -> Iterator[str]:
+    with io.BufferedReader(file, 2**20) as lines:
+        if position:
+            lines.seek(position)
+            position += len(lines.readline())
+        while position <= end and (block := lines.read(min(2**20, end - position)) + lines.readline()):
+            position += len(block)
+            text = block.decode("utf-8-sig", "surrogateescape")
+            yield from filter(None, map(str.strip, re.split("[\r\n]+", text)))
 
 
 class _TarMember(tarfile.TarInfo):

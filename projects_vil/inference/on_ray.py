@@ -11,8 +11,9 @@ import json
 import os
 import re
 import zlib
-from collections import Counter, defaultdict
+from collections import ChainMap, Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ import numpy as np
 from backbones import ConfigError
 from backbones.checkpoint_files import write_text
 from backbones.errors import first_of, one_line, pip_install
-from projects_vil.inference import parquet_writer
+from projects_vil.inference import image_listing, parquet_writer
 from projects_vil.inference.detector import Detector
-from projects_vil.inference.image_listing import ARCHIVES, FORMATS, list_paths, load_listed, shown_name, suffix_of
 from projects_vil.inference.image_loading import BATCHING_WINDOW, ImageBatches, ImageSource, file_versions
 from projects_vil.inference.predict import Summary
 from projects_vil.utils import read_json
@@ -36,9 +36,12 @@ try:
 except ImportError as missing:
     raise ConfigError(f"Ray Data is not installed. {pip_install('ray', 'pyarrow')}") from missing
 
-# The sizes and times of the tar files of an output. Readers of Parquet folders skip names that begin with "_".
-VERSIONS_FILE = "_tar_files.json"
+# The versions of the tar files of an output. Readers of Parquet folders skip names that begin with "_".
+VERSIONS_FILES = "_tar_files*.json"
 ROWS_PER_TASK = 2**22  # rows of output files that one task reads; their keys take 64 MiB
+PARTS_PER_RUN = 64  # parts of lists, about 20 million images, after which the command frees its 5 kB per task
+# The end of a tar file's name in the name of its images. It may be the name of a folder too.
+_ARCHIVE = re.compile(rf"(?:{'|'.join(map(re.escape, image_listing.ARCHIVES))})(?:[/?]|\Z)", re.IGNORECASE)
 
 
 @contextlib.contextmanager
@@ -99,8 +102,7 @@ def predict_on_ray(
     if isinstance(model, Detector):
         raise ConfigError("With Ray each worker loads the model. Pass a name or path, not a Detector.")
     model, output = str(model), Path(output).absolute()
-    paths = list_paths(source, exclude=output, column=column)
-    first = next(paths)
+    next(image_listing.list_paths(source, exclude=output, column=column))  # checks the input
     given = list(options.pop("overrides", ()))
     device = options.get("device") or dict(zip(given[::2], given[1::2], strict=False)).get("MODEL.DEVICE", "cuda")
     can_use_gpu = str(device) != "cpu" and not str(options.get("weights") or model).endswith(EXPORT_SUFFIXES)
@@ -121,42 +123,55 @@ def predict_on_ray(
     if not 0 < smallest <= min(largest, free):
         text = f"Ray has room for {free} workers on {available} {unit}s, but ray_workers is {smallest} {largest}."
         raise ConfigError(f"{text} Use fewer workers or a larger cluster.")
+    output.mkdir(parents=True, exist_ok=True)
     files = output_files(output, part_size)
-    # One block of paths is one task, and needs the finished images of one partition. Blocks are in Ray's object store,
-    # which spills to disk.
-    rows = 1 if suffix_of(first[1]) in ARCHIVES else min(part_size, BATCHING_WINDOW)
-    pending, blocks, archives = defaultdict(list), [], {}
-    for name, path in itertools.chain([first], paths):
-        if suffix_of(path) in ARCHIVES:
-            archives[shown_name(name)] = path
-        partition = _partition(name, len(files))
-        pending[partition].append((name, path))
-        if len(pending[partition]) == rows:
-            blocks.append(_put(pending.pop(partition)))
-    blocks += map(_put, pending.values())
-    finished = finished_keys(files, made_of, set(archives))
+    finished = finished_keys(files, made_of)
     # Ray would also reserve a CPU for each GPU worker, and might have none left for reading.
     reserved = {"num_gpus": 1 / workers_per_gpu, "num_cpus": 0} if unit == "GPU" else {"num_cpus": 1}
     arguments = {"fn_constructor_args": (model, options | {"overrides": given}, batch_size, finished), **reserved}
     pool = ray.data.ActorPoolStrategy(min_size=smallest, max_size=largest)
-    # Ray does not accept GPU workers without a batch size.
-    listed = ray.data.from_arrow_refs(blocks)
-    # The context of this dataset only. A ConfigError would be the same in each attempt.
-    context = listed.context
-    context.raise_original_map_exception = True
-    context.retried_map_errors, context.max_map_retries = [r"^(?!\S*ConfigError)"], 2
-    detected = listed.map_batches(_Worker, compute=pool, batch_size=rows, batch_format="pyarrow", **arguments)
-    output.mkdir(parents=True, exist_ok=True)
-    if archives:
-        _check_versions(output / VERSIONS_FILE, file_versions(archives, strict=False))
     schema = parquet_writer.schema_of(detector.categories, made_of)
-    detected.write_parquet(str(output), schema=schema, min_rows_per_file=part_size)
+    all_parts = image_listing.list_parts(source, exclude=output, column=column)
+    for first in range(0, len(all_parts), PARTS_PER_RUN):
+        parts = all_parts[first : first + PARTS_PER_RUN]
+        listed = ray.data.from_items([*range(len(parts))], override_num_blocks=len(parts))
+        # The context of this dataset only. A ConfigError would be the same in each attempt.
+        context = listed.context
+        context.raise_original_map_exception = True
+        context.retried_map_errors, context.max_map_retries = [r"^(?!\S*ConfigError)"], 2
+        listing = partial(_list_part, parts, output, min(part_size, BATCHING_WINDOW), len(files))
+        compute = ray.data.TaskPoolStrategy(size=min(largest, len(parts)))
+        # Listing reserves no CPU, so that splitting and writing share the free one.
+        listed = listed.map_batches(listing, batch_size=1, num_cpus=0, compute=compute)
+        # One row is one block, and one block is one task. Ray does not accept GPU workers without a batch size.
+        tasks = listed.repartition(target_num_rows_per_block=1)
+        detected = tasks.map_batches(_Worker, compute=pool, batch_size=1, batch_format="pyarrow", **arguments)
+        detected.write_parquet(str(output), schema=schema, min_rows_per_file=part_size)
     files = output_files(output, part_size)
     tasks = [ray.remote(_count).remote(paths) for paths in files[1:]]
     summary = parquet_writer.summarize(output, sum(ray.get(tasks), _count(files[0])))
     if not summary.num_images + summary.num_skipped:
-        raise ConfigError(f"Input '{source}' has no images. {FORMATS}")
+        raise ConfigError(f"Input '{source}' has no images. {image_listing.FORMATS}")
     return summary
+
+
+def _list_part(
+    parts: list[partial], output: Path, size: int, num_partitions: int, batch: dict[str, np.ndarray]
+) -> Iterator[pa.Table]:
+    """Yield tables of one row: the names and paths of up to ``size`` images of one partition, or of one tar file."""
+    pending, archives = defaultdict(list), {}
+    for name, path in image_listing.split_listed(parts[batch["item"][0]](), archives):
+        partition = _partition(name, num_partitions)
+        pending[partition].append((name, path))
+        if len(pending[partition]) == size:
+            yield _table_of(pending.pop(partition))
+    _check_versions(output, file_versions(archives, strict=False))
+    yield from map(_table_of, [*pending.values(), *([archive] for archive in archives.items())])
+
+
+def _table_of(listed: list[tuple[str, str]]) -> pa.Table:
+    # Bytes, because not all file names are UTF-8.
+    return pa.table([[[os.fsencode(text) for text in texts]] for texts in zip(*listed, strict=True)], ["name", "path"])
 
 
 class _Worker:
@@ -173,22 +188,28 @@ class _Worker:
             yield pa.Table.from_pylist(rows, parquet_writer.SCHEMA)
 
     def _unfinished(self, table: pa.Table) -> Iterator[ImageSource]:
-        listed = zip(*(map(os.fsdecode, table[name].to_pylist()) for name in ("name", "path")), strict=True)
-        for partition, paths in itertools.groupby(listed, lambda one: _partition(one[0], len(self.finished))):
-            finished = ray.get(self.finished[partition])
-            for image in load_listed(paths):
-                key = _keys([image.name])
-                if np.searchsorted(finished, key) == np.searchsorted(finished, key, "right"):
-                    yield image
+        names, paths = (list(map(os.fsdecode, table[column][0].as_py())) for column in ("name", "path"))
+        finished = ray.get(self.finished[_partition(names[0], len(self.finished))])
+        for image in image_listing.load_listed(zip(names, paths, strict=True)):
+            key = _keys([image.name])
+            if np.searchsorted(finished, key) == np.searchsorted(finished, key, "right"):
+                yield image
 
 
-def _check_versions(path: Path, versions: dict[str, list | None]) -> None:
-    """Raise a :class:`ConfigError` if a tar file was replaced since its images were predicted. Write the versions."""
-    before = read_json(path) if path.exists() else {}
+def _check_versions(output: Path, versions: dict[str, list | None]) -> None:
+    """Write the versions of new tar files to the output directory.
+
+    Raises:
+        ConfigError: If a tar file was replaced since its images were predicted.
+    """
+    before = ChainMap(*map(read_json, output.glob(VERSIONS_FILES)))
     if changed := [name for name, version in versions.items() if version and version != before.get(name, version)]:
-        text = f"{first_of(changed, 5)} changed after the prediction to '{path.parent}' began"
+        text = f"{first_of(changed, 5)} changed after the prediction to '{output}' began"
         raise ConfigError(f"{text}, and its rows may be of the old images. Choose another output directory.")
-    write_text(path, json.dumps(before | {name: one for name, one in versions.items() if one}))
+    if new := {name: version for name, version in versions.items() if version and name not in before}:
+        # Several tasks may write at the same time.
+        text = json.dumps(new)
+        write_text(output / VERSIONS_FILES.replace("*", f"-{zlib.crc32(text.encode()):08x}"), text)
 
 
 def output_files(output: Path, part_size: int) -> list[list[Path]]:
@@ -201,33 +222,26 @@ def _count(paths: list[Path]) -> Counter:
     return parquet_writer.count_rows(parquet.read_table(path, columns=["scores", "error"]) for path in paths)
 
 
-def _put(listed: list[tuple[str, str]]) -> "ray.ObjectRef":
-    # Bytes, because not all file names are UTF-8.
-    columns = [pa.array(map(os.fsencode, texts), pa.binary()) for texts in zip(*listed, strict=True)]
-    return ray.put(pa.Table.from_arrays(columns, ["name", "path"]))
-
-
-def finished_keys(files: list[list[Path]], made_of: dict[str, str], archives: set[str]) -> "list[ray.ObjectRef]":
+def finished_keys(files: list[list[Path]], made_of: dict[str, str]) -> "list[ray.ObjectRef]":
     """Return the sorted keys of the finished images in each partition. Ray tasks read and sort them.
 
     Args:
         files: Groups of output files. There are as many partitions.
         made_of: What the rows must be made of.
-        archives: The names of the tar files. All images of a tar file are in one partition.
 
     Raises:
         ConfigError: If a file was made of something else, cannot be read, or is damaged and Ray has not named it.
     """
     if len(files) == 1:  # to start a task would take longer
-        return [ray.put(np.sort(_read_keys(files[0], made_of, archives, 1)[1]))]
-    read, shared = ray.remote(_read_keys).options(num_returns=1 + len(files)), ray.put(archives)
-    checked, *keys = zip(*(read.remote(paths, made_of, shared, len(files)) for paths in files), strict=True)
+        return [ray.put(np.sort(_read_keys(files[0], made_of, 1)[1]))]
+    read = ray.remote(_read_keys).options(num_returns=1 + len(files))
+    checked, *keys = zip(*(read.remote(paths, made_of, len(files)) for paths in files), strict=True)
     ray.get(list(checked))
     sort = ray.remote(lambda *parts: np.sort(np.concatenate(parts)))
     return [sort.remote(*parts) for parts in keys]
 
 
-def _read_keys(paths: list[Path], made_of: dict[str, str], archives: set[str], num_partitions: int) -> list:
+def _read_keys(paths: list[Path], made_of: dict[str, str], num_partitions: int) -> list:
     """Return None, and the keys of the images in output files by partition.
 
     Rows with a temporary error and incomplete files are deleted.
@@ -246,17 +260,14 @@ def _read_keys(paths: list[Path], made_of: dict[str, str], archives: set[str], n
             table = parquet_writer.write_part(path, parquet_writer.read_part(path, made_of).take(others))
         names = table["file_name"].to_pylist()
         keys.append(_keys(names))
-        for name in names:
-            folders = itertools.accumulate(name.split("/"), "{}/{}".format)
-            archive = next(filter(archives.__contains__, folders), name)
-            partitions.append(_partition(archive, num_partitions))
+        partitions += [_partition(name, num_partitions) for name in names]
     keys, partitions = np.concatenate([_keys([]), *keys]), np.array(partitions)
     return [None, *(keys[partitions == number] for number in range(num_partitions))]
 
 
 def _partition(name: str, num_partitions: int) -> int:
-    """Return the partition of the finished images in which an image or a tar file is looked up."""
-    return zlib.crc32(shown_name(name).encode()) % num_partitions
+    """Return the partition of the finished images in which an image is looked up, the same for a whole tar file."""
+    return zlib.crc32(_ARCHIVE.split(image_listing.shown_name(name), maxsplit=1)[0].encode()) % num_partitions
 
 
 def _keys(names: list[str]) -> np.ndarray:

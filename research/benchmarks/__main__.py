@@ -1,5 +1,5 @@
-"""Run one benchmark: coco-api, dataset-check, finished-images, growth, predict, predictions, reading, roofline,
-tar-files or urls.
+"""Run one benchmark: coco-api, dataset-check, finished-images, growth, predict, predictions, ray-command, reading,
+roofline, tar-files or urls.
 
 coco-api         COCO evaluation with pycocotools and with faster-coco-eval, on synthetic annotations
 dataset-check    the check of `vil check`, on synthetic annotations
@@ -7,6 +7,7 @@ finished-images  the time and memory with which `vil predict --ray` reads the na
 growth           a plot of the JSON file of `vil benchmark`, time and memory by pixels, as PNG or SVG
 predict          `vil predict` on synthetic images: single images, batches, bfloat16, shards and Ray workers
 predictions      `vil eval --predictions` on synthetic detections, with one and two processes
+ray-command      the time and memory of the command `vil predict --ray` on a list, without a model
 reading          time and peak memory of reading a large COCO file, and a file of a third of its size
 roofline         a lower bound of the time of each model, from the arithmetic and memory rates of the device
 tar-files        `vil predict` on tar files without a model: the first run, a resumed run, and the shares of 16 jobs
@@ -86,6 +87,15 @@ def finished_images(args: argparse.Namespace) -> None:
     write_json(args.json, found)
 
 
+def ray_command(args: argparse.Namespace) -> None:
+    from research.benchmarks.prediction import measure_ray_command
+
+    costs = measure_ray_command(args.images)
+    for name, (seconds, memory) in costs.items():
+        print(f"{name}: {seconds:.1f} s of processor time, peak {_gigabytes(memory or None)}")
+    write_json(args.json, costs)
+
+
 def tar_files(args: argparse.Namespace) -> None:
     from research.benchmarks.prediction import measure_tar_files
 
@@ -132,6 +142,7 @@ BENCHMARKS |= {
     "finished-images": finished_images,
     "growth": growth,
     "predictions": predictions,
+    "ray-command": ray_command,
     "reading": reading,
     "tar-files": tar_files,
     "urls": urls,

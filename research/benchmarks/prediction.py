@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
+from typing import Any
 
 import cv2
 import numpy as np
@@ -166,6 +167,20 @@ class _EmptyRunner:
         return [Instances(size, **empty) for size in sizes]
 
 
+class _ErrorRows:
+    """A worker without a detector, for :func:`measure_ray_command`."""
+
+    def __init__(self, *args: Any) -> None: ...
+
+    def __call__(self, table: Any) -> Iterator[Any]:
+        import pyarrow as pa
+
+        from projects_vil.inference.parquet_writer import SCHEMA
+
+        rows = [{"file_name": name.decode(), "error": "not read"} for name in table["name"][0].as_py()]
+        yield pa.Table.from_pylist(rows, SCHEMA)
+
+
 def measure_tar_files(num_images: int, *, num_files: int = 128, num_jobs: int = 16) -> dict[str, float]:
     """Predict on tar files of log-normal sizes without a model, and repeat the finished command.
 
@@ -234,10 +249,45 @@ def _read_finished(folder: str, rows_per_task: int, address: str) -> dict[str, f
     on_ray.ROWS_PER_TASK = rows_per_task
     ray.init(address)
     before, start, processor = memory_of(), time.monotonic(), time.process_time()
-    keys = on_ray.finished_keys(on_ray.output_files(Path(folder), PART_SIZE), {}, set())
+    keys = on_ray.finished_keys(on_ray.output_files(Path(folder), PART_SIZE), {})
     ray.wait(keys, num_returns=len(keys), fetch_local=False)
     found = {"seconds": time.monotonic() - start, "processor_seconds": time.process_time() - processor}
     return found | ({"bytes": memory_of(peak=True) - before} if before else {})
+
+
+def measure_ray_command(num_images: int) -> dict[str, tuple[float, int]]:
+    """Run ``vil predict --ray`` on a list of images that do not exist, with workers that only write error rows.
+
+    Returns:
+        The processor time of the command in seconds, and the growth of its peak memory in bytes, ``planned`` before the
+        first task, and ``finished``. Both are without Ray's start. The memory is 0 on systems without /proc.
+    """
+    with tempfile.TemporaryDirectory() as folder, _ray_cluster() as env:
+        with open(f"{folder}/list.txt", "w") as file:
+            file.writelines(f"photos/{number // 1000:06}/{number:012}.jpg\n" for number in range(num_images))
+        return call_in_new_process(_predict_on_ray, folder, env["RAY_ADDRESS"])
+
+
+def _predict_on_ray(folder: str, address: str) -> dict[str, tuple[float, int]]:
+    import ray.data
+
+    from projects_vil.inference import on_ray
+
+    def write_parquet(dataset: ray.data.Dataset, *args: Any, **options: Any) -> None:
+        costs["planned"] = cost()
+        write(dataset, *args, **options)
+
+    def cost() -> tuple[float, int]:
+        return time.process_time() - processor, (memory_of(peak=True) or 0) - (before or 0)
+
+    ray.init(address, log_to_driver=False)
+    costs: dict[str, tuple[float, int]] = {}
+    write, ray.data.Dataset.write_parquet = ray.data.Dataset.write_parquet, write_parquet
+    on_ray._Worker = _ErrorRows
+    on_ray.Detector.load = lambda *args, **options: Detector(_EmptyRunner())
+    before, processor = memory_of(), time.process_time()
+    on_ray.predict_on_ray("model", f"{folder}/list.txt", f"{folder}/found", part_size=PART_SIZE)
+    return costs | {"finished": cost()}
 
 
 @contextmanager

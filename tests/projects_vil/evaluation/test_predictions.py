@@ -99,10 +99,11 @@ def test_mistakes(case, monkeypatch):
     write(Path("lengths/a.parquet"), [full | {"scores": []}])
     write(Path("category/a.parquet"), [full | {"category_ids": [99] * len(full["scores"])}])
     write(Path("nulls/a.parquet"), [full | {"masks": [None] * len(full["scores"])}])
+    write(Path("rle/a.parquet"), [full | {"masks": [b"o" * 99] * len(full["scores"])}])
     Path("damaged").write_text("PAR1")
     parquet.write_table(parquet.read_table("size/a.parquet").drop_columns("boxes"), "no_boxes")
     expected = {"twice": "b.parquet", "classes": "cat", "size": "241", "/dev/null": "a device"}
-    expected |= dict.fromkeys(("damaged", "nulls", "lengths", "category", "no_boxes"), "is damaged")
+    expected |= dict.fromkeys(("damaged", "nulls", "lengths", "category", "no_boxes", "rle"), "is damaged")
     for folder, word in expected.items():
         assert word in message(evaluate, None, "mine", predictions=[folder], output="out")
     assert "unknown" not in message(evaluate, None, "mine", predictions=["unknown"], output="out")

@@ -207,6 +207,18 @@ def test_images_are_streamed(photos):
     assert [image.name for image in itertools.islice(images, 3)] == ["0.png", "1.png", "2.png"]
 
 
+def test_parts_of_lists(photos, monkeypatch):
+    """Each image is in one part, for any size of the parts and any line breaks."""
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (photos / "list.txt").write_bytes("\ufeffa.png\r\n\n  \xfc.jpg\rb.png \n\r\nhttps://a/c.png".encode())
+    parquet.write_table(pa.table({"path": [f"{n}.png" for n in range(9)]}), photos / "list.parquet", row_group_size=2)
+    for size, name in itertools.product((1, 5, 9, 2000), ("list.txt", "list.parquet", "table.csv")):
+        monkeypatch.setattr(image_listing, "PART_BYTES", size)
+        parts = image_listing.list_parts(photos / name, exclude="")
+        assert [one for part in parts for one in part()] == list(list_paths(photos / name, exclude=""))
+        assert (len(parts) > 1) == (size < 2000 and name != "table.csv")
+
+
 def test_shards_are_disjoint_and_complete(photos):
     names = [f"in/{number}.png" for number in range(200)]
     members = []
@@ -247,13 +259,14 @@ def test_unreadable_images_have_errors(photos):
         ("clip.avi", {}, "video"),
         ("notes.heic", {}, "not an image of a known format. Run `pip install 'pillow-heif"),
         ("shard-{10..12}.tar", {}, "shard-10.tar"),
-        ("table.csv", {"column": "path"}, "path"),
-        ("table.csv", {"column": "path"}, "--column"),
+        ("table.csv", {"column": "path"}, "no column path. Use --column"),
+        ("twice.csv", {}, "2 columns path"),
     ],
 )
 def test_invalid_inputs(photos, source, options, named):
     assert not source.endswith(image_listing.IMAGE_SUFFIXES) or pytest.skip("pillow-heif is installed")
     (photos / "notes.heic").write_text("not an image")
+    (photos / "twice.csv").write_text("path,path\nin/a.png,in/b.bmp")
     assert named in (text := message(find_images, photos / source, exclude=photos, **options)) and "Fix" not in text
 
 

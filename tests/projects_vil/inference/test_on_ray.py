@@ -185,6 +185,8 @@ def test_workers_take_the_gpus_of_a_cluster(name, inputs, cluster, trained_run, 
     assert_same_rows(tmp_path / "there", tmp_path / "here")
     next((tmp_path / "there").glob("*.parquet")).unlink()
     monkeypatch.setattr("projects_vil.inference.on_ray.ROWS_PER_TASK", 16)
+    monkeypatch.setattr("projects_vil.inference.image_listing.PART_BYTES", 200)
+    monkeypatch.setattr("projects_vil.inference.on_ray.PARTS_PER_RUN", 2)
     predict_on_ray(trained_run, inputs / name, tmp_path / "there", overrides=only_on_gpus, **options)
     assert_same_rows(tmp_path / "there", tmp_path / "here")
     shared = {"num_workers": (5, 5), "workers_per_gpu": 2}
