@@ -16,7 +16,6 @@ from detectron2.projects.point_rend import add_pointrend_config
 
 from backbones.attention.triton_chunks import unmet_requirement
 from backbones.errors import ConfigError, check_file, closest, one_line
-from projects_vil.utils import check_arguments
 from vil.choices import CONFIGS, DEVICES
 
 # The resolved config of a run, in OUTPUT_DIR.
@@ -225,7 +224,6 @@ def default_config() -> CfgNode:
     return cfg
 
 
-@check_arguments
 def load_config(path: str | os.PathLike, overrides: Sequence[object] | Mapping[str, object] = ()) -> CfgNode:
     """Load a config file with its ``_BASE_`` chain and overrides on top of :func:`default_config`, and freeze it.
 

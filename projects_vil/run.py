@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
 from projects_vil.modeling import TIMM_PREFIX, check_timm_name
 from projects_vil.recipes import best_weights, default_model, size_values, tile_values, with_recipe
-from projects_vil.utils import check_arguments, cleanup_on_failure, read_json, run_lock
-from vil.choices import IMAGE_SIZES, RECIPES, SCHEDULES
+from projects_vil.utils import cleanup_on_failure, read_json, run_lock
+from vil.choices import IMAGE_SIZES, NAMES_OF_OTHERS, RECIPES, SCHEDULES
 
 # Detector -> its folder in configs/, and the config keys in which it differs.
 DETECTORS: dict[str, tuple[str, dict[str, object]]] = {
@@ -81,7 +82,6 @@ class Run:
         return str(self.folder)
 
 
-@check_arguments
 def train(
     data: str | Path | None = None,
     *,
@@ -163,7 +163,7 @@ def train(
         >>> detections = run.detector()("holiday.jpg")
     """
     # -- the config keys that the user has set --
-    given = as_mapping(overrides.pop("overrides", {})) | overrides
+    given = _overrides_of(train, overrides)
     for argument, value in {"epochs": epochs, "batch": batch, "tiles": tiles}.items():
         check_whole(argument, 1 if value is None else value)
     if tiles and image_size:
@@ -298,7 +298,6 @@ def train(
     return Run(output)
 
 
-@check_arguments
 def evaluate(
     model: str | os.PathLike | CfgNode | None,
     data: str | Path | None = None,
@@ -338,7 +337,7 @@ def evaluate(
     Raises:
         ConfigError: For a mistake in the arguments, the data or a file.
     """
-    given = as_mapping(overrides.pop("overrides", {})) | overrides
+    given = _overrides_of(evaluate, overrides)
     processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
     if model is None and not predictions:
         raise ConfigError("The model is missing. Give a model or predictions.")
@@ -424,6 +423,21 @@ def _write_classes(weights: str, folder: Path, data: str | Path, labels: Sequenc
 def folder_of(config: Path) -> Path:
     """Return the folder for the results of a detector: its output directory, or ``output/NAME`` for another config."""
     return config.parent if config.name == CONFIG_FILE else Path("output", config.stem)
+
+
+def _overrides_of(function: Callable, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the config keys among keyword arguments, with those of the dict or list ``overrides``.
+
+    Raises:
+        ConfigError: For a keyword that is not a config key.
+    """
+    given = as_mapping(overrides.pop("overrides", {})) | overrides
+    for key in given:
+        if "." not in key and not key.isupper():
+            known, same = set(inspect.signature(function).parameters) - {"overrides"}, NAMES_OF_OTHERS.get(key)
+            hint = f". Use {same!r}." if same and (same in known or same.isupper()) else closest(key, known)
+            raise ConfigError(f"{function.__name__}() has no keyword {key!r}{hint or '.'} Config keys are in capitals.")
+    return given
 
 
 def _holds_data(output: Path, data: Path) -> bool:

@@ -1,19 +1,15 @@
 """Utilities for JSON files, logs, output folders, signals, memory and child processes."""
 
 import contextlib
-import functools
 import gc
 import hashlib
-import inspect
 import json
 import logging
 import mmap
 import multiprocessing
-import numbers
 import os
 import pickle
 import re
-import reprlib
 import shutil
 import signal
 import socket
@@ -23,12 +19,12 @@ import threading
 import warnings
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from types import FrameType, ModuleType, NoneType, UnionType
-from typing import Any, NoReturn, ParamSpec, TypeVar, get_args, get_origin
+from types import FrameType, ModuleType
+from typing import Any, NoReturn
 
 import ijson
 import numpy as np
@@ -38,8 +34,7 @@ from torch import nn
 from tqdm.contrib import DummyTqdmFile
 
 from backbones import ConfigError
-from backbones.errors import FULL_DISK, check_file, closest, one_line
-from vil.choices import KEYS, NAMES_OF_OTHERS
+from backbones.errors import FULL_DISK, check_file
 
 # SIGINT: Ctrl-C. SIGTERM: a scheduler. SIGHUP: a closed terminal. SIGUSR1 and SIGXCPU: the time limit is near.
 _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
@@ -88,56 +83,6 @@ _SILENCED_RECORDS = {
     # Every file with a subset of COCO's categories needs this mapping.
     "detectron2.data.datasets.coco": r"\s*Category ids in annotations are not in",
 }
-P, T = ParamSpec("P"), TypeVar("T")
-# Names of types in errors
-_NAMES = {numbers.Real: "float", Sequence: "list", Mapping: "dict", os.PathLike: "Path"}
-
-
-# -- arguments -------------------------------------------------------------------------------------
-
-
-def check_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function so that an unknown argument, or an argument of another type than annotated, is a ConfigError.
-
-    Of a type such as ``Sequence[str]`` only the container is checked. A whole number is a float.
-    """
-    signature, called = inspect.signature(function), f"{function.__qualname__}()"
-    types = {name: _types(parameter.annotation) for name, parameter in signature.parameters.items()}
-    takes_keys = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-
-    @functools.wraps(function)
-    def check_and_call(*args: P.args, **keywords: P.kwargs) -> T:
-        for name in keywords:
-            if name in types or (takes_keys and ("." in name or name.isupper())):
-                continue
-            ours = NAMES_OF_OTHERS.get(name, name)
-            key = KEYS.get(ours, ours)
-            has_effect = "overrides" in types and ("epochs" in types or not key.startswith("SOLVER."))
-            advice = closest(name, types, cutoff=0.6) or "."
-            if ours in types:
-                advice = f". Use {ours!r}."
-            elif key.isupper() and has_effect:
-                advice = f". Write overrides={{{key!r}: VALUE}}."
-            raise ConfigError(f"{called} has no argument {name!r}{advice}")
-        try:
-            given = signature.bind(*args, **keywords).arguments
-        except TypeError as error:
-            raise ConfigError(f"{called}: {error}. Write arguments as NAME=VALUE.") from error
-        for name, value in given.items():
-            kinds = types[name]
-            if kinds and not (str in kinds if isinstance(value, str) else isinstance(value, kinds)):
-                allowed = " or ".join(_NAMES.get(kind, kind.__name__) for kind in kinds if kind is not NoneType)
-                raise ConfigError(f"{name} is {one_line(reprlib.repr(value))}. It must be of type {allowed}.")
-        return function(*args, **keywords)
-
-    return check_and_call
-
-
-def _types(annotation: Any) -> tuple[type, ...]:
-    """Return the classes of an annotation for ``isinstance``. It is empty if the annotation allows all values."""
-    parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    classes = tuple(numbers.Real if part is float else get_origin(part) or part for part in parts)
-    return () if classes[0] in (Any, object, inspect.Parameter.empty) else classes
 
 
 # -- files -----------------------------------------------------------------------------------------

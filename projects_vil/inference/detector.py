@@ -26,7 +26,6 @@ from projects_vil.export import format_of
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead
 from projects_vil.inference.runners import EagerRunner, ExportedRunner, Runner, encode_masks, to_host
-from projects_vil.utils import check_arguments
 from vil.choices import EXPORT_SUFFIXES, SCORE_THRESHOLD
 
 LABEL_SIDE = 1000  # longer side in pixels above which labels grow with the image
@@ -197,7 +196,6 @@ class Detector(HubMixin):
         self.draw_threshold = SCORE_THRESHOLD if draw_threshold is None else draw_threshold
 
     @classmethod
-    @check_arguments
     def load(
         cls,
         source: str | os.PathLike,
@@ -282,9 +280,8 @@ class Detector(HubMixin):
         self, images: Sequence[ImageLike], *, batch_size: int = 1, score_threshold: float | None = None
     ) -> list[Detections]: ...
 
-    @check_arguments
     def __call__(
-        self, images: Any, *, batch_size: int = 1, score_threshold: float | None = None
+        self, images: ImageLike | Sequence[ImageLike], *, batch_size: int = 1, score_threshold: float | None = None
     ) -> Detections | list[Detections]:
         """Detect objects in an image, or in each image of a list.
 

@@ -31,7 +31,7 @@ from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detections, Detector, check_threshold
 from projects_vil.inference.image_listing import TABLES, find_images, is_video, list_paths, number_of_images, suffix_of
 from projects_vil.inference.image_loading import DEFAULT_FRAME_RATE, ImageBatches, ImageSource, Loaded, Skipped, Video
-from projects_vil.utils import atomic_folder, check_arguments, stop_requests
+from projects_vil.utils import atomic_folder, stop_requests
 from vil.choices import PART_SIZE, PREDICTION_FORMATS, SCORE_THRESHOLD
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ class Summary:
     lines: tuple[str, ...]
 
 
-@check_arguments
 def predict(
     model: Detector | str | os.PathLike,
     source: str | os.PathLike | Sequence[str],

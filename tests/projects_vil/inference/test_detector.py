@@ -257,7 +257,6 @@ def test_exports_give_the_same_detections(detector, exported_run, trained_run, p
         ("run", {"weights": "absent.pth"}, r"absent\.pth"),
         ("run", {"score_threshold": 1.5}, "score_threshold"),
         ("run", {"device": "gpu"}, r"MODEL\.DEVICE is gpu"),
-        ("run", {"imgsz": 640}, "Write overrides={'INPUT.MIN_SIZE_TEST': VALUE}"),
         ("run", {"overrides": {"MODEL.RETINANET.SCORE_THRESH_TEST": 2}}, "It must be 0 to 1"),
         ("model.ts", {"device": "cuda"}, "device"),
         ("model.ts", {"weights": "a", "tta": True, "overrides": ["INPUT.FORMAT", 1]}, "weights, tta, INPUT"),
