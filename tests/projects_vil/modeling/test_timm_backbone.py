@@ -1,18 +1,23 @@
 """timm models as backbones, with random weights, weights from files, and weights from a cache of the Hub."""
 
+import functools
+
 import huggingface_hub.constants
 import pytest
 import timm
 import torch
-from detectron2.modeling import build_model
+from detectron2.modeling import SimpleFeaturePyramid, ViT, build_model
+from detectron2.modeling.backbone.fpn import LastLevelMaxPool
+from detectron2.modeling.backbone.vit import get_vit_lr_decay_rate
 from safetensors.torch import save_file
-from timm.models import swin_transformer
+from timm.models import swin_transformer, vision_transformer
 from torch import nn
 
 from backbones.checkpoint_files import read_checkpoint
 from projects_vil import Detector, build_optimizer
 from projects_vil.checkpoint import METADATA_KEY, Checkpointer, check_weights
 from projects_vil.modeling import TimmBackbone, build_on_meta
+from projects_vil.solver import layer_decay_factors
 from tests.projects_vil.export.exporting import FEW_LEVELS
 from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, message, run_tool, small_config
 from tests.projects_vil.inference.helpers import picture
@@ -60,6 +65,39 @@ def test_same_padding_equals_timm_and_does_not_depend_on_the_size():
     assert all(torch.equal(*pair) for pair in zip(ours(images).values(), theirs(images), strict=True))
     height, width = (32 * torch.export.Dim(name, min=2, max=40) for name in ("height", "width"))
     torch.export.export(ours, (images,), dynamic_shapes=({2: height, 3: width},))
+
+
+@timm.models.register_model
+def vit_without_class_token(pretrained: bool = False, **options) -> nn.Module:
+    """detectron2's ViT has no class token."""
+    sizes = {"img_size": 64, "embed_dim": 24, "depth": 3, "num_heads": 3, "class_token": False, "global_pool": "avg"}
+    return vision_transformer._create_vision_transformer("vit_without_class_token", pretrained, **sizes, **options)
+
+
+def test_a_plain_vit_equals_vitdet():
+    model = build_model(config("vit_without_class_token"))
+    ours = model.backbone.double().eval()
+    norm = functools.partial(nn.LayerNorm, eps=1e-6)
+    vit = ViT(pretrain_img_size=64, embed_dim=24, depth=3, num_heads=3, pretrain_use_cls_token=False, norm_layer=norm)
+    theirs = SimpleFeaturePyramid(vit, "last_feat", 32, (4.0, 2.0, 1.0, 0.5), top_block=LastLevelMaxPool())
+    theirs = theirs.double().eval()
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    for size in ((64, 64), (96, 160)):
+        if size != (64, 64):
+            # timm interpolates positions with antialiasing, detectron2 without it.
+            ours.bottom_up.net.model.pos_embed.data[:] = 0.3
+        theirs.load_state_dict({name.replace("bottom_up.net.model", "net"): x for name, x in ours.state_dict().items()})
+        images = torch.randn(2, 3, *size).double()
+        with torch.no_grad():
+            found, expected = ours(images), theirs(images)
+        assert list(found) == list(expected) == ["p2", "p3", "p4", "p5", "p6"]
+        for name in found:
+            torch.testing.assert_close(found[name], expected[name])
+    factors = layer_decay_factors(model, 0.7)
+    assert len(factors) == len(vit.state_dict())
+    for name, factor in factors.items():
+        assert factor == pytest.approx(get_vit_lr_decay_rate(name, 0.7, num_layers=3)), name
 
 
 def test_swin_shifts_windows_in_the_last_stage():
