@@ -22,6 +22,7 @@ import numpy as np
 from backbones import ConfigError
 from backbones.checkpoint_files import write_text
 from backbones.errors import first_of, one_line, pip_install
+from projects_vil.config import as_mapping
 from projects_vil.inference import image_listing, parquet_writer
 from projects_vil.inference.detector import Detector
 from projects_vil.inference.image_loading import BATCHING_WINDOW, ImageBatches, ImageSource, file_versions
@@ -103,11 +104,11 @@ def predict_on_ray(
         raise ConfigError("With Ray each worker loads the model. Pass a name or path, not a Detector.")
     model, output = str(model), Path(output).absolute()
     next(image_listing.list_paths(source, exclude=output, column=column))  # checks the input
-    given = list(options.pop("overrides", ()))
-    device = options.get("device") or dict(zip(given[::2], given[1::2], strict=False)).get("MODEL.DEVICE", "cuda")
+    given = as_mapping(options.pop("overrides", {}))
+    device = options.get("device") or given.get("MODEL.DEVICE", "cuda")
     can_use_gpu = str(device) != "cpu" and not str(options.get("weights") or model).endswith(EXPORT_SUFFIXES)
     # This process leaves the GPUs to the workers, and some attention backends need a GPU.
-    on_cpu = [*given, "MODEL.TRANSFORMER.ATTENTION_BACKEND", "auto"] if can_use_gpu else given
+    on_cpu = given | {"MODEL.TRANSFORMER.ATTENTION_BACKEND": "auto"} if can_use_gpu else given
     detector = Detector.load(model, **options | {"device": "cpu", "overrides": on_cpu})
     # An error of a task is raised once, and not printed for each of its results too.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")

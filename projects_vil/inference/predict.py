@@ -167,8 +167,7 @@ def predict(
         from projects_vil.inference.on_ray import predict_on_ray
 
         options |= {"num_workers": ray_workers, "workers_per_gpu": workers_per_gpu or 1}
-        pairs = [*itertools.chain(*as_mapping(overrides).items())]
-        return predict_on_ray(model, source, output, tta=tta, overrides=pairs, **options)
+        return predict_on_ray(model, source, output, tta=tta, overrides=as_mapping(overrides), **options)
     # The input is checked before the model is loaded.
     images, is_parquet = None, file_format == "parquet"
     if not is_parquet:

@@ -22,15 +22,7 @@ from projects_vil.data.readers.coco import find_coco
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record, split_of
 from projects_vil.data.readers.shapes import Annotations, in_image
 from projects_vil.data.segmentation import count_masks
-from projects_vil.data.splits import (
-    VAL_FRACTION,
-    Parts,
-    compare_splits,
-    entries_of,
-    find_copies,
-    images_of,
-    split_by_hash,
-)
+from projects_vil.data.splits import Parts, compare_splits, entries_of, find_copies, images_of, split_by_hash
 from projects_vil.utils import paused_garbage_collection, read_json
 
 # The key in "info" of a converted COCO file for the path of the original dataset.
@@ -128,7 +120,7 @@ def read_dataset(
             dataset already has a validation split.
     """
     if val is not None and not 0 <= val < 1:
-        raise ConfigError(f"val_fraction is {val}. Give a fraction between 0 and 1, such as {VAL_FRACTION}.")
+        raise ConfigError(f"val_fraction is {val}. Give 0 or a fraction below 1.")
     source = Path(source)
     name, files, index = _detect_format(source, None if images is None else Path(images))
     extracted = os.path.abspath(extracted or Path(folder, "images"))
