@@ -304,7 +304,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     _add_image_size(parser, "the only input size (default: any size); not with --evaluate or int8", dest="size")
     parser.add("--opset", "ONNX opset, at least 18 (default 20)", type=positive)
     parity = {"dest": "images", "nargs": "+", "type": existing_path, "default": [], "metavar": "FILE"}
-    parser.add("--parity-images", "images for the parity check (default: validation images and synthetic ones)", **parity)
+    parser.add("--parity-images", "images for the parity check (default: validation and synthetic ones)", **parity)
     parser.add("--evaluate", "also compare the AP on DATASETS.TEST; always on for int8", action="store_true")
     parser.add("--calibration-images", "images of DATASETS.TRAIN for int8 (default 100)", type=positive, default=100)
     parser.add("--accept-drop", "accept an int8 model that loses more than 1 AP", action="store_true")
