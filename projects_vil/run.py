@@ -175,7 +175,7 @@ def train(
         argument = "tiles" if tiles else "image_size"
         raise ConfigError(f"{argument} is {pixels!r}. Give a whole number from {least} to {most}.")
     of_arguments = {
-        "OUTPUT_DIR": output and str(output),
+        "OUTPUT_DIR": output and os.fspath(output),
         "SOLVER.EPOCHS": epochs,
         "SOLVER.IMS_PER_BATCH": batch,
         "SOLVER.BASE_LR": None if lr is None else float(lr),

@@ -158,8 +158,8 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def content_hash(path: str | Path, size: int = -1) -> str:
-    """Return the SHA-256 of a file or of its first ``size`` bytes, or the path if it cannot be read."""
-    if not os.path.isfile(path) or not os.access(path, os.R_OK):
+    """Return the SHA-256 of a file or of its first ``size`` bytes, or the path of a broken link."""
+    if not os.path.isfile(path):
         return str(path)
     with open(path, "rb", buffering=0) as file:
         return hashlib.sha256(file.read(size)).hexdigest()

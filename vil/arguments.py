@@ -272,7 +272,7 @@ class ConfigToolParser(ToolParser):
         is_key = name.isupper() or name.upper() in SECTIONS or ("." in name and _is_key(name.upper()))
         key = name.upper() if is_key else choices.KEYS.get(name, "")
         if key.startswith("SOLVER.") and not {"--epochs", "--resume"} & self._option_string_actions.keys():
-            return ". This command does not train"
+            return ". This command does not train. Remove it"
         if key:
             return f". Write {key} {value or 'VALUE'}"
         return ". Write config keys as KEY VALUE, such as SOLVER.BASE_LR 5e-5" if value else ""

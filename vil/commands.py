@@ -104,14 +104,15 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     from projects_vil import run
 
     trained = run.train(**arguments)
-    tasks = [(name, task) for results in trained.results.values() for name, task in results.items() if "AP" in task]
-    precisions = [task["AP"] for _, task in tasks]
+    results = [(name, *item) for name, tasks in trained.results.items() for item in tasks.items() if "AP" in item[1]]
+    precisions = [metrics["AP"] for _, _, metrics in results]
     if precisions and not any(precisions):
         zero = "AP is 0. Train for more epochs, and look at the training images with 'vil visualize data'."
         undefined = "AP is undefined, because the validation images have no objects. Annotate them."
         print(zero if 0 in precisions else undefined)
     else:
-        show(*(f"{name}: AP {task['AP']:.1f} %, AP50 {task['AP50']:.1f} %" for name, task in tasks if task["AP"]))
+        for dataset, task, metrics in results:
+            show(f"{task} of {dataset}: AP {metrics['AP']:.1f} %, AP50 {metrics['AP50']:.1f} %")
         folder = shlex.quote(str(trained.folder))
         show(f"Next: vil predict {folder} PHOTOS, vil report {folder}, or vil export {folder} --format onnx")
 

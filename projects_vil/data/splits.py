@@ -43,7 +43,8 @@ def find_copies(parts: Parts) -> dict[str, str]:
     If there is a validation split, only copies in different splits are found.
     """
     files = [(split, path) for split, (content, _, root) in parts.items() for _, path in images_of(content, root)]
-    groups = [[(split if "val" in parts else path, path) for split, path in files if os.path.isfile(path)]]
+    files = [(split, path) for split, path in files if os.path.isfile(path) and os.access(path, os.R_OK)]
+    groups = [[(split if "val" in parts else path, path) for split, path in files]]
     # Empty files are no copies. Most files of the same size differ in their first 16 kB.
     for key in (os.path.getsize, lambda path: content_hash(path, 1 << 14), content_hash):
         found = defaultdict(list)

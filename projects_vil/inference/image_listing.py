@@ -265,12 +265,14 @@ def _selected_column(path: str, column: str | None, names: list[str]) -> str:
     if (number := names.count(selected)) == 1:
         return selected
     found = f"{number or 'no'} column{'s' * (number > 1)} {selected or ' or '.join(COLUMNS)}"
-    raise ConfigError(f"Table '{path}' has {found}. Use --column with one of: {', '.join(names)}.")
+    advice = "Rename one of them." if number else f"Use --column with one of: {', '.join(names)}."
+    raise ConfigError(f"Table '{path}' has {found}. {advice}")
 
 
 def _lines(file: IO[bytes], position: int, end: int) -> Iterator[str]:
     with io.BufferedReader(file, 2**20) as lines:
         if position:
+            # The part before reads the line that begins here.
             lines.seek(position)
             position += len(lines.readline())
         while position <= end and (block := lines.read(min(2**20, end - position)) + lines.readline()):

@@ -102,7 +102,9 @@ def predict_on_ray(
     """
     if isinstance(model, Detector):
         raise ConfigError("With Ray each worker loads the model. Pass a name or path, not a Detector.")
-    model, output = str(model), Path(output).absolute()
+    model, output = os.fspath(model), Path(output).absolute()
+    if isinstance(source, (str, os.PathLike)) and "://" not in str(source):
+        source = os.path.abspath(source)  # workers may run in another folder
     next(image_listing.list_paths(source, exclude=output, column=column))  # checks the input
     given = as_mapping(options.pop("overrides", {}))
     device = options.get("device") or given.get("MODEL.DEVICE", "cuda")

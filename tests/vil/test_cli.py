@@ -67,7 +67,7 @@ def test_check_replaces_no_annotations_and_writes_no_empty_dataset(shapes, tmp_p
     [
         ({"bbox": {"AP": 0}, "segm": {"AP": None}}, "AP is 0. Train for more epochs"),
         ({"bbox": {"AP": None}}, "AP is undefined, because the validation images have no objects."),
-        ({"bbox": {"AP": 3.0, "AP50": 9.0}}, "bbox: AP 3.0 %, AP50 9.0 %\nNext: vil predict"),
+        ({"bbox": {"AP": 3.0, "AP50": 9.0}}, "bbox of mine: AP 3.0 %, AP50 9.0 %\nNext: vil predict"),
         ({"sem_seg": {"mIoU": 3.0}}, "Next: vil predict"),
     ],
 )

@@ -332,7 +332,7 @@ def annotation_format(path: str) -> str | None:
         # The reader of the format reports the error.
         return name
     # An empty file of validation or test images is not used.
-    is_empty = content.get("images") == [] and split_of(Path(path).parts[:-1], Path(path).stem) in ("val", "test")
+    is_empty = content.get("images") == [] and split_of(Path(path).parts[-2:-1], Path(path).stem) in ("val", "test")
     lists = {key for key, value in content.items() if isinstance(value, list) and not (key == "images" and is_empty)}
     if "shapes" in lists or {"images", "categories"} <= lists:
         return "LabelMe" if "shapes" in lists else "COCO"

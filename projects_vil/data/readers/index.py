@@ -18,7 +18,7 @@ from projects_vil.data.detection_utils import is_image, size_or_none
 from projects_vil.utils import content_hash
 
 SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
-SPLITS |= {"validation": "val", "validate": "val", "eval": "val", "dev": "val", "test": "test", "testing": "test"}
+SPLITS |= {"validation": "val", "validate": "val", "test": "test", "testing": "test"}
 # Words beside the split in folder names, such as "train_images"
 _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "json", "labels", "obj", "set", "xml", ""}
 # Folders of annotations with the images in another folder next to them

@@ -20,8 +20,8 @@ from projects_vil.utils import content_hash
 _CLASS_FILES = r"classes\.txt|obj\.names|_darknet\.labels", r"(predefined_classes|labels|names)\.txt|.+\.names"
 # Parts of a written path that the path of an existing folder need not have
 _OPTIONAL = {"\\", "..", "data", "datasets"}
-# A list of the images of a split
-_LIST = re.compile(rf".*/({'|'.join(SPLITS)})\.txt", re.I)
+# A list of the images of a split. The images of trainval.txt are in other lists too.
+_LIST = re.compile(rf".*/({'|'.join(SPLITS.keys() - {'trainval'})})\.txt", re.I)
 _LARGE = "label files with values larger than 1, which are not fractions of the image"
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 # Numbers, and what some programs write instead of a number
@@ -42,12 +42,9 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     if not os.path.exists(os.path.join(folder, written)):
         found.notes.append(f"path is '{bases[0]}', because {written!r} does not exist")
     images: dict[str | None, dict[str, None]] = defaultdict(dict)
-    # Darknet's "eval" is the name of a metric.
-    splits = {split: data[key] for key, split in reversed(SPLITS.items()) if data.get(key) and key != "eval"}
+    splits = {split: data[key] for key, split in reversed(SPLITS.items()) if data.get(key)}
     # With only class names, lists of images decide, or else the folders of the images.
-    lists = [one for one in map(_LIST.fullmatch, index.files) if one and any(map(is_image, read_lines(one[0])))]
-    named = {SPLITS[one[1].lower()]: one[0] for one in lists}
-    splits = splits or (named if "train" in named else {})
+    splits = splits or _lists(index)
     for split, entries in reversed((splits or {None: bases[0] if data.get("path") else index.root}).items()):
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
             place = _existing(entry, bases, index)
@@ -75,10 +72,10 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         if (other := owners.setdefault(label, image)) != image and content_hash(other) != content_hash(image):
             raise ConfigError(f"Label file '{label}' fits both '{other}' and '{image}'. Rename or remove one image.")
     if not splits:
-        # Images with the names of labeled images, but in folders without labels, are copies or masks.
-        folders, stems = {*map(os.path.dirname, owners.values())}, {Path(image).stem for image in owners.values()}
-        for image in [image for image in labels if os.path.dirname(image) not in folders and Path(image).stem in stems]:
-            del labels[image]
+        # A folder without labels has copies or masks if all its images have the names of labeled images.
+        stems = {Path(image).stem for image in owners.values()}
+        others = {os.path.dirname(image) for image, label in labels.items() if label or Path(image).stem not in stems}
+        labels = {image: label for image, label in labels.items() if os.path.dirname(image) in others}
     sizes = {image: size for image, (size, _) in zip(labels, read_sizes(labels), strict=True)}
     # The dataset check reports unreadable images.
     rows = {image: [*_rows(label)] if label and sizes[image] else [] for image, label in labels.items()}
@@ -116,6 +113,15 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         found.unused[expected.get(file) or reasons[Path(file).stem in stems]].append(file)
 
 
+def _lists(index: FileIndex) -> dict[str, list[str]]:
+    """Return the lists of images by split."""
+    splits: dict[str, list[str]] = defaultdict(list)
+    for match in filter(None, map(_LIST.fullmatch, index.files)):
+        if os.path.isfile(match[0]) and any(map(is_image, read_lines(match[0]))):
+            splits[SPLITS[match[1].lower()]].append(match[0])
+    return splits
+
+
 def settings_of(path: str) -> dict[str, Any] | None:
     """Return the content of a YAML file, or None if it is not the YAML file of a YOLO dataset."""
     try:
@@ -151,7 +157,7 @@ def _settings(path: str, index: FileIndex, found: Annotations) -> dict[str, Any]
     if class_files([path]):
         lines = [*filter(None, read_lines(path))]
         pairs = [re.split(r"\s*:\s*", line, maxsplit=1) for line in lines if re.match(r"\d+\s*:", line)]
-        return {"names": dict(pairs) if len(pairs) == len(lines) else lines}
+        return {"names": dict(pairs) if len(dict(pairs)) == len(lines) else lines}
     if not path.endswith(".data"):
         return settings_of(path) or {}
     data: dict[str, Any] = dict(re.split(r"\s*=\s*", line, maxsplit=1) for line in read_lines(path) if "=" in line)
