@@ -107,9 +107,6 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.TEST.BEST_METRIC = ""
     # Whether an evaluation also computes the losses on DATASETS.TEST, as validation_loss/... in metrics.json.
     cfg.TEST.VALIDATION_LOSS = False
-    if not cfg.key_is_deprecated("TEST.AMP"):
-        # Runs of earlier versions have this key.
-        cfg.register_deprecated_key("TEST.AMP")
     cfg.INFERENCE = CfgNode()
     # Data type of predictions and evaluations: "float32", "bfloat16", "float16" or "auto". "auto" is the data type of
     # training with SOLVER.AMP.ENABLED on a GPU, and otherwise float32. In 16 bits, autocast covers the backbone, the
@@ -407,8 +404,6 @@ def _explain(error: Exception, cfg: CfgNode) -> str:
 
 
 def _explain_unknown_key(key: str, known: Collection[str]) -> str:
-    if key.startswith("TEST.AMP."):
-        return f"Config key '{key}' was removed. Use INFERENCE.DTYPE bfloat16."
     hint = closest(key, known) or closest(key.upper(), known) or ". Check its spelling."
     return f"Config key '{key}' does not exist{hint}"
 

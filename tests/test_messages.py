@@ -9,7 +9,7 @@ from tests.projects_vil.helpers import ROOT
 
 PACKAGES = ("backbones", "projects_vil", "vil", "tools", "research", "examples")
 # A message may begin with an argument of the library.
-_ARGUMENT = r"[a-z]+(_[a-z]+)+\b|[a-z]+[=.]|(annotations|column|epochs|opset|precision|tiles|timm|torch\w*|triton)\b"
+_ARGUMENT = r"[a-z]+(_[a-z]+)+\b|[a-z]+[=.]|(annotations|column|epochs|opset|precision|tiles|timm|torch\w*)\b"
 
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:

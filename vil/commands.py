@@ -309,22 +309,15 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--evaluate", "also compare the AP on DATASETS.TEST; always on for int8", action="store_true")
     parser.add("--calibration-images", "images of DATASETS.TRAIN for int8 (default 100)", type=positive, default=100)
     parser.add("--accept-drop", "accept an int8 model that loses more than 1 AP", action="store_true")
-    parser.add("--triton", "also write a Triton model; needs --batched --fixed-detections", metavar="REPOSITORY/NAME")
     args = parser.parse_args(words)
     cfg = _load_config(parser, args, "export")
 
-    from projects_vil.export import check_triton, describe_report, export_detector, write_triton_model
+    from projects_vil.export import describe_report, export_detector
 
-    options = _options(args, "model", "output", "triton")
-    if args.triton:
-        check_triton(args.triton, **{key: options[key] for key in ("file_format", "batched", "fixed_detections")})
-    path, report = export_detector(cfg, cfg.MODEL.WEIGHTS, args.output, **options)
+    path, report = export_detector(cfg, cfg.MODEL.WEIGHTS, args.output, **_options(args, "model", "output"))
     show(*describe_report(report).splitlines(), f"wrote {path}")
     if not report["ok"]:
         sys.exit(1)
-    if args.triton:
-        write_triton_model(path, args.triton)
-        show(f"wrote {args.triton}")
 
 
 def _load_config(parser: ToolParser, args: argparse.Namespace, subfolder: str) -> "CfgNode":

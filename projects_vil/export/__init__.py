@@ -6,4 +6,3 @@ from projects_vil.export.metadata import DAMAGED, describe_model, metadata_path
 from projects_vil.export.parity import describe_report, eager_detections, example_image
 from projects_vil.export.runtime import ExportedModel, letterbox_size, pad_image, paste_masks, to_instances
 from projects_vil.export.traceable import make_exportable
-from projects_vil.export.triton_repository import check_triton, write_triton_model
