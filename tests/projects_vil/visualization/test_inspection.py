@@ -77,7 +77,7 @@ def test_a_window_is_enlarged_and_framed():
         ([], {"point": (50, 30)}, "Point 50 30 is outside"),
         (["MODEL.TRANSFORMER.VARIANT", "lit_ti"], {"stage": 2}, "stage 2"),
         (["MODEL.TRANSFORMER.VARIANT", "global_tiny"], {}, "Stage 3"),
-        (["MODEL.TRANSFORMER.VARIANT", "timm:resnet18"], {}, "the backbone timm:resnet18"),
+        (["MODEL.TRANSFORMER.VARIANT", "timm:resnet18"], {}, "timm:resnet18"),
     ],
 )
 def test_invalid_stages_blocks_and_points(photo, overrides, options, name):
