@@ -120,8 +120,6 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.TEST.TILE_SIZE = 0
     # Overlap of neighboring tiles, as a fraction of TILE_SIZE.
     cfg.TEST.TILE_OVERLAP = 0.25
-    # Library that computes AP: "pycocotools", or "faster_coco_eval", which is faster with the same results.
-    cfg.TEST.COCO_API = "pycocotools"
     # Number of validation images, 0 to 32, that each evaluation draws into OUTPUT_DIR/drawings.
     cfg.TEST.NUM_VISUALIZED_IMAGES = 4
 

@@ -19,7 +19,7 @@ from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
 from projects_vil.config import CONFIG_FILE, is_panoptic, is_segmentor, with_overrides
 from projects_vil.engine.hooks import SERVICES
-from projects_vil.evaluation import COCO_APIS, EVALUATION_FILE, check_metric
+from projects_vil.evaluation import EVALUATION_FILE, check_metric
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
 from projects_vil.solver import LR_SCHEDULERS, build_lr_scheduler, build_optimizer
 from vil.choices import DTYPES
@@ -34,7 +34,6 @@ _CHOICES: dict[str, Collection[str]] = {
     "SOLVER.AMP.DTYPE": ("auto", "bfloat16", "float16"),
     "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("full_model", "norm", "value"),
     "SOLVER.LR_SCHEDULER_NAME": LR_SCHEDULERS,
-    "TEST.COCO_API": COCO_APIS,
 }
 # Smallest and largest value of a number, or of each number in a list. Infinite values are errors too. For other keys,
 # PyTorch or detectron2 raises an error at the start.
@@ -244,7 +243,6 @@ def check_values(cfg: CfgNode, overridden: Collection[str] = ()) -> None:
     if len(cfg.MODEL.PIXEL_MEAN) != 3 or len(cfg.MODEL.PIXEL_STD) != 3:
         mean, std = cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD
         raise ConfigError(f"MODEL.PIXEL_MEAN is {mean!r} and MODEL.PIXEL_STD is {std!r}. Set each to three numbers.")
-    check_packages("TEST.COCO_API", cfg.TEST.COCO_API)
     _check_augmentation(cfg)
     if is_panoptic(cfg) and not cfg.MODEL.MASK_ON:
         raise ConfigError("MODEL.MASK_ON is False, but PanopticFPN needs instance masks. Set it to True.")

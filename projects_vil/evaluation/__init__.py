@@ -1,7 +1,6 @@
 """Evaluate detectors and predictions, compute validation losses, and write the results."""
 
 from projects_vil.evaluation.evaluators import (
-    COCO_APIS,
     CheckedEvaluator,
     COCOEvaluator,
     build_evaluator,

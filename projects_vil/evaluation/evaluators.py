@@ -25,7 +25,6 @@ from detectron2.evaluation import (
 from detectron2.utils import comm
 from detectron2.utils.logger import log_first_n
 from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
@@ -37,7 +36,6 @@ from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
 from projects_vil.evaluation.results import check_finite
 
-COCO_APIS = ("pycocotools", "faster_coco_eval")
 _COCO_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 # The metrics of detectron2's evaluators by evaluator_type.
 _DETECTION_METRICS = {
@@ -76,10 +74,9 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str | None =
     evaluator_type, evaluators = MetadataCatalog.get(dataset_name).get("evaluator_type"), []
     is_coco = evaluator_type in ("coco", "coco_panoptic_seg")
     if is_coco:
-        evaluator_class = COCOEvaluator if cfg.TEST.COCO_API == COCO_APIS[0] else FasterCOCOEvaluator
         options = {"masks": cfg.MODEL.MASK_ON, "check": cfg.DATASETS.CHECK}
         options |= {"output_dir": output_folder, "max_dets_per_image": cfg.TEST.DETECTIONS_PER_IMAGE}
-        evaluators.append(evaluator_class(dataset_name, **options))
+        evaluators.append(COCOEvaluator(dataset_name, **options))
     elif evaluator_type == "lvis":
         evaluators.append(LVISEvaluator(dataset_name, output_dir=output_folder))
     elif evaluator_type == "pascal_voc":
@@ -229,15 +226,6 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
     def _match(self, position: int, results: list[dict[str, Any]], task: str) -> Matches:
         return match_image(*self._entries(position), results, task, self._max_dets_per_image)
 
-    def _join(self, images: list[Matches]) -> Matches | tuple[()]:
-        return tuple(map(np.concatenate, zip(*images, strict=True)))
-
-    def _summarize(self, parts: list[Matches], task: str) -> COCOeval:
-        # Objects in images without detections count too.
-        seen = {image for found, _ in parts for image in np.unique(found["image"])}
-        rest = [self._match(image, [], task) for image in self._image_of.values() if image not in seen]
-        return summarize([*parts, *rest], task, list(self._category_of.values()), self._max_dets_per_image)
-
     def evaluate(self) -> dict[str, Any]:
         if any(comm.all_gather(bool(self._predictions))):
             if comm.is_main_process():
@@ -257,11 +245,16 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
         own = [tasks for number, tasks in self._images.items() if number not in repeated]
         results, classes = {}, self._metadata.get("thing_classes")
         for task in sorted(set().union(*comm.all_gather(set().union(*own)))) or self._tasks:
-            parts = comm.gather(self._join([tasks.pop(task) for tasks in own if task in tasks]))
+            matches = zip(*(tasks.pop(task) for tasks in own if task in tasks), strict=True)
+            parts = comm.gather(tuple(map(np.concatenate, matches)))
             if comm.is_main_process():
                 if not (parts := list(filter(None, parts))):
                     self._logger.warning("The model has no detections. Train longer, or lower the score threshold.")
-                results[task] = self._derive_coco_results(self._summarize(parts, task), task, class_names=classes)
+                # Objects in images without detections count too.
+                seen = {image for found, _ in parts for image in np.unique(found["image"])}
+                parts += [self._match(image, [], task) for image in self._image_of.values() if image not in seen]
+                evaluation = summarize(parts, task, list(self._category_of.values()), self._max_dets_per_image)
+                results[task] = self._derive_coco_results(evaluation, task, class_names=classes)
         return results
 
     def _write_results(self, left_out: set[int]) -> None:
@@ -280,37 +273,6 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
                         separator = ", "
             file.write("]")
         self._results_file.close()
-
-
-class FasterCOCOEvaluator(COCOEvaluator):
-    """Evaluate with faster-coco-eval, a C++ implementation with the same metrics of boxes and masks as pycocotools.
-
-    The main process gathers all detections, because faster-coco-eval does not return the matches of single images.
-    """
-
-    def _match(self, position: int, results: list[dict[str, Any]], task: str) -> list[dict[str, Any]]:
-        # As in detectron2, the area of a mask is its number of pixels, not the area of its box.
-        return [{key: value for key, value in one.items() if (task, key) != ("segm", "bbox")} for one in results]
-
-    def _join(self, images: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        return list(chain.from_iterable(images))
-
-    def _summarize(self, parts: list[list[dict[str, Any]]], task: str) -> Any:
-        # An optional dependency.
-        from faster_coco_eval import COCO, COCOeval_faster
-
-        images, objects = zip(*map(self._entries, self._image_of.values()), strict=True)
-        numbered = [one | {"id": index} for index, one in enumerate(chain.from_iterable(objects), start=1)]
-        categories = [{"id": number} for number in self._category_of.values()]
-        truth = COCO()
-        truth.dataset = {"images": list(images), "annotations": numbered, "categories": categories}
-        truth.createIndex()
-        evaluation = COCOeval_faster(truth, truth.loadRes(self._join(parts)), task)
-        if task != "keypoints":
-            evaluation.params.maxDets = self._max_dets_per_image
-        for step in (evaluation.evaluate, evaluation.accumulate, evaluation.summarize):
-            step()
-        return evaluation
 
 
 # Metric names --------------------------------------------------------------------------------------------------------

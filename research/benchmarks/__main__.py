@@ -1,8 +1,8 @@
-"""Run one benchmark: coco-api, dataset-check, finished-images, growth, predict, predictions, ray-command, reading,
+"""Run one benchmark: dataset-check, evaluation, finished-images, growth, predict, predictions, ray-command, reading,
 roofline, tar-files or urls.
 
-coco-api         COCO evaluation with pycocotools and with faster-coco-eval, on synthetic annotations
 dataset-check    the check of `vil check`, on synthetic annotations
+evaluation       COCO evaluation of synthetic detections
 finished-images  the time and memory with which `vil predict --ray` reads the names of finished images
 growth           a plot of the JSON file of `vil benchmark`, time and memory by pixels, as PNG or SVG
 predict          `vil predict` on synthetic images: single images, batches, bfloat16, shards and Ray workers
@@ -14,7 +14,7 @@ tar-files        `vil predict` on tar files without a model: the first run, a re
 urls             rate of loading images from a local server that answers each request after 50 ms
 
 Example:
-    python -m research.benchmarks coco-api --images 5000
+    python -m research.benchmarks evaluation --images 5000
     python -m research.benchmarks dataset-check --images 118287
     python -m research.benchmarks predict output/demo_retinanet --images 160 --batch 8 --runs 3
     python -m research.benchmarks roofline vil_small_rpb lit_s --against swin_t --image-size 512 672 --backward
@@ -28,13 +28,12 @@ from vil.arguments import ConfigToolParser, config_of, output_file, positive, ru
 BASE = Path(__file__).resolve().parents[2] / "configs/base/retinanet.yaml"
 
 
-def coco_api(args: argparse.Namespace) -> None:
-    from research.benchmarks.annotations import compare_coco_apis
+def evaluation(args: argparse.Namespace) -> None:
+    from research.benchmarks.annotations import cost_of_evaluation
 
-    compared = compare_coco_apis(num_images=args.images, num_detections=100)
-    for api, costs in compared.items():
-        print(f"{api}: {costs['seconds']:.2f} s, {_gigabytes(costs['memory'])}, AP {costs['metrics']['AP']:.4f}")
-    write_json(args.json, compared)
+    costs = cost_of_evaluation(num_images=args.images, num_detections=100)
+    print(f"{costs['seconds']:.2f} s, {_gigabytes(costs['memory'])}, AP {costs['metrics']['AP']:.4f}")
+    write_json(args.json, costs)
 
 
 def dataset_check(args: argparse.Namespace) -> None:
@@ -137,7 +136,7 @@ def _gigabytes(memory: int | None) -> str:
     return "memory not measured (no /proc)" if memory is None else f"{memory / 1e9:.2f} GB"
 
 
-BENCHMARKS = {"coco-api": coco_api, "dataset-check": dataset_check, "predict": predict, "roofline": roofline}
+BENCHMARKS = {"evaluation": evaluation, "dataset-check": dataset_check, "predict": predict, "roofline": roofline}
 BENCHMARKS |= {
     "finished-images": finished_images,
     "growth": growth,

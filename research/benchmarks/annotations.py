@@ -23,8 +23,7 @@ from projects_vil import utils
 from projects_vil.checkpoint import Categories
 from projects_vil.config import load_config
 from projects_vil.data import CocoFile, build_test_loader, build_train_loader, read_datasets, register_datasets
-from projects_vil.evaluation import build_evaluator
-from projects_vil.evaluation.evaluators import COCO_APIS, COCOEvaluator, FasterCOCOEvaluator
+from projects_vil.evaluation import COCOEvaluator, build_evaluator
 from projects_vil.inference.parquet_writer import schema_of, write_part
 from projects_vil.utils import call_in_new_process, memory_of
 
@@ -34,35 +33,29 @@ HEIGHT, WIDTH = 480, 640
 RETINANET = Path(__file__).resolve().parents[2] / "configs/base/retinanet.yaml"
 
 
-def compare_coco_apis(*, num_images: int, num_detections: int) -> dict[str, dict[str, Any]]:
-    """Evaluate synthetic detections with each COCO API, each in a new process.
+def cost_of_evaluation(*, num_images: int, num_detections: int) -> dict[str, Any]:
+    """Evaluate synthetic detections in a new process.
 
     Args:
         num_images: Images in the synthetic dataset, with ``NUM_OBJECTS`` objects each.
         num_detections: Detections per image; half of them are close to an object.
 
     Returns:
-        For each API ``seconds``, ``metrics``, and ``memory``, the peak of the process in bytes (``None`` without
-        /proc).
-
-    Raises:
-        ConfigError: If faster-coco-eval is not installed.
+        ``seconds``, ``metrics``, and ``memory``, the peak of the process in bytes (``None`` without /proc).
     """
     with tempfile.TemporaryDirectory() as folder:
         objects = write_annotations(Path(folder) / "annotations.json", np.random.default_rng(0), num_images)
-        arguments = (folder, *objects, num_detections)
-        return {api: call_in_new_process(_evaluate, *arguments, api) for api in COCO_APIS}
+        return call_in_new_process(_evaluate, folder, *objects, num_detections)
 
 
-def _evaluate(folder: str, boxes: np.ndarray, classes: np.ndarray, num_detections: int, api: str) -> dict[str, Any]:
+def _evaluate(folder: str, boxes: np.ndarray, classes: np.ndarray, num_detections: int) -> dict[str, Any]:
     names = [str(index) for index in range(NUM_CLASSES)]
     ids = {index + 1: index for index in range(NUM_CLASSES)}
     facts = {"thing_classes": names, "thing_dataset_id_to_contiguous_id": ids}
     MetadataCatalog.get(folder).set(json_file=f"{folder}/annotations.json", **facts)
     generator, start = np.random.default_rng(1), time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
-        evaluator_class = COCOEvaluator if api == COCO_APIS[0] else FasterCOCOEvaluator
-        evaluator = evaluator_class(folder, output_dir=folder, check="off")
+        evaluator = COCOEvaluator(folder, output_dir=folder, check="off")
         evaluator.reset()
         for index, objects in enumerate(zip(boxes, classes, strict=True)):
             instances = _sample_detections(generator, *objects, num_detections)

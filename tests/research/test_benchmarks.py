@@ -12,7 +12,7 @@ import torch
 
 from projects_vil.data import CocoFile
 from research.benchmarks import annotations, prediction
-from research.benchmarks.annotations import NUM_OBJECTS, compare_coco_apis, write_annotations, write_images
+from research.benchmarks.annotations import NUM_OBJECTS, cost_of_evaluation, write_annotations, write_images
 from research.benchmarks.prediction import format_predictions, measure_predictions
 from research.benchmarks.roofline import DeviceRates, lower_bound
 from tests.projects_vil.helpers import ROOT, message, run_tool
@@ -46,11 +46,8 @@ def test_program(tmp_path):
     assert all(sum(row["limit"].values()) > 0 for row in rows)
 
 
-@pytest.mark.slow
-def test_both_apis_have_the_same_metrics():
-    pytest.importorskip("faster_coco_eval")
-    first, second = (own["metrics"] for own in compare_coco_apis(num_images=6, num_detections=20).values())
-    assert first == pytest.approx(second, abs=1e-9, nan_ok=True) and first["AP"] > 10
+def test_cost_of_an_evaluation():
+    assert cost_of_evaluation(num_images=6, num_detections=20)["metrics"]["AP"] > 10
 
 
 def test_modes_of_prediction(monkeypatch):

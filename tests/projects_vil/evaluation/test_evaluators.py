@@ -19,7 +19,6 @@ from projects_vil.evaluation import build_evaluator
 from projects_vil.evaluation.evaluators import COCOEvaluator, metric_names
 from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import VAL, panoptic_config
-from tests.selection import slow_except
 
 
 def evaluate(cfg, folder, predict, *, name: str = "shapes_val") -> dict:
@@ -54,19 +53,15 @@ def test_perfect_predictions_below_wrong_ones(shapes, tmp_path, caplog, limit, n
     assert (tmp_path / "coco_instances_results.json").is_file()
 
 
-@pytest.mark.parametrize("api", ["pycocotools", "faster_coco_eval"])
-def test_the_ap_without_detections_is_zero(shapes, tmp_path, caplog, api):
-    pytest.importorskip(api)
-    cfg = small_config("mask_rcnn", "TEST.COCO_API", api)
+def test_the_ap_without_detections_is_zero(shapes, tmp_path, caplog):
+    cfg = small_config("mask_rcnn")
     results = evaluate(cfg, tmp_path, lambda _: ([], torch.zeros(0), torch.zeros(0, dtype=int)))
     assert results["segm"]["AP"] == results["bbox"]["AP-triangle"] == 0 and "no detections. Train longer" in caplog.text
 
 
-@pytest.mark.parametrize("api", ["pycocotools", "faster_coco_eval"])
 @pytest.mark.parametrize("classes", ["triangle circle square", "triangle circle", "circle square"])
-def test_classes_of_a_validation_file_are_matched_by_name(shapes, tmp_path, request, classes, api):
+def test_classes_of_a_validation_file_are_matched_by_name(shapes, tmp_path, request, classes):
     """The ids may have another order than in the training file, and classes may be missing."""
-    pytest.importorskip(api)
     dataset = json.loads((shapes / "annotations/instances_val.json").read_text())
     names = {one["id"]: one["name"] for one in dataset["categories"]}
     ids = {label: number for number, label in enumerate(classes.split(), start=7)}
@@ -75,7 +70,7 @@ def test_classes_of_a_validation_file_are_matched_by_name(shapes, tmp_path, requ
     dataset["annotations"] = [one | {"category_id": ids[names[one["category_id"]]]} for one in objects]
     (tmp_path / "val.json").write_text(json.dumps(dataset))
     own = ["DATASETS.COCO", repr([["own", str(tmp_path / "val.json"), str(shapes / "val")]])]
-    cfg = small_config("retinanet", *own, "DATASETS.TEST", "('own',)", "TEST.COCO_API", api)
+    cfg = small_config("retinanet", *own, "DATASETS.TEST", "('own',)")
     request.addfinalizer(lambda: (DatasetCatalog.remove("own"), MetadataCatalog.remove("own")))
     check_setup(cfg)
     truth = {record["image_id"]: record for record in load_dataset(cfg, ["shapes_val"], train=False)}
@@ -148,14 +143,14 @@ def test_other_dataset_types(tmp_path, evaluator_type):
         MetadataCatalog.remove(name)
 
 
-@pytest.mark.parametrize("kind", ["pycocotools", "faster_coco_eval", "pascal_voc"])
+@pytest.mark.parametrize("kind", ["coco", "pascal_voc"])
 def test_non_finite_detections(shapes, tmp_path, request, kind):
     name, facts = "shapes_val", {"dirname": str(tmp_path), "split": "val", "year": 2007}
     if kind == "pascal_voc":
         name = "evaluation_test_other"
         MetadataCatalog.get(name).set(evaluator_type=kind, thing_classes=["circle", "square", "triangle"], **facts)
         request.addfinalizer(lambda: MetadataCatalog.remove(name))
-    cfg = small_config("retinanet", "TEST.COCO_API", kind if name == "shapes_val" else "pycocotools")
+    cfg = small_config("retinanet")
     for box, score in (([0, math.nan, 8, 8], 0.5), ([0, 0, math.inf, 8], 0.5), ([0, 0, 8, 8], math.nan)):
         instances = Instances((64, 64), pred_boxes=Boxes(torch.tensor([[0.0, 0, 9, 9], box])))
         instances.scores, instances.pred_classes = torch.tensor([0.9, score]), torch.tensor([0, 1])
@@ -163,28 +158,3 @@ def test_non_finite_detections(shapes, tmp_path, request, kind):
         evaluator.reset()
         inputs = [{"file_name": "a.jpg", "image_id": 1}]
         assert "a.jpg" in message(evaluator.process, inputs, [{"instances": instances}])
-
-
-@pytest.mark.parametrize("limit", slow_except(["100", "200"], ["200"]))
-def test_faster_coco_eval_equals_pycocotools(shapes, tmp_path, limit):
-    pytest.importorskip("faster_coco_eval")
-    results = []
-    for api in ("pycocotools", "faster_coco_eval"):
-        generator = np.random.default_rng(0)
-
-        def predict(record, generator=generator):
-            """Return 40 detections per object, with each side moved by up to a quarter."""
-            boxes = np.array([one["bbox"] for one in record["annotations"]] * 40)
-            boxes += generator.uniform(-0.25, 0.25, boxes.shape) * boxes[:, [2, 3, 2, 3]]
-            boxes[:, 2:] += boxes[:, :2]
-            masks = torch.zeros(len(boxes), record["height"], record["width"], dtype=torch.bool)
-            for mask, (left, top, right, bottom) in zip(masks, boxes.astype(int).clip(0), strict=True):
-                mask[top : bottom + 1, left : right + 1] = True
-            classes = torch.tensor([one["category_id"] for one in record["annotations"]] * 40)
-            return boxes, torch.from_numpy(generator.random(len(boxes)).round(2)), classes, masks
-
-        cfg = small_config("mask_rcnn", "TEST.COCO_API", api, "TEST.DETECTIONS_PER_IMAGE", limit)
-        results.append(evaluate(cfg, tmp_path / api, predict))
-    assert results[0].keys() == results[1].keys() == {"bbox", "segm"}
-    for task, metrics in results[0].items():
-        assert metrics == pytest.approx(results[1][task], abs=1e-9, nan_ok=True)
