@@ -33,7 +33,7 @@ from backbones.attention.triton_check import automatic_backend, choice_key, choi
 from backbones.checkpoint_files import write_text
 from backbones.errors import check_choice, closest
 from projects_vil.config import choose_device, load_config, set_precision
-from projects_vil.engine.auto_micro_batch import peak_on_gpu, random_image
+from projects_vil.engine.auto_micro_batch import random_image
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_transformer_backbone, stage_names
 from projects_vil.solver import build_optimizer
 from projects_vil.utils import peak_in_new_process
@@ -262,7 +262,7 @@ def measure_steps(cases: Sequence[Any], *, runs: int, memory: bool) -> tuple[np.
     is_cuda = cases[0].device.startswith("cuda")
     for step in steps:
         step()
-    peaks = [peak_on_gpu(step, cases[0].device) if memory and is_cuda else None for step in steps]
+    peaks = [_peak_on_gpu(step, cases[0].device) if memory and is_cuda else None for step in steps]
     times = np.empty((len(steps), runs))
     for run in range(runs):
         for index, step in enumerate(steps):
@@ -287,6 +287,13 @@ def seconds_of(step: Callable[[], object], *, calls: int = 1) -> float:
     for _ in range(calls):
         step()
     return (timer() - start) / calls
+
+
+def _peak_on_gpu(step: Callable[[], None], device: str) -> int:
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def tune_attention(cases: Sequence[BenchmarkCase], *, runs: int = 5, measure: Callable = measure_steps) -> list[str]:

@@ -4,7 +4,6 @@ import copy
 import gc
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -103,22 +102,17 @@ def peak_of_step(cfg: CfgNode, num_images: int) -> float:
     # Compiling takes minutes. SyncBN would wait for the other processes, and one of them may run out of memory.
     device, norm = cfg.MODEL.DEVICE, cfg.MODEL.TRANSFORMER.NORM.removeprefix("Sync")
     values = {"MODEL.TRANSFORMER.COMPILE": False, "MODEL.TRANSFORMER.NORM": norm}
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     try:
-        peak: float = peak_on_gpu(lambda: run_steps(with_overrides(cfg, values), num_images), device)
+        run_steps(with_overrides(cfg, values), num_images)
+        peak = torch.cuda.max_memory_allocated(device) - before
     except torch.OutOfMemoryError:
         peak = math.inf
     # Only now is the exception gone, which refers to the tensors.
     gc.collect()
     torch.cuda.empty_cache()
     return peak
-
-
-def peak_on_gpu(step: Callable[[], None], device: str) -> int:
-    """Return the peak bytes of one call above the memory before it."""
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def run_steps(cfg: CfgNode, num_images: int) -> None:

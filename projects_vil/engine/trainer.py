@@ -589,8 +589,7 @@ class Trainer(DefaultTrainer):
             is_due = self._is_unfinished and bool(period) and (self.start_iter % period == 0 or is_final)
             if is_due:
                 _logger.info(f"Evaluating iteration {self.iter} first: its checkpoint was saved before its evaluation.")
-            repeated = self._after_saving if self._is_unfinished else []
-            for hook in repeated:
+            for hook in self._after_saving if self._is_unfinished else ():
                 # After the last iteration of a run, the period of a longer run may differ.
                 if is_due and isinstance(hook, EvalHook):
                     hook._do_eval()

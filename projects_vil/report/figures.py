@@ -106,10 +106,8 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
     """
     names = {category["id"]: str(category["name"]) for category in metrics.categories}
     candidates = [image for image in metrics.images if image[1]]
-    if not candidates:
-        return []
     figures = []
-    for index in np.unique(np.linspace(0, len(candidates) - 1, number).round().astype(int)):
+    for index in np.unique(np.linspace(0, len(candidates) - 1, number).round().astype(int)) if candidates else ():
         image, matches = candidates[index]
         pixels = read_image(folder / image["file_name"])
         canvas = Canvas(pixels, scale=MAX_SIDE / max(pixels.shape[:2]))

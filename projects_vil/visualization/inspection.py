@@ -148,9 +148,7 @@ def plot_attention(
     panels = []
     for weights, name, box in ((attention.direct, "", part), (attention.spread, keys, everything)):
         on_image = weights[:, :rows, :cols]
-        if not on_image.any():
-            continue
-        for head in range(len(weights)):
+        for head in range(len(weights)) if on_image.any() else ():
             total, visible = weights[head].sum(), on_image[head].double().numpy()
             label = f"head {head + 1}" + (f", {name} (sum {total:.3g})" if name else "")
             positive = visible[visible > 0]
