@@ -283,9 +283,6 @@ def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
     for key, value in overrides.items():
         if key not in known:
             raise ConfigError(_explain_unknown_key(str(key), known))
-        if isinstance(known[key], CfgNode):
-            first = next(name for name in known if name.startswith(f"{key}."))
-            raise ConfigError(f"{key} is a section. Set its keys, such as {first}.")
         if key == "SOLVER.GRADIENT_ACCUMULATION_STEPS":
             # yacs replaces None by a value of any type.
             cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = None

@@ -339,8 +339,6 @@ def evaluate(
     """
     given = _overrides_of(evaluate, overrides)
     processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
-    if model is None and not predictions:
-        raise ConfigError("The model is missing. Give a model or predictions.")
     # With another checkpoint or overrides, evaluation.json of the run keeps its results.
     changes: list[str] = []
     if isinstance(model, CfgNode):
@@ -348,7 +346,7 @@ def evaluate(
     elif predictions:
         cfg, root = load_config(config_path("base/retinanet_1x")), Path("output")
     else:
-        source = Path(model)
+        source = Path(model or "")
         path, weights = find_model(source, given.get("MODEL.WEIGHTS"))
         cfg, root = load_config(path), folder_of(path)
         if weights is not None:

@@ -10,7 +10,6 @@ from typing import Any
 from backbones.errors import first_of
 from projects_vil.utils import content_hash
 
-VAL_FRACTION = 0.2
 # By split: the content of a COCO file, its path or None if it must be written, and the image folder
 Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]
 
@@ -43,8 +42,8 @@ def find_copies(parts: Parts) -> dict[str, str]:
     If there is a validation split, only copies in different splits are found.
     """
     files = [(split, path) for split, (content, _, root) in parts.items() for _, path in images_of(content, root)]
-    files = [(split, path) for split, path in files if os.path.isfile(path) and os.access(path, os.R_OK)]
-    groups = [[(split if "val" in parts else path, path) for split, path in files]]
+    files = [(split if "val" in parts else path, path) for split, path in files if os.path.isfile(path)]
+    groups = [[(owner, path) for owner, path in files if os.access(path, os.R_OK)]]
     # Empty files are no copies. Most files of the same size differ in their first 16 kB.
     for key in (os.path.getsize, lambda path: content_hash(path, 1 << 14), content_hash):
         found = defaultdict(list)
@@ -56,7 +55,7 @@ def find_copies(parts: Parts) -> dict[str, str]:
 
 
 def split_by_hash(
-    content: dict[str, Any], root: Path, fraction: float | None, original_of: Mapping[str, str]
+    content: dict[str, Any], root: Path, fraction: float, original_of: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
     """Split the content of a COCO file into train and val, which has the given fraction of the images.
 
@@ -65,13 +64,12 @@ def split_by_hash(
     Args:
         content: The content of the file.
         root: The image folder.
-        fraction: The fraction of the images in val. None is 0.2.
+        fraction: The fraction of the images in val.
         original_of: The result of :func:`find_copies`.
     """
     names = {str(image.get("id")): original_of.get(path, path) for image, path in images_of(content, root)}
     keys = {key: hashlib.sha256(os.path.basename(name).encode()).hexdigest() + name for key, name in names.items()}
     different = sorted({*keys.values()})
-    fraction = VAL_FRACTION if fraction is None else fraction
     number = min(max(round(fraction * len(different)), 1), len(different) - 1)
     chosen = {*different[:number]}
     parts = divide(content, {number: "val" if key in chosen else "train" for number, key in keys.items()})

@@ -233,7 +233,8 @@ class Detector(HubMixin):
         source = Path(source).expanduser()
         check_threshold(score_threshold)
         given = as_mapping(overrides)
-        weights, device = weights or given.get("MODEL.WEIGHTS"), device or given.get("MODEL.DEVICE")
+        weights = weights or given.get("MODEL.WEIGHTS")
+        device = given.get("MODEL.DEVICE") if device is None else device
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's best or last checkpoint
         exported = [path for path in (weights, source) if path and str(path).endswith(EXPORT_SUFFIXES)]
@@ -248,7 +249,7 @@ class Detector(HubMixin):
         config, weights = find_model(source, weights)
         cfg = load_config(config, {key: str(value) for key, value in given.items()})
         cfg.defrost()
-        cfg.MODEL.DEVICE = str(device or "cuda")
+        cfg.MODEL.DEVICE = "cuda" if device is None else str(device)
         cfg.INFERENCE.DTYPE = str(dtype or cfg.INFERENCE.DTYPE).removeprefix("torch.")
         if score_threshold is not None:
             cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)

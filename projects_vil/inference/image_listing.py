@@ -265,8 +265,8 @@ def _selected_column(path: str, column: str | None, names: list[str]) -> str:
     if (number := names.count(selected)) == 1:
         return selected
     found = f"{number or 'no'} column{'s' * (number > 1)} {selected or ' or '.join(COLUMNS)}"
-    advice = "Rename one of them." if number else f"Use --column with one of: {', '.join(names)}."
-    raise ConfigError(f"Table '{path}' has {found}. {advice}")
+    advice = "Rename one" if number else f"Use --column with one of: {', '.join(names)}"
+    raise ConfigError(f"Table '{path}' has {found}. {advice}.")
 
 
 def _lines(file: IO[bytes], position: int, end: int) -> Iterator[str]:

@@ -229,7 +229,7 @@ def _write_coco(
 
     The images and their results above the threshold are added to ``labels``.
     """
-    num_images = num_detections = num_probable = num_drawn = 0
+    num_images = num_detections = num_drawn = 0
     highest_score, skipped, tracks = 0.0, [], set()
     is_stream = getattr(source, "is_stream", False)
     if is_stream:
@@ -268,7 +268,6 @@ def _write_coco(
                 for result in results:
                     results_file.write(", " * (num_detections > 0) + json.dumps(result))
                     num_detections += 1
-                    num_probable += result["score"] >= 0.5
                 if entry is not None:
                     images_file.write(", " * (num_images > 0) + json.dumps(entry))
                     num_images += 1
@@ -289,8 +288,7 @@ def _write_coco(
         }
         images_file.write("], " + json.dumps(tail)[1:])
     total = counted(num_detections, "detection")
-    found = f"{counted(num_images, source.unit)}, {total}, {num_probable:,} with a score of at least 0.5"
-    lines = [found + f", {counted(len(tracks), 'track')}" * bool(tracker)]
+    lines = [f"{counted(num_images, source.unit)}, {total}" + f", {counted(len(tracks), 'track')}" * bool(tracker)]
     if writer is not None and num_detections:
         highest = "" if num_drawn else f"; the highest score is {highest_score:.3g}"
         lines.append(f"{num_drawn:,} of {total} drawn (score >= {threshold:g}){highest}")

@@ -162,8 +162,7 @@ class LastLevelConvs(nn.Module):
         with autocast:
             level = features
             for name in self.names:
-                level = F.relu(level) if levels and self.relu else level
-                level = self.get_submodule(name)(level)
+                level = self.get_submodule(name)(F.relu(level) if levels and self.relu else level)
                 levels.append(level)
         if features.dtype != dtype:
             # detectron2 pools regions from levels of one dtype.

@@ -58,10 +58,8 @@ class TimmBackbone(Backbone):
         **options: object,
     ) -> None:
         super().__init__()
-        for option, value in options.items():
-            if value is not None:
-                advice = "Leave it out: the only option of timm models is norm."
-                raise ConfigError(f"{name} has no option {option!r}. {advice}")
+        if unknown := [option for option, value in options.items() if value is not None]:
+            raise ConfigError(f"{name} has no option {unknown[0]!r}. Leave it out: timm models have only norm.")
         check_choice("attention_backend", attention_backend, ("auto", "sdpa"))
         check_choice("norm", norm or "BN", _BATCH_NORMS)
         self.variant, self.name = name, name.removeprefix(TIMM_PREFIX)

@@ -115,11 +115,8 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
         # True positives are drawn last, on top.
         for detection, target in sorted(matches, key=lambda match: (match[0] is not None) + (None not in match)):
             item = detection or target
-            is_missed, label = detection is None, "true positive"
-            if is_missed:
-                label = "missed object"
-            elif target is None:
-                label = "false positive"
+            is_missed = detection is None
+            label = "missed object" if is_missed else "true positive" if target else "false positive"
             numbers[label] += 1
             left, top, width, height = item["bbox"]
             box, color = (left, top, left + width, top + height), MATCH_COLORS[label]

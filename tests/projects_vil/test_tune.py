@@ -39,5 +39,4 @@ def test_the_best_config_of_a_resumed_search(tmp_path, monkeypatch, capsys):
     best = load_config(tmp_path / "out/best.yaml")
     rates = [load_config(path).SOLVER.BASE_LR for path in (tmp_path / "out").glob("trial_*/config.yaml")]
     assert len(set(rates)) == len(rates) > 2 and best.SOLVER.BASE_LR == min(rates) and best.OUTPUT_DIR != "trial"
-    for output, named in (("out", "other arguments"), ("out/trial_0", "output directory of a run")):
-        assert named in message(tune.tune, "other", tmp_path / output, trials=5, **options)
+    assert "other arguments" in message(tune.tune, "other", tmp_path / "out", trials=5, **options)

@@ -74,9 +74,6 @@ def _names(paths: list[str]) -> set[str]:
 def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[str, Any], Path | None, Path]:
     """Return the content of a COCO file with valid file names, its path or None if they changed, and the folder."""
     content = read_coco(path)
-    # LVIS has only the addresses of images.
-    for entry in [entry for entry in content["images"] if isinstance(entry, dict) and "coco_url" in entry]:
-        entry.setdefault("file_name", entry["coco_url"])
     entries = {entry["file_name"]: entry for entry in entries_of(content, "images")}
     # Almost always, all images are in one folder.
     ends = [os.sep + os.path.normpath(name) for name in entries]

@@ -19,7 +19,7 @@ from backbones.errors import GENERATOR, check_replaceable, counted, first_of
 from projects_vil.data.detection_utils import is_image, read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
 from projects_vil.data.readers.coco import find_coco
-from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record, split_of
+from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record
 from projects_vil.data.readers.shapes import Annotations, in_image
 from projects_vil.data.segmentation import count_masks
 from projects_vil.data.splits import Parts, compare_splits, entries_of, find_copies, images_of, split_by_hash
@@ -141,7 +141,7 @@ def read_dataset(
         found.notes.insert(0, f"warning: {text}")
     copies = find_copies(parts)
     if "val" not in parts and val != 0:
-        halves = split_by_hash(content, root, val, copies)
+        halves = split_by_hash(content, root, 0.2 if val is None else val, copies)
         if len(halves) < 2:
             raise ConfigError(f"'{source}' has only one image, or copies of one. Add another one for validation.")
         parts |= {split: (half, None, root) for split, half in halves.items()}
@@ -331,9 +331,7 @@ def annotation_format(path: str) -> str | None:
     except ConfigError:
         # The reader of the format reports the error.
         return name
-    # An empty file of validation or test images is not used.
-    is_empty = content.get("images") == [] and split_of(Path(path).parts[-2:-1], Path(path).stem) in ("val", "test")
-    lists = {key for key, value in content.items() if isinstance(value, list) and not (key == "images" and is_empty)}
+    lists = {key for key, value in content.items() if isinstance(value, list)}
     if "shapes" in lists or {"images", "categories"} <= lists:
         return "LabelMe" if "shapes" in lists else "COCO"
     return "VIA" if via.images_of(content) else None
