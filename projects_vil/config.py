@@ -219,7 +219,7 @@ def default_config() -> CfgNode:
     return cfg
 
 
-def load_config(path: str | os.PathLike, overrides: Sequence[object] | Mapping[str, object] = ()) -> CfgNode:
+def load_config(path: str | Path, overrides: Sequence[object] | Mapping[str, object] = ()) -> CfgNode:
     """Load a config file with its ``_BASE_`` chain and overrides on top of :func:`default_config`, and freeze it.
 
     A leading ``~`` in ``OUTPUT_DIR`` and ``MODEL.WEIGHTS`` becomes the home directory. No code in a file is executed:

@@ -55,7 +55,7 @@ def find_copies(parts: Parts) -> dict[str, str]:
 
 
 def split_by_hash(
-    content: dict[str, Any], root: Path, fraction: float, original_of: Mapping[str, str]
+    content: dict[str, Any], root: Path, fraction: float | None, original_of: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
     """Split the content of a COCO file into train and val, which has the given fraction of the images.
 
@@ -64,15 +64,15 @@ def split_by_hash(
     Args:
         content: The content of the file.
         root: The image folder.
-        fraction: The fraction of the images in val.
+        fraction: The fraction of the images in val. None is 0.2.
         original_of: The result of :func:`find_copies`.
     """
     names = {str(image.get("id")): original_of.get(path, path) for image, path in images_of(content, root)}
     keys = {key: hashlib.sha256(os.path.basename(name).encode()).hexdigest() + name for key, name in names.items()}
     different = sorted({*keys.values()})
-    number = min(max(round(fraction * len(different)), 1), len(different) - 1)
-    chosen = {*different[:number]}
-    parts = divide(content, {number: "val" if key in chosen else "train" for number, key in keys.items()})
+    fraction = 0.2 if fraction is None else fraction
+    last = different[min(max(round(fraction * len(different)), 1), len(different) - 1) - 1]
+    parts = divide(content, {number: "val" if key <= last else "train" for number, key in keys.items()})
     return parts if len(parts) > 1 else {"train": content}
 
 

@@ -141,7 +141,7 @@ def read_dataset(
         found.notes.insert(0, f"warning: {text}")
     copies = find_copies(parts)
     if "val" not in parts and val != 0:
-        halves = split_by_hash(content, root, 0.2 if val is None else val, copies)
+        halves = split_by_hash(content, root, val, copies)
         if len(halves) < 2:
             raise ConfigError(f"'{source}' has only one image, or copies of one. Add another one for validation.")
         parts |= {split: (half, None, root) for split, half in halves.items()}
