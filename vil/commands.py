@@ -602,7 +602,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
         return command
 
     image = {"required": True, "type": existing_path, "metavar": "IMAGE"}
-    command = add(_draw_attention, "attention of one token, one heat map per head")
+    command = add(_draw_attention, "attention of one token, one heat map per head (not for timm models)")
     command.add("--input", "image file", **image)
     command.add("--stage", "stage of the backbone, counted from 1 (default: the last)", type=int, metavar="S")
     command.add("--block", "block of the stage, counted from 1 (default: the last)", type=int, metavar="B")
