@@ -39,7 +39,6 @@ _OTHERS = {
     "voc": "pascal pascal_voc",
     "weights": "load_from checkpoint pretrained",
     "workers": "num_workers",
-    "KEY": "overrides opts",
     "MODEL.RETINANET.NMS_THRESH_TEST": "iou iou_thres",
     "SEED": "seed",
     "SOLVER.AMP.ENABLED": "amp",

@@ -391,8 +391,8 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
         choices = f"a run, a checkpoint with {CONFIG_FILE} in its folder, an exported file or a name of the model zoo"
         raise ConfigError(f"Model '{source}' does not exist. Use {choices}.{hub}")
     if source.name.endswith(EXPORT_SUFFIXES):
-        command = f"vil export RUN --format {format_of(source)} --evaluate"
-        raise ConfigError(f"'{source}' is an exported file. Give its run. '{command}' compares the AP of both.")
+        advice = f"Give its run, or use 'vil export RUN --format {format_of(source)} --evaluate'"
+        raise ConfigError(f"'{source}' is an exported file. {advice}.")
     folder = source if source.is_dir() else source.parent
     if source.suffix in (".yaml", ".yml") and source.name != CONFIG_FILE:
         return source, weights

@@ -114,8 +114,7 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
         numbers = dict.fromkeys(MATCH_COLORS, 0)
         # True positives are drawn last, on top.
         for detection, target in sorted(matches, key=lambda match: (match[0] is not None) + (None not in match)):
-            item = detection or target
-            is_missed = detection is None
+            item, is_missed = detection or target, detection is None
             label = "missed object" if is_missed else "true positive" if target else "false positive"
             numbers[label] += 1
             left, top, width, height = item["bbox"]

@@ -19,7 +19,7 @@ from backbones.errors import GENERATOR, check_replaceable, counted, first_of
 from projects_vil.data.detection_utils import is_image, read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
 from projects_vil.data.readers.coco import find_coco
-from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record
+from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record, split_of
 from projects_vil.data.readers.shapes import Annotations, in_image
 from projects_vil.data.segmentation import count_masks
 from projects_vil.data.splits import Parts, compare_splits, entries_of, find_copies, images_of, split_by_hash
@@ -331,6 +331,9 @@ def annotation_format(path: str) -> str | None:
     except ConfigError:
         # The reader of the format reports the error.
         return name
+    # Roboflow writes an empty file for an empty split, which is not used.
+    if content.get("images") == [] and split_of((Path(path).parent.name,), Path(path).stem) in ("val", "test"):
+        return None
     lists = {key for key, value in content.items() if isinstance(value, list)}
     if "shapes" in lists or {"images", "categories"} <= lists:
         return "LabelMe" if "shapes" in lists else "COCO"

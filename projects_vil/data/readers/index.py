@@ -263,10 +263,13 @@ class FileIndex:
 
 
 def _split_of_folder(image_folders: Set[tuple[str, ...]], folders: tuple[str, ...]) -> str | None:
-    """Return the split of a folder. Of WIDER_train and WIDER_val, which are next to each other, it is a word."""
+    """Return the split of a folder. In names such as WIDER_train next to WIDER_val, a word is the split.
+
+    The names dev and eval, which may also be parts of paths, are splits only next to another split.
+    """
     for length in range(len(folders), 0, -1) if split_of(folders) is None else ():
         *parents, name = folders[:length]
-        for word, split in SPLITS.items():
+        for word, split in (SPLITS | {"dev": "val", "eval": "val"}).items():
             siblings = {name.replace(word, other) for other in SPLITS if SPLITS[other] != split} - {name}
             if any((*parents, sibling) in image_folders for sibling in siblings):
                 return split

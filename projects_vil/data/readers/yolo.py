@@ -114,12 +114,12 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
 
 
 def _lists(index: FileIndex) -> dict[str, list[str]]:
-    """Return the lists of images by split."""
+    """Return the lists of images by split, or nothing without a list of training images."""
     splits: dict[str, list[str]] = defaultdict(list)
     for match in filter(None, map(_LIST.fullmatch, index.files)):
         if os.path.isfile(match[0]) and any(map(is_image, read_lines(match[0]))):
             splits[SPLITS[match[1].lower()]].append(match[0])
-    return splits
+    return splits if "train" in splits else {}
 
 
 def settings_of(path: str) -> dict[str, Any] | None:
