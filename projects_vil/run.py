@@ -424,7 +424,7 @@ def folder_of(config: Path) -> Path:
 
 
 def _overrides_of(function: Callable, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the config keys among keyword arguments, with those of the dict or list ``overrides``.
+    """Return the config keys among keyword arguments and in the argument ``overrides``.
 
     Raises:
         ConfigError: For a keyword that is not a config key.
