@@ -55,7 +55,7 @@ def read_lines(path: str) -> list[str]:
 
 
 def normalized(name: str) -> str:
-    """Return a path in a form that does not depend on the case, the Unicode form, slashes, or jpeg for jpg."""
+    """Return a path in lower case and NFC, with ``/`` as separator and ``.jpg`` for ``.jpeg``."""
     return unicodedata.normalize("NFC", name).casefold().replace("\\", "/").replace(".jpeg", ".jpg")
 
 

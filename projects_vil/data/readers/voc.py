@@ -94,7 +94,7 @@ def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
 def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotations) -> dict[str, Any] | None:
     label, box, rotated = entry.findtext("name", "").strip(), entry.find("bndbox"), entry.find("robndbox")
     location, one = f"{path}: {label!r}", {}
-    found.noted["objects with several boxes, of which the first is used"] += [path] * (len(entry.findall("bndbox")) > 1)
+    found.noted["objects with several boxes (only the first is used)"] += [path] * (len(entry.findall("bndbox")) > 1)
     if box is not None and all(box.findtext(side, "").strip() for side in _SIDES):
         left, top, right, bottom = numbers(box.findtext, location, *_SIDES)
         found.noted["boxes with swapped corners"] += [path] * (left > right or top > bottom)
