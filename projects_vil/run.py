@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import operator
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from projects_vil.config import (
     with_overrides,
 )
 from projects_vil.data import SOURCE, Dataset, read_categories, read_dataset
+from projects_vil.data.readers import read_coco
 from projects_vil.engine import Trainer, check_output_dir, check_setup, check_values
 from projects_vil.engine.launch import Processes, launch, run_evaluation, run_training
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
@@ -469,7 +471,7 @@ def _check_same_data(
     for name, split in zip(names, used, strict=True) if is_same else ():
         files = zip(entries[name], splits[split], strict=True)
         same_file, same_root = (os.path.realpath(old) == os.path.realpath(new) for old, new in files)
-        same_content = same_file or _records(contents[split]) == _records(read_json(entries[name][0]))
+        same_content = same_file or _have_equal_records(contents[split], read_coco(entries[name][0]))
         is_same = is_same and same_root and same_content
     if is_same:
         return
@@ -484,8 +486,9 @@ def _check_same_data(
     raise ConfigError(f"'{data}' {differs} '{output}'. Omit DATA, or choose another output directory.")
 
 
-def _records(content: Mapping[str, Any]) -> list[Any]:
-    return [content.get(key) for key in ("images", "annotations", "categories")]
+def _have_equal_records(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    lists = [(one.get(key, ()), other.get(key, ())) for key in ("images", "annotations", "categories")]
+    return all(len(first) == len(second) and all(map(operator.eq, first, second)) for first, second in lists)
 
 
 def _choose_config(

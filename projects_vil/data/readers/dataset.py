@@ -5,7 +5,6 @@ to bitmaps and does not read CVAT. globox and labelformat do not read polygons o
 Pascal VOC are off by one pixel. datumaro requires OpenCV below 5.
 """
 
-import json
 import os
 import re
 from collections import Counter, defaultdict
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_replaceable, counted, first_of
 from projects_vil.data.detection_utils import is_image, read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
@@ -22,7 +20,15 @@ from projects_vil.data.readers.coco import find_coco
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record, split_of
 from projects_vil.data.readers.shapes import Annotations, in_image
 from projects_vil.data.segmentation import count_masks
-from projects_vil.data.splits import Parts, compare_splits, entries_of, find_copies, images_of, split_by_hash
+from projects_vil.data.splits import (
+    Parts,
+    compare_splits,
+    entries_of,
+    find_copies,
+    images_of,
+    split_by_hash,
+    write_coco,
+)
 from projects_vil.utils import paused_garbage_collection, read_json
 
 # The key in "info" of a converted COCO file for the path of the original dataset.
@@ -180,7 +186,7 @@ def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: d
         content, path, images = parts[split]
         if path is None:
             path, content = written[split], info | content | info
-            write_text(path, json.dumps(content))
+            write_coco(path, content)
         contents[split], splits[split] = content, (path, images)
     return splits
 
