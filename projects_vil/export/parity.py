@@ -317,13 +317,10 @@ def _evaluate(cfg: CfgNode, reference: nn.Module, model: ExportedModel) -> list[
                 is_ok = eager > 0 and eager - exported <= AP_DROP
             else:
                 is_ok = abs(eager - exported) <= AP_TOLERANCE or (math.isnan(eager) and math.isnan(exported))
-            precisions = {"AP": _number(eager), "AP_exported": _number(exported)}
-            rows.append({"dataset": name, "task": task, **precisions, "ok": is_ok})
+            # JSON has no NaN.
+            ap, ap_exported = (None if math.isnan(value) else round(value, 3) for value in (eager, exported))
+            rows.append({"dataset": name, "task": task, "AP": ap, "AP_exported": ap_exported, "ok": is_ok})
     return rows
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 3)
 
 
 def _advice(report: dict) -> list[str]:
