@@ -239,19 +239,14 @@ def _window_gradients(
     delta: Tensor,
     logsumexp: Tensor,
     needed: tuple[bool, ...],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    global_key: Tensor | None,
-    global_value: Tensor | None,
-    local_bias: Tensor | None,
-    global_bias: Tensor | None,
+    *tensors: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the tensors of :func:`window_attention`.
 
     A block is some neighboring chunks of a row of chunks.
     """
     size, length = chunk_size, chunk_size + 2 * side
+    query, key, value, global_key, global_value, local_bias, global_bias = tensors
     batch, heads, height, width, channels = query.shape
     rows, cols, scale = -(-height // size), -(-width // size), channels**-0.5
     # (B, rows, cols, M, P, D)
@@ -375,19 +370,11 @@ def _map_forward(
 
 
 def _map_gradients(
-    size: tuple[int, int],
-    grad: Tensor,
-    delta: Tensor,
-    logsumexp: Tensor,
-    needed: tuple[bool, ...],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    offset_bias: Tensor,
-    global_bias: Tensor | None,
+    size: tuple[int, int], grad: Tensor, delta: Tensor, logsumexp: Tensor, needed: object, *tensors: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the tensors of :func:`_map_forward`."""
-    (height, width), grad = size, grad.contiguous()
+    (height, width), (query, key, value, offset_bias, global_bias) = size, tensors
+    grad = grad.contiguous()
     scale, num_global = query.shape[-1] ** -0.5, key.shape[2] - height * width
     # (M, 2 * H - 1, W, W): rows of keys in their order, columns of keys, columns of queries
     offset_bias = offset_bias.flip(1).mT.contiguous()
