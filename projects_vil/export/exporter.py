@@ -24,7 +24,7 @@ from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import FORMATS, check_format, log_step
 from projects_vil.export.metadata import describe_model, metadata_path
 from projects_vil.export.parity import check_export, example_image, parity_images
-from projects_vil.export.quantization import FLOAT_LAYERS, dataset_files, quantize
+from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, quantize
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.traceable import make_exportable
 from projects_vil.utils import atomic_folder, check_output_folder, content_hash, deferred_signals
@@ -106,7 +106,7 @@ def export_detector(
         logging.getLogger(__name__).warning(message, cfg.TEST.TILE_SIZE)
     if is_int8:
         check_packages("Precision int8", "nncf")
-    calibration = dataset_files(cfg, "TRAIN", calibration_images) if is_int8 else []
+    calibration = calibration_files(cfg, calibration_images) if is_int8 else []
     check_output_folder(output)
     reference, categories = load_detector(with_overrides(cfg, {"MODEL.TRANSFORMER.COMPILE": False}), weights)
     network = cast_network(copy.deepcopy(reference), precision)

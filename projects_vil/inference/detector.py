@@ -18,11 +18,9 @@ from detectron2.structures import Instances
 
 from backbones import ConfigError
 from backbones.errors import check_whole, first_of
-from projects_vil.checkpoint import LAST_CHECKPOINT, PUBLISHED_WEIGHTS, Categories, weights_of
-from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_config
-from projects_vil.config import CONFIG_FILE, as_mapping, choose_device, load_config
+from projects_vil.checkpoint import Categories, find_model, find_weights
+from projects_vil.config import as_mapping, choose_device, load_config
 from projects_vil.data import upright_pixels
-from projects_vil.export import format_of
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead
 from projects_vil.inference.runners import EagerRunner, ExportedRunner, Runner, encode_masks, to_host
@@ -369,43 +367,6 @@ class Detector(HubMixin):
                     while position in converted:
                         yield converted.pop(position)
                         position += 1
-
-
-def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[Path, str | os.PathLike | None]:
-    """Return the config and the weights of a detector.
-
-    Args:
-        source: As for :meth:`Detector.load`, except for exported files.
-        weights: Another checkpoint.
-
-    Returns:
-        The config file and the weights. The weights are None if the config sets them.
-
-    Raises:
-        ConfigError: If there is no config, or if a run has no weights.
-    """
-    if not source.exists():
-        if is_zoo_name(source):
-            return zoo_config(str(source)), weights or str(source)
-        hub = " To load from the Hugging Face Hub, use Detector.from_pretrained." * (len(source.parts) == 2)
-        choices = f"a run, a checkpoint with {CONFIG_FILE} in its folder, an exported file or a name of the model zoo"
-        raise ConfigError(f"Model '{source}' does not exist. Use {choices}.{hub}")
-    if source.name.endswith(EXPORT_SUFFIXES):
-        advice = f"Give its run, or use 'vil export RUN --format {format_of(source)} --evaluate'"
-        raise ConfigError(f"'{source}' is an exported file. {advice}.")
-    folder = source if source.is_dir() else source.parent
-    if source.suffix in (".yaml", ".yml") and source.name != CONFIG_FILE:
-        return source, weights
-    if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"'{source}' needs a {CONFIG_FILE}. Use a run's output directory, or a config and weights.")
-    if source.is_file() and source.name != CONFIG_FILE:
-        return folder / CONFIG_FILE, weights or source
-    # MODEL.WEIGHTS in the config of a run are the initial weights.
-    is_run = source.is_dir() or any((folder / name).is_file() for name in (LAST_CHECKPOINT, PUBLISHED_WEIGHTS))
-    weights = weights or (weights_of(folder) if is_run else None)
-    if is_run and weights is None:
-        raise ConfigError(f"'{folder}' has no weights. It needs a checkpoint (model_*.pth) or {PUBLISHED_WEIGHTS}.")
-    return folder / CONFIG_FILE, weights
 
 
 def check_threshold(score_threshold: float | None) -> None:

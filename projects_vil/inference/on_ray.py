@@ -51,12 +51,14 @@ def _explained_error() -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayError as error:
-        # The innermost error is at the end of the traceback, before the advice of Ray Data about retries. Its object is
-        # not used, because this advice replaces the file name of an OSError.
-        reason = re.split(r"(?m)^[ \x1b].*\n", str(error))[-1].partition("\nFailed to apply")[0].strip()
-        kind, _, message = reason.partition(": ")
-        if kind == "backbones.errors.ConfigError":
-            raise ConfigError(message) from error
+        cause = error
+        while isinstance(cause, ray.exceptions.RayTaskError) and cause.cause is not cause:
+            cause = cause.cause
+        # Ray Data appends a line of advice about retries.
+        if isinstance(cause, ConfigError):
+            raise ConfigError(str(cause).partition("\n")[0]) from error
+        # The advice replaces the file name of an OSError, but not at the end of the traceback.
+        reason = re.split(r"(?m)^[ \x1b].*\n", str(error))[-1].partition("\nFailed to ")[0]
         raise ConfigError(f"A Ray task failed ({one_line(reason)}). Fix the cause and repeat the command.") from error
 
 

@@ -120,18 +120,21 @@ def draw_instances(
         scale, label_size: See :class:`Canvas`.
     """
     canvas = Canvas(image, scale=scale, label_size=label_size)
-    colors = _colors(metadata, "thing_colors")
-    for item in sorted(instances, key=lambda item: -np.prod(np.diff(_corners(item).reshape(2, 2), axis=0))):
-        color = colors[item.get("track_id", item["category_id"]) % len(colors)]
+    colors, drawn = _colors(metadata, "thing_colors"), []
+    for item in instances:
+        # COCO results have no bbox_mode.
+        box = BoxMode.convert(list(item["bbox"]), item.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS)
+        drawn.append((item, box, colors[item.get("track_id", item["category_id"]) % len(colors)]))
+    # Large boxes first, so that they do not cover small ones
+    for item, box, color in sorted(drawn, key=lambda one: -(one[1][2] - one[1][0]) * (one[1][3] - one[1][1])):
         if item.get("segmentation") is not None and len(item["segmentation"]):
             canvas.draw_mask(GenericMask(item["segmentation"], *image.shape[:2]).mask, color)
-        canvas.draw_box(_corners(item), color)
-    for item in instances:
+        canvas.draw_box(box, color)
+    for item, box, color in drawn:
         label = metadata.thing_classes[item["category_id"]] + (" (crowd)" if item.get("iscrowd") else "")
         label = f"{label} {item['score']:.0%}" if "score" in item else label
         label = f"#{item['track_id']} {label}" if "track_id" in item else label
-        color = colors[item.get("track_id", item["category_id"]) % len(colors)]
-        canvas.draw_label(label, _corners(item), color)
+        canvas.draw_label(label, box, color)
     return canvas.image
 
 
@@ -182,11 +185,6 @@ def write_image(path: Path, image: np.ndarray) -> None:
     file_format = "JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG"
     with atomic_write(path, sync=False) as partial:
         Image.fromarray(image).save(partial, file_format, **options)
-
-
-def _corners(item: dict) -> np.ndarray:
-    """Return left, top, right and bottom in pixels. COCO results have no ``bbox_mode``."""
-    return np.array(BoxMode.convert(list(item["bbox"]), item.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS))
 
 
 def _colors(metadata, key: str) -> list[tuple[int, ...]]:
