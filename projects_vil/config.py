@@ -278,7 +278,8 @@ def add_values(given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, An
         ConfigError: If a key has two different values.
     """
     for key, value in values.items():
-        if value is not None and given.setdefault(key, value) != value:
+        # In lists, nan is equal to itself.
+        if value is not None and [given.setdefault(key, value)] != [value]:
             raise ConfigError(f"{key} is given twice, as {value} and as {given[key]}. Remove one.")
     return given
 

@@ -188,7 +188,7 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, started, model, 
         ({"weights": "absent.pth"}, "absent.pth"),
         ({"epochs": 0}, "epochs=0 is not valid"),
         ({"num_gpus": 0}, "--num-gpus is 0"),
-        ({"workers": -1}, "DATALOADER.NUM_WORKERS is -1"),
+        ({"lr": float("nan"), "workers": 0}, "SOLVER.BASE_LR is nan"),
         ({"epochs": 3, "SOLVER.MAX_ITER": 4}, "epochs"),
     ],
 )
