@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import numbers
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +16,9 @@ from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 
 from backbones import ConfigError
-from backbones.errors import check_whole, first_of
+from backbones.errors import check_types, check_whole, first_of
 from projects_vil.checkpoint import Categories, find_model, find_weights
-from projects_vil.config import as_mapping, choose_device, load_config
+from projects_vil.config import add_values, as_mapping, choose_device, load_config
 from projects_vil.data import upright_pixels
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead
@@ -199,7 +198,7 @@ class Detector(HubMixin):
         source: str | os.PathLike,
         *,
         weights: str | os.PathLike | None = None,
-        device: str | torch.device | None = None,
+        device: int | str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         score_threshold: float | None = None,
         tta: bool = False,
@@ -217,8 +216,8 @@ class Detector(HubMixin):
                 - a checkpoint with a ``config.yaml`` in its folder;
                 - an exported file, or the name of an official detector (docs/model_zoo.md). These need no config.
             weights: Another checkpoint, or an exported file.
-            device: ``"cpu"`` or ``"cuda"``. By default the GPU if there is one, but the CPU for exported files. On
-                ``"cuda"``, ONNX files need onnxruntime-gpu, and other exported files do not run.
+            device: ``"cpu"``, ``"cuda"`` or the number of a GPU. By default the GPU if there is one, but the CPU for
+                exported files. On ``"cuda"``, ONNX files need onnxruntime-gpu, and other exported files do not run.
             dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` for all layers but the last. By default
                 ``INFERENCE.DTYPE``. An exported file has a fixed dtype.
             score_threshold: Lowest score of a detection, in [0, 1]. By default the threshold of the config or export.
@@ -228,11 +227,12 @@ class Detector(HubMixin):
         Raises:
             ConfigError: If a file is missing or damaged, or if files do not fit together.
         """
+        check_types(cls.load, locals())
         source = Path(source).expanduser()
         check_threshold(score_threshold)
-        given = as_mapping(overrides)
-        weights = weights or given.get("MODEL.WEIGHTS")
-        device = given.get("MODEL.DEVICE") if device is None else device
+        device = None if device is None else str(device)
+        given = add_values(as_mapping(overrides), {"MODEL.WEIGHTS": weights, "MODEL.DEVICE": device})
+        weights, device = given.get("MODEL.WEIGHTS"), given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's best or last checkpoint
         exported = [path for path in (weights, source) if path and str(path).endswith(EXPORT_SUFFIXES)]
@@ -247,7 +247,7 @@ class Detector(HubMixin):
         config, weights = find_model(source, weights)
         cfg = load_config(config, {key: str(value) for key, value in given.items()})
         cfg.defrost()
-        cfg.MODEL.DEVICE = "cuda" if device is None else str(device)
+        cfg.MODEL.DEVICE = "cuda" if device is None else cfg.MODEL.DEVICE
         cfg.INFERENCE.DTYPE = str(dtype or cfg.INFERENCE.DTYPE).removeprefix("torch.")
         if score_threshold is not None:
             cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
@@ -371,6 +371,6 @@ class Detector(HubMixin):
 
 def check_threshold(score_threshold: float | None) -> None:
     """Raise a :class:`ConfigError` unless a score threshold is None or a number in [0, 1]."""
-    is_number = isinstance(score_threshold, numbers.Real)
-    if score_threshold is not None and not (is_number and 0 <= score_threshold <= 1):
+    check_types(check_threshold, locals())
+    if score_threshold is not None and not 0 <= score_threshold <= 1:
         raise ConfigError(f"score_threshold is {score_threshold!r}. Use a number between 0 and 1.")

@@ -112,8 +112,8 @@ def predict_on_ray(
     device = options.get("device") or given.get("MODEL.DEVICE", "cuda")
     can_use_gpu = str(device) != "cpu" and not str(options.get("weights") or model).endswith(EXPORT_SUFFIXES)
     # This process leaves the GPUs to the workers, and some attention backends need a GPU.
-    on_cpu = given | {"MODEL.TRANSFORMER.ATTENTION_BACKEND": "auto"} if can_use_gpu else given
-    detector = Detector.load(model, **options | {"device": "cpu", "overrides": on_cpu})
+    on_cpu = given | {"MODEL.DEVICE": "cpu"} | ({"MODEL.TRANSFORMER.ATTENTION_BACKEND": "auto"} if can_use_gpu else {})
+    detector = Detector.load(model, **options | {"device": None, "overrides": on_cpu})
     # An error of a task is raised once, and not printed for each of its results too.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     ray.init(ignore_reinit_error=True)

@@ -1,8 +1,9 @@
 """Draw boxes, masks and labels on an image, and arrange images in a grid."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from backbones.errors import GENERATOR, check_replaceable, printable
 
 LABEL_HEIGHT, FONT_SIZE, MARGIN = 17, 12.5, 2  # pixels
 MASK_ALPHA, LABEL_ALPHA = 0.3, 0.6  # opacity of the color of a class
+# Lighter and darker shades of a color for objects of one class: a gray value, and its share.
+SHADES = ((0, 0), (255, 0.55), (0, 0.4))
 PANEL_WIDTH, PANEL_HEIGHT = 480, 560  # pixels of one image in a grid
 HEADER, GAP = 28, 8  # pixels of a title, and between images
 
@@ -109,8 +112,8 @@ def draw_instances(
 ) -> np.ndarray:
     """Draw annotations or detections: (H, W, 3) uint8 RGB -> about (H * scale, W * scale, 3).
 
-    In contrast to ``Visualizer.draw_dataset_dict``, holes in masks are kept, a class has the same color in every image,
-    and labels are legible on small images.
+    In contrast to ``Visualizer.draw_dataset_dict``, holes in masks are kept, and labels are legible on small images. A
+    class has the same color in every image. Its objects have shades of this color, so that overlapping boxes differ.
 
     Args:
         image: (H, W, 3) uint8 RGB.
@@ -120,11 +123,13 @@ def draw_instances(
         scale, label_size: See :class:`Canvas`.
     """
     canvas = Canvas(image, scale=scale, label_size=label_size)
-    colors, drawn = _colors(metadata, "thing_colors"), []
+    palette, drawn, shades = _colors(metadata, "thing_colors"), [], defaultdict(lambda: cycle(SHADES))
     for item in instances:
         # COCO results have no bbox_mode.
         box = BoxMode.convert(list(item["bbox"]), item.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS)
-        drawn.append((item, box, colors[item.get("track_id", item["category_id"]) % len(colors)]))
+        index = item.get("track_id", item["category_id"])
+        gray, share = next(shades[index])
+        drawn.append((item, box, [round(value + (gray - value) * share) for value in palette[index % len(palette)]]))
     # Large boxes first, so that they do not cover small ones
     for item, box, color in sorted(drawn, key=lambda one: -(one[1][2] - one[1][0]) * (one[1][3] - one[1][1])):
         if item.get("segmentation") is not None and len(item["segmentation"]):
