@@ -3,7 +3,6 @@
 import abc
 import contextlib
 import dataclasses
-import functools
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -156,9 +155,11 @@ class Stage(nn.Module):
             tokens = torch.cat([global_tokens.expand(tokens.shape[0], -1, -1), tokens], dim=1)
         for block in self.blocks:
             if self.activation_checkpointing and self.training and torch.is_grad_enabled():
-                # torch.compile does not support contexts, and updates batch statistics only once.
-                contexts = functools.partial(_checkpoint_contexts, block)
-                options = {} if torch.compiler.is_compiling() else {"context_fn": contexts}
+                options = {}
+                if not torch.compiler.is_compiling():
+                    # The second forward pass must not update batch statistics again. torch.compile does not support
+                    # contexts, and updates the statistics only once.
+                    options["context_fn"] = lambda block=block: (contextlib.nullcontext(), _no_batch_statistics(block))
                 tokens = checkpoint(call_block, block, tokens, size, use_reentrant=False, **options)
             else:
                 tokens = call_block(block, tokens, size)
@@ -166,11 +167,6 @@ class Stage(nn.Module):
                 num_global = 0
         global_tokens, tokens = split_globals(tokens, num_global)
         return tokens.unflatten(1, size), global_tokens
-
-
-def _checkpoint_contexts(block: nn.Module) -> tuple[contextlib.AbstractContextManager, ...]:
-    """Return the contexts of the two forward passes. The second one must not update batch statistics again."""
-    return contextlib.nullcontext(), _no_batch_statistics(block)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from detectron2.config import CfgNode, get_cfg
 from detectron2.projects.point_rend import add_pointrend_config
 
 from backbones.attention.triton_chunks import unmet_requirement
-from backbones.errors import ConfigError, check_file, closest, one_line
+from backbones.errors import ConfigError, check_file, check_types, closest, one_line
 from vil.choices import CONFIGS, DEVICES
 
 # The resolved config of a run, in OUTPUT_DIR.
@@ -219,14 +219,14 @@ def default_config() -> CfgNode:
     return cfg
 
 
-def load_config(path: str | Path, overrides: Sequence[object] | Mapping[str, object] = ()) -> CfgNode:
+def load_config(path: str | os.PathLike, overrides: Sequence[object] | Mapping[str, object] = ()) -> CfgNode:
     """Load a config file with its ``_BASE_`` chain and overrides on top of :func:`default_config`, and freeze it.
 
     A leading ``~`` in ``OUTPUT_DIR`` and ``MODEL.WEIGHTS`` becomes the home directory. No code in a file is executed:
     of YAML's Python tags only the arithmetic of detectron2's model zoo is evaluated. Nothing is downloaded.
 
     Args:
-        path: A YAML config of detectron2's version 2.
+        path: A YAML config of detectron2's version 2, or a name for :func:`config_path`.
         overrides: Config keys and values: a dict, or a list of alternating keys and values as in detectron2.
 
     Raises:
@@ -236,7 +236,9 @@ def load_config(path: str | Path, overrides: Sequence[object] | Mapping[str, obj
     Example:
         >>> cfg = load_config("configs/retinanet/vil_tiny_rpb_1x.yaml", {"SOLVER.BASE_LR": 5e-5})
     """
+    check_types(load_config, locals())
     cfg = default_config()
+    path = path if os.path.exists(path) else config_path(os.fspath(path))
     check_file(path, "config file")
     try:
         loaded = load_yaml_with_base(Path(path))
@@ -261,11 +263,25 @@ def as_mapping(overrides: Sequence[object] | Mapping[str, object]) -> dict[Any, 
     Raises:
         ConfigError: If the last key of a list has no value.
     """
+    check_types(as_mapping, locals())
     if isinstance(overrides, Mapping):
         return dict(overrides)
     if len(overrides) % 2:
         raise ConfigError(f"The override {overrides[-1]} has no value. Write KEY VALUE.")
     return dict(zip(overrides[::2], overrides[1::2], strict=True))
+
+
+def add_values(given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Add values to the user's config keys, and return them. None is no value.
+
+    Raises:
+        ConfigError: If a key has two different values.
+    """
+    for key, value in values.items():
+        # In lists, nan is equal to itself.
+        if value is not None and [given.setdefault(key, value)] != [value]:
+            raise ConfigError(f"{key} is given twice, as {value} and as {given[key]}. Remove one.")
+    return given
 
 
 def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
@@ -286,6 +302,9 @@ def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
         if key == "SOLVER.GRADIENT_ACCUMULATION_STEPS":
             # yacs replaces None by a value of any type.
             cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = None
+        if key == "MODEL.DEVICE":
+            # A number is a GPU, as in torch.device(0).
+            value = repr(f"cuda:{value}" if str(value).isdecimal() else str(value))
         if key == "INPUT.COLOR_AUG_SSD":
             key = "INPUT.PHOTOMETRIC_DISTORTION"
         if isinstance(known[key], float) and re.fullmatch(r"[+-]?\d+", str(value)):

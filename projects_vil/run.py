@@ -19,10 +19,11 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from backbones import ConfigError
 from backbones.build import VARIANTS, get_variant
 from backbones.checkpoint_files import read_checkpoint, write_text
-from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest, counted, first_of
+from backbones.errors import GENERATOR, check_choice, check_replaceable, check_types, closest, counted, first_of
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
+    add_values,
     as_mapping,
     choose_device,
     config_path,
@@ -102,7 +103,7 @@ def train(
     val_fraction: float | None = None,
     weights: str | os.PathLike | None = None,
     output: str | Path | None = None,
-    device: str | torch.device | None = None,
+    device: int | str | torch.device | None = None,
     resume: bool = False,
     num_gpus: int = 1,
     num_machines: int = 1,
@@ -143,8 +144,8 @@ def train(
             run also sets the model, the detector and the anchors. With ``data``, the default is the best available
             weights of the model.
         output: Output directory (default ``output/DATA_MODEL_DETECTOR``).
-        device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one. Training on a GPU uses mixed precision
-            unless ``config`` is given or ``SOLVER.AMP.ENABLED`` is False.
+        device: ``"cpu"``, ``"cuda"`` or the number of a GPU; by default the GPU if there is one. Training on a GPU uses
+            mixed precision unless ``config`` is given or ``SOLVER.AMP.ENABLED`` is False.
         resume: Continue the interrupted run in ``output`` with its recipe and images. If ``output`` has no run,
             ``data``, ``model``, ``detector`` or ``config`` starts a new one, so that a job has the same command for
             each start.
@@ -164,13 +165,16 @@ def train(
         >>> run = train("photos", epochs=10, output="out")
         >>> detections = run.detector()("holiday.jpg")
     """
+    check_types(train, locals())
     # -- the config keys that the user has set --
+    if data is None and (images is not None or val_fraction is not None):
+        raise ConfigError("Without data, images and val_fraction have no effect. Give data, or remove them.")
     given = _overrides_of(train, overrides)
-    for argument, value in {"epochs": epochs, "batch": batch, "tiles": tiles}.items():
-        check_whole(argument, 1 if value is None else value)
-    if tiles and image_size:
+    if epochs == 0:
+        raise ConfigError("epochs=0 is not valid. Give a whole number of at least 1.")
+    if tiles is not None and image_size:
         raise ConfigError("tiles and image_size both set the size of the training images. Remove one.")
-    image_size = tiles or image_size
+    image_size = image_size if tiles is None else tiles
     pixels = None if image_size == "auto" else image_size
     least, most = IMAGE_SIZES
     if pixels is not None and not (isinstance(pixels, int) and least <= pixels <= most):
@@ -185,13 +189,9 @@ def train(
         **(tile_values(tiles) if tiles else {}),
         "DATALOADER.NUM_WORKERS": workers,
         "MODEL.WEIGHTS": weights and os.fspath(weights),
-        "MODEL.DEVICE": device and str(device),
+        "MODEL.DEVICE": None if device is None else str(device),
     }
-    for key, value in of_arguments.items():
-        if value is not None:
-            if key in given:
-                raise ConfigError(f"{key} is given twice, as {value} and as {given[key]}. Remove one.")
-            given[key] = value
+    add_values(given, of_arguments)
     if is_random := given.get("MODEL.WEIGHTS") in ("none", ""):
         given["MODEL.WEIGHTS"] = ""
     if recipe is not None:
@@ -339,7 +339,10 @@ def evaluate(
     Raises:
         ConfigError: For a mistake in the arguments, the data or a file.
     """
-    given = _overrides_of(evaluate, overrides)
+    check_types(evaluate, locals())
+    if data is None and images is not None:
+        raise ConfigError("Without data, images has no effect. Give data, or remove it.")
+    given = add_values(_overrides_of(evaluate, overrides), {"OUTPUT_DIR": output})
     processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
     # With another checkpoint or overrides, evaluation.json of the run keeps its results.
     changes: list[str] = []
@@ -359,7 +362,7 @@ def evaluate(
             changes.append("overrides")
     parts = ["evaluation", *([_name(data)] if data else []), *changes]
     default = root / "_".join(parts) if len(parts) > 1 else root
-    folder = Path(output or given.pop("OUTPUT_DIR", None) or default).expanduser()
+    folder = Path(given.pop("OUTPUT_DIR", None) or default).expanduser()
     trained = cfg
     cfg = with_overrides(merge_overrides(trained, given), {"OUTPUT_DIR": str(folder)})
     if changes and folder == default:
@@ -431,7 +434,7 @@ def _overrides_of(function: Callable, overrides: dict[str, Any]) -> dict[str, An
     Raises:
         ConfigError: For a keyword that is not a config key.
     """
-    given = as_mapping(overrides.pop("overrides", {})) | overrides
+    given = add_values(as_mapping(overrides.pop("overrides", {})), overrides)
     for key in given:
         if "." not in key and not key.isupper():
             known, same = set(inspect.signature(function).parameters) - {"overrides"}, NAMES_OF_OTHERS.get(key)
@@ -503,8 +506,7 @@ def _choose_config(
     if isinstance(config, CfgNode):
         return config, ""
     if config is not None:
-        path = Path(config) if Path(config).is_file() else config_path(str(config))
-        return load_config(path), path.stem
+        return load_config(config), Path(config).stem
     model, detector = model or "vil_tiny", detector or "retinanet"
     own = model.removeprefix(TIMM_PREFIX)
     check_choice("detector", detector, DETECTORS)

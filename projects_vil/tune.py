@@ -55,6 +55,8 @@ def tune(data: str, output: Path, *, trials: int, metric: str, words: Sequence[s
     Raises:
         ConfigError: If the first trial fails, or if ``output`` has a search with other arguments.
     """
+    if (output / CONFIG_FILE).exists():
+        raise ConfigError(f"'{output}' is the output directory of a run. Choose another output directory.")
     output.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     options = {"direction": "maximize", "load_if_exists": True}

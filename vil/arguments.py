@@ -51,6 +51,13 @@ def existing_path(text: str) -> str:
     return text
 
 
+def dataset_path(text: str) -> str:
+    """Return ``text`` if it exists and is not the output directory of a run. This is an argparse type."""
+    if Path(text, "last_checkpoint").is_file():
+        raise argparse.ArgumentTypeError(f"'{text}' is a run. Write DATA --weights {text}, or --resume --output {text}")
+    return existing_path(text)
+
+
 def weights_file(text: str) -> str:
     """Return ``text`` if it is an existing path, a URL, "none", or a name in the model zoo."""
     if text == "none" or "://" in text or Path(text).exists() or "VIL_ZOO" in os.environ:
@@ -129,13 +136,6 @@ def image_size(text: str) -> int | str:
     if text != "auto" and not (text.isdecimal() and smallest <= int(text) <= largest):
         raise argparse.ArgumentTypeError(f"'{text}' is not auto or a whole number from {smallest} to {largest}")
     return text if text == "auto" else int(text)
-
-
-def fraction(text: str) -> float:
-    """Return a number of at least 0 and below 1. This is an argparse type."""
-    if not re.fullmatch(r"[\d.]+(e-?\d+)?", text) or float(text) >= 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number between 0 and 1, such as 0.2")
-    return float(text)
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -289,10 +289,6 @@ class ConfigToolParser(ToolParser):
                 self.error(f"--{name} {value} and {key} {given[key]} set the same config key. Remove one of them")
             overrides += [key, value]
             given[key] = value
-        device = given.get("MODEL.DEVICE", "cpu")
-        if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
-            number = f":{device}" * device.isdecimal()
-            self.error(f"MODEL.DEVICE is '{device}'. Use {' or '.join(parsed.devices or choices.DEVICES)}{number}")
         if given.get("MODEL.WEIGHTS"):
             name = "--weights" if getattr(parsed, "weights", None) else "MODEL.WEIGHTS"
             self.check(name, weights_file, given["MODEL.WEIGHTS"])

@@ -19,8 +19,8 @@ from vil.arguments import (
     add_resume_argument,
     config_name,
     config_of,
+    dataset_path,
     existing_path,
-    fraction,
     image_size,
     image_source,
     local_path,
@@ -37,7 +37,7 @@ from vil.arguments import (
 if TYPE_CHECKING:
     from detectron2.config import CfgNode
 
-_DEVICE = "cpu or cuda (config key MODEL.DEVICE; default: the GPU if there is one)"
+_DEVICE = "cpu, cuda or the number of a GPU (config key MODEL.DEVICE; default: the GPU if there is one)"
 _TILES = "predict in overlapping tiles of N x N pixels (default: as in training)"
 _IMAGES = "folder with the images, if it is not in DATA"
 _VARIANT = "variant, such as vil_tiny_rpb or litv2_s, or timm:NAME for a timm model"
@@ -65,11 +65,10 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
         vil train --resume --output output/mine
     """
     parser.section("Common options")
-    parser.add("data", _DATA, nargs="?", type=existing_path, metavar="DATA")
+    parser.add("data", _DATA, nargs="?", type=dataset_path, metavar="DATA")
     parser.add("--epochs", "passes over the training images (default: by recipe, images and device)", type=positive)
     parser.add("--batch", "images per iteration (default: by recipe and device)", type=positive)
-    size_help = "shorter side of the images in pixels, or auto (default): chosen from the sizes of the objects"
-    parser.add("--image-size", size_help, type=image_size, metavar="PX")
+    parser.add("--image-size", "shorter side in pixels, or auto (default)", type=image_size, metavar="PX")
     parser.add("--tiles", "train and predict in tiles of N x N pixels, for small objects", type=positive)
     parser.add("--output", "output directory (default: output/DATA_MODEL_DETECTOR)", type=local_path, metavar="DIR")
     parser.add("--device", _DEVICE, metavar="DEVICE")
@@ -77,10 +76,8 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.section("Model")
     parser.add("--model", f"{_VARIANT} (default: a small model with ImageNet weights)", metavar="NAME")
     parser.add("--detector", "detector (default retinanet)", choices=choices.DETECTORS)
-    weights_help = "output directory of a run, checkpoint, name in the model zoo, or none (default: the best available)"
-    parser.add("--weights", weights_help, metavar="FILE")
-    config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
-    parser.add("--config", config_help, type=config_name, metavar="NAME")
+    parser.add("--weights", "run, checkpoint, name in the model zoo, or none (default: best available)", metavar="FILE")
+    parser.add("--config", "file or name, instead of --model and --detector", type=config_name, metavar="NAME")
     parser.section("Training")
     recipe_help = (
         "optimizer, schedule and augmentation: finetune (default with pretrained weights), scratch (default with "
@@ -88,12 +85,10 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     )
     parser.add("--recipe", recipe_help, choices=choices.RECIPES)
     parser.add("--lr", "learning rate (config key SOLVER.BASE_LR)", type=float, metavar="RATE")
-    schedule_help = "1x (default), or 3x_ms (several image sizes, and three times the iterations on COCO)"
-    parser.add("--schedule", schedule_help, choices=choices.SCHEDULES)
+    parser.add("--schedule", "1x (default), or 3x_ms: longer, with several image sizes", choices=choices.SCHEDULES)
     parser.section("Data")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
-    val_help = "fraction of the images for validation if DATA has no validation images (default 0.2)"
-    parser.add("--val-fraction", val_help, type=fraction, metavar="F")
+    parser.add("--val-fraction", "share of validation images if DATA has none (default 0.2)", type=float, metavar="F")
     parser.add("--workers", "data loader processes (default: at most 4)", type=not_negative)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
@@ -104,17 +99,20 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     from projects_vil import run
 
     trained = run.train(**arguments)
-    results = [(name, *item) for name, tasks in trained.results.items() for item in tasks.items() if "AP" in item[1]]
-    precisions = [metrics["AP"] for _, _, metrics in results]
-    if precisions and not any(precisions):
-        zero = "AP is 0. Train for more epochs, and look at the training images with 'vil visualize data'."
-        undefined = "AP is undefined, because the validation images have no objects. Annotate them."
-        print(zero if 0 in precisions else undefined)
-    else:
-        for dataset, task, metrics in results:
-            show(f"{task} of {dataset}: AP {metrics['AP']:.1f} %, AP50 {metrics['AP50']:.1f} %")
-        folder = shlex.quote(str(trained.folder))
-        show(f"Next: vil predict {folder} PHOTOS, vil report {folder}, or vil export {folder} --format onnx")
+    _show_results(trained.results)
+    folder = shlex.quote(str(trained.folder))
+    show(f"Next: vil predict {folder} PHOTOS, vil report {folder}, or vil export {folder} --format onnx")
+
+
+def _show_results(results: dict[str, Any]) -> None:
+    """Print the AP of each dataset and task, with advice if it is 0 or undefined."""
+    zero = "AP is 0. Train for more epochs, and look at the training images with 'vil visualize data'."
+    undefined = "AP is undefined, because the validation images have no objects. Annotate them."
+    for name, task, metrics in ((name, *item) for name, tasks in results.items() for item in tasks.items()):
+        if metrics.get("AP"):
+            show(f"{task} of {name}: AP {metrics['AP']:.1f} %, AP50 {metrics['AP50']:.1f} %")
+        elif "AP" in metrics:
+            show(f"{task} of {name}: {undefined if metrics['AP'] is None else zero}")
 
 
 def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
@@ -162,10 +160,8 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     data_help = f"{_DATA} (default: the dataset of the run); uses the test images, else the validation images, else all"
     parser.add("data", data_help, nargs="?", type=existing_path, metavar="DATA")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
-    predictions_help = "evaluate Parquet files from vil predict, or folders with such files, instead of a model"
-    parser.add("--predictions", predictions_help, nargs="+", default=[], type=existing_path, metavar="PATH")
-    output_help = "output folder (default: the folder of MODEL, or a folder in it, such as evaluation_DATA)"
-    parser.add("--output", output_help, type=local_path, metavar="DIR")
+    parser.add("--predictions", "results in Parquet files", nargs="+", default=[], type=existing_path, metavar="PATH")
+    parser.add("--output", "output folder (default: in the folder of MODEL)", type=local_path, metavar="DIR")
     parser.add("--tiles", _TILES, dest="TEST.TILE_SIZE", default=argparse.SUPPRESS, type=positive)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
@@ -184,7 +180,7 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
 
     from projects_vil import run
 
-    run.evaluate(**arguments)
+    _show_results(run.evaluate(**arguments))
 
 
 def _check_model(parser: ToolParser, model: str, data: str | None) -> None:
@@ -216,8 +212,9 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     """Detect objects in images, videos or the stream of a camera.
 
     The command writes results.json (COCO format), images.json (image ids, categories, skipped files) and drawings/ to
-    the output folder. With --format parquet, it writes part files instead, and an interrupted command resumes after the
-    last complete part. If the command skips a file that it cannot read, the exit status is 2.
+    the output folder, where it replaces earlier results. With --format parquet, it writes part files instead, and an
+    interrupted command resumes after the last complete part. If the command skips a file that it cannot read, the exit
+    status is 2.
 
     Example:
         vil predict output/mine holiday.jpg
@@ -228,17 +225,14 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("model", f"exported file, {_MODEL}", nargs="?", metavar="MODEL")
     parser.add("input", _INPUT, nargs="*", metavar="INPUT")
     parser.add("--input", "the same as INPUT", dest="named_input", metavar="INPUT")
-    output_help = "output folder (default: predictions); replaces earlier results, keeps drawings of other images"
-    parser.add("--output", output_help, type=local_path, default="predictions", metavar="DIR")
+    parser.add("--output", "folder (default: predictions)", type=local_path, default="predictions", metavar="DIR")
     parser.add("--batch", "maximum images per batch (default 1)", dest="batch_size", type=positive, default=1)
     parser.add("--device", _DEVICE, metavar="DEVICE")
     parser.add("--tiles", _TILES, type=positive)
     parser.add("--tta", "test-time augmentation: predict on several sizes and flips of each image", action="store_true")
     parser.add("--track", "track objects through a video or a folder of frames", action="store_true")
-    annotations_help = "COCO file of images in the folder INPUT: predict only these images, and use the ids of the file"
-    parser.add("--annotations", annotations_help, type=existing_path, metavar="FILE")
-    format_help = "format of the results: coco (default), or parquet (part files, no drawings)"
-    parser.add("--format", format_help, dest="file_format", choices=choices.PREDICTION_FORMATS)
+    parser.add("--annotations", "COCO file: predict only its images, with its ids", type=existing_path, metavar="FILE")
+    parser.add("--format", "coco (default) or parquet files", dest="file_format", choices=choices.PREDICTION_FORMATS)
     parser.add("--part-size", f"images (rows) per Parquet file (default {choices.PART_SIZE})", type=positive)
     parser.add("--shard", "predict only shard I (from 0) of N; needs --format parquet", type=shard, metavar="I/N")
     parser.add("--column", "column of INPUT with paths or URLs (default: path, file_name or url)", metavar="NAME")
@@ -249,8 +243,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--no-drawings", "do not write drawings", dest="drawings", action="store_false")
     threshold_help = f"minimum score of detections in drawings and labels (default {choices.SCORE_THRESHOLD})"
     parser.add("--score-threshold", threshold_help, type=float, metavar="T")
-    labels_help = "also write detections and images as a dataset to DIR/dataset, for correction in an annotation tool"
-    parser.add("--save-labels", labels_help, choices=choices.LABEL_FORMATS)
+    parser.add("--save-labels", "also write DIR/dataset, for annotation tools", choices=choices.LABEL_FORMATS)
     args = parser.parse_args(words)
     positional = [word for word in (args.model, *args.input) if word]
     model, source, weights = args.config_file, args.named_input, args.weights
@@ -300,8 +293,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--precision", "model precision (default fp32)", choices=precisions, default="fp32")
     parser.add("--input-dtype", "dtype of the images (default uint8)", choices=dtypes, default="uint8")
     parser.add("--batched", "export a model with batches as input (B, 3, H, W)", action="store_true")
-    fixed_help = "always return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"
-    parser.add("--fixed-detections", fixed_help, action="store_true")
+    parser.add("--fixed-detections", "always return the same number of rows, padded with zeros", action="store_true")
     _add_image_size(parser, "the only input size (default: any size); not with --evaluate or int8", dest="size")
     parser.add("--opset", "ONNX opset, at least 18 (default 20)", type=positive)
     parity = {"dest": "images", "nargs": "+", "type": existing_path, "default": [], "metavar": "FILE"}
@@ -467,8 +459,7 @@ def convert(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("source", "official checkpoint: a file, or a name in the model zoo", type=weights_file, metavar="SOURCE")
     parser.add("output", "file to write, .pth or .safetensors", type=output_file, metavar="OUTPUT")
     parser.add("--model", "variant, such as vil_small_rpb; not needed for a name in the model zoo", metavar="VARIANT")
-    size_help = "height and width of the largest image, for position tables; for a detector, the longer side twice"
-    _add_image_size(parser, f"{size_help} (default: by variant, such as 1333 1333 for ViL's absolute positions)")
+    _add_image_size(parser, "largest image, for position tables; for a detector, the longer side twice")
     parser.add("--classifier", "write a classifier with the input size --image-size", action="store_true")
     parser.add("--json", "write a report of all tensors as JSON", type=output_file, metavar="REPORT")
     args = parser.parse_args(words)
@@ -495,8 +486,7 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
     """
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config-file", nargs="+", type=existing_path, metavar="FILE", help="configs of detectors")
-    variants_help = "backbones: all variants, or the variants whose names start with PREFIX"
-    what.add_argument("--variants", nargs="*", metavar="PREFIX", help=variants_help)
+    what.add_argument("--variants", nargs="*", metavar="PREFIX", help="backbones: all, or names that start with PREFIX")
     _add_image_size(parser, "image size (default 800 1333)")
     parser.add("--no-flops", "count parameters only (fast)", action="store_true")
     parser.add("--json", "write the counts as JSON", type=output_file, metavar="FILE")
@@ -511,8 +501,8 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
         counts = count_variants(args.variants)
         print(format_variants(counts))
     else:
-        height, width = args.image_size or (800, 1333)
-        options: dict[str, Any] = {"size": (height, width), "with_flops": not args.no_flops}
+        size = tuple(args.image_size or (800, 1333))
+        options: dict[str, Any] = {"size": size, "with_flops": not args.no_flops}
         counts = [count_detector(load_config(path, args.opts), path, **options) for path in args.config_file]
         print(format_detectors(counts))
     write_json(args.json, counts)
@@ -624,7 +614,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     command.add("--output", f"PNG or JPEG file, or a folder for predictions.png{_DRAWINGS}", type=local_path)
     command.add("--num-images", "images, one per row (default 8)", type=positive, default=8)
     default = choices.SCORE_THRESHOLD
-    command.add("--score-threshold", f"minimum score (default {default})", type=fraction, default=default, metavar="T")
+    command.add("--score-threshold", f"minimum score (default {default})", type=float, default=default, metavar="T")
 
     args = parser.parse_args(words)
     show(*args.render(args))
@@ -700,8 +690,7 @@ def install(parser: ToolParser, words: Sequence[str]) -> None:
         vil install-detectron2
     """
     sources = ("auto", *install_detectron2.SOURCES)
-    source_help = "git: the official repository; index: a pure-Python copy on PyPI; auto (default): git, then index"
-    parser.add("--source", source_help, choices=sources, default="auto")
+    parser.add("--source", "git, index (PyPI), or auto (default): git, then index", choices=sources, default="auto")
     install_detectron2.install(parser.parse_args(words).source)
 
 

@@ -99,8 +99,9 @@ def map_attention(query: Tensor, key: Tensor, value: Tensor, offset_bias: Tensor
 class _RecomputedAttention(torch.autograd.Function):
     """Attention with its own backward pass.
 
-    ``forward(*tensors)`` returns the output and the log-sum-exps. ``backward(grad, output, logsumexp, needed,
-    *tensors)`` returns a gradient for each tensor. ``needed`` has one flag per tensor: whether its gradient is used.
+    ``forward(*tensors)`` returns the output and the log-sum-exps. ``backward(grad, delta, logsumexp, needed,
+    *tensors)`` returns a gradient for each tensor. All are in float32 or better. ``delta`` is the sum over channels of
+    the output times its gradient. ``needed`` has one flag per tensor: whether its gradient is used.
     """
 
     @staticmethod
@@ -117,7 +118,8 @@ class _RecomputedAttention(torch.autograd.Function):
         *tensors, output, logsumexp = ctx.saved_tensors
         needed, results = ctx.needs_input_grad[2:], [None, None]
         with autocast_off(grad.device):
-            gradients = ctx.run_backward(grad, output, logsumexp, needed, *tensors)
+            grad, output, *exact = (None if x is None else at_least_float32(x) for x in (grad, output, *tensors))
+            gradients = ctx.run_backward(grad, (grad * output).sum(-1), logsumexp, needed, *exact)
         for gradient, tensor, is_used in zip(gradients, tensors, needed, strict=True):
             results.append(gradient.to(tensor.dtype) if is_used else None)
         return tuple(results)
@@ -214,37 +216,41 @@ def _add_products(total: Tensor, weights: Tensor, sources: Tensor) -> None:
         total += weights @ sources
 
 
+class _Piece(NamedTuple):
+    """A part of each window: the keys of at most w columns. It lies in one column of chunks.
+
+    Attributes:
+        rows, cols: The part of a window.
+        bias: (M or 1, keys column by column, P).
+        bias_grad: The gradient of the bias, or None.
+    """
+
+    rows: slice
+    cols: slice
+    bias: Tensor
+    bias_grad: Tensor | None
+
+
 def _window_gradients(
     chunk_size: int,
     side: int,
     shift: tuple[int, int] | None,
     grad: Tensor,
-    output: Tensor,
+    delta: Tensor,
     logsumexp: Tensor,
     needed: tuple[bool, ...],
     *tensors: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the tensors of :func:`window_attention`, in float32 or better.
+    """Return the gradients of the tensors of :func:`window_attention`.
 
-    A block is some neighboring chunks of a row of chunks. The window is cut into pieces of at most w columns and R
-    rows, so that a piece of one chunk is a piece of its neighbors too.
+    A block is some neighboring chunks of a row of chunks.
     """
     size, length = chunk_size, chunk_size + 2 * side
-    query, key, value, global_key, global_value, local_bias, global_bias = (
-        None if x is None else at_least_float32(x) for x in tensors
-    )
-    grad, output = at_least_float32(grad), at_least_float32(output)
+    query, key, value, global_key, global_value, local_bias, global_bias = tensors
     batch, heads, height, width, channels = query.shape
     rows, cols, scale = -(-height // size), -(-width // size), channels**-0.5
-    if shift is None:
-        piece_rows, pieces = length, [(0, col, min(size, length - col)) for col in range(0, length, size)]
-    else:
-        piece_rows, pieces = size, [((1 + row) * size, (1 + col) * size, size) for row, col in ((0, 0), shift)]
-
     # (B, rows, cols, M, P, D)
-    query, grad, delta = (
-        _to_chunks(x, size, rows, cols) for x in (query * scale, grad, (grad * output).sum(dim=-1, keepdim=True))
-    )
+    query, grad, delta = (_to_chunks(x, size, rows, cols) for x in (query * scale, grad, delta[..., None]))
     query_grad, delta = torch.empty_like(query), delta[..., 0]
     # (B, rows, cols, M, P)
     logsumexp = logsumexp.unflatten(0, (batch, rows, heads)).transpose(2, 3)
@@ -254,23 +260,24 @@ def _window_gradients(
     if global_key is not None:
         num_global, global_grads = global_key.shape[2], (torch.zeros_like(global_key), torch.zeros_like(global_value))
         global_key, global_value = F.pad(global_key, (0, 1)), F.pad(global_value, (0, 1), value=1.0)
-    # For each piece, and for the global keys, (M or 1, keys, P)
     no_bias = query.new_zeros(1, 1, 1)
-    biases = [no_bias] * len(pieces)
-    if local_bias is not None:
-        window = local_bias.unflatten(2, (length, length))
-        biases = [
-            window[:, :, row : row + piece_rows, col : col + columns].permute(0, 3, 2, 1).flatten(1, 2)
-            for row, col, columns in pieces
-        ]
-    biases.append(no_bias if global_bias is None else global_bias[:, :, None])
-    bias_grads = [torch.zeros_like(x) if needed[5] else None for x in biases[:-1]]
-    bias_grads.append(torch.zeros_like(biases[-1]) if needed[6] else None)
+    shared_bias = no_bias if global_bias is None else global_bias[:, :, None]
+    shared_bias_grad = torch.zeros_like(shared_bias) if needed[6] else None
+    if shift is None:
+        piece_rows, corners = length, [(0, col) for col in range(0, length, size)]
+    else:
+        piece_rows, corners = size, [(size, size), ((1 + shift[0]) * size, (1 + shift[1]) * size)]
+    pieces: list[_Piece] = []
+    for row, col in corners:
+        inside, bias = (..., slice(row, row + piece_rows), slice(col, min(col + size, length))), no_bias
+        if local_bias is not None:
+            bias = local_bias.unflatten(2, (length, length))[inside].permute(0, 3, 2, 1).flatten(1, 2)
+        pieces.append(_Piece(*inside[1:], bias, torch.zeros_like(bias) if needed[5] else None))
 
-    # Memory that all rows and blocks use in turn
+    # Memory that all rows and blocks use in turn: the rows of halo that the pieces of a row of chunks lie in
     strip = (2, halo.shape[2], heads, size, piece_rows)
-    strips = {row: (query.new_empty(*strip, channels + 1), query.new_empty(*strip, channels)) for row, _, _ in pieces}
-    num_keys = sum(columns for _, _, columns in pieces) * piece_rows + num_global
+    strips = {row: (query.new_empty(*strip, channels + 1), query.new_empty(*strip, channels)) for row, _ in corners}
+    num_keys = sum(piece.cols.stop - piece.cols.start for piece in pieces) * piece_rows + num_global
     blocks = [block for (block,) in split_blocks((cols,), heads * num_keys * size**2, BLOCK_SCORES)]
     buffer = query.new_empty(2, max(block.stop - block.start for block in blocks) * heads * num_keys * size**2)
     for image, row in itertools.product(range(batch), range(rows)):
@@ -279,14 +286,15 @@ def _window_gradients(
             strip_grad.zero_()
         for chunks in blocks:
             keys = []
-            for (first, col, columns), bias, bias_grad in zip(pieces, biases[:-1], bias_grads[:-1], strict=True):
-                groups = slice(chunks.start + col // size, chunks.stop + col // size)
-                parts = [x[index, groups].flatten(0, 1)[:, :columns] for x in strips[first] for index in range(2)]
-                keys.append(_Keys(*(x.flatten(1, 2) for x in parts), [(slice(None), bias, bias_grad)]))
+            for piece in pieces:
+                groups = slice(chunks.start + piece.cols.start // size, chunks.stop + piece.cols.start // size)
+                parts = [x[index, groups].flatten(0, 1) for x in strips[piece.rows.start] for index in range(2)]
+                parts = [x[:, : piece.cols.stop - piece.cols.start].flatten(1, 2) for x in parts]
+                keys.append(_Keys(*parts, [(slice(None), piece.bias, piece.bias_grad)]))
             if num_global:
                 shared = (x[image].expand(chunks.stop - chunks.start, -1, -1, -1) for x in (global_key, global_value))
-                shared_bias = [(slice(None), biases[-1], bias_grads[-1])]
-                keys.append(_Keys(*(x.flatten(0, 1) for x in shared), *(x[image] for x in global_grads), shared_bias))
+                biases = [(slice(None), shared_bias, shared_bias_grad)]
+                keys.append(_Keys(*(x.flatten(0, 1) for x in shared), *(x[image] for x in global_grads), biases))
             block = [x[image, row, chunks].flatten(0, 1) for x in (query, grad, delta)]
             block_grad = query_grad[image, row, chunks].flatten(0, 1)
             _add_gradients(*block, logsumexp[image, row, chunks], block_grad, keys, heads, buffer)
@@ -296,14 +304,14 @@ def _window_gradients(
     local_bias_grad = None
     if needed[5]:
         local_bias_grad = query.new_zeros(len(local_bias), size**2, length, length)
-        for (row, col, columns), part in zip(pieces, bias_grads[:-1], strict=True):
-            part = part.unflatten(1, (columns, piece_rows)).permute(0, 3, 2, 1)
-            local_bias_grad[:, :, row : row + piece_rows, col : col + columns] = part
+        for piece in pieces:
+            part = piece.bias_grad.unflatten(1, (-1, piece_rows)).permute(0, 3, 2, 1)
+            local_bias_grad[:, :, piece.rows, piece.cols] = part
         local_bias_grad = local_bias_grad.flatten(2)
     # (B, rows, w, cols, w, M, D) -> (B, M, H, W, D), which lies in memory as (B, H, W, M, D)
     query_grad = query_grad.mul_(scale).unflatten(4, (size, size)).permute(0, 1, 4, 2, 5, 3, 6).flatten(3, 4)
     query_grad = query_grad.flatten(1, 2)[:, :height, :width].permute(0, 3, 1, 2, 4)
-    global_bias_grad = None if bias_grads[-1] is None else bias_grads[-1][..., 0]
+    global_bias_grad = None if shared_bias_grad is None else shared_bias_grad[..., 0]
     # (2, B, columns, M, rows, D) with the margins -> (B, M, H, W, D) each
     halo_grad = halo_grad.transpose(3, 4).flatten(2, 3)[:, :, side : side + width, :, side : side + height]
     key_grad, value_grad = halo_grad.permute(0, 1, 3, 4, 2, 5)
@@ -362,17 +370,11 @@ def _map_forward(
 
 
 def _map_gradients(
-    size: tuple[int, int],
-    grad: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    needed: tuple[bool, ...],
-    *tensors: Tensor | None,
+    size: tuple[int, int], grad: Tensor, delta: Tensor, logsumexp: Tensor, needed: object, *tensors: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the tensors of :func:`_map_forward`, in float32 or better."""
-    height, width = size
-    query, key, value, offset_bias, global_bias = (None if x is None else at_least_float32(x) for x in tensors)
-    grad, delta = at_least_float32(grad).contiguous(), (at_least_float32(grad) * at_least_float32(output)).sum(-1)
+    """Return the gradients of the tensors of :func:`_map_forward`."""
+    (height, width), (query, key, value, offset_bias, global_bias) = size, tensors
+    grad = grad.contiguous()
     scale, num_global = query.shape[-1] ** -0.5, key.shape[2] - height * width
     # (M, 2 * H - 1, W, W): rows of keys in their order, columns of keys, columns of queries
     offset_bias = offset_bias.flip(1).mT.contiguous()

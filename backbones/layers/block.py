@@ -140,6 +140,9 @@ class Block(nn.Module):
         depthwise_mlp: See :class:`Mlp`.
         norm_eps: Epsilon of the norms.
         drop_path_rate: Rate of stochastic depth.
+
+    Attributes:
+        drops_globals: Whether the output has no global tokens, as in the last block of a stage of a detector.
     """
 
     def __init__(
@@ -155,6 +158,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = nn.LayerNorm(dim, eps=norm_eps) if attention is not None else None
         self.attention = attention
+        self.drops_globals = attention is not None and attention.num_global_tokens > 0 and not attention.update_globals
         self.mlp_norm = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = Mlp(dim, hidden_dim=expansion * dim, depthwise=depthwise_mlp)
         self.drop_path_rate = drop_path_rate
@@ -176,12 +180,6 @@ class Block(nn.Module):
                 tokens = tokens[:, self.attention.num_global_tokens :]
             tokens = tokens + self._drop_path(update, tokens.dtype)
         return tokens + self._drop_path(self.mlp(self.mlp_norm(tokens), size), tokens.dtype)
-
-    @property
-    def drops_globals(self) -> bool:
-        """Return whether this block drops the global tokens, as the last block of a stage in a detector does."""
-        attention = self.attention
-        return attention is not None and attention.num_global_tokens > 0 and not attention.update_globals
 
     def _drop_path(self, update: Tensor, dtype: torch.dtype) -> Tensor:
         """Apply stochastic depth with one sample per image. The factor is ``dtype``, because float16 would round it."""

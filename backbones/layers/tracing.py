@@ -57,8 +57,8 @@ def contiguous_for_export(x: Tensor) -> Tensor:
     To reshape a tensor with other strides, PyTorch compares strides. The graph would then be valid only for sizes with
     the same result.
     """
-    is_graph = is_exporting() or torch.compiler.is_compiling()
-    return x.clone(memory_format=torch.contiguous_format) if is_graph else x
+    # True in torch.export too
+    return x.clone(memory_format=torch.contiguous_format) if torch.compiler.is_compiling() else x
 
 
 def take_first(x: Tensor, dim: int, size: int) -> Tensor:

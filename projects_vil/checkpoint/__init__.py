@@ -8,6 +8,7 @@ from projects_vil.checkpoint.checkpointer import (
     Checkpointer,
     check_weights,
     checkpoints_of,
+    find_model,
     load_detector,
     remove_old,
     remove_run,

@@ -38,7 +38,7 @@ from projects_vil.checkpoint.pretrained import (
     is_classifier,
     weights_of_timm,
 )
-from projects_vil.checkpoint.zoo import find_weights
+from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_config
 from projects_vil.config import CONFIG_FILE, is_segmentor, number_of_classes, with_overrides
 from projects_vil.data import describe_classes, match_all_classes, match_classes, register_datasets
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_on_meta
@@ -441,6 +441,42 @@ def weights_of(run: str | Path) -> Path | None:
         if path.is_file():
             return path
     return None
+
+
+def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[Path, str | os.PathLike | None]:
+    """Return the config and the weights of a detector.
+
+    Args:
+        source: As for :meth:`projects_vil.Detector.load`, except for exported files.
+        weights: Another checkpoint.
+
+    Returns:
+        The config file and the weights. The weights are None if the config sets them.
+
+    Raises:
+        ConfigError: If there is no config, or if a run has no weights.
+    """
+    if not source.exists():
+        if is_zoo_name(source):
+            return zoo_config(str(source)), weights or str(source)
+        hub = " To load from the Hugging Face Hub, use Detector.from_pretrained." * (len(source.parts) == 2)
+        choices = f"a run, a checkpoint with {CONFIG_FILE} in its folder, an exported file or a name of the model zoo"
+        raise ConfigError(f"Model '{source}' does not exist. Use {choices}.{hub}")
+    if source.name.endswith(EXPORT_SUFFIXES):
+        raise ConfigError(f"'{source}' is an exported file. Give its run, or evaluate it with 'vil export --evaluate'.")
+    folder = source if source.is_dir() else source.parent
+    if source.suffix in (".yaml", ".yml") and source.name != CONFIG_FILE:
+        return source, weights
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"'{source}' needs a {CONFIG_FILE}. Use a run's output directory, or a config and weights.")
+    if source.is_file() and source.name != CONFIG_FILE:
+        return folder / CONFIG_FILE, weights or source
+    # MODEL.WEIGHTS in the config of a run are the initial weights.
+    is_run = source.is_dir() or any((folder / name).is_file() for name in (LAST_CHECKPOINT, PUBLISHED_WEIGHTS))
+    weights = weights or (weights_of(folder) if is_run else None)
+    if is_run and weights is None:
+        raise ConfigError(f"'{folder}' has no weights. It needs a checkpoint (model_*.pth) or {PUBLISHED_WEIGHTS}.")
+    return folder / CONFIG_FILE, weights
 
 
 def read_last_checkpoint(folder: str | Path) -> tuple[Path, dict[str, Any]] | None:

@@ -34,7 +34,8 @@ from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer
 from projects_vil.config import with_overrides
 from projects_vil.engine import hooks
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
-from projects_vil.modeling import MicroBatches, add_tiles, amp_dtype, autocast_detector, eval_dtype, use_sync_free_parts
+from projects_vil.modeling import MicroBatches, amp_dtype, autocast_detector, eval_dtype, use_sync_free_parts
+from projects_vil.modeling.tiles import TiledDetector
 from projects_vil.utils import read_json, stop_requests, terminate, terminating_between_calls
 
 _logger = logging.getLogger(__name__)
@@ -651,7 +652,7 @@ class Trainer(DefaultTrainer):
         if dtype != torch.float32:
             _logger.info("Evaluating in %s (INFERENCE.DTYPE)", str(dtype)[6:])
         with autocast_detector(dtype, model):
-            results = super().test(cfg, add_tiles(cfg, model), evaluators)
+            results = super().test(cfg, TiledDetector(cfg, model) if cfg.TEST.TILE_SIZE else model, evaluators)
         for name in cfg.DATASETS.TEST if cfg.TEST.VALIDATION_LOSS else ():
             dataset_results = results if len(cfg.DATASETS.TEST) == 1 else results[name]
             dataset_results[LOSS_TASK] = validation_loss(cfg, model, name)

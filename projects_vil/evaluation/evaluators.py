@@ -178,12 +178,7 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
             has_masks = has_masks and all("segmentation" in one for one in objects or ())
         # The tasks if there are no detections. Otherwise the detections determine them.
         self._tasks = ["bbox", "segm"] if has_masks else ["bbox"]
-        if (most := max(numbers, default=0)) > max_dets_per_image:
-            share = sum(min(number, max_dets_per_image) for number in numbers) / sum(numbers)
-            text = f"{dataset_name} has up to {most} objects in an image, but TEST.DETECTIONS_PER_IMAGE is "
-            text += f"{max_dets_per_image}, so recall can be at most {100 * share:.1f}%. "
-            text += f"To raise AP and AR, set TEST.DETECTIONS_PER_IMAGE {most}."
-            log_first_n(logging.WARNING, text, name=__name__, key="message")
+        _check_recall(dataset_name, numbers, max_dets_per_image)
 
     def reset(self) -> None:
         super().reset()
@@ -214,17 +209,14 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
             if self._output_dir:
                 self._results_file.write(json.dumps(results)[1:-1] + "\n")
 
-    def _entries(self, position: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return an image and its annotations with positions instead of ids."""
+    def _match(self, position: int, results: list[dict[str, Any]], task: str) -> Matches:
+        """Match the results of an image, which have positions instead of ids."""
         image, objects = self.truth[position]
         own = [
             one | {"id": index, "image_id": position, "category_id": self._category_of.get(one["category_id"], -1)}
             for index, one in enumerate(objects or (), start=1)
         ]
-        return image | {"id": position}, own
-
-    def _match(self, position: int, results: list[dict[str, Any]], task: str) -> Matches:
-        return match_image(*self._entries(position), results, task, self._max_dets_per_image)
+        return match_image(image | {"id": position}, own, results, task, self._max_dets_per_image)
 
     def evaluate(self) -> dict[str, Any]:
         if any(comm.all_gather(bool(self._predictions))):
@@ -273,6 +265,15 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
                         separator = ", "
             file.write("]")
         self._results_file.close()
+
+
+def _check_recall(dataset_name: str, numbers: list[int], limit: int) -> None:
+    """Warn if images have more objects (``numbers``) than the detections that are evaluated, which limits recall."""
+    if (most := max(numbers, default=0)) > limit:
+        share = sum(min(number, limit) for number in numbers) / sum(numbers)
+        text = f"{dataset_name} has up to {most} objects in an image, but TEST.DETECTIONS_PER_IMAGE is {limit}, so "
+        text += f"recall can be at most {100 * share:.1f}%. To raise AP and AR, set TEST.DETECTIONS_PER_IMAGE {most}."
+        log_first_n(logging.WARNING, text, name=__name__, key="message")
 
 
 # Metric names --------------------------------------------------------------------------------------------------------

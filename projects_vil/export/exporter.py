@@ -17,14 +17,14 @@ from detectron2.config import CfgNode
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from backbones.errors import check_choice, check_packages, check_replaceable, check_whole
+from backbones.errors import check_choice, check_packages, check_replaceable, check_types, check_whole
 from projects_vil.checkpoint import load_detector
 from projects_vil.config import with_overrides
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import FORMATS, check_format, log_step
 from projects_vil.export.metadata import describe_model, metadata_path
 from projects_vil.export.parity import check_export, example_image, parity_images
-from projects_vil.export.quantization import FLOAT_LAYERS, dataset_files, quantize
+from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, quantize
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.traceable import make_exportable
 from projects_vil.utils import atomic_folder, check_output_folder, content_hash, deferred_signals
@@ -47,7 +47,7 @@ def export_detector(
     input_dtype: str = "uint8",
     batched: bool = False,
     fixed_detections: bool = False,
-    size: tuple[int, int] | None = None,
+    size: Sequence[int] | None = None,
     images: Sequence[str | Path] = (),
     evaluate: bool = False,
     calibration_images: int = 100,
@@ -85,6 +85,7 @@ def export_detector(
         >>> cfg = load_config("output/vil_tiny/config.yaml")
         >>> path, report = export_detector(cfg, "output/vil_tiny/model_final.pth", "export", file_format="onnx")
     """
+    check_types(export_detector, locals())
     check_format(file_format)
     entry, is_int8 = FORMATS[file_format], precision == "int8"
     check_choice("input_dtype", input_dtype, INPUT_DTYPES)
@@ -106,7 +107,7 @@ def export_detector(
         logging.getLogger(__name__).warning(message, cfg.TEST.TILE_SIZE)
     if is_int8:
         check_packages("Precision int8", "nncf")
-    calibration = dataset_files(cfg, "TRAIN", calibration_images) if is_int8 else []
+    calibration = calibration_files(cfg, calibration_images) if is_int8 else []
     check_output_folder(output)
     reference, categories = load_detector(with_overrides(cfg, {"MODEL.TRANSFORMER.COMPILE": False}), weights)
     network = cast_network(copy.deepcopy(reference), precision)

@@ -278,10 +278,6 @@ def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: P
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
 
-def _load_aot_inductor(path: Path) -> Loaded:
-    return torch._inductor.aoti_load_package(str(path)), None
-
-
 # -- ONNX ------------------------------------------------------------------------------------------
 
 
@@ -480,7 +476,7 @@ FORMATS: dict[str, Format] = {
     "aot_inductor": Format(
         ".aoti.pt2",
         _write_aot_inductor,
-        _load_aot_inductor,
+        load=lambda path: (torch._inductor.aoti_load_package(str(path)), None),
         embed=lambda path, metadata: None,  # the archive stays as the compiler wrote it
         uses_torch_export=True,
     ),

@@ -13,17 +13,18 @@ from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
 from detectron2.data import transforms as T
 from detectron2.evaluation import inference_on_dataset
 from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from projects_vil.data import build_test_loader, read_image, size_for_testing
+from backbones.errors import explained_errors
+from projects_vil.data import build_test_loader, check_files, read_image, register_datasets, size_for_testing
 from projects_vil.evaluation import build_evaluator
 from projects_vil.export.formats import FORMATS, check_onnx
 from projects_vil.export.metadata import check_sides
-from projects_vil.export.quantization import dataset_files
 from projects_vil.export.runtime import ExportedModel, letterbox_size, pad_image
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE
 
@@ -97,17 +98,23 @@ def parity_images(
 
 def _dataset_images(cfg: CfgNode, fixed: tuple[int, int] | None, sides: Sequence[int]) -> list[tuple[str, Tensor]]:
     """Return up to four images of ``DATASETS.TEST`` that the model accepts. Log why images cannot be read."""
-    images = []
     # The exported file does not divide images into tiles.
-    if cfg.DATASETS.TEST and not cfg.TEST.TILE_SIZE:
-        try:
-            for file in dataset_files(cfg, "TEST", 4):
-                image = _read(cfg, file, fixed)
-                if sides[0] <= min(image.shape[1:]) and max(image.shape[1:]) <= sides[1]:
-                    images.append((file, image))
-        except ConfigError as error:
-            # The dataset may have been moved since the training.
-            _logger.info("The parity check has synthetic images. %s", error)
+    names, images, files = () if cfg.TEST.TILE_SIZE else cfg.DATASETS.TEST, [], []
+    try:
+        register_datasets(cfg)
+        for name in names:
+            check_files(name)
+            # The annotations are not used, so they are not checked.
+            with explained_errors(name, "cannot be read", "See 'vil check'."):
+                files += [record["file_name"] for record in DatasetCatalog.get(name)]
+        for index in range(min(4, len(files))):
+            file = files[index * len(files) // min(4, len(files))]
+            image = _read(cfg, file, fixed)
+            if sides[0] <= min(image.shape[1:]) and max(image.shape[1:]) <= sides[1]:
+                images.append((file, image))
+    except ConfigError as error:
+        # The dataset may have been moved since the training.
+        _logger.info("The parity check has synthetic images. %s", error)
     return images
 
 
@@ -141,37 +148,34 @@ def compare_detections(ours: Outputs, theirs: Outputs, precision: str, threshold
         the largest difference of ``boxes``, ``scores`` and ``masks`` in pairs; and ``ok``, ``None`` if pairs do not
         decide.
     """
-    tolerances, changed_share = TOLERANCES[precision], CHANGED_SHARE[precision]
+    tolerances, changed_share, borderline = TOLERANCES[precision], CHANGED_SHARE[precision], 0
     distance = (ours["boxes"].float()[:, None] - theirs["boxes"].float()).abs().amax(2)
-    # NaN never matches.
-    distance = distance.nan_to_num(nan=torch.inf)
-    distance = distance.masked_fill(ours["classes"][:, None] != theirs["classes"], torch.inf)
+    # Infinity never matches.
+    distance[distance.isnan() | (ours["classes"][:, None] != theirs["classes"])] = torch.inf
     pairs = _pair(distance, at_most=tolerances["boxes"])
-    borderline = 0
-    # Pair the other detections too, beyond the tolerance, to report their distance.
-    rest = [torch.ones(side, dtype=torch.bool) for side in distance.shape]
     for axis, scores in enumerate((ours["scores"], theirs["scores"])):
-        rest[axis][[pair[axis] for pair in pairs]] = False
-        near = rest[axis] & _is_borderline(scores, thresholds)
-        borderline += int(near.sum())
-        rest[axis] &= ~near
-    is_open = rest[0][:, None] & rest[1]
-    far = _pair(distance.masked_fill(~is_open, torch.inf), at_most=torch.finfo(torch.float32).max)
-    pairs += far
+        lowest = thresholds["score"]
+        if 0 < thresholds["detections_per_image"] <= len(scores):
+            lowest = max(lowest, scores.min().item())
+        missing = scores <= lowest + BORDERLINE
+        missing[[pair[axis] for pair in pairs]] = False
+        borderline += int(missing.sum())
+        distance.index_fill_(axis, missing.nonzero()[:, 0], torch.inf)
+    # The other detections are paired beyond the tolerance too, to report their distance.
+    pairs += _pair(distance, at_most=torch.finfo(torch.float32).max)
     row: dict = {
         "detections": len(ours["scores"]),
         "detections_exported": len(theirs["scores"]),
         "pairs": len(pairs),
-        "unmatched": int(rest[0].sum() + rest[1].sum()) - 2 * len(far),
+        "unmatched": sum(distance.shape) - 2 * len(pairs) - borderline,
         "borderline": borderline,
     }
     our_rows, their_rows = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1)
     within = torch.ones(len(pairs), dtype=torch.bool)
-    for name in tolerances:
-        if name in ours:
-            difference = (ours[name][our_rows].float() - theirs[name][their_rows].float()).abs()
-            row[name] = difference.max().item() if difference.numel() else 0.0
-            within &= (difference <= tolerances[name]).view(len(pairs), *difference.shape[1:], 1).flatten(1).all(1)
+    for name in filter(ours.__contains__, tolerances):
+        difference = (ours[name][our_rows].float() - theirs[name][their_rows].float()).abs()
+        row[name] = difference.max().item() if difference.numel() else 0.0
+        within &= (difference <= tolerances[name]).view(len(pairs), *difference.shape[1:], 1).flatten(1).all(1)
     row["changed"] = int((~within).sum())
     wrong = row["unmatched"] + row["changed"]
     row["ok"] = None if changed_share is None else wrong <= changed_share * row["detections"]
@@ -179,21 +183,14 @@ def compare_detections(ours: Outputs, theirs: Outputs, precision: str, threshold
 
 
 def _pair(distance: Tensor, *, at_most: float) -> list[tuple[int, int]]:
-    """Return pairs (row, column): each row, in order, with its nearest free column."""
-    free, pairs = distance.clone(), []
-    for row in range(len(free)):
-        if free.shape[1] and free[row].min() <= at_most:
-            column = int(free[row].argmin())
+    """Return pairs (row, column): each row, in order, with its nearest free column. Both become infinite."""
+    pairs = []
+    for row in range(len(distance) if distance.numel() else 0):
+        column = int(distance[row].argmin())
+        if distance[row, column] <= at_most:
             pairs.append((row, column))
-            free[:, column] = torch.inf
+            distance[row], distance[:, column] = torch.inf, torch.inf
     return pairs
-
-
-def _is_borderline(scores: Tensor, thresholds: Mapping[str, float]) -> Tensor:
-    is_borderline = scores <= thresholds["score"] + BORDERLINE
-    if 0 < thresholds["detections_per_image"] <= len(scores):
-        is_borderline |= scores <= scores.min() + BORDERLINE
-    return is_borderline
 
 
 def eager_detections(detector: nn.Module, image: Tensor) -> dict[str, Tensor]:
@@ -320,13 +317,10 @@ def _evaluate(cfg: CfgNode, reference: nn.Module, model: ExportedModel) -> list[
                 is_ok = eager > 0 and eager - exported <= AP_DROP
             else:
                 is_ok = abs(eager - exported) <= AP_TOLERANCE or (math.isnan(eager) and math.isnan(exported))
-            precisions = {"AP": _number(eager), "AP_exported": _number(exported)}
-            rows.append({"dataset": name, "task": task, **precisions, "ok": is_ok})
+            # JSON has no NaN.
+            ap, ap_exported = (None if math.isnan(value) else round(value, 3) for value in (eager, exported))
+            rows.append({"dataset": name, "task": task, "AP": ap, "AP_exported": ap_exported, "ok": is_ok})
     return rows
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 3)
 
 
 def _advice(report: dict) -> list[str]:

@@ -31,14 +31,14 @@ def stays_float(name: str) -> bool:
     return any(layer in name for layer in FLOAT_LAYERS)
 
 
-def dataset_files(cfg: CfgNode, split: str, number: int) -> list[str]:
-    """Return up to ``number`` image files of ``DATASETS.TRAIN`` or ``DATASETS.TEST``, evenly spaced.
+def calibration_files(cfg: CfgNode, number: int) -> list[str]:
+    """Return up to ``number`` image files of ``DATASETS.TRAIN``, evenly spaced.
 
     Raises:
         ConfigError: If the dataset or an image is missing.
     """
     register_datasets(cfg)
-    records = load_dataset(cfg, cfg.DATASETS[split], train=split == "TRAIN")
+    records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
     number = min(number, len(records))
     return [records[i * len(records) // number]["file_name"] for i in range(number)]
 

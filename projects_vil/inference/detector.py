@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import numbers
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +16,10 @@ from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 
 from backbones import ConfigError
-from backbones.errors import check_whole, first_of
-from projects_vil.checkpoint import LAST_CHECKPOINT, PUBLISHED_WEIGHTS, Categories, weights_of
-from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_config
-from projects_vil.config import CONFIG_FILE, as_mapping, choose_device, load_config
+from backbones.errors import check_types, check_whole, first_of
+from projects_vil.checkpoint import Categories, find_model, find_weights
+from projects_vil.config import add_values, as_mapping, choose_device, load_config
 from projects_vil.data import upright_pixels
-from projects_vil.export import format_of
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead
 from projects_vil.inference.runners import EagerRunner, ExportedRunner, Runner, encode_masks, to_host
@@ -201,7 +198,7 @@ class Detector(HubMixin):
         source: str | os.PathLike,
         *,
         weights: str | os.PathLike | None = None,
-        device: str | torch.device | None = None,
+        device: int | str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         score_threshold: float | None = None,
         tta: bool = False,
@@ -219,8 +216,8 @@ class Detector(HubMixin):
                 - a checkpoint with a ``config.yaml`` in its folder;
                 - an exported file, or the name of an official detector (docs/model_zoo.md). These need no config.
             weights: Another checkpoint, or an exported file.
-            device: ``"cpu"`` or ``"cuda"``. By default the GPU if there is one, but the CPU for exported files. On
-                ``"cuda"``, ONNX files need onnxruntime-gpu, and other exported files do not run.
+            device: ``"cpu"``, ``"cuda"`` or the number of a GPU. By default the GPU if there is one, but the CPU for
+                exported files. On ``"cuda"``, ONNX files need onnxruntime-gpu, and other exported files do not run.
             dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` for all layers but the last. By default
                 ``INFERENCE.DTYPE``. An exported file has a fixed dtype.
             score_threshold: Lowest score of a detection, in [0, 1]. By default the threshold of the config or export.
@@ -230,11 +227,12 @@ class Detector(HubMixin):
         Raises:
             ConfigError: If a file is missing or damaged, or if files do not fit together.
         """
+        check_types(cls.load, locals())
         source = Path(source).expanduser()
         check_threshold(score_threshold)
-        given = as_mapping(overrides)
-        weights = weights or given.get("MODEL.WEIGHTS")
-        device = given.get("MODEL.DEVICE") if device is None else device
+        device = None if device is None else str(device)
+        given = add_values(as_mapping(overrides), {"MODEL.WEIGHTS": weights, "MODEL.DEVICE": device})
+        weights, device = given.get("MODEL.WEIGHTS"), given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's best or last checkpoint
         exported = [path for path in (weights, source) if path and str(path).endswith(EXPORT_SUFFIXES)]
@@ -249,7 +247,7 @@ class Detector(HubMixin):
         config, weights = find_model(source, weights)
         cfg = load_config(config, {key: str(value) for key, value in given.items()})
         cfg.defrost()
-        cfg.MODEL.DEVICE = "cuda" if device is None else str(device)
+        cfg.MODEL.DEVICE = "cuda" if device is None else cfg.MODEL.DEVICE
         cfg.INFERENCE.DTYPE = str(dtype or cfg.INFERENCE.DTYPE).removeprefix("torch.")
         if score_threshold is not None:
             cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
@@ -371,45 +369,8 @@ class Detector(HubMixin):
                         position += 1
 
 
-def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[Path, str | os.PathLike | None]:
-    """Return the config and the weights of a detector.
-
-    Args:
-        source: As for :meth:`Detector.load`, except for exported files.
-        weights: Another checkpoint.
-
-    Returns:
-        The config file and the weights. The weights are None if the config sets them.
-
-    Raises:
-        ConfigError: If there is no config, or if a run has no weights.
-    """
-    if not source.exists():
-        if is_zoo_name(source):
-            return zoo_config(str(source)), weights or str(source)
-        hub = " To load from the Hugging Face Hub, use Detector.from_pretrained." * (len(source.parts) == 2)
-        choices = f"a run, a checkpoint with {CONFIG_FILE} in its folder, an exported file or a name of the model zoo"
-        raise ConfigError(f"Model '{source}' does not exist. Use {choices}.{hub}")
-    if source.name.endswith(EXPORT_SUFFIXES):
-        advice = f"Give its run, or use 'vil export RUN --format {format_of(source)} --evaluate'"
-        raise ConfigError(f"'{source}' is an exported file. {advice}.")
-    folder = source if source.is_dir() else source.parent
-    if source.suffix in (".yaml", ".yml") and source.name != CONFIG_FILE:
-        return source, weights
-    if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"'{source}' needs a {CONFIG_FILE}. Use a run's output directory, or a config and weights.")
-    if source.is_file() and source.name != CONFIG_FILE:
-        return folder / CONFIG_FILE, weights or source
-    # MODEL.WEIGHTS in the config of a run are the initial weights.
-    is_run = source.is_dir() or any((folder / name).is_file() for name in (LAST_CHECKPOINT, PUBLISHED_WEIGHTS))
-    weights = weights or (weights_of(folder) if is_run else None)
-    if is_run and weights is None:
-        raise ConfigError(f"'{folder}' has no weights. It needs a checkpoint (model_*.pth) or {PUBLISHED_WEIGHTS}.")
-    return folder / CONFIG_FILE, weights
-
-
 def check_threshold(score_threshold: float | None) -> None:
     """Raise a :class:`ConfigError` unless a score threshold is None or a number in [0, 1]."""
-    is_number = isinstance(score_threshold, numbers.Real)
-    if score_threshold is not None and not (is_number and 0 <= score_threshold <= 1):
+    check_types(check_threshold, locals())
+    if score_threshold is not None and not 0 <= score_threshold <= 1:
         raise ConfigError(f"score_threshold is {score_threshold!r}. Use a number between 0 and 1.")

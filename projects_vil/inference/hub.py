@@ -121,7 +121,7 @@ class HubMixin:
         cls: type[T],
         pretrained_model_name_or_path: str | os.PathLike,
         *,
-        device: str | torch.device | None = None,
+        device: int | str | torch.device | None = None,
         score_threshold: float | None = None,
         tta: bool = False,
         **download: Any,

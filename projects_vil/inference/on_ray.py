@@ -51,12 +51,14 @@ def _explained_error() -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayError as error:
-        # The innermost error is at the end of the traceback, before the advice of Ray Data about retries. Its object is
-        # not used, because this advice replaces the file name of an OSError.
-        reason = re.split(r"(?m)^[ \x1b].*\n", str(error))[-1].partition("\nFailed to apply")[0].strip()
-        kind, _, message = reason.partition(": ")
-        if kind == "backbones.errors.ConfigError":
-            raise ConfigError(message) from error
+        cause = error
+        while isinstance(cause, ray.exceptions.RayTaskError) and cause.cause is not cause:
+            cause = cause.cause
+        # Ray Data appends a line of advice about retries.
+        if isinstance(cause, ConfigError):
+            raise ConfigError(str(cause).partition("\n")[0]) from error
+        # The advice replaces the file name of an OSError, but not at the end of the traceback.
+        reason = re.split(r"(?m)^[ \x1b].*\n", str(error))[-1].partition("\nFailed to ")[0]
         raise ConfigError(f"A Ray task failed ({one_line(reason)}). Fix the cause and repeat the command.") from error
 
 
@@ -110,8 +112,8 @@ def predict_on_ray(
     device = options.get("device") or given.get("MODEL.DEVICE", "cuda")
     can_use_gpu = str(device) != "cpu" and not str(options.get("weights") or model).endswith(EXPORT_SUFFIXES)
     # This process leaves the GPUs to the workers, and some attention backends need a GPU.
-    on_cpu = given | {"MODEL.TRANSFORMER.ATTENTION_BACKEND": "auto"} if can_use_gpu else given
-    detector = Detector.load(model, **options | {"device": "cpu", "overrides": on_cpu})
+    on_cpu = given | {"MODEL.DEVICE": "cpu"} | ({"MODEL.TRANSFORMER.ATTENTION_BACKEND": "auto"} if can_use_gpu else {})
+    detector = Detector.load(model, **options | {"device": None, "overrides": on_cpu})
     # An error of a task is raised once, and not printed for each of its results too.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     ray.init(ignore_reinit_error=True)

@@ -18,7 +18,8 @@ from projects_vil.checkpoint import known_categories, load_detector
 from projects_vil.config import DETECTORS, detector_name, set_precision
 from projects_vil.data import size_for_testing
 from projects_vil.export import DAMAGED, ExportedModel, letterbox_size, pad_image, to_instances
-from projects_vil.modeling import add_tiles, add_tta, autocast_detector, eval_dtype, max_input_side, use_sync_free_parts
+from projects_vil.modeling import add_tta, autocast_detector, eval_dtype, max_input_side, use_sync_free_parts
+from projects_vil.modeling.tiles import TiledDetector
 from vil.choices import DTYPES
 
 MAX_MASK_PIXELS = 2**27  # pixels of masks that are encoded at once; each takes one byte, plus temporary copies
@@ -62,7 +63,8 @@ class EagerRunner:
             raise ConfigError("--tta does not support tiles. Leave it out, or set TEST.TILE_SIZE 0.")
         # Test-time augmentation limits the sizes itself, and absolute positions limit the tiles instead of the images.
         self.sides = 1, None if tta or cfg.TEST.TILE_SIZE else max_input_side(self.detector)
-        self.model = add_tta(cfg, self.detector) if tta else add_tiles(cfg, self.detector)
+        wrap = add_tta if tta else TiledDetector
+        self.model = wrap(cfg, self.detector) if tta or cfg.TEST.TILE_SIZE else self.detector
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width after resizing for inference."""

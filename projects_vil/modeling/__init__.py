@@ -18,6 +18,5 @@ from projects_vil.modeling.backbone import (
 from projects_vil.modeling.micro_batches import MicroBatches
 from projects_vil.modeling.roi_heads import AnyBatchPointRendMaskHead
 from projects_vil.modeling.sync_free import use_sync_free_parts
-from projects_vil.modeling.tiles import add_tiles
 from projects_vil.modeling.timm_backbone import TIMM_PREFIX, TimmBackbone, check_timm_name
 from projects_vil.modeling.tta import add_tta

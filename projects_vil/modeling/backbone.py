@@ -52,17 +52,13 @@ class TransformerBackbone(Backbone):
         self.variant = name
         if options.get("drop_path_rate", 0.0) is None:
             options["drop_path_rate"] = get_variant(name).drop_path_rate
-        # Used to convert official weights.
+        # The keywords are used to convert official weights, and checkpoints store the options of the variant.
         self.options = {"out_features": tuple(out_features), **options}
+        self.variant_options = {key: value for key, value in options.items() if key in OPTIONS and value is not None}
         self.net = create_backbone(name, **self.options)
         if freeze_at:
             check_freeze_at(freeze_at, name, len(self.net.variant.stages))
             self.net.freeze_stages(freeze_at)
-
-    @property
-    def variant_options(self) -> dict[str, object]:
-        """Return the options that differ from the defaults of the variant."""
-        return {key: value for key, value in self.options.items() if key in OPTIONS and value is not None}
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """(B, 3, H, W) -> {stage: (B, C, ceil(H / stride), ceil(W / stride))}."""

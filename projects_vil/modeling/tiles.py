@@ -95,8 +95,3 @@ class TiledDetector(nn.Module):
         is_cut = ((distances < side * _MARGIN) & torch.tensor(has_next, device=boxes.device)).any(dim=1)
         instances.boxes = boxes + boxes.new_tensor([left, top, left, top])
         return instances[~is_cut]
-
-
-def add_tiles(cfg: CfgNode, model: nn.Module) -> nn.Module:
-    """Return the detector, or a :class:`TiledDetector` if ``TEST.TILE_SIZE`` is not 0."""
-    return TiledDetector(cfg, model) if cfg.TEST.TILE_SIZE else model

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from detectron2.evaluation.coco_evaluation import _evaluate_predictions_on_coco
 from pycocotools import mask as mask_util
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -78,9 +77,15 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
             objects = [item | {"id": index} for index, item in enumerate(annotations["annotations"], start=1)]
             coco.dataset = annotations | {"annotations": objects}
             coco.createIndex()
-            tasks = ["bbox", "segm"] if all("segmentation" in item for item in detections) else ["bbox"]
-            options = {"cocoeval_fn": COCOeval, "max_dets_per_image": [1, 10, max_detections]}
-            evaluations = {task: _evaluate_predictions_on_coco(coco, detections, task, **options) for task in tasks}
+            evaluations = {}
+            for task in ["bbox", "segm"] if all("segmentation" in item for item in detections) else ["bbox"]:
+                if task == "segm":
+                    # COCO would take the area of the box instead of the area of the mask.
+                    detections = [{key: item[key] for key in item if key != "bbox"} for item in detections]
+                evaluations[task] = COCOeval(coco, coco.loadRes(detections), task)
+                evaluations[task].params.maxDets = [1, 10, max_detections]
+                evaluations[task].evaluate()
+                evaluations[task].accumulate()
     evaluation = evaluations["bbox"]
     parameters = evaluation.params
     entries = np.array(evaluation.evalImgs, dtype=object)

@@ -1,8 +1,9 @@
 """Draw boxes, masks and labels on an image, and arrange images in a grid."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from backbones.errors import GENERATOR, check_replaceable, printable
 
 LABEL_HEIGHT, FONT_SIZE, MARGIN = 17, 12.5, 2  # pixels
 MASK_ALPHA, LABEL_ALPHA = 0.3, 0.6  # opacity of the color of a class
+# Lighter and darker shades of a color for objects of one class: a gray value, and its share.
+SHADES = ((0, 0), (255, 0.55), (0, 0.4))
 PANEL_WIDTH, PANEL_HEIGHT = 480, 560  # pixels of one image in a grid
 HEADER, GAP = 28, 8  # pixels of a title, and between images
 
@@ -109,8 +112,8 @@ def draw_instances(
 ) -> np.ndarray:
     """Draw annotations or detections: (H, W, 3) uint8 RGB -> about (H * scale, W * scale, 3).
 
-    In contrast to ``Visualizer.draw_dataset_dict``, holes in masks are kept, a class has the same color in every image,
-    and labels are legible on small images.
+    In contrast to ``Visualizer.draw_dataset_dict``, holes in masks are kept, and labels are legible on small images. A
+    class has the same color in every image. Its objects have shades of this color, so that overlapping boxes differ.
 
     Args:
         image: (H, W, 3) uint8 RGB.
@@ -120,18 +123,23 @@ def draw_instances(
         scale, label_size: See :class:`Canvas`.
     """
     canvas = Canvas(image, scale=scale, label_size=label_size)
-    colors = _colors(metadata, "thing_colors")
-    for item in sorted(instances, key=lambda item: -np.prod(np.diff(_corners(item).reshape(2, 2), axis=0))):
-        color = colors[item.get("track_id", item["category_id"]) % len(colors)]
+    palette, drawn, shades = _colors(metadata, "thing_colors"), [], defaultdict(lambda: cycle(SHADES))
+    for item in instances:
+        # COCO results have no bbox_mode.
+        box = BoxMode.convert(list(item["bbox"]), item.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS)
+        index = item.get("track_id", item["category_id"])
+        gray, share = next(shades[index])
+        drawn.append((item, box, [round(value + (gray - value) * share) for value in palette[index % len(palette)]]))
+    # Large boxes first, so that they do not cover small ones
+    for item, box, color in sorted(drawn, key=lambda one: -(one[1][2] - one[1][0]) * (one[1][3] - one[1][1])):
         if item.get("segmentation") is not None and len(item["segmentation"]):
             canvas.draw_mask(GenericMask(item["segmentation"], *image.shape[:2]).mask, color)
-        canvas.draw_box(_corners(item), color)
-    for item in instances:
+        canvas.draw_box(box, color)
+    for item, box, color in drawn:
         label = metadata.thing_classes[item["category_id"]] + (" (crowd)" if item.get("iscrowd") else "")
         label = f"{label} {item['score']:.0%}" if "score" in item else label
         label = f"#{item['track_id']} {label}" if "track_id" in item else label
-        color = colors[item.get("track_id", item["category_id"]) % len(colors)]
-        canvas.draw_label(label, _corners(item), color)
+        canvas.draw_label(label, box, color)
     return canvas.image
 
 
@@ -182,11 +190,6 @@ def write_image(path: Path, image: np.ndarray) -> None:
     file_format = "JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG"
     with atomic_write(path, sync=False) as partial:
         Image.fromarray(image).save(partial, file_format, **options)
-
-
-def _corners(item: dict) -> np.ndarray:
-    """Return left, top, right and bottom in pixels. COCO results have no ``bbox_mode``."""
-    return np.array(BoxMode.convert(list(item["bbox"]), item.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS))
 
 
 def _colors(metadata, key: str) -> list[tuple[int, ...]]:

@@ -36,6 +36,7 @@ def test_configs_are_found_by_name():
     for path in root.rglob("*.yaml"):
         name = path.relative_to(root).as_posix()
         assert config.config_path(name).samefile(path) and config.config_path(name.removesuffix(".yaml")).samefile(path)
+    assert load_config(name) == load_config(path)
 
 
 @pytest.mark.parametrize("name", ["retinanet/lit_ti1x", "retinanet/lit_ti_1", "../README", "retinanet"])

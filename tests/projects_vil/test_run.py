@@ -170,14 +170,16 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, started, model, 
     ("arguments", "named"),
     [
         ({"epoch": 3}, "'epochs'"),
-        ({"image_size": "large"}, "image_size is 'large'"),
         ({"image_size": 20}, "from 64 to 4096"),
         ({"val_fraction": float("nan")}, "val_fraction is nan"),
+        ({"val_fraction": "0.2"}, "val_fraction='0.2' has type str. Use float or None"),
+        ({"overrides": {"SEED": 1}, "SEED": 2}, "SEED is given twice, as 2 and as 1"),
+        ({"images": "nope"}, "'nope' (--images) is not a folder"),
         ({"patience": 3}, "'SOLVER.EARLY_STOPPING_PATIENCE'"),
         ({"model": "vil_tinny"}, "'vil_tiny"),
         ({"model": "yolov8n.pt"}, "Use detector, weights or config"),
         ({"model": "timm:resnt50"}, "'resnet50'"),
-        ({"device": "cuda:99"}, "cuda:99"),
+        ({"device": 99}, "cuda:99"),
         ({"detector": "retinaned"}, "'retinanet'"),
         ({"config": "retinanet/vil_tiny_rpb1x"}, "'retinanet/vil_tiny_rpb_1x'"),
         ({"config": "retinanet/vil_tiny_rpb_1x", "model": "lit_ti"}, "config"),
@@ -186,7 +188,7 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, started, model, 
         ({"weights": "absent.pth"}, "absent.pth"),
         ({"epochs": 0}, "epochs=0 is not valid"),
         ({"num_gpus": 0}, "--num-gpus is 0"),
-        ({"workers": -1}, "DATALOADER.NUM_WORKERS is -1"),
+        ({"lr": float("nan"), "workers": 0}, "SOLVER.BASE_LR is nan"),
         ({"epochs": 3, "SOLVER.MAX_ITER": 4}, "epochs"),
     ],
 )
@@ -264,6 +266,7 @@ def test_an_evaluation_with_changes_keeps_the_results_of_the_run(trained_run, da
     assert file.read_bytes() == before and f"written to 'run/evaluation_{first}'" in capsys.readouterr().out
     Path("run/model.onnx").touch()
     assert "vil export RUN --format onnx --evaluate" in message(evaluate, "run/model.onnx")
+    assert "Without data" in message(evaluate, "run", images=data)
     file.unlink()
     assert evaluate(f"run/{last}.pth") == plain == json.loads(file.read_bytes())
 

@@ -39,4 +39,5 @@ def test_the_best_config_of_a_resumed_search(tmp_path, monkeypatch, capsys):
     best = load_config(tmp_path / "out/best.yaml")
     rates = [load_config(path).SOLVER.BASE_LR for path in (tmp_path / "out").glob("trial_*/config.yaml")]
     assert len(set(rates)) == len(rates) > 2 and best.SOLVER.BASE_LR == min(rates) and best.OUTPUT_DIR != "trial"
+    assert "of a run" in message(tune.tune, "photos", tmp_path, trials=5, **options)
     assert "other arguments" in message(tune.tune, "other", tmp_path / "out", trials=5, **options)

@@ -65,8 +65,8 @@ def test_check_replaces_no_annotations_and_writes_no_empty_dataset(shapes, tmp_p
 @pytest.mark.parametrize(
     ("tasks", "expected"),
     [
-        ({"bbox": {"AP": 0}, "segm": {"AP": None}}, "AP is 0. Train for more epochs"),
-        ({"bbox": {"AP": None}}, "AP is undefined, because the validation images have no objects."),
+        ({"bbox": {"AP": 0}, "segm": {"AP": None}}, "bbox of mine: AP is 0. Train for more epochs"),
+        ({"bbox": {"AP": None}}, "bbox of mine: AP is undefined, because the validation images have no objects."),
         ({"bbox": {"AP": 3.0, "AP50": 9.0}}, "bbox of mine: AP 3.0 %, AP50 9.0 %\nNext: vil predict"),
         ({"sem_seg": {"mIoU": 3.0}}, "Next: vil predict"),
     ],
@@ -74,7 +74,12 @@ def test_check_replaces_no_annotations_and_writes_no_empty_dataset(shapes, tmp_p
 def test_the_advice_after_training(tmp_path, monkeypatch, tasks, expected):
     (tmp_path / "evaluation.json").write_text(json.dumps({"mine": tasks}))
     monkeypatch.setattr("projects_vil.run.train", lambda data, **_: Run(tmp_path))
-    assert vil("train", tmp_path)[1].startswith(expected)
+    monkeypatch.setattr("projects_vil.run.evaluate", lambda model, **_: {"mine": tasks})
+    (tmp_path / "config.yaml").touch()
+    trained, evaluated = (vil(command, tmp_path)[1] for command in ("train", "eval"))
+    assert trained.startswith(expected) and trained.partition("Next")[0] == evaluated
+    (tmp_path / "last_checkpoint").touch()
+    assert f"DATA --weights {tmp_path}" in vil("train", tmp_path, "photos")[2]
 
 
 @pytest.mark.slow

@@ -127,6 +127,8 @@ def read_dataset(
     """
     if val is not None and not 0 <= val < 1:
         raise ConfigError(f"val_fraction is {val}. Give 0 or a fraction below 1.")
+    if images is not None and not Path(images).is_dir():
+        raise ConfigError(f"'{images}' (--images) is not a folder. Give the folder with the images.")
     source = Path(source)
     name, files, index = _detect_format(source, None if images is None else Path(images))
     extracted = os.path.abspath(extracted or Path(folder, "images"))

@@ -12,7 +12,7 @@ from backbones import ConfigError
 from projects_vil.data import load_dataset
 from projects_vil.export import ExportedModel, export_detector, parity
 from projects_vil.export.formats import import_openvino
-from projects_vil.export.quantization import FLOAT_LAYERS, dataset_files, quantize, stays_float
+from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, quantize, stays_float
 from tests.projects_vil.export.exporting import FEW_LEVELS, demo_detector, onnx_file, shallow_variants, skip_without
 from tests.projects_vil.helpers import small_config, untrained_detector
 
@@ -115,7 +115,7 @@ def test_calibration_images(shapes, weights, tmp_path, monkeypatch):
     skip_without("onnx")
     cfg = small_config()
     files = [record["file_name"] for record in load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)]
-    assert [dataset_files(cfg, "TRAIN", number) for number in (4, 100)] == [files[::4], files] and len(files) == 16
+    assert [calibration_files(cfg, number) for number in (4, 100)] == [files[::4], files] and len(files) == 16
     shutil.copytree(shapes, tmp_path / "shapes")
     monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
     for path in (tmp_path / "shapes/train").iterdir():

@@ -96,6 +96,10 @@ def test_holes_of_masks_are_kept():
     drawn = draw_instances(image, [{"bbox": [10, 5, 70, 50], "category_id": 0, "segmentation": mask}], metadata)
     assert (drawn[25:35, 35:55] == 100).all() and (drawn[:3, 40:] == 100).all()
     assert (drawn[45:50, 20:70, 2] > 130).all() and (drawn[45:50, 20:70, :2] < 90).all()
+    # Boxes of one class differ in their shade.
+    boxes = [{"bbox": [10, 5, 70, 50], "category_id": 0}, {"bbox": [20, 15, 50, 30], "category_id": 0}]
+    colors = draw_instances(image, boxes, metadata)[(55, 45), 40]
+    assert colors.argmax(axis=1).tolist() == [2, 2] and (colors[0] != colors[1]).any()
 
 
 @pytest.mark.parametrize("name", [NAME, SEM_SEG])
