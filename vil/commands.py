@@ -567,7 +567,7 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
         cases = [analysis.BenchmarkCase(*name, size=size, **options) for name in names]
         rows += analysis.measure(cases, reference=reference, runs=args.runs, memory=not args.no_memory)
     print(analysis.format_measurements(rows, reference=names[reference][0]))
-    write_json(args.json, {"measurements": rows, "growth": analysis.growth(rows)})
+    write_json(args.json, {"measurements": rows})
 
 
 def visualize(parser: ToolParser, words: Sequence[str]) -> None:
