@@ -19,7 +19,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from backbones import ConfigError
 from backbones.build import VARIANTS, get_variant
 from backbones.checkpoint_files import read_checkpoint, write_text
-from backbones.errors import GENERATOR, check_choice, check_replaceable, check_types, closest, counted, first_of
+from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest, counted, first_of
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
@@ -165,16 +165,15 @@ def train(
         >>> run = train("photos", epochs=10, output="out")
         >>> detections = run.detector()("holiday.jpg")
     """
-    check_types(train, locals())
     # -- the config keys that the user has set --
     if data is None and (images is not None or val_fraction is not None):
         raise ConfigError("Without data, images and val_fraction have no effect. Give data, or remove them.")
     given = _overrides_of(train, overrides)
-    if epochs == 0:
-        raise ConfigError("epochs=0 is not valid. Give a whole number of at least 1.")
-    if tiles is not None and image_size:
+    for argument, value in {"epochs": epochs, "batch": batch, "tiles": tiles}.items():
+        check_whole(argument, 1 if value is None else value)
+    if tiles and image_size:
         raise ConfigError("tiles and image_size both set the size of the training images. Remove one.")
-    image_size = image_size if tiles is None else tiles
+    image_size = tiles or image_size
     pixels = None if image_size == "auto" else image_size
     least, most = IMAGE_SIZES
     if pixels is not None and not (isinstance(pixels, int) and least <= pixels <= most):
@@ -339,7 +338,6 @@ def evaluate(
     Raises:
         ConfigError: For a mistake in the arguments, the data or a file.
     """
-    check_types(evaluate, locals())
     if data is None and images is not None:
         raise ConfigError("Without data, images has no effect. Give data, or remove it.")
     given = add_values(_overrides_of(evaluate, overrides), {"OUTPUT_DIR": output})

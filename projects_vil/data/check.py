@@ -11,7 +11,7 @@ from backbones.errors import counted
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import Dataset, read_dataset
 from projects_vil.data.segmentation import count_masks
-from projects_vil.data.splits import entries_of, with_file_names, write_coco
+from projects_vil.data.splits import entries_of, save_coco, with_file_names
 from projects_vil.utils import like, paused_garbage_collection
 
 
@@ -106,7 +106,7 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
     if num_masks:
         boxes = ({key: entry[key] for key in entry if key != "segmentation"} for entry in dataset["annotations"])
         dataset["annotations"] = like(dataset["annotations"], boxes)
-    write_coco(output, dataset)
+    save_coco(output, dataset)
     left = ", ".join(counted(len(dataset.get(f"{name}s", ())), name) for name in ("image", "annotation"))
     removed = ", ".join(counted(counts[f"{name}s"], name) for name in ("image", "annotation"))
     masks = f", left out {num_masks:,} masks" * (num_masks > 0)

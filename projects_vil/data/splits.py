@@ -52,7 +52,7 @@ def divide(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[st
     return parts
 
 
-def write_coco(path: str | Path, content: dict[str, Any]) -> None:
+def save_coco(path: str | Path, content: dict[str, Any]) -> None:
     """Write a COCO file, atomically. Long lists are written one entry at a time."""
     with atomic_write(path) as partial, partial.open("w", encoding="utf-8") as file:
         for number, (key, value) in enumerate(content.items()):

@@ -26,8 +26,8 @@ from projects_vil.data.splits import (
     entries_of,
     find_copies,
     images_of,
+    save_coco,
     split_by_hash,
-    write_coco,
 )
 from projects_vil.utils import paused_garbage_collection, read_json
 
@@ -187,7 +187,7 @@ def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: d
         content, path, images = parts[split]
         if path is None:
             path, content = written[split], info | content | info
-            write_coco(path, content)
+            save_coco(path, content)
         contents[split], splits[split] = content, (path, images)
     return splits
 
