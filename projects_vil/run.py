@@ -479,7 +479,7 @@ def _check_same_data(
     source = names[0]
     if source in entries:
         file, _ = entries[source]
-        info = read_json(file).get("info")
+        info = read_coco(file).get("info")
         # A converted file contains the path of its dataset.
         source = info.get(SOURCE, file) if isinstance(info, dict) else file
     changed = "(or --val-fraction) has changed since the start of the run in"

@@ -47,10 +47,10 @@ LOCK_TIMEOUT = 5.0
 # The long lists of JSON files of at least this number of bytes are stored as bytes, which need less memory, but more
 # time for each access. The annotations of COCO's 118,287 training images have 470 MB.
 LARGE_FILE = 1 << 29
-# Long lists are parsed in parts of about this number of bytes.
-_PART = 1 << 20
+# Long lists are parsed in parts of about this number of bytes. Smaller files are not divided.
+_PART = 1 << 24
 # Between two objects of a list, and at the end of a list of objects in the top-level object
-_NEXT_ITEM, _LIST_END = re.compile(rb"\}\s*,\s*(?=\{)"), re.compile(rb'\}\s*\](?=\s*(,\s*"|\}\s*\Z))')
+_NEXT_ITEM, _LIST_END = re.compile(rb"\}[ \t\r\n]*,[ \t\r\n]*(?=\{)"), re.compile(rb'\}\s*\](?=\s*(,\s*"|\}\s*\Z))')
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 # Records that go to log.txt but not to the console: internals of detectron2, and very long texts.
 _FILE_ONLY = re.compile(
@@ -115,8 +115,8 @@ def read_json(path: str | Path, *, what: str = "file", lists: Iterable[str] = ()
     Args:
         path: Path of the file.
         what: Description of the file for error messages.
-        lists: Lists of the top-level object that may be long, such as a COCO file's annotations. They are parsed in
-            parts, which saves memory. In a file of 512 MiB or more, they become :class:`SharedRecords`.
+        lists: Lists of the top-level object that may be long, such as a COCO file's annotations. If they can be
+            divided, they are parsed in parts, and in a file of 512 MiB or more, they become :class:`SharedRecords`.
 
     Raises:
         ConfigError: If the file is missing, is not a regular file, cannot be read, or is not JSON. Also if an object
@@ -126,9 +126,10 @@ def read_json(path: str | Path, *, what: str = "file", lists: Iterable[str] = ()
     check_file(path, what)
     try:
         with paused_garbage_collection():
-            # The content of most files has no long lists, and some lists cannot be divided.
-            with contextlib.suppress(ValueError):
-                return _parse_lists(path, lists)
+            # Some lists cannot be divided, and some file systems do not map files.
+            with contextlib.suppress(ValueError, OSError):
+                if lists and os.path.getsize(path) >= _PART:
+                    return _parse_lists(path, lists)
             return _parse(Path(path).read_bytes())
     except UnicodeEncodeError as error:
         near = error.object[max(error.start - 20, 0) : error.end].encode("ascii", "backslashreplace").decode()
@@ -174,8 +175,9 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _parse_lists(path: str | Path, names: Iterable[str]) -> Any:
+def _parse_lists(path: str | Path, names: Iterable[str]) -> dict[str, Any]:
     """Parse a JSON object with long lists of objects. Raise a ValueError if the lists cannot be parsed in parts."""
+    marker = "a list without its objects"
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         rest, end, spans = [], 0, {}
         for name in names:
@@ -184,11 +186,11 @@ def _parse_lists(path: str | Path, names: Iterable[str]) -> Any:
             (stop,) = (match.start() + 1 for match in itertools.islice(_LIST_END.finditer(text, start), 1))
             spans[name] = start, stop
         for start, stop in sorted(spans.values()):
-            rest.append(text[end:start])
+            rest.append(text[end:start] + json.dumps(marker).encode())
             end = stop
         content, kind = _parse(b"".join([*rest, text[end:]])), SharedRecords if len(text) >= LARGE_FILE else list
         for name, span in spans.items():
-            if content.get(name) != []:
+            if not isinstance(content, dict) or content.get(name) != [marker]:
                 raise ValueError(f"{name} is not a list of the top-level object")
             content[name] = kind(_parts(text, *span))
     return content

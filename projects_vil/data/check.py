@@ -11,8 +11,8 @@ from backbones.errors import counted
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import Dataset, read_dataset
 from projects_vil.data.segmentation import count_masks
-from projects_vil.data.splits import entries_of, save_coco, with_file_names
-from projects_vil.utils import like, paused_garbage_collection
+from projects_vil.data.splits import entries_of, save_coco, with_file_names, without_masks
+from projects_vil.utils import paused_garbage_collection
 
 
 @paused_garbage_collection()
@@ -103,10 +103,7 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
             reason = next(map(file.describe, file.findings("error")), "no error")
             raise ConfigError(f"A fixed copy of '{file.path}' would have none of the {what} ({reason}). Repair it.")
     num_masks = 0 if file.masks else count_masks(dataset.get("annotations", ()))[0]
-    if num_masks:
-        boxes = ({key: entry[key] for key in entry if key != "segmentation"} for entry in dataset["annotations"])
-        dataset["annotations"] = like(dataset["annotations"], boxes)
-    save_coco(output, dataset)
+    save_coco(output, without_masks(dataset) if num_masks else dataset)
     left = ", ".join(counted(len(dataset.get(f"{name}s", ())), name) for name in ("image", "annotation"))
     removed = ", ".join(counted(counts[f"{name}s"], name) for name in ("image", "annotation"))
     masks = f", left out {num_masks:,} masks" * (num_masks > 0)

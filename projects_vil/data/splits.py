@@ -40,6 +40,13 @@ def with_file_names(content: dict[str, Any], names: Mapping[str, str]) -> dict[s
     return content | {"images": like(content["images"], map(renamed, content["images"]))}
 
 
+def without_masks(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a COCO file without segmentations."""
+    annotations = content.get("annotations", [])
+    boxes = ({key: one[key] for key in one if key != "segmentation"} for one in annotations)
+    return content | {"annotations": like(annotations, boxes)}
+
+
 def divide(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Return the content of a COCO file by split. The keys of ``splits`` are image ids as text."""
     parts, first = {split: dict(content) for split in splits.values()}, next(iter(splits.values()))
@@ -128,7 +135,8 @@ def compare_splits(parts: Parts, original_of: Mapping[str, str]) -> Iterator[str
         for _, path in images_of(content, root):
             groups[original_of.get(path, path)][split if len(parts) > 1 else path] = path
         names = {str(entry.get("id")): str(entry.get("name")) for entry in entries_of(content, "categories")}
-        for number in {str(entry.get("category_id")) for entry in entries_of(content, "annotations")}:
+        # A set would have another order in each process.
+        for number in dict.fromkeys(str(entry.get("category_id")) for entry in entries_of(content, "annotations")):
             by_class[names.get(number, "")].add(split)
     equal = [group for group in groups.values() if len(group) > 1]
     if equal and len(parts) > 1:

@@ -68,7 +68,7 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
 
 def _names(paths: list[str]) -> set[str]:
     """Return the file names of the images of COCO files."""
-    return {entry["file_name"] for path in paths for entry in entries_of(read_json(path), "images")}
+    return {entry["file_name"] for path in paths for entry in entries_of(read_coco(path), "images")}
 
 
 def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[str, Any], Path | None, Path]:
@@ -87,7 +87,7 @@ def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[s
     index.find_images(records)
     found = {record.names[0]: record.file for record in records if record.file}
     if not found:
-        first, advice = next(iter(entries), ""), f"Put them below '{index.root}', or give their folder with --images."
-        raise ConfigError(f"Cannot find the images of '{path}', such as '{first}'. {advice}")
+        where = f"such as '{next(iter(entries), '')}', below '{index.image_root}'"
+        raise ConfigError(f"Cannot find the images of '{path}', {where}. Give their folder with --images.")
     names = {name: os.path.relpath(path, index.image_root) for name, path in found.items()}
     return with_file_names(content, names), None, Path(index.image_root)

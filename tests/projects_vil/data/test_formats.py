@@ -263,6 +263,7 @@ def test_a_split_by_hash_depends_on_file_names_only(source, tmp_path, read, monk
     # The objects of a large file are stored as bytes.
     files = [dataset.splits[split][0].read_bytes() for split in dataset.splits]
     monkeypatch.setattr(utils, "LARGE_FILE", 0)
+    monkeypatch.setattr(utils, "_PART", 1)
     dataset = read(path, val=0.25)
     assert [dataset.splits[split][0].read_bytes() for split in dataset.splits] == files
 
