@@ -112,7 +112,7 @@ step = trap 'exit 130' INT TERM HUP; rm -f .venv/.sound; $(1); status=$$?; touch
 	@touch $@
 
 # The lowest versions that have wheels for the interpreter, which is Python 3.10 if uv finds it.
-WHEELS := ijson matplotlib numpy opencv-python-headless pillow pyarrow pycocotools pyyaml safetensors
+WHEELS := matplotlib numpy opencv-python-headless orjson pillow pyarrow pycocotools pyyaml safetensors
 
 .venv-lowest/.stamp: .venv/.stamp
 	@echo 'Creating .venv-lowest and installing the lowest versions of the requirements: about 2.7 GB'

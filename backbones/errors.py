@@ -5,14 +5,10 @@ import difflib
 import errno
 import importlib.metadata
 import importlib.util
-import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Integral, Real
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import get_args, get_origin
 
 # A file with this text in its first bytes was written by this project and may be replaced.
 GENERATOR = "written by vil-detectron2"
@@ -157,24 +153,6 @@ def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
         names = list(map(str, choices))
         hint = closest(str(value), names) or "."
         raise ConfigError(f"Unknown {what} {value!r}{hint} Choose one of {', '.join(names)}.")
-
-
-def check_types(function: Callable, arguments: Mapping[str, object]) -> None:
-    """Raise a :class:`ConfigError` if an argument of a function has another type than its annotation.
-
-    Args:
-        function: The function. Its annotations are types and unions of types.
-        arguments: The values by name, such as ``locals()`` in the first line of the function. Other names are ignored.
-    """
-    for name in arguments.keys() & function.__annotations__.keys():
-        hint, value = function.__annotations__[name], arguments[name]
-        kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else [hint])]
-        accepted = tuple({int: Integral, float: Real, Path: os.PathLike}.get(kind, kind) for kind in kinds)
-        # A text is also a sequence.
-        is_text = isinstance(value, str) and str not in kinds
-        if is_text or not isinstance(value, accepted):
-            names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise ConfigError(f"{name}={value!r} has type {type(value).__name__}. Use {names}.")
 
 
 def check_whole(name: str, value: object, *, least: int = 1) -> None:

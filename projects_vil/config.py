@@ -15,7 +15,7 @@ from detectron2.config import CfgNode, get_cfg
 from detectron2.projects.point_rend import add_pointrend_config
 
 from backbones.attention.triton_chunks import unmet_requirement
-from backbones.errors import ConfigError, check_file, check_types, closest, one_line
+from backbones.errors import ConfigError, check_file, closest, one_line
 from vil.choices import CONFIGS, DEVICES
 
 # The resolved config of a run, in OUTPUT_DIR.
@@ -236,7 +236,6 @@ def load_config(path: str | os.PathLike, overrides: Sequence[object] | Mapping[s
     Example:
         >>> cfg = load_config("configs/retinanet/vil_tiny_rpb_1x.yaml", {"SOLVER.BASE_LR": 5e-5})
     """
-    check_types(load_config, locals())
     cfg = default_config()
     path = path if os.path.exists(path) else config_path(os.fspath(path))
     check_file(path, "config file")
@@ -263,7 +262,6 @@ def as_mapping(overrides: Sequence[object] | Mapping[str, object]) -> dict[Any, 
     Raises:
         ConfigError: If the last key of a list has no value.
     """
-    check_types(as_mapping, locals())
     if isinstance(overrides, Mapping):
         return dict(overrides)
     if len(overrides) % 2:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
@@ -224,15 +225,15 @@ def objects_of(content: Mapping[str, Any]) -> np.ndarray:
         content: The content of a COCO file.
     """
     valid = (image for image in content["images"] if isinstance(image, dict))
-    rows, images = [], {image["id"]: image for image in valid if isinstance(image.get("id"), int | str)}
+    rows, images = array("d"), {image["id"]: image for image in valid if isinstance(image.get("id"), int | str)}
     for entry in content.get("annotations", ()):
         # The dataset check reports invalid entries.
         with contextlib.suppress(KeyError, TypeError, ValueError):
             left, top, width, height = map(float, entry["bbox"])
             image = images[entry["image_id"]]
             if not entry.get("iscrowd"):
-                rows.append((left, top, width, height, float(image["height"]), float(image["width"])))
-    objects = np.array(rows, dtype=float).reshape(-1, 6)
+                rows.extend((left, top, width, height, float(image["height"]), float(image["width"])))
+    objects = np.asarray(rows).reshape(-1, 6)
     return objects[np.isfinite(objects).all(axis=1) & (objects[:, 2:] > 0).all(axis=1)]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import operator
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from backbones import ConfigError
 from backbones.build import VARIANTS, get_variant
 from backbones.checkpoint_files import read_checkpoint, write_text
-from backbones.errors import GENERATOR, check_choice, check_replaceable, check_types, closest, counted, first_of
+from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest, counted, first_of
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
@@ -33,6 +34,7 @@ from projects_vil.config import (
     with_overrides,
 )
 from projects_vil.data import SOURCE, Dataset, read_categories, read_dataset
+from projects_vil.data.readers import read_coco
 from projects_vil.engine import Trainer, check_output_dir, check_setup, check_values
 from projects_vil.engine.launch import Processes, launch, run_evaluation, run_training
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
@@ -163,16 +165,15 @@ def train(
         >>> run = train("photos", epochs=10, output="out")
         >>> detections = run.detector()("holiday.jpg")
     """
-    check_types(train, locals())
     # -- the config keys that the user has set --
     if data is None and (images is not None or val_fraction is not None):
         raise ConfigError("Without data, images and val_fraction have no effect. Give data, or remove them.")
     given = _overrides_of(train, overrides)
-    if epochs == 0:
-        raise ConfigError("epochs=0 is not valid. Give a whole number of at least 1.")
-    if tiles is not None and image_size:
+    for argument, value in {"epochs": epochs, "batch": batch, "tiles": tiles}.items():
+        check_whole(argument, 1 if value is None else value)
+    if tiles and image_size:
         raise ConfigError("tiles and image_size both set the size of the training images. Remove one.")
-    image_size = image_size if tiles is None else tiles
+    image_size = tiles or image_size
     pixels = None if image_size == "auto" else image_size
     least, most = IMAGE_SIZES
     if pixels is not None and not (isinstance(pixels, int) and least <= pixels <= most):
@@ -337,7 +338,6 @@ def evaluate(
     Raises:
         ConfigError: For a mistake in the arguments, the data or a file.
     """
-    check_types(evaluate, locals())
     if data is None and images is not None:
         raise ConfigError("Without data, images has no effect. Give data, or remove it.")
     given = add_values(_overrides_of(evaluate, overrides), {"OUTPUT_DIR": output})
@@ -472,14 +472,14 @@ def _check_same_data(
     for name, split in zip(names, used, strict=True) if is_same else ():
         files = zip(entries[name], splits[split], strict=True)
         same_file, same_root = (os.path.realpath(old) == os.path.realpath(new) for old, new in files)
-        same_content = same_file or _records(contents[split]) == _records(read_json(entries[name][0]))
+        same_content = same_file or _have_equal_records(contents[split], read_coco(entries[name][0]))
         is_same = is_same and same_root and same_content
     if is_same:
         return
     source = names[0]
     if source in entries:
         file, _ = entries[source]
-        info = read_json(file).get("info")
+        info = read_coco(file).get("info")
         # A converted file contains the path of its dataset.
         source = info.get(SOURCE, file) if isinstance(info, dict) else file
     changed = "(or --val-fraction) has changed since the start of the run in"
@@ -487,8 +487,9 @@ def _check_same_data(
     raise ConfigError(f"'{data}' {differs} '{output}'. Omit DATA, or choose another output directory.")
 
 
-def _records(content: Mapping[str, Any]) -> list[Any]:
-    return [content.get(key) for key in ("images", "annotations", "categories")]
+def _have_equal_records(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    lists = [(one.get(key, ()), other.get(key, ())) for key in ("images", "annotations", "categories")]
+    return all(len(first) == len(second) and all(map(operator.eq, first, second)) for first, second in lists)
 
 
 def _choose_config(

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import hashlib
+import itertools
 import json
 import logging
 import mmap
@@ -26,8 +27,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-import ijson
 import numpy as np
+import orjson
 import torch
 from filelock import FileLock, Timeout
 from torch import nn
@@ -43,9 +44,14 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in _STOP_SIGNALS if hasattr(
 LOCK_FILE = ".run.lock"
 # Seconds to wait for a lock. A killed process needs time to free its memory and its lock.
 LOCK_TIMEOUT = 5.0
-# JSON files of at least this number of bytes are read one item at a time, which takes longer. The annotations of COCO's
-# 118,287 training images have 470 MB.
+# The long lists of JSON files of at least this number of bytes are stored as bytes, which need less memory, but more
+# time for each access. The annotations of COCO's 118,287 training images have 470 MB.
 LARGE_FILE = 1 << 29
+# Long lists are parsed in parts of about this number of bytes. Smaller files are not divided.
+_PART = 1 << 24
+# Between two objects of a list, and at the end of a list of objects in the top-level object
+_NEXT_ITEM, _LIST_END = re.compile(rb"\}[ \t\r\n]*,[ \t\r\n]*(?=\{)"), re.compile(rb'\}\s*\](?=\s*(,\s*"|\}\s*\Z))')
+_DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 # Records that go to log.txt but not to the console: internals of detectron2, and very long texts.
 _FILE_ONLY = re.compile(
     r"Rank of current process: 0\. World size: 1$|Environment info:|Command line arguments: |"
@@ -103,12 +109,14 @@ def paused_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def read_json(path: str | Path, *, what: str = "file") -> Any:
+def read_json(path: str | Path, *, what: str = "file", lists: Iterable[str] = ()) -> Any:
     """Return the content of a JSON file. NaN and infinity are accepted as numbers.
 
     Args:
         path: Path of the file.
         what: Description of the file for error messages.
+        lists: Lists of the top-level object that may be long, such as a COCO file's annotations. If they can be
+            divided, they are parsed in parts, and in a file of 512 MiB or more, they become :class:`SharedRecords`.
 
     Raises:
         ConfigError: If the file is missing, is not a regular file, cannot be read, or is not JSON. Also if an object
@@ -118,16 +126,11 @@ def read_json(path: str | Path, *, what: str = "file") -> Any:
     check_file(path, what)
     try:
         with paused_garbage_collection():
-            text = Path(path).read_bytes()
-            # The encoding may have a byte order mark. The bytes are not needed while the text is parsed.
-            text = text.decode(json.detect_encoding(text))
-            # Sharing saves memory if most numbers have few digits.
-            digits = sorted(map(len, re.findall(r"\.\d+", text[len(text) // 2 :][: 1 << 16])))
-            to_float = _SharedFloats().__getitem__ if digits and digits[len(digits) // 2] < 5 else None
-            content = json.loads(text, object_pairs_hook=_without_repetition, parse_float=to_float)
-        if re.search(r"\\u[dD][89a-fA-F]", text):
-            # File names that are not UTF-8 are accepted.
-            json.dumps(content, ensure_ascii=False).encode(errors="surrogateescape")
+            # Some lists cannot be divided, and some file systems do not map files.
+            with contextlib.suppress(ValueError, OSError):
+                if lists and os.path.getsize(path) >= _PART:
+                    return _parse_lists(path, lists)
+            return _parse(Path(path).read_bytes())
     except UnicodeEncodeError as error:
         near = error.object[max(error.start - 20, 0) : error.end].encode("ascii", "backslashreplace").decode()
         raise ConfigError(f"'{path}' has an unpaired surrogate: {near}. Replace it by a valid character.") from error
@@ -136,17 +139,32 @@ def read_json(path: str | Path, *, what: str = "file") -> Any:
         raise ConfigError(f"Cannot read '{path}': {reason}. Check the file and its permissions.") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"'{path}' is not valid JSON: {error}. Fix the file.") from error
+
+
+def _parse(text: bytes) -> Any:
+    """Parse JSON. Raise a ValueError under the conditions of :func:`read_json`.
+
+    orjson is several times as fast as Python's parser. But it drops the first value of a duplicate key, rounds integers
+    of more than 64 bits, and rejects NaN and other encodings than UTF-8.
+    """
+    num_keys = text.count(b'":') + len(re.findall(rb'"\s+:', text))
+    with contextlib.suppress(orjson.JSONDecodeError):
+        content = orjson.loads(text)
+        if _num_keys(content) == num_keys and b"0" * 19 not in text.translate(_DIGITS_TO_ZERO):
+            return content
+    decoded = text.decode(json.detect_encoding(text))
+    content = json.loads(decoded, object_pairs_hook=_without_repetition)
+    if re.search(r"\\u[dD][89a-fA-F]", decoded):
+        # File names that are not UTF-8 are accepted.
+        json.dumps(content, ensure_ascii=False).encode(errors="surrogateescape")
     return content
 
 
-class _SharedFloats(dict[str, float]):
-    """The floats of texts. Equal texts share one float."""
-
-    def __missing__(self, text: str) -> float:
-        value = float(text)
-        if len(self) < 1 << 18:
-            self[text] = value
-        return value
+def _num_keys(value: Any) -> int:
+    if type(value) is dict:
+        return len(value) + sum(map(_num_keys, value.values()))
+    # A list of numbers may be very long.
+    return sum(map(_num_keys, value)) if type(value) is list and value and type(value[0]) is dict else 0
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -157,12 +175,46 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def content_hash(path: str | Path, size: int = -1) -> str:
-    """Return the SHA-256 of a file or of its first ``size`` bytes, or the path of a broken link."""
-    if not os.path.isfile(path):
-        return str(path)
-    with open(path, "rb", buffering=0) as file:
-        return hashlib.sha256(file.read(size)).hexdigest()
+def _parse_lists(path: str | Path, names: Iterable[str]) -> dict[str, Any]:
+    """Parse a JSON object with long lists of objects. Raise a ValueError if the lists cannot be parsed in parts."""
+    marker = "a list without its objects"
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        rest, end, spans = [], 0, {}
+        for name in names:
+            # Each pattern must match once.
+            (start,) = (match.end() for match in re.finditer(rb'"%b"\s*:\s*\[\s*(?=\{)' % name.encode(), text))
+            (stop,) = (match.start() + 1 for match in itertools.islice(_LIST_END.finditer(text, start), 1))
+            spans[name] = start, stop
+        for start, stop in sorted(spans.values()):
+            rest.append(text[end:start] + json.dumps(marker).encode())
+            end = stop
+        content, kind = _parse(b"".join([*rest, text[end:]])), SharedRecords if len(text) >= LARGE_FILE else list
+        for name, span in spans.items():
+            if not isinstance(content, dict) or content.get(name) != [marker]:
+                raise ValueError(f"{name} is not a list of the top-level object")
+            content[name] = kind(_parts(text, *span))
+    return content
+
+
+def _parts(text: mmap.mmap, start: int, stop: int) -> Iterator[Any]:
+    """Yield the objects of a list. Raise a ValueError if an object has a list of objects."""
+    while start < stop:
+        cut = _NEXT_ITEM.search(text, min(start + _PART, stop), stop)
+        yield from _parse(b"[%b]" % text[start : cut.start() + 1 if cut else stop])
+        start = cut.end() if cut else stop
+        if hasattr(text, "madvise"):
+            # Otherwise, the pages of the file count as memory of this process.
+            text.madvise(mmap.MADV_DONTNEED)
+
+
+def like(entries: Sequence[Any], items: Iterable[Any]) -> Sequence[Any]:
+    """Return items as :class:`SharedRecords` if ``entries`` are, and otherwise as a list."""
+    return SharedRecords(items) if isinstance(entries, SharedRecords) else [*items]
+
+
+def content_hash(path: str | Path) -> str:
+    """Return the SHA-256 of a file, or the path of a broken link."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if os.path.isfile(path) else str(path)
 
 
 class SharedRecords(Sequence[Any]):
@@ -200,31 +252,6 @@ class SharedRecords(Sequence[Any]):
         content, ends = self._views
         number, values = pickle.loads(content[ends[index] : ends[index + 1]])
         return values if self.keys[number] is None else dict(zip(self.keys[number], values, strict=True))
-
-
-def read_large_lists(path: str, keys: Iterable[str]) -> dict[str, SharedRecords] | None:
-    """Read lists of a large JSON file. No two items of a list are objects in memory at the same time.
-
-    Args:
-        path: Path of the file.
-        keys: The lists. Everything else in the file is left out.
-
-    Returns:
-        The lists, or None if the file is smaller than 512 MiB, if a list is missing, empty or repeated or has items
-        other than objects, or if ijson cannot read the file, for example because of NaN. Use :func:`read_json` then.
-    """
-    if not os.path.isfile(path) or os.path.getsize(path) < LARGE_FILE:
-        return None
-    lists = {}
-    try:
-        for key in keys:
-            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                if len(re.findall(rb'"%b"\s*:\s*\[' % key.encode(), content)) > 1:
-                    return None
-                lists[key] = SharedRecords(ijson.items(file, f"{key}.item", use_float=True, buf_size=1 << 20))
-    except (OSError, ValueError, ijson.JSONError):
-        return None
-    return lists if all(len(one) and None not in one.keys for one in lists.values()) else None
 
 
 # -- logs ------------------------------------------------------------------------------------------

@@ -138,6 +138,13 @@ def image_size(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
+def fraction(text: str) -> float:
+    """Return a number of at least 0 and below 1. This is an argparse type."""
+    if not re.fullmatch(r"[\d.]+(e-?\d+)?", text) or float(text) >= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number between 0 and 1, such as 0.2")
+    return float(text)
+
+
 def shard(text: str) -> tuple[int, int]:
     """Return I and N of a shard ``I/N``. This is an argparse type."""
     if not re.fullmatch(r"\d+/\d+", text):

@@ -21,6 +21,7 @@ from vil.arguments import (
     config_of,
     dataset_path,
     existing_path,
+    fraction,
     image_size,
     image_source,
     local_path,
@@ -68,7 +69,8 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("data", _DATA, nargs="?", type=dataset_path, metavar="DATA")
     parser.add("--epochs", "passes over the training images (default: by recipe, images and device)", type=positive)
     parser.add("--batch", "images per iteration (default: by recipe and device)", type=positive)
-    parser.add("--image-size", "shorter side in pixels, or auto (default)", type=image_size, metavar="PX")
+    size_help = "shorter side of the images in pixels, or auto (default): chosen from the sizes of the objects"
+    parser.add("--image-size", size_help, type=image_size, metavar="PX")
     parser.add("--tiles", "train and predict in tiles of N x N pixels, for small objects", type=positive)
     parser.add("--output", "output directory (default: output/DATA_MODEL_DETECTOR)", type=local_path, metavar="DIR")
     parser.add("--device", _DEVICE, metavar="DEVICE")
@@ -77,7 +79,8 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--model", f"{_VARIANT} (default: a small model with ImageNet weights)", metavar="NAME")
     parser.add("--detector", "detector (default retinanet)", choices=choices.DETECTORS)
     parser.add("--weights", "run, checkpoint, name in the model zoo, or none (default: best available)", metavar="FILE")
-    parser.add("--config", "file or name, instead of --model and --detector", type=config_name, metavar="NAME")
+    config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
+    parser.add("--config", config_help, type=config_name, metavar="NAME")
     parser.section("Training")
     recipe_help = (
         "optimizer, schedule and augmentation: finetune (default with pretrained weights), scratch (default with "
@@ -88,7 +91,8 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--schedule", "1x (default), or 3x_ms: longer, with several image sizes", choices=choices.SCHEDULES)
     parser.section("Data")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
-    parser.add("--val-fraction", "share of validation images if DATA has none (default 0.2)", type=float, metavar="F")
+    val_help = "fraction of the images for validation if DATA has no validation images (default 0.2)"
+    parser.add("--val-fraction", val_help, type=fraction, metavar="F")
     parser.add("--workers", "data loader processes (default: at most 4)", type=not_negative)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
@@ -160,7 +164,8 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     data_help = f"{_DATA} (default: the dataset of the run); uses the test images, else the validation images, else all"
     parser.add("data", data_help, nargs="?", type=existing_path, metavar="DATA")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
-    parser.add("--predictions", "results in Parquet files", nargs="+", default=[], type=existing_path, metavar="PATH")
+    predictions_help = "evaluate Parquet files from vil predict, or folders with such files, instead of a model"
+    parser.add("--predictions", predictions_help, nargs="+", default=[], type=existing_path, metavar="PATH")
     parser.add("--output", "output folder (default: in the folder of MODEL)", type=local_path, metavar="DIR")
     parser.add("--tiles", _TILES, dest="TEST.TILE_SIZE", default=argparse.SUPPRESS, type=positive)
     add_process_arguments(parser)
@@ -243,7 +248,8 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--no-drawings", "do not write drawings", dest="drawings", action="store_false")
     threshold_help = f"minimum score of detections in drawings and labels (default {choices.SCORE_THRESHOLD})"
     parser.add("--score-threshold", threshold_help, type=float, metavar="T")
-    parser.add("--save-labels", "also write DIR/dataset, for annotation tools", choices=choices.LABEL_FORMATS)
+    labels_help = "also write detections and images as a dataset to DIR/dataset, for correction in an annotation tool"
+    parser.add("--save-labels", labels_help, choices=choices.LABEL_FORMATS)
     args = parser.parse_args(words)
     positional = [word for word in (args.model, *args.input) if word]
     model, source, weights = args.config_file, args.named_input, args.weights
@@ -293,7 +299,8 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--precision", "model precision (default fp32)", choices=precisions, default="fp32")
     parser.add("--input-dtype", "dtype of the images (default uint8)", choices=dtypes, default="uint8")
     parser.add("--batched", "export a model with batches as input (B, 3, H, W)", action="store_true")
-    parser.add("--fixed-detections", "always return the same number of rows, padded with zeros", action="store_true")
+    fixed_help = "always return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"
+    parser.add("--fixed-detections", fixed_help, action="store_true")
     _add_image_size(parser, "the only input size (default: any size); not with --evaluate or int8", dest="size")
     parser.add("--opset", "ONNX opset, at least 18 (default 20)", type=positive)
     parity = {"dest": "images", "nargs": "+", "type": existing_path, "default": [], "metavar": "FILE"}
@@ -567,7 +574,7 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
         cases = [analysis.BenchmarkCase(*name, size=size, **options) for name in names]
         rows += analysis.measure(cases, reference=reference, runs=args.runs, memory=not args.no_memory)
     print(analysis.format_measurements(rows, reference=names[reference][0]))
-    write_json(args.json, {"measurements": rows, "growth": analysis.growth(rows)})
+    write_json(args.json, {"measurements": rows})
 
 
 def visualize(parser: ToolParser, words: Sequence[str]) -> None:
@@ -614,7 +621,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
     command.add("--output", f"PNG or JPEG file, or a folder for predictions.png{_DRAWINGS}", type=local_path)
     command.add("--num-images", "images, one per row (default 8)", type=positive, default=8)
     default = choices.SCORE_THRESHOLD
-    command.add("--score-threshold", f"minimum score (default {default})", type=float, default=default, metavar="T")
+    command.add("--score-threshold", f"minimum score (default {default})", type=fraction, default=default, metavar="T")
 
     args = parser.parse_args(words)
     show(*args.render(args))
@@ -690,7 +697,8 @@ def install(parser: ToolParser, words: Sequence[str]) -> None:
         vil install-detectron2
     """
     sources = ("auto", *install_detectron2.SOURCES)
-    parser.add("--source", "git, index (PyPI), or auto (default): git, then index", choices=sources, default="auto")
+    source_help = "git: the official repository; index: a pure-Python copy on PyPI; auto (default): git, then index"
+    parser.add("--source", source_help, choices=sources, default="auto")
     install_detectron2.install(parser.parse_args(words).source)
 
 

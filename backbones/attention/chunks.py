@@ -18,16 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backbones.layers.tracing import (
-    autocast_dtype,
-    contiguous_for_export,
-    in_autocast_dtype,
-    is_exporting,
-    is_tracing,
-    padding_to_multiple,
-    static_size,
-    take_first,
-)
+from backbones.layers import tracing
 
 MODES = ("zero_pad", "exact", "cyclic")
 _PENALTY = 1e9
@@ -75,18 +66,18 @@ def attend_chunks(
     Returns:
         (B, M, H, W, D)
     """
-    (batch, heads, height, width), channels = query.shape[:4], static_size(query.shape[4])
+    (batch, heads, height, width), channels = query.shape[:4], tracing.static_size(query.shape[4])
     # (B * rows * M, cols, w * w, D + E)
-    queries = to_chunks(F.pad(query, (0, static_size(keys.shape[3]) - channels), value=QUERY_MASK), chunk_size)
+    queries = to_chunks(F.pad(query, (0, tracing.static_size(keys.shape[3]) - channels), value=QUERY_MASK), chunk_size)
     if bias is not None:
         # Otherwise autocast would cast the copies below, and their rows would not stay aligned.
-        (bias,) = in_autocast_dtype(bias)
+        (bias,) = tracing.in_autocast_dtype(bias)
         # (B * rows * M, 1, w * w, S)
         # OpenVINO does not fuse attention if the bias of one head is expanded.
-        if not (torch.jit.is_tracing() and static_size(bias.shape[0]) == 1):
-            bias = contiguous_for_export(bias.expand(queries.shape[0] // heads, heads, -1, -1)).flatten(0, 1)
+        if not (torch.jit.is_tracing() and tracing.static_size(bias.shape[0]) == 1):
+            bias = tracing.contiguous_for_export(bias.expand(queries.shape[0] // heads, heads, -1, -1)).flatten(0, 1)
         bias = bias[:, None]
-        if is_exporting():
+        if tracing.is_exporting():
             # torch 2.14 exports a broadcast bias only for two or more columns of chunks.
             bias = bias.expand(-1, queries.shape[1], -1, -1)
         if needs_alignment(bias.device):
@@ -96,8 +87,8 @@ def attend_chunks(
     # (B, rows, M, cols, w, w, D) -> (B, rows * w, cols * w, M, D)
     rows = (height + chunk_size - 1) // chunk_size
     output = output.unflatten(2, (chunk_size, chunk_size)).unflatten(0, (batch, rows, heads))
-    output = contiguous_for_export(output.permute(0, 1, 4, 3, 5, 2, 6)).flatten(3, 4).flatten(1, 2)
-    return take_first(take_first(output, 1, height), 2, width).permute(0, 3, 1, 2, 4)
+    output = tracing.contiguous_for_export(output.permute(0, 1, 4, 3, 5, 2, 6)).flatten(3, 4).flatten(1, 2)
+    return tracing.take_first(tracing.take_first(output, 1, height), 2, width).permute(0, 3, 1, 2, 4)
 
 
 def needs_alignment(device: torch.device) -> bool:
@@ -159,7 +150,8 @@ def mask_keys(key: Tensor, hidden: Tensor, extra: int) -> Tensor:
 
 
 def _key_mask(key: Tensor, extra: int) -> float:
-    half, scale = (autocast_dtype(key.device) or key.dtype) == torch.float16, static_size(key.shape[-1]) ** -0.5
+    half = (tracing.autocast_dtype(key.device) or key.dtype) == torch.float16
+    scale = tracing.static_size(key.shape[-1]) ** -0.5
     return _KEY_MASK_FLOAT16 if half else -_PENALTY / (QUERY_MASK * scale * extra)
 
 
@@ -176,7 +168,7 @@ def pad_keys_values(key: Tensor, value: Tensor, pad: tuple[int, int, int, int], 
         (2 * B, M, H + rows, W + columns, D + extra), keys first. The last channels of values are not used.
     """
     hidden = is_padding(key, key.shape[2:4], pad)
-    if is_tracing() or torch.compiler.is_compiling():
+    if tracing.is_tracing() or torch.compiler.is_compiling():
         return mask_keys(F.pad(torch.cat([key, value]), (0, 0, *pad)), hidden, extra)
     return _PaddedKeysValues.apply(pad, extra, hidden, key, value)
 
@@ -212,9 +204,9 @@ def with_halo(key: Tensor, value: Tensor, chunk_size: int, *, is_cyclic: bool) -
     Returns:
         Both as (B, M, (rows + 2) * w, (cols + 2) * w, D + extra), with the channels of :func:`extra_channels`.
     """
-    (height, width), channels = key.shape[2:4], static_size(key.shape[4])
+    (height, width), channels = key.shape[2:4], tracing.static_size(key.shape[4])
     extra, more = extra_channels(channels, key.device)
-    pad_height, pad_width = padding_to_multiple(height, chunk_size), padding_to_multiple(width, chunk_size)
+    pad_height, pad_width = (tracing.padding_to_multiple(side, chunk_size) for side in (height, width))
     if is_cyclic:
         whole = (0, 0, 0, pad_width, 0, pad_height)
         rows, hidden_rows = wrap(height, height + pad_height, chunk_size, key.device)
@@ -232,7 +224,7 @@ def with_halo(key: Tensor, value: Tensor, chunk_size: int, *, is_cyclic: bool) -
 def is_plain(x: Tensor) -> bool:
     """Return whether this run is neither traced nor compiled, so that results may be cached for the next call."""
     # Fake tensors must not be cached either.
-    return type(x) is Tensor and not is_tracing() and not torch.compiler.is_compiling()
+    return type(x) is Tensor and not tracing.is_tracing() and not torch.compiler.is_compiling()
 
 
 def is_padding(x: Tensor, shape: tuple[int, ...], pad: tuple[int, ...]) -> Tensor:
@@ -273,10 +265,11 @@ def wrap(size: int, padded: int, chunk_size: int, device: torch.device) -> tuple
 def to_chunks(x: Tensor, chunk_size: int) -> Tensor:
     """Cut (B, M, H, W, D) into chunks (B * rows * M, cols, w * w, D), padded with zeros to whole chunks."""
     height, width = x.shape[2:4]
-    x = F.pad(x, (0, 0, 0, padding_to_multiple(width, chunk_size), 0, padding_to_multiple(height, chunk_size)))
+    pad_height, pad_width = (tracing.padding_to_multiple(side, chunk_size) for side in (height, width))
+    x = F.pad(x, (0, 0, 0, pad_width, 0, pad_height))
     # (B, M, rows, w, cols, w, D)
     x = x.unflatten(3, (-1, chunk_size)).unflatten(2, (-1, chunk_size))
-    return contiguous_for_export(x.permute(0, 2, 1, 4, 3, 5, 6)).flatten(4, 5).flatten(0, 2)
+    return tracing.contiguous_for_export(x.permute(0, 2, 1, 4, 3, 5, 6)).flatten(4, 5).flatten(0, 2)
 
 
 _COPIES: contextvars.ContextVar[bool] = contextvars.ContextVar("copies_windows", default=False)
@@ -295,7 +288,7 @@ def copied_windows() -> Iterator[None]:
 def copies_windows() -> bool:
     """Return whether windows are copies taken by index, as in ``torch.export``, instead of views."""
     # torch.compile of older versions cannot trace a context variable.
-    return is_exporting() or (torch.jit.is_tracing() and _COPIES.get())
+    return tracing.is_exporting() or (torch.jit.is_tracing() and _COPIES.get())
 
 
 def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:

@@ -10,16 +10,8 @@ from backbones.attention import cpu_blocks, reference
 from backbones.attention.chunks import split_blocks
 from backbones.attention.triton_check import resolve_backend
 from backbones.attention.triton_dense import DENSE_MODE, triton_map_attention
+from backbones.layers import tracing
 from backbones.layers.position import GridRelativeBias
-from backbones.layers.tracing import (
-    autocast_dtype,
-    autocast_off,
-    contiguous_for_export,
-    is_exporting,
-    is_tracing,
-    padding_to_multiple,
-    take_first,
-)
 
 # Kernels of PyTorch's attention: all but cuDNN's.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -55,7 +47,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor |
     if bias is not None and bias.ndim == 3:
         # With a mask of three axes PyTorch does not use its fast kernel on a CPU.
         bias = bias[None]
-        if is_exporting():
+        if tracing.is_exporting():
             # torch 2.14 exports a broadcast bias only for batches of two or more.
             bias = bias.expand(query.shape[0], -1, -1, -1)
     return pytorch_attention(query, key, value, attn_mask=bias)
@@ -67,14 +59,14 @@ def global_query_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: T
     PyTorch's kernel for biases computes all keys of a query in sequence. One query with 67,201 keys took 17 ms on an
     H200, and matrix products took 0.7 ms. Without a bias, the kernel for half precision splits the keys.
     """
-    dtype = autocast_dtype(query.device) or query.dtype
+    dtype = tracing.autocast_dtype(query.device) or query.dtype
     if query.device.type != "cuda" or (bias is None and dtype != torch.float32):
         return dense_attention(query, key, value, bias=bias)
     scores = torch.matmul(query * query.shape[3] ** -0.5, key.transpose(2, 3))
     weights = (scores if bias is None else scores + bias).softmax(-1, dtype=torch.promote_types(dtype, torch.float32))
     if dtype == torch.float16:
         # The weights of many keys are too small for float16.
-        with autocast_off(query.device):
+        with tracing.autocast_off(query.device):
             return torch.matmul(weights, value.float()).to(dtype)
     return torch.matmul(weights.to(dtype), value.to(dtype))
 
@@ -86,7 +78,7 @@ def split_heads(tokens: Tensor, num_heads: int) -> Tensor:
 
 def merge_heads(tokens: Tensor) -> Tensor:
     """Return tokens (B, ..., M * D) from the outputs (B, M, ..., D) of the heads."""
-    return contiguous_for_export(tokens.movedim(1, -2)).flatten(-2)
+    return tracing.contiguous_for_export(tokens.movedim(1, -2)).flatten(-2)
 
 
 # A traced run has a fixed number of groups: about 2^21 scores per head and group on the feature map that the table is
@@ -206,7 +198,7 @@ class DenseAttention(TokenAttention):
     def _attend(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
         height, width = size
         query, key, value = self._project(tokens)
-        if is_tracing():
+        if tracing.is_tracing():
             return self._traced(query, key, value, height, width)
         if self.relative_bias is None:
             return self.backends[self.backend](query, key, value)
@@ -239,7 +231,7 @@ class DenseAttention(TokenAttention):
         attend, num_global = self.backends[self.backend], self.num_global_tokens
         key, value, key_rows = traced_keys(key, value, height, width, num_global)
         if self.relative_bias is None:
-            return attend(contiguous_for_export(query), key, value)
+            return attend(tracing.contiguous_for_export(query), key, value)
         # (groups, R). The last groups repeat the last row if the number of groups does not divide the height.
         step = (height + self.num_groups - 1) // self.num_groups
         starts = torch.arange(self.num_groups, device=query.device) * step
@@ -247,13 +239,15 @@ class DenseAttention(TokenAttention):
         num_queries = num_global if self.update_globals else 0
         local = query[:, :, num_queries:].index_select(2, _tokens_of(rows.flatten(), width))
         # (groups, B, M, R * W, D)
-        local = contiguous_for_export(local.unflatten(2, (self.num_groups, step * width)).movedim(2, 0))
+        local = tracing.contiguous_for_export(local.unflatten(2, (self.num_groups, step * width)).movedim(2, 0))
         biases = self.relative_bias.row_group_biases(self.relative_bias.by_row_offset(height, width), rows, key_rows)
         outputs = [attend(part, key, value, bias=bias) for part, bias in zip(local.unbind(), biases, strict=True)]
-        output = outputs[0] if self.num_groups == 1 else take_first(torch.cat(outputs, dim=2), 2, height * width)
+        output = outputs[0]
+        if self.num_groups > 1:
+            output = tracing.take_first(torch.cat(outputs, dim=2), 2, height * width)
         if num_queries:
             bias = self.relative_bias.global_query_bias(height * width)
-            globals_ = attend(contiguous_for_export(query[:, :, :num_queries]), key, value, bias=bias)
+            globals_ = attend(tracing.contiguous_for_export(query[:, :, :num_queries]), key, value, bias=bias)
             output = torch.cat([globals_, output], dim=2)
         return output
 
@@ -275,9 +269,9 @@ def map_attention(query: Tensor, key: Tensor, value: Tensor, offset_bias: Tensor
     """
     (batch, heads, height, width), num_keys = query.shape[:4], key.shape[2]
     # Keys are in reverse order, so that the bias is a view of its table. PyTorch does not copy an aligned bias again.
-    fill = (0, 0, 0, padding_to_multiple(num_keys, 16))
+    fill = (0, 0, 0, tracing.padding_to_multiple(num_keys, 16))
     key, value = (F.pad(x.flip(2), fill) for x in (key, value))
-    dtype, outputs = autocast_dtype(query.device) or query.dtype, []
+    dtype, outputs = tracing.autocast_dtype(query.device) or query.dtype, []
 
     def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor, to_global: Tensor | None) -> Tensor:
         """Return the attention (B, M, rows * W, D) of some heads and rows."""
@@ -319,8 +313,9 @@ def traced_keys(key: Tensor, value: Tensor, height: int, width: int, num_global:
         Keys and values (B, M, G + S * width, D), and the numbers of the rows (S,). S is ``height``, or 2 for a height
         of 1 in an export without global tokens.
     """
-    if num_global or not is_exporting():
-        return contiguous_for_export(key), contiguous_for_export(value), torch.arange(height, device=key.device)
+    if num_global or not tracing.is_exporting():
+        key, value = map(tracing.contiguous_for_export, (key, value))
+        return key, value, torch.arange(height, device=key.device)
     rows = _up_to_last(torch.arange(torch.sym_max(height, 2), device=key.device), height)
     numbers = _tokens_of(rows, width)
     return key.index_select(2, numbers), value.index_select(2, numbers), rows
@@ -345,6 +340,6 @@ def join_tokens(tokens: Tensor, global_tokens: Tensor | None) -> Tensor:
 def split_globals(sequence: Tensor, num_global: int, dim: int = 1) -> tuple[Tensor | None, Tensor]:
     """Split (B, G + H * W, C) into the global tokens, (B, G, C) or None, and the local tokens, (B, H * W, C)."""
     if not num_global:
-        return None, contiguous_for_export(sequence)
+        return None, tracing.contiguous_for_export(sequence)
     parts = sequence.split([num_global, sequence.shape[dim] - num_global], dim=dim)
-    return tuple(map(contiguous_for_export, parts))
+    return tuple(map(tracing.contiguous_for_export, parts))

@@ -8,20 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from backbones.layers.tracing import (
-    autocast_dtype,
-    autocast_off,
-    contiguous_for_export,
-    in_autocast_dtype,
-    is_tracing,
-    padding_to_multiple,
-)
+from backbones.layers import tracing
 
 
 def pad_to_multiple(features: Tensor, multiple: int) -> Tensor:
     """Pad (B, C, H, W) with zeros at the bottom and on the right, so that ``multiple`` divides both sides."""
-    pad_height, pad_width = (padding_to_multiple(size, multiple) for size in features.shape[2:])
-    if not is_tracing() and not pad_height and not pad_width:
+    pad_height, pad_width = (tracing.padding_to_multiple(size, multiple) for size in features.shape[2:])
+    if not tracing.is_tracing() and not pad_height and not pad_width:
         return features
     return F.pad(features, (0, pad_width, 0, pad_height))
 
@@ -61,10 +54,10 @@ class AutocastLayerNorm(nn.LayerNorm):
     """A LayerNorm that computes in the dtype of autocast, as attention does, without copies in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = autocast_dtype(x.device)
+        dtype = tracing.autocast_dtype(x.device)
         if dtype is None or x.dtype == torch.float64:
             return super().forward(x)
-        with autocast_off(x.device):
+        with tracing.autocast_off(x.device):
             weight, bias = self.weight.to(dtype), self.bias.to(dtype)
             return F.layer_norm(x.to(dtype), self.normalized_shape, weight, bias, self.eps)
 
@@ -92,9 +85,9 @@ class Mlp(nn.Module):
         """Return the updated tokens. ``size``, H and W, is for the convolution."""
         hidden = self.fc1(tokens)
         if self.depthwise is not None:
-            features = contiguous_for_export(hidden.unflatten(1, size).permute(0, 3, 1, 2))
-            hidden = contiguous_for_export(self.depthwise(features).permute(0, 2, 3, 1)).flatten(1, 2)
-        if tokens.device.type == "cpu" or is_tracing() or torch.compiler.is_compiling():
+            features = tracing.contiguous_for_export(hidden.unflatten(1, size).permute(0, 3, 1, 2))
+            hidden = tracing.contiguous_for_export(self.depthwise(features).permute(0, 2, 3, 1)).flatten(1, 2)
+        if tokens.device.type == "cpu" or tracing.is_tracing() or torch.compiler.is_compiling():
             return self.fc2(F.gelu(hidden))
         # Adapters such as LoRA replace the layer, and hooks run only if the layer is called.
         hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -175,7 +168,7 @@ class Block(nn.Module):
         """
         if self.attention is not None:
             # Under autocast, the layers of an attention share one cast.
-            update = self.attention(in_autocast_dtype(self.attention_norm(tokens))[0], size)
+            update = self.attention(tracing.in_autocast_dtype(self.attention_norm(tokens))[0], size)
             if self.drops_globals:
                 tokens = tokens[:, self.attention.num_global_tokens :]
             tokens = tokens + self._drop_path(update, tokens.dtype)
@@ -199,8 +192,8 @@ def call_block(block: Block, tokens: Tensor, size: tuple[int, int]) -> Tensor:
     This takes one kernel instead of one kernel per weight, in the forward and in the backward pass. ``torch.compile``
     already fuses these casts.
     """
-    dtype = autocast_dtype(tokens.device)
-    if dtype is None or not torch.is_grad_enabled() or is_tracing() or torch.compiler.is_compiling():
+    dtype = tracing.autocast_dtype(tokens.device)
+    if dtype is None or not torch.is_grad_enabled() or tracing.is_tracing() or torch.compiler.is_compiling():
         return block(tokens, size)
     weights = {
         f"{path}.{leaf}": weight

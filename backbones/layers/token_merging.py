@@ -14,16 +14,9 @@ from torch import Tensor, nn
 from torchvision.ops import DeformConv2d, deform_conv2d
 
 from backbones.errors import ConfigError
+from backbones.layers import tracing
 from backbones.layers.block import pad_to_multiple
 from backbones.layers.conv import batch_norm
-from backbones.layers.tracing import (
-    at_least_float32,
-    autocast_off,
-    contiguous_for_export,
-    is_exporting,
-    is_tracing,
-    no_trace_warnings,
-)
 
 
 class DeformableTokenMerging(DeformConv2d):
@@ -59,17 +52,18 @@ class DeformableTokenMerging(DeformConv2d):
         Returns:
             (B, ceil(H / 2), ceil(W / 2), 2, 2, 2): merged token, row and column of its 2 x 2 tokens, (y, x).
         """
-        with autocast_off(features.device):
-            offsets = self._offset(at_least_float32(pad_to_multiple(features, 2)))
+        with tracing.autocast_off(features.device):
+            offsets = self._offset(tracing.at_least_float32(pad_to_multiple(features, 2)))
             return offsets.permute(0, 2, 3, 1).unflatten(3, (2, 2, 2))
 
     def _merge(self, features: Tensor) -> Tensor:
         # torchvision's operator checks the channels.
-        with autocast_off(features.device), no_trace_warnings() if is_tracing() else contextlib.nullcontext():
-            padded = at_least_float32(pad_to_multiple(features, 2))
+        without_warnings = tracing.no_trace_warnings if tracing.is_tracing() else contextlib.nullcontext
+        with tracing.autocast_off(features.device), without_warnings():
+            padded = tracing.at_least_float32(pad_to_multiple(features, 2))
             weight, bias = self.weight.to(padded.dtype), self.bias.to(padded.dtype)
             # torchvision's operator is five times slower on a CPU, and many runtimes do not have it.
-            is_sampling = is_exporting() or (features.device.type == "cpu" and not is_tracing())
+            is_sampling = tracing.is_exporting() or (features.device.type == "cpu" and not tracing.is_tracing())
             convolve = deformable_by_sampling if is_sampling else deform_conv2d
             return convolve(padded, self._offset(padded), weight, bias, stride=2).to(features.dtype)
 
@@ -96,7 +90,7 @@ def deformable_by_sampling(features: Tensor, offset: Tensor, weight: Tensor, bia
     """
     batch, _, height, width = features.shape
     # (B, H, W, 2): each position of the feature map belongs to one merged token.
-    offset = contiguous_for_export(offset.unflatten(1, (stride, stride, 2)).permute(0, 4, 1, 5, 2, 3))
+    offset = tracing.contiguous_for_export(offset.unflatten(1, (stride, stride, 2)).permute(0, 4, 1, 5, 2, 3))
     offset = offset.reshape(batch, height, width, 2)
     rows = torch.arange(height, device=features.device, dtype=features.dtype)
     cols = torch.arange(width, device=features.device, dtype=features.dtype)

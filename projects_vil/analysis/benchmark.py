@@ -349,28 +349,4 @@ def format_measurements(rows: Sequence[dict[str, Any]], *, reference: str) -> st
             memory = [f"{row['memory'] / 1e9:.2f}", f"{row['memory'] / memories[row['size']]:.2f}"]
         size = "{} x {}".format(*row["size"])
         cells.append([row["model"], size, seconds, f"{row['images_per_second']:.2f}", ratio, *memory])
-    lines = [tabulate(cells, headers, tablefmt="github", disable_numparse=True)]
-    for name, exponents in growth(rows).items():
-        grows = [f"{what} grows as pixels^{value:.2f}" for what, value in exponents.items()]
-        lines.append(f"{name}: {', '.join(grows)}")
-    return "\n\n".join(lines)
-
-
-def growth(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Fit time and memory of models with several sizes as powers of the number of pixels, and return the exponents."""
-    exponents = {}
-    for name, model_rows in by_model(rows).items():
-        if len(model_rows) > 1:
-            pixels = np.log([math.prod(row["size"]) for row in model_rows])
-            values = {"time": [row["seconds"] for row in model_rows]}
-            if all(row["memory"] for row in model_rows):
-                values["memory"] = [row["memory"] for row in model_rows]
-            exponents[name] = {what: float(np.polyfit(pixels, np.log(y), 1)[0]) for what, y in values.items()}
-    return exponents
-
-
-def by_model(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each model, by the number of pixels."""
-    names = dict.fromkeys(row["model"] for row in rows)
-    rows = sorted(rows, key=lambda row: math.prod(row["size"]))
-    return {name: [row for row in rows if row["model"] == name] for name in names}
+    return tabulate(cells, headers, tablefmt="github", disable_numparse=True)

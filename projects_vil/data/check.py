@@ -1,6 +1,5 @@
 """Check a dataset of any supported format, and write a fixed copy in COCO format."""
 
-import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -8,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from backbones.checkpoint_files import write_text
 from backbones.errors import counted
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import Dataset, read_dataset
 from projects_vil.data.segmentation import count_masks
-from projects_vil.data.splits import entries_of
+from projects_vil.data.splits import entries_of, save_coco, with_file_names, without_masks
 from projects_vil.utils import paused_garbage_collection
 
 
@@ -73,8 +71,9 @@ def write_fixed(files: Mapping[str, CocoFile], output: str | Path | None) -> lis
     if output:
         for split, file in files.items():
             # The output is a dataset, so its file names are relative to its folder.
-            for image in entries_of(file.dataset, "images"):
-                image["file_name"] = os.path.relpath(os.path.join(file.image_root, image["file_name"]), output)
+            names = [image["file_name"] for image in entries_of(file.dataset, "images")]
+            relative = {name: os.path.relpath(os.path.join(file.image_root, name), output) for name in names}
+            file.dataset = with_file_names(file.dataset, relative)
             path = os.path.join(output, f"{split}.json")
             lines.append(f"wrote {path}: {write_cleaned(file, path)}")
     elif wrong := [file for file in files.values() if file.findings("error")]:
@@ -104,10 +103,7 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
             reason = next(map(file.describe, file.findings("error")), "no error")
             raise ConfigError(f"A fixed copy of '{file.path}' would have none of the {what} ({reason}). Repair it.")
     num_masks = 0 if file.masks else count_masks(dataset.get("annotations", ()))[0]
-    for entry in dataset["annotations"] if num_masks else ():
-        entry.pop("segmentation", None)
-    # json.dumps is much faster than json.dump, which writes each number separately.
-    write_text(output, json.dumps(dataset))
+    save_coco(output, without_masks(dataset) if num_masks else dataset)
     left = ", ".join(counted(len(dataset.get(f"{name}s", ())), name) for name in ("image", "annotation"))
     removed = ", ".join(counted(counts[f"{name}s"], name) for name in ("image", "annotation"))
     masks = f", left out {num_masks:,} masks" * (num_masks > 0)

@@ -26,7 +26,7 @@ from backbones.errors import counted
 from projects_vil.data.detection_utils import missing_files, read_sizes
 from projects_vil.data.readers import SOURCE, read_coco
 from projects_vil.data.segmentation import FAR, box_of, check_segmentation, count_masks, has_mask, rectangle, rle_of
-from projects_vil.utils import paused_garbage_collection
+from projects_vil.utils import like, paused_garbage_collection
 
 NUM_EXAMPLES = 5
 # The classes with the most objects and with the fewest objects, this number of each, are listed.
@@ -209,7 +209,7 @@ class CocoFile:
                     new[index] = None if entry is None else check.fix(self, index, entry)
             if key in dataset:
                 kept = (new.get(index, entry) for index, entry in enumerate(entries))
-                dataset[key] = type(entries)(entry for entry in kept if entry is not None)
+                dataset[key] = like(entries, (entry for entry in kept if entry is not None))
         counts = {key: [*changed[key].values()].count(None) for key in ("images", "annotations")}
         return dataset, counts | {"changed": len(changed["annotations"]) - counts["annotations"]}
 

@@ -28,7 +28,7 @@ from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.detection_utils import IGNORED_LABEL, missing_files
 from projects_vil.data.readers import read_coco
 from projects_vil.data.segmentation import rle_of
-from projects_vil.utils import SharedRecords, paused_garbage_collection, read_large_lists
+from projects_vil.utils import SharedRecords, paused_garbage_collection
 
 CHECK_MODES = ("error", "warn", "off")
 # The memory limit of a container, in versions 2 and 1 of Linux control groups
@@ -379,7 +379,7 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dic
     """
     metadata = MetadataCatalog.get(name)
     path = metadata.json_file
-    dataset = read_large_lists(path, ("images", "annotations", "categories")) or read_coco(path)
+    dataset = read_coco(path)
     if check == "off":
         return dataset
     file = CocoFile(path, metadata.image_root, masks=masks, dataset=dataset)

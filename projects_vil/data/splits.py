@@ -1,39 +1,77 @@
 """Divide the content of a COCO file into splits, and compare the splits of a dataset."""
 
 import hashlib
+import itertools
+import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from backbones.checkpoint_files import atomic_write
 from backbones.errors import first_of
-from projects_vil.utils import content_hash
+from projects_vil.utils import SharedRecords, content_hash, like
 
 # By split: the content of a COCO file, its path or None if it must be written, and the image folder
 Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]
 
 
-def entries_of(content: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the valid entries of a list of a COCO file: dicts, and for images those with a file name."""
-    entries = [entry for entry in content.get(key) or () if isinstance(entry, dict)]
-    return entries if key != "images" else [entry for entry in entries if isinstance(entry.get("file_name"), str)]
+def entries_of(content: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
+    """Yield the valid entries of a list of a COCO file: dicts, and for images those with a file name."""
+    entries = (entry for entry in content.get(key) or () if isinstance(entry, dict))
+    yield from entries if key != "images" else (entry for entry in entries if isinstance(entry.get("file_name"), str))
 
 
 def images_of(content: dict[str, Any], root: Path) -> list[tuple[dict[str, Any], str]]:
     """Return the images of a COCO file with their absolute paths."""
-    images, folder = entries_of(content, "images"), str(root)
-    return [(image, os.path.normpath(os.path.join(folder, image["file_name"]))) for image in images]
+    folder = str(root)
+    pairs = ((image, os.path.join(folder, image["file_name"])) for image in entries_of(content, "images"))
+    return [(image, os.path.normpath(path)) for image, path in pairs]
+
+
+def with_file_names(content: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the content of a COCO file with new file names. Images whose name is not in ``names`` keep it."""
+
+    def renamed(image: Any) -> Any:
+        name = image.get("file_name") if isinstance(image, dict) else None
+        return image | {"file_name": names[name]} if isinstance(name, str) and name in names else image
+
+    return content | {"images": like(content["images"], map(renamed, content["images"]))}
+
+
+def without_masks(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a COCO file without segmentations."""
+    annotations = content.get("annotations", [])
+    boxes = ({key: one[key] for key in one if key != "segmentation"} for one in annotations)
+    return content | {"annotations": like(annotations, boxes)}
 
 
 def divide(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Return the content of a COCO file by split. The keys of ``splits`` are image ids as text."""
-    parts = {split: content | {"images": [], "annotations": []} for split in dict.fromkeys(splits.values())}
+    parts, first = {split: dict(content) for split in splits.values()}, next(iter(splits.values()))
     for key, id_key in (("images", "id"), ("annotations", "image_id")):
-        for entry in content.get(key, ()):
-            split = splits.get(str(entry.get(id_key))) if isinstance(entry, dict) else None
-            parts[split or next(iter(parts))][key].append(entry)
+        entries = content.get(key, [])
+        ids = (str(entry.get(id_key)) if isinstance(entry, dict) else None for entry in entries)
+        owners = [splits.get(number, first) for number in ids]
+        for split, part in parts.items():
+            part[key] = like(entries, itertools.compress(entries, map(split.__eq__, owners)))
     return parts
+
+
+def save_coco(path: str | Path, content: dict[str, Any]) -> None:
+    """Write a COCO file, atomically. Long lists are written one entry at a time."""
+    with atomic_write(path) as partial, partial.open("w", encoding="utf-8") as file:
+        for number, (key, value) in enumerate(content.items()):
+            file.write(f"{', ' if number else '{'}{json.dumps(key)}: ")
+            if isinstance(value, SharedRecords):
+                file.write("[")
+                file.writelines(f"{', ' * (index > 0)}{json.dumps(entry)}" for index, entry in enumerate(value))
+                file.write("]")
+            else:
+                # Much faster than json.dump, which writes each number separately.
+                file.write(json.dumps(value))
+        file.write("}")
 
 
 def find_copies(parts: Parts) -> dict[str, str]:
@@ -44,14 +82,20 @@ def find_copies(parts: Parts) -> dict[str, str]:
     files = [(split, path) for split, (content, _, root) in parts.items() for _, path in images_of(content, root)]
     files = [(split if "val" in parts else path, path) for split, path in files if os.path.isfile(path)]
     groups = [[(owner, path) for owner, path in files if os.access(path, os.R_OK)]]
-    # Empty files are no copies. Most files of the same size differ in their first 16 kB.
-    for key in (os.path.getsize, lambda path: content_hash(path, 1 << 14), content_hash):
+    # Empty files are no copies. Most files of the same size differ in their last bytes.
+    for key in (os.path.getsize, _last_bytes, content_hash):
         found = defaultdict(list)
         for number, group in enumerate(groups):
             for owner, path in group:
                 found[number, key(path)].append((owner, path))
         groups = [group for (_, value), group in found.items() if value and len(dict(group)) > 1]
     return {path: group[0][1] for group in groups for _, path in group}
+
+
+def _last_bytes(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        file.seek(max(os.path.getsize(path) - 256, 0))
+        return file.read()
 
 
 def split_by_hash(
@@ -91,7 +135,8 @@ def compare_splits(parts: Parts, original_of: Mapping[str, str]) -> Iterator[str
         for _, path in images_of(content, root):
             groups[original_of.get(path, path)][split if len(parts) > 1 else path] = path
         names = {str(entry.get("id")): str(entry.get("name")) for entry in entries_of(content, "categories")}
-        for number in {str(entry.get("category_id")) for entry in entries_of(content, "annotations")}:
+        # A set would have another order in each process.
+        for number in dict.fromkeys(str(entry.get("category_id")) for entry in entries_of(content, "annotations")):
             by_class[names.get(number, "")].add(split)
     equal = [group for group in groups.values() if len(group) > 1]
     if equal and len(parts) > 1:

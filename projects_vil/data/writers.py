@@ -25,6 +25,7 @@ from projects_vil.data.check import check_dataset
 from projects_vil.data.readers.index import normalized
 from projects_vil.data.readers.shapes import polygon_object
 from projects_vil.data.segmentation import rle_of
+from projects_vil.data.splits import without_masks
 from projects_vil.utils import atomic_folder
 
 # The polygon of a predicted mask is simplified by at most this many pixels.
@@ -68,9 +69,7 @@ def convert_dataset(
             if file.findings("error"):
                 raise file.error()
             content = file.fixed()[0]
-            for one in [] if file.masks else content.get("annotations", []):
-                one.pop("segmentation", None)
-            parts[split] = content, Path(file.image_root)
+            parts[split] = content if file.masks else without_masks(content), Path(file.image_root)
         return [*dataset.line().splitlines(), *write_dataset(parts, output, output_format)]
 
 

@@ -17,7 +17,7 @@ from detectron2.config import CfgNode
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from backbones.errors import check_choice, check_packages, check_replaceable, check_types, check_whole
+from backbones.errors import check_choice, check_packages, check_replaceable, check_whole
 from projects_vil.checkpoint import load_detector
 from projects_vil.config import with_overrides
 from projects_vil.data import load_dataset, register_datasets
@@ -85,7 +85,6 @@ def export_detector(
         >>> cfg = load_config("output/vil_tiny/config.yaml")
         >>> path, report = export_detector(cfg, "output/vil_tiny/model_final.pth", "export", file_format="onnx")
     """
-    check_types(export_detector, locals())
     check_format(file_format)
     entry, is_int8 = FORMATS[file_format], precision == "int8"
     check_choice("input_dtype", input_dtype, INPUT_DTYPES)

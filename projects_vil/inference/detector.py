@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import numbers
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 
 from backbones import ConfigError
-from backbones.errors import check_types, check_whole, first_of
+from backbones.errors import check_whole, first_of
 from projects_vil.checkpoint import Categories, find_model, find_weights
 from projects_vil.config import add_values, as_mapping, choose_device, load_config
 from projects_vil.data import upright_pixels
@@ -227,7 +228,6 @@ class Detector(HubMixin):
         Raises:
             ConfigError: If a file is missing or damaged, or if files do not fit together.
         """
-        check_types(cls.load, locals())
         source = Path(source).expanduser()
         check_threshold(score_threshold)
         device = None if device is None else str(device)
@@ -371,6 +371,6 @@ class Detector(HubMixin):
 
 def check_threshold(score_threshold: float | None) -> None:
     """Raise a :class:`ConfigError` unless a score threshold is None or a number in [0, 1]."""
-    check_types(check_threshold, locals())
-    if score_threshold is not None and not 0 <= score_threshold <= 1:
+    is_number = isinstance(score_threshold, numbers.Real)
+    if score_threshold is not None and not (is_number and 0 <= score_threshold <= 1):
         raise ConfigError(f"score_threshold is {score_threshold!r}. Use a number between 0 and 1.")

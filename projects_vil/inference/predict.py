@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import GENERATOR, check_choice, check_replaceable, check_types, check_whole, counted, printable
+from backbones.errors import GENERATOR, check_choice, check_file, check_replaceable, check_whole, counted, printable
 from projects_vil.checkpoint import Categories, weights_of
 from projects_vil.config import CONFIG_FILE, as_mapping
 from projects_vil.data import IMAGE_SUFFIXES, check_output, describe_classes, match_all_classes, write_detections
@@ -132,7 +132,6 @@ def predict(
     Example:
         ``predict("output/vil_tiny", "photos", "predictions", batch_size=4)``
     """
-    check_types(predict, locals())
     check_choice("file_format", file_format or "coco", PREDICTION_FORMATS)
     if ray and file_format == "coco":
         raise ConfigError("--ray writes Parquet files, so that --format coco has no effect. Leave out one of them.")
@@ -319,6 +318,7 @@ def _check_paths(source: Path, output: Path, annotations: Path | None) -> None:
     if (output / RESULTS_FILE).exists() and not (output / IMAGES_FILE).exists():
         raise ConfigError(f"'{output / RESULTS_FILE}' was not written by vil. Choose another output directory.")
     if annotations is not None:
+        check_file(annotations, "COCO file", key="annotations")
         if not source.is_dir():
             raise ConfigError(f"--annotations needs the folder of its images, but the input is '{source}'.")
         if annotations.resolve() in [(output / name).resolve() for name in (RESULTS_FILE, IMAGES_FILE)]:

@@ -107,10 +107,13 @@ def tar_files(args: argparse.Namespace) -> None:
 
 def growth(args: argparse.Namespace) -> None:
     from projects_vil.utils import read_json
-    from research.benchmarks.plots import plot_growth
+    from research.benchmarks import plots
 
     measurements, plot = args.models
-    plot_growth(read_json(measurements)["measurements"], plot)
+    rows = read_json(measurements)["measurements"]
+    for name, exponents in plots.growth(rows).items():
+        print(f"{name}: {', '.join(f'{what} grows as pixels^{value:.2f}' for what, value in exponents.items())}")
+    plots.plot_growth(rows, plot)
     print(f"wrote {plot}")
 
 

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
-
-from projects_vil.analysis import growth
-from projects_vil.analysis.benchmark import by_model
 
 
 def plot_growth(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
@@ -33,3 +31,23 @@ def plot_growth(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
         axes.grid(which="both", alpha=0.3)
         axes.legend(title="exponent in parentheses" if exponents else None, fontsize="small")
     figure.savefig(path, dpi=120)
+
+
+def growth(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Fit time and memory of models with several sizes as powers of the number of pixels, and return the exponents."""
+    exponents = {}
+    for name, model_rows in by_model(rows).items():
+        if len(model_rows) > 1:
+            pixels = np.log([math.prod(row["size"]) for row in model_rows])
+            values = {"time": [row["seconds"] for row in model_rows]}
+            if all(row["memory"] for row in model_rows):
+                values["memory"] = [row["memory"] for row in model_rows]
+            exponents[name] = {what: float(np.polyfit(pixels, np.log(y), 1)[0]) for what, y in values.items()}
+    return exponents
+
+
+def by_model(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each model, by the number of pixels."""
+    names = dict.fromkeys(row["model"] for row in rows)
+    rows = sorted(rows, key=lambda row: math.prod(row["size"]))
+    return {name: [row for row in rows if row["model"] == name] for name in names}

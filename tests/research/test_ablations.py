@@ -67,14 +67,6 @@ def test_a_change_without_effect_raises():
     for name, change in (("vil_tiny", "pvt"), ("lit_ti", "full_attention"), ("cvt_ls_13", "positions_1d")):
         with pytest.raises(ConfigError, match=f"'{change}' has no effect on {name}"):
             create_changed_classifier(name, changes=change)
-    for changes, options, text in (
-        (("no_dual_norm", "full_attention"), {}, "'no_dual_norm' has no effect"),
-        (("full_attention",), {"pool": "mean"}, "pool='global_token'"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            create_changed_classifier("cvt_ls_13", changes=changes, **options)
-    with pytest.raises(ConfigError, match="same attention"):
-        create_changed_classifier("lit_ti", changes=("pvt", "pvt_msa"))
 
 
 def test_the_mean_attention_of_all_heads():

@@ -9,8 +9,8 @@ from typing import Any
 from backbones import ConfigError
 from projects_vil.data.readers.index import FileIndex, Record, normalized, size_of, split_of
 from projects_vil.data.readers.shapes import Annotations
-from projects_vil.data.splits import Parts, divide, entries_of, images_of
-from projects_vil.utils import content_hash, read_json
+from projects_vil.data.splits import Parts, divide, entries_of, images_of, with_file_names
+from projects_vil.utils import SharedRecords, content_hash, read_json
 
 # COCO's other annotation files of the same images
 _OTHER_FILES = re.compile("(captions|labels|person_keypoints|panoptic|stuff|image_info)_")
@@ -22,11 +22,11 @@ def read_coco(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: If the file is missing, is not JSON, or lacks a list of images or categories.
     """
-    dataset = read_json(path, what="annotation file")
+    dataset = read_json(path, what="annotation file", lists=["images", "annotations"])
     content = dataset if isinstance(dataset, dict) else {}
     # A missing list of annotations is not replaced by an empty list, because the evaluation would then give AP nan.
     lists = content.get("images"), content.get("categories"), content.get("annotations", [])
-    if not all(isinstance(entries, list) for entries in lists) or not lists[0] or not lists[1]:
+    if not all(isinstance(entries, list | SharedRecords) for entries in lists) or not lists[0] or not lists[1]:
         advice = "Add the lists of images, annotations and categories, or convert it with 'vil check DATA --fix OUT'."
         raise ConfigError(f"'{path}' is not a COCO annotation file. {advice}")
     return dataset
@@ -68,7 +68,7 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
 
 def _names(paths: list[str]) -> set[str]:
     """Return the file names of the images of COCO files."""
-    return {entry["file_name"] for path in paths for entry in entries_of(read_json(path), "images")}
+    return {entry["file_name"] for path in paths for entry in entries_of(read_coco(path), "images")}
 
 
 def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[str, Any], Path | None, Path]:
@@ -87,9 +87,7 @@ def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[s
     index.find_images(records)
     found = {record.names[0]: record.file for record in records if record.file}
     if not found:
-        first, advice = next(iter(entries), ""), f"Put them below '{index.root}', or give their folder with --images."
-        raise ConfigError(f"Cannot find the images of '{path}', such as '{first}'. {advice}")
-    for entry in entries_of(content, "images"):
-        if entry["file_name"] in found:
-            entry["file_name"] = os.path.relpath(found[entry["file_name"]], index.image_root)
-    return content, None, Path(index.image_root)
+        where = f"such as '{next(iter(entries), '')}', below '{index.image_root}'"
+        raise ConfigError(f"Cannot find the images of '{path}', {where}. Give their folder with --images.")
+    names = {name: os.path.relpath(path, index.image_root) for name, path in found.items()}
+    return with_file_names(content, names), None, Path(index.image_root)

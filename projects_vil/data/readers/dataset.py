@@ -5,7 +5,6 @@ to bitmaps and does not read CVAT. globox and labelformat do not read polygons o
 Pascal VOC are off by one pixel. datumaro requires OpenCV below 5.
 """
 
-import json
 import os
 import re
 from collections import Counter, defaultdict
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_replaceable, counted, first_of
 from projects_vil.data.detection_utils import is_image, read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
@@ -22,20 +20,27 @@ from projects_vil.data.readers.coco import find_coco
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record, split_of
 from projects_vil.data.readers.shapes import Annotations, in_image
 from projects_vil.data.segmentation import count_masks
-from projects_vil.data.splits import Parts, compare_splits, entries_of, find_copies, images_of, split_by_hash
+from projects_vil.data.splits import (
+    Parts,
+    compare_splits,
+    entries_of,
+    find_copies,
+    images_of,
+    save_coco,
+    split_by_hash,
+)
 from projects_vil.utils import paused_garbage_collection, read_json
 
 # The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
 _READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
-# Other formats by a part of their file names
-_OTHER_NAMES = {".csv": "CSV", ".tsv": "CSV", ".tfrecord": "TFRecord", ".parquet": "Parquet"}
-_OTHER_NAMES |= {".jsonl": "JSON Lines", ".ndjson": "JSON Lines"}
-# Other formats by a regular expression for the beginning of their files
+# Other formats by a regular expression for their file name in lower case, a line end and the beginning of the file
 # fmt: off
-_OTHER_CONTENTS = {
+_OTHER_FORMATS = {
+    "CSV": r"\A.*\.[ct]sv", "TFRecord": r"\A.*\.tfrecord", "Parquet": r"\A.*\.parquet",
+    "JSON Lines": r"\A.*\.(jsonl|ndjson)",
     "Label Studio's JSON": '"[a-z]+labels"', "Supervisely": '"classTitle"', "CreateML": r'"coordinates"\s*:\s*\{',
-    "COCO's results of a detector": r'\A\[\s*\{\s*"(image|category)_id"', "KITTI": r"^[a-zA-Z]\w*( -?[\d.]+){14}",
+    "COCO's results of a detector": r'\A.*\n\[\s*\{\s*"(image|category)_id"', "KITTI": r"^[a-zA-Z]\w*( -?[\d.]+){14}",
     "WIDER FACE": r"\.jpg\s+\d+\s(\d+ ){4}", "VisDrone or MOT": r"^(\d+,){2}(-?[\d.]+,){5,}",
     "VIA 3": r'"fid_list"', "Datumaro": r'"label_id"',
 }
@@ -182,7 +187,7 @@ def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: d
         content, path, images = parts[split]
         if path is None:
             path, content = written[split], info | content | info
-            write_text(path, json.dumps(content))
+            save_coco(path, content)
         contents[split], splits[split] = content, (path, images)
     return splits
 
@@ -303,10 +308,8 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
 def _other_format(path: str) -> str | None:
     """Return the name of the format of a file in a format that is not supported, or None."""
     with open(path, "rb") as file:
-        text = file.read(1 << 16).decode(errors="replace")
-    names = [name for part, name in _OTHER_NAMES.items() if part in os.path.basename(path).lower()]
-    names += [name for name, pattern in _OTHER_CONTENTS.items() if re.search(pattern, text, re.M)]
-    return names[0] if names else None
+        text = f"{os.path.basename(path).lower()}\n{file.read(1 << 16).decode(errors='replace')}"
+    return next((name for name, pattern in _OTHER_FORMATS.items() if re.search(pattern, text, re.M)), None)
 
 
 def annotation_format(path: str) -> str | None:

@@ -24,6 +24,7 @@ from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, run_tool, sma
 @pytest.mark.parametrize("large", [False, True])
 def test_records_equal_detectron2s_records(copy, large, monkeypatch):
     monkeypatch.setattr(utils, "LARGE_FILE", 0 if large else math.inf)
+    monkeypatch.setattr(utils, "_PART", 1)
     cfg = small_config("mask_rcnn", "DATASETS.COCO", repr([entry(copy)]))
     register_datasets(cfg)
     edit(copy, lambda content: rle(lambda pixels: [100, 60, pixels - 160], crowd=1)(content, copy / "images"))

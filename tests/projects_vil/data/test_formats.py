@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from pycocotools import mask as mask_util
 
+from projects_vil import utils
 from projects_vil.data import convert_dataset, read_dataset, register_datasets
 from projects_vil.data.segmentation import rle_of
 from projects_vil.data.writers import write_dataset, write_detections
@@ -236,7 +237,7 @@ def validated(dataset) -> set[str]:
     return {Path(image["file_name"]).name for image in content_of(dataset, "val")["images"]}
 
 
-def test_a_split_by_hash_depends_on_file_names_only(source, tmp_path, read):
+def test_a_split_by_hash_depends_on_file_names_only(source, tmp_path, read, monkeypatch):
     contents, images = ({"train": part["train"]} for part in source)
     chosen = []
     for name in FORMATS:
@@ -259,6 +260,12 @@ def test_a_split_by_hash_depends_on_file_names_only(source, tmp_path, read):
     dataset = read(path, val=0.25)
     assert validated(dataset) == chosen[0] and dataset.splits["val"][1] == tmp_path / "COCO/images/train"
     assert read(tmp_path / "COCO", val=0).splits == {"train": (path, tmp_path / "COCO/images/train")}
+    # The objects of a large file are stored as bytes.
+    files = [dataset.splits[split][0].read_bytes() for split in dataset.splits]
+    monkeypatch.setattr(utils, "LARGE_FILE", 0)
+    monkeypatch.setattr(utils, "_PART", 1)
+    dataset = read(path, val=0.25)
+    assert [dataset.splits[split][0].read_bytes() for split in dataset.splits] == files
 
 
 def test_lists_of_images_and_test_splits(written, read, monkeypatch):
