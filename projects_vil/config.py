@@ -219,7 +219,7 @@ def default_config() -> CfgNode:
     return cfg
 
 
-def load_config(path: str | os.PathLike, overrides: Sequence[object] | Mapping[str, object] = ()) -> CfgNode:
+def load_config(path: str | Path, overrides: Sequence[object] | Mapping[str, object] = ()) -> CfgNode:
     """Load a config file with its ``_BASE_`` chain and overrides on top of :func:`default_config`, and freeze it.
 
     A leading ``~`` in ``OUTPUT_DIR`` and ``MODEL.WEIGHTS`` becomes the home directory. No code in a file is executed:
@@ -237,7 +237,7 @@ def load_config(path: str | os.PathLike, overrides: Sequence[object] | Mapping[s
         >>> cfg = load_config("configs/retinanet/vil_tiny_rpb_1x.yaml", {"SOLVER.BASE_LR": 5e-5})
     """
     cfg = default_config()
-    path = path if os.path.exists(path) else config_path(os.fspath(path))
+    path = path if os.path.exists(path) else config_path(str(path))
     check_file(path, "config file")
     try:
         loaded = load_yaml_with_base(Path(path))
