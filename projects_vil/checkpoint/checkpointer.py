@@ -463,7 +463,7 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
         choices = f"a run, a checkpoint with {CONFIG_FILE} in its folder, an exported file or a name of the model zoo"
         raise ConfigError(f"Model '{source}' does not exist. Use {choices}.{hub}")
     if source.name.endswith(EXPORT_SUFFIXES):
-        raise ConfigError(f"'{source}' is an exported file. Give its run, or evaluate it with 'vil export --evaluate'.")
+        raise ConfigError(f"'{source}' is an exported file. Give its run, or use 'vil export RUN --evaluate'.")
     folder = source if source.is_dir() else source.parent
     if source.suffix in (".yaml", ".yml") and source.name != CONFIG_FILE:
         return source, weights

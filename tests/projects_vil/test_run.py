@@ -265,7 +265,7 @@ def test_an_evaluation_with_changes_keeps_the_results_of_the_run(trained_run, da
     assert evaluate(f"run/{first}.pth") == Run(Path(f"run/evaluation_{first}")).results
     assert file.read_bytes() == before and f"written to 'run/evaluation_{first}'" in capsys.readouterr().out
     Path("run/model.onnx").touch()
-    assert "vil export RUN --format onnx --evaluate" in message(evaluate, "run/model.onnx")
+    assert "vil export RUN --evaluate" in message(evaluate, "run/model.onnx")
     assert "Without data" in message(evaluate, "run", images=data)
     file.unlink()
     assert evaluate(f"run/{last}.pth") == plain == json.loads(file.read_bytes())
