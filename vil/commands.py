@@ -78,7 +78,8 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.section("Model")
     parser.add("--model", f"{_VARIANT} (default: a small model with ImageNet weights)", metavar="NAME")
     parser.add("--detector", "detector (default retinanet)", choices=choices.DETECTORS)
-    parser.add("--weights", "run, checkpoint, name in the model zoo, or none (default: best available)", metavar="FILE")
+    weights_help = "output directory of a run, checkpoint, name in the model zoo, or none (default: the best available)"
+    parser.add("--weights", weights_help, metavar="FILE")
     config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
     parser.add("--config", config_help, type=config_name, metavar="NAME")
     parser.section("Training")
@@ -88,7 +89,8 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     )
     parser.add("--recipe", recipe_help, choices=choices.RECIPES)
     parser.add("--lr", "learning rate (config key SOLVER.BASE_LR)", type=float, metavar="RATE")
-    parser.add("--schedule", "1x (default), or 3x_ms: longer, with several image sizes", choices=choices.SCHEDULES)
+    schedule_help = "1x (default), or 3x_ms (several image sizes, and three times the iterations on COCO)"
+    parser.add("--schedule", schedule_help, choices=choices.SCHEDULES)
     parser.section("Data")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     val_help = "fraction of the images for validation if DATA has no validation images (default 0.2)"
@@ -166,7 +168,8 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     predictions_help = "evaluate Parquet files from vil predict, or folders with such files, instead of a model"
     parser.add("--predictions", predictions_help, nargs="+", default=[], type=existing_path, metavar="PATH")
-    parser.add("--output", "output folder (default: in the folder of MODEL)", type=local_path, metavar="DIR")
+    output_help = "output folder (default: the folder of MODEL, or a folder in it, such as evaluation_DATA)"
+    parser.add("--output", output_help, type=local_path, metavar="DIR")
     parser.add("--tiles", _TILES, dest="TEST.TILE_SIZE", default=argparse.SUPPRESS, type=positive)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
@@ -217,9 +220,8 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     """Detect objects in images, videos or the stream of a camera.
 
     The command writes results.json (COCO format), images.json (image ids, categories, skipped files) and drawings/ to
-    the output folder, where it replaces earlier results. With --format parquet, it writes part files instead, and an
-    interrupted command resumes after the last complete part. If the command skips a file that it cannot read, the exit
-    status is 2.
+    the output folder. With --format parquet, it writes part files instead, and an interrupted command resumes after the
+    last complete part. If the command skips a file that it cannot read, the exit status is 2.
 
     Example:
         vil predict output/mine holiday.jpg
@@ -230,14 +232,17 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("model", f"exported file, {_MODEL}", nargs="?", metavar="MODEL")
     parser.add("input", _INPUT, nargs="*", metavar="INPUT")
     parser.add("--input", "the same as INPUT", dest="named_input", metavar="INPUT")
-    parser.add("--output", "folder (default: predictions)", type=local_path, default="predictions", metavar="DIR")
+    output_help = "output folder (default: predictions); replaces earlier results, keeps drawings of other images"
+    parser.add("--output", output_help, type=local_path, default="predictions", metavar="DIR")
     parser.add("--batch", "maximum images per batch (default 1)", dest="batch_size", type=positive, default=1)
     parser.add("--device", _DEVICE, metavar="DEVICE")
     parser.add("--tiles", _TILES, type=positive)
     parser.add("--tta", "test-time augmentation: predict on several sizes and flips of each image", action="store_true")
     parser.add("--track", "track objects through a video or a folder of frames", action="store_true")
-    parser.add("--annotations", "COCO file: predict only its images, with its ids", type=existing_path, metavar="FILE")
-    parser.add("--format", "coco (default) or parquet files", dest="file_format", choices=choices.PREDICTION_FORMATS)
+    annotations_help = "COCO file of images in the folder INPUT: predict only these images, and use the ids of the file"
+    parser.add("--annotations", annotations_help, type=existing_path, metavar="FILE")
+    format_help = "format of the results: coco (default), or parquet (part files, no drawings)"
+    parser.add("--format", format_help, dest="file_format", choices=choices.PREDICTION_FORMATS)
     parser.add("--part-size", f"images (rows) per Parquet file (default {choices.PART_SIZE})", type=positive)
     parser.add("--shard", "predict only shard I (from 0) of N; needs --format parquet", type=shard, metavar="I/N")
     parser.add("--column", "column of INPUT with paths or URLs (default: path, file_name or url)", metavar="NAME")
@@ -466,7 +471,8 @@ def convert(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("source", "official checkpoint: a file, or a name in the model zoo", type=weights_file, metavar="SOURCE")
     parser.add("output", "file to write, .pth or .safetensors", type=output_file, metavar="OUTPUT")
     parser.add("--model", "variant, such as vil_small_rpb; not needed for a name in the model zoo", metavar="VARIANT")
-    _add_image_size(parser, "largest image, for position tables; for a detector, the longer side twice")
+    size_help = "height and width of the largest image, for position tables; for a detector, the longer side twice"
+    _add_image_size(parser, f"{size_help} (default: by variant, such as 1333 1333 for ViL's absolute positions)")
     parser.add("--classifier", "write a classifier with the input size --image-size", action="store_true")
     parser.add("--json", "write a report of all tensors as JSON", type=output_file, metavar="REPORT")
     args = parser.parse_args(words)
@@ -493,7 +499,8 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
     """
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config-file", nargs="+", type=existing_path, metavar="FILE", help="configs of detectors")
-    what.add_argument("--variants", nargs="*", metavar="PREFIX", help="backbones: all, or names that start with PREFIX")
+    variants_help = "backbones: all variants, or the variants whose names start with PREFIX"
+    what.add_argument("--variants", nargs="*", metavar="PREFIX", help=variants_help)
     _add_image_size(parser, "image size (default 800 1333)")
     parser.add("--no-flops", "count parameters only (fast)", action="store_true")
     parser.add("--json", "write the counts as JSON", type=output_file, metavar="FILE")

@@ -40,7 +40,6 @@ ITEM = '{"id": 1, "box": [0.1, 2, 3.25e2], "rle": {"size": [2, 3], "counts": "},
         (f'{{"items": [{ITEM}, {{"a" : {{"b": 1, "b" : 1}}, "c": "\\":"}}]}}', "duplicate key 'b'"),
         (f'{{"items": [{ITEM}, {{"name": "\\ud800"}}]}}', "unpaired surrogate"),
         (f'{{"items": [{ITEM}, {ITEM}', "not valid JSON"),
-        ("", "not valid JSON"),
     ],
 )
 def test_json_is_read_as_pythons_parser_reads_it(text, error, large, tmp_path, monkeypatch):

@@ -178,6 +178,7 @@ def test_short_forms_are_their_keys(tmp_path):
         ("--data-path photos", "Write the path without '--data-path'"),
         ("--work-dir out", "Write --output VALUE"),
         ("--conf 0.5", "Unknown argument '--conf'. This command has no such option. Add --help"),
+        ("--fraction 20", "'20' is not a number between 0 and 1, such as 0.2"),
         ("--iou 0.5", "Write MODEL.RETINANET.NMS_THRESH_TEST VALUE"),
         ("--size 20", "'20' is not auto or a whole number from 64 to 4096"),
         ("data=photos", "Write photos."),
@@ -189,6 +190,7 @@ def test_a_wrong_argument_is_one_line_with_advice(capsys, words, advice):
     add_training_arguments(tool)
     tool.add("--kind", "detector", choices=(*choices.DETECTORS, "voc"))
     tool.add("--size", "image size", type=vil.arguments.image_size)
+    tool.add("--fraction", "share", type=vil.arguments.fraction)
     tool.add("data", "dataset", nargs="?", metavar="DATA")
     tool.add("--output", "report", type=output_file)
     with pytest.raises(SystemExit) as caught:
