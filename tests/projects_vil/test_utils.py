@@ -31,7 +31,7 @@ ITEM = '{"id": 1, "box": [0.1, 2, 3.25e2], "rle": {"size": [2, 3], "counts": "},
         (f'{{"items": [{ITEM}, {{"parts": [{ITEM}, {{}}], "id": 2}}], "last": {{"id": 3}}}}', None),
         (f'{{"items" : [{ITEM}, {ITEM}],"last": "\\"items\\": [{{"}}', None),
         (
-            '{"items": [{"id": 12345678901234567890123, "area": 0.12345678901234567890, "b": NaN, "c": -Infinity}]}',
+            '{"items": [{"id": 12345678901234567890123, "area": 0.12345678901234567890}, {"b": NaN, "c": -Infinity}]}',
             None,
         ),
         ('{"items": [], "others": {"items": [{"id": 1}], "last": 1}}', None),
