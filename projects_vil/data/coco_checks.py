@@ -261,10 +261,9 @@ def find_in_images(file: CocoFile) -> Findings:
         else:
             yield "missing_image_size", index, None
     for indices in indices_of_id.values():
-        if len(indices) > 1:
-            are_equal = all(file.images[index] == file.images[indices[0]] for index in indices)
-            # One of several equal entries is kept. If entries differ, their annotations cannot be assigned to an image.
-            yield from (("duplicate_image_id", index, None) for index in indices[1 if are_equal else 0 :])
+        are_equal = all(file.images[index] == file.images[indices[0]] for index in indices)
+        # One of several equal entries is kept. If entries differ, their annotations cannot be assigned to an image.
+        yield from (("duplicate_image_id", index, None) for index in indices[1 if are_equal else 0 :])
     if len({isinstance(number, str) for number in file.image_by_id}) == 2:
         yield from (("mixed_image_id_types", index, None) for indices in indices_of_id.values() for index in indices)
 
@@ -365,11 +364,10 @@ def find_in_boxes(file: CocoFile) -> Findings:
     indices, boxes, areas = np.asarray(indices), np.asarray(boxes).reshape(-1, 4), np.asarray(areas)
     for name, where in _box_problems(file, indices, boxes):
         yield from ((name, index, file.annotations[index]["bbox"]) for index in indices[where].tolist())
-    largest = np.array([2.0 * height * width or math.inf for height, width in file.sizes])[file.image_of[indices]]
-    is_valid = (areas >= 0) & (areas <= largest) & ~misfits_box(areas, *abs(boxes[:, 2:].T))
+    most = np.array([2.0 * height * width or math.inf for height, width in file.sizes])[file.image_of[indices]]
+    is_valid = (areas >= 0) & (areas <= np.fmax(most, boxes[:, 2:].prod(1))) & ~misfits_box(areas, *abs(boxes[:, 2:].T))
     for index in indices[~is_valid].tolist():
-        area = file.annotations[index].get("area")
-        yield "missing_or_invalid_area", index, None if area is None else f"area {_shortened(area)}"
+        yield "missing_or_invalid_area", index, f"area {_shortened(file.annotations[index].get('area'))}"
     keys = file.image_of[indices], file.category_of[indices], *boxes.T
     order = np.lexsort(keys)
     are_equal = np.all([key[order[1:]] == key[order[:-1]] for key in keys], axis=0)
@@ -413,7 +411,10 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
         # Boxes with a mask are compared with the mask.
         if valid.sum() >= _MIN_BOXES / 2 and (beyond & np.isnan(x))[valid].mean() >= 0.5:
             yield "boxes_in_unknown_format", beyond
-    if ((right <= 1) & (bottom <= 1) & (widths > 10) & (heights > 10))[valid].all():
+    # Percent are spread over the first 100 pixels of larger images.
+    spread = min(side[valid].max(initial=0) for side in (right, bottom))
+    limit = 100 if spread > 75 and valid.sum() >= _MIN_BOXES else 1
+    if ((right <= limit) & (bottom <= limit) & (np.minimum(heights, widths) > max(2 * limit, 10)))[valid].all():
         yield "boxes_in_normalized_coordinates", valid
 
 
@@ -567,8 +568,8 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
          "convert them to [left, top, width, height], or in YOLO to the center and the size"),
         ("boxes_in_unknown_format", "error", "boxes that exceed their images, half of all boxes or more", None,
          "correct the format: left, top, width and height in pixels, or in YOLO the center and the size as fractions"),
-        ("boxes_in_normalized_coordinates", "error", "boxes that are fractions of the image, not pixels", None,
-         "multiply them by the width and height"),
+        ("boxes_in_normalized_coordinates", "error", "boxes that are fractions or percent of the image", None,
+         "multiply them by the width and height of the image to get pixels"),
         ("missing_bbox_and_mask", "error", "annotations without a bbox and without a valid mask", remove, _OUT),
         ("bbox_as_text", "fixed", "boxes with numbers as text",
          convert("bbox", lambda box: [*map(float, box)]), "read as numbers"),

@@ -17,7 +17,7 @@ from backbones.errors import GENERATOR, check_replaceable, counted, first_of
 from projects_vil.data.detection_utils import is_image, read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
 from projects_vil.data.readers.coco import find_coco
-from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record, split_of
+from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record, split_of, stem_of
 from projects_vil.data.readers.shapes import Annotations, in_image
 from projects_vil.data.segmentation import count_masks
 from projects_vil.data.splits import Parts, compare_splits, entries_of, find_copies, images_of, save_coco, split_by_hash
@@ -29,12 +29,12 @@ _READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, 
 # Other formats by a regular expression for their file name in lower case, a line end and the beginning of the file
 # fmt: off
 _OTHER_FORMATS = {
-    "CSV": r"\A.*\.[ct]sv", "TFRecord": r"\A.*\.tfrecord", "Parquet": r"\A.*\.parquet",
-    "JSON Lines": r"\A.*\.(jsonl|ndjson)",
-    "Label Studio's JSON": '"[a-z]+labels"', "Supervisely": '"classTitle"', "CreateML": r'"coordinates"\s*:\s*\{',
+    "CSV": r"\A.*\.[ct]sv", "TFRecord": r"\A.*\.tfrecord", "Parquet": r"\A.*\.parquet", "VoTT": '"boundingBox"',
+    "JSON Lines": r"\A.*\.(jsonl|ndjson)", "Label Studio's JSON": '"[a-z]+labels"', "BDD100K": '"box2d"',
+    "Supervisely": '"classTitle"', "CreateML": r'"coordinates"\s*:\s*\{',
     "COCO's results of a detector": r'\A.*\n\[\s*\{\s*"(image|category)_id"', "KITTI": r"^[a-zA-Z]\w*( -?[\d.]+){14}",
     "WIDER FACE": r"\.jpg\s+\d+\s(\d+ ){4}", "VisDrone or MOT": r"^(\d+,){2}(-?[\d.]+,){5,}",
-    "VIA 3": r'"fid_list"', "Datumaro": r'"label_id"',
+    "VIA 3": r'"fid_list"', "Datumaro": r'"label_id"', "JSON or XML in a text file": r"\A.*\.txt\n\s*[{\[<]",
 }
 # fmt: on
 _KNOWN = "*.json of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml of Pascal VOC or CVAT"
@@ -128,7 +128,9 @@ def read_dataset(
     parts = find_coco(files, index, found) if records is None else _to_coco(source, records, found, index, extracted)
     found.unused["text files with labels of YOLO"] = yolo.label_files(index.files) if name != "YOLO" else []
     _count_unused(source, parts, index, {*files, *found.read}, found.unused)
-    parts = parts if len(parts) > 1 else {"train": next(iter(parts.values()))}
+    if len(parts) == 1:
+        found.notes += [f"the only images, of {split}, are used as train" for split in parts if split != "train"]
+        parts = {"train": next(iter(parts.values()))}
     if "train" not in parts:
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
     content, _, root = parts["train"]
@@ -288,9 +290,10 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
         raise ConfigError(f"'{source}' has several formats: {each}. Give the file or the folder of one format.")
     name, files = found.popitem()
     # These formats have one annotation file per image.
-    stems = {Path(path).stem for path in index.images if name in ("LabelMe", "Pascal VOC")}
-    damaged = [path for path in others if path.lower().endswith(Path(files[0]).suffix.lower())]
-    if damaged := [path for path in damaged if Path(path).stem in stems or not os.path.getsize(path)]:
+    stems = {stem_of(path) for path in index.images if name in ("LabelMe", "Pascal VOC")}
+    suffix = ".xml" if name in ("Pascal VOC", "CVAT") else ".json"
+    damaged = [path for path in others if path.lower().endswith(suffix) and name != "YOLO"]
+    if damaged := [path for path in damaged if stem_of(path) in stems or not os.path.getsize(path)]:
         for path in damaged if name == "LabelMe" else ():
             read_json(path)
         raise ConfigError(f"Files that are empty or not {name}: {first_of(damaged, 5)}. Repair or remove them.")
@@ -306,7 +309,8 @@ def _other_format(path: str) -> str | None:
 
 def annotation_format(path: str) -> str | None:
     """Return the format of an annotation file from its content, or None if it is unknown."""
-    suffix = os.path.splitext(path)[1].lower()
+    # Windows hides the last suffix of a.xml.txt.
+    suffix = os.path.splitext(path.lower().removesuffix(".txt"))[1]
     # Opening a pipe would block.
     if suffix not in (".json", ".xml", ".yaml", ".yml") or not os.path.isfile(path):
         return None

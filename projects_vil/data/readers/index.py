@@ -23,6 +23,7 @@ SPLITS |= {"validation": "val", "validate": "val", "test": "test", "testing": "t
 _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "json", "labels", "obj", "set", "xml", ""}
 # Folders of annotations with the images in another folder next to them
 ANNOTATION_FOLDERS = {"annotations", "annotation", "annots", "labels", "label", "labeltxt", "json", "xml"}
+_SUFFIXES = {".txt", ".xml", ".json", ".yaml", ".yml", ".names"}
 # Label Studio adds eight hexadecimal digits to the names of uploaded files.
 _UPLOAD_PREFIX = re.compile(r"(?<![^/\\])[0-9a-f]{8}-(?=[^/\\]*$)")
 
@@ -50,8 +51,27 @@ def _is_run(folder: str, names: list[str]) -> bool:
 
 def read_lines(path: str) -> list[str]:
     """Return the lines of a text file in UTF-8, or in UTF-16 with a byte order mark, without surrounding spaces."""
-    content = Path(path).read_bytes()
+    # Opening a pipe would block.
+    content = Path(path).read_bytes() if os.path.isfile(path) else b""
     return [line.strip() for line in content.decode(json.detect_encoding(content), "replace").splitlines()]
+
+
+def read_names(path: str) -> list[str]:
+    """Return the class names of a text file with one name per line, perhaps after an id, as in ``0: cat`` or ``0 cat``.
+
+    The lines have ids if all numbers are different, and one of them is 0 or 1.
+    """
+    lines = [*filter(None, read_lines(path))]
+    matches = [re.fullmatch(r"(\d{1,5})\s*(?:[:,]|[.)-]?\s)\s*(.+)", line) for line in lines]
+    names = {int(match[1]): match[2] for match in matches if match}
+    has_ids = len(names) == len(lines) and not names.keys().isdisjoint((0, 1))
+    return [names.get(index, "") for index in range(max(names) + 1)] if has_ids else lines
+
+
+def stem_of(path: str) -> str:
+    """Return a file name without its suffixes of images and annotations, of which ``a.jpg.xml`` has two."""
+    stem, suffix = os.path.splitext(os.path.basename(path))
+    return stem_of(stem) if suffix.lower() in _SUFFIXES or is_image(path) else stem + suffix
 
 
 def normalized(name: str) -> str:
@@ -90,7 +110,6 @@ class Record:
         size: The height and width in pixels, or None if they are unknown.
         is_only: Whether the annotation file has no other image.
         split: The split of the annotation. By default, the folders of the annotation file and of the image decide.
-        hint: A path of the image that is often outdated, or an empty text. It decides only what nothing else decides.
         objects: COCO annotations without ids, and with ``label``, the class name. Instead of a box, an object may have
             ``mask``: RLE, and its left and top position in the image.
         file: The image file, or None if it is missing.
@@ -101,7 +120,6 @@ class Record:
     size: tuple[int, int] | None = None
     is_only: bool = False
     split: str | None = None
-    hint: str = ""
     objects: list[dict[str, Any]] = field(default_factory=list)
     file: str | None = None
 
@@ -131,8 +149,8 @@ class FileIndex:
         self.is_given, self.image_root = images is not None, os.path.abspath(images or root)
         below = self.files if images is None else list(walk(self.image_root))
         self.images = dict.fromkeys(filter(is_image, below))
-        # Label Studio writes percent codes into the names of label files.
-        self._by_path = {normalized(unquote(path)): path for path in self.files if "%" in path}
+        # Label Studio writes percent codes into the names of label files. Windows hides the suffix of a.txt.txt.
+        self._by_path = {normalized(re.sub(r"(?i)(\.\w+)\1$", r"\1", unquote(path))): path for path in self.files}
         self._by_path |= {normalized(path): path for path in (*self.files, *set(map(os.path.dirname, self.files)))}
         self.all_files = self.files if images is None else sorted({*self.files, *below})
         folders = [self.folders_of(os.path.join(path, "")) for path in set(map(os.path.dirname, self.images))]
@@ -148,8 +166,8 @@ class FileIndex:
         groups = defaultdict(list)
         for path in self.images:
             name = normalized(os.path.basename(path))
-            groups[name].append(path)
-            groups[f"{os.path.splitext(name)[0]}."].append(path)
+            for key in {name, f"{os.path.splitext(name)[0]}.", f"{stem_of(name)}."}:
+                groups[key].append(path)
         return groups
 
     def find(self, *paths: str) -> str | None:
@@ -176,7 +194,7 @@ class FileIndex:
         images with this name, the folders decide, in this order: the longest common end with the written path, and with
         the folder of the annotation file; the number of common folders, and the longest common beginning, with the
         folder of the annotation file; the path from the root; a folder named images. Then equal upper and lower case
-        decide, then the size, and last the hint.
+        decide, and last the size and the content.
 
         An image is not used in these cases:
 
@@ -195,7 +213,7 @@ class FileIndex:
         matches = [(*self._matches(record, written[record.annotation]), record) for record in records]
         # Images of the same names in other folders, such as masks, do not replace a missing image.
         exact = [path for rank, paths, _ in matches if any(rank[:2]) for path in paths]
-        stems = {os.path.splitext(normalized(os.path.basename(path)))[0] for path in exact}
+        stems = {stem_of(normalized(path)) for path in exact}
         others = {os.path.dirname(path) for stem in stems for path in self.by_name[f"{stem}."]}
         others -= {*map(os.path.dirname, exact)}
         owners: dict[str, tuple[tuple, Record]] = {}
@@ -252,14 +270,13 @@ class FileIndex:
         return max(ranked.items(), default=None)
 
     def _without_copies(self, paths: list[str], record: Record) -> list[str]:
-        """Return the images that fit a record best by their size, their content and the hint."""
+        """Return the images that fit a record by their size, and one of several equal images."""
         if record.size is not None:
             paths = [path for path in paths if size_or_none(path) == record.size] or paths
         # One of several equal images, unless they are in several splits
         if len({self.split_of(path) for path in paths} - {None}) < 2 and len(set(map(content_hash, paths))) == 1:
             return sorted(paths, key=lambda path: self.split_of(path) is None)[:1]
-        common = [_num_common(self.folders_of(path)[::-1], parts_of(record.hint)[-2::-1]) for path in paths]
-        return [path for path, number in zip(paths, common, strict=True) if number == max(common)]
+        return paths
 
 
 def _split_of_folder(image_folders: Set[tuple[str, ...]], folders: tuple[str, ...]) -> str | None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from backbones import ConfigError
 from backbones.errors import explained_errors
-from projects_vil.data.readers.index import FileIndex, Record, normalized, size_of
+from projects_vil.data.readers.index import FileIndex, Record, normalized, size_of, stem_of
 from projects_vil.data.readers.shapes import Annotations, Shape, number
 from projects_vil.utils import read_json
 
@@ -21,11 +21,11 @@ from projects_vil.utils import read_json
 def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
     """Yield the images of a dataset in LabelMe's format, which has one JSON file per image."""
     for path in files:
-        content, stem = read_json(path), Path(path).stem
+        content, stem = read_json(path), stem_of(path)
         name = str(content.get("imagePath") or f"{stem}.jpg")
         # This class of paths has both kinds of slashes. The path is outdated if the files were renamed.
         written = normalized(PureWindowsPath(name).name)
-        is_other = written in index.by_name and os.path.splitext(written)[0] != normalized(stem)
+        is_other = written in index.by_name and stem_of(written) != normalized(stem)
         other = os.path.join(os.path.dirname(path), stem + PureWindowsPath(name).suffix)
         if is_other and other in index.images:
             raise ConfigError(f"'{path}' has imagePath '{name}', but there is also the image '{other}'. Correct one.")

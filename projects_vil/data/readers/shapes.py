@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -71,8 +72,10 @@ def number(text: Any, location: str) -> float:
     Raises:
         ConfigError: If ``text`` is not a finite number. The message begins with ``location``.
     """
+    # A decimal comma, but not the comma of thousands
+    is_decimal = isinstance(text, str) and re.fullmatch(r"\s*[1-9]\d{0,2},\d{3}\s*", text) is None
     with contextlib.suppress(TypeError, ValueError):
-        if math.isfinite(value := float(text)):
+        if math.isfinite(value := float(text.replace(",", ".") if is_decimal else text)):
             return value
     raise ConfigError(f"{location}: {text!r} is not a number. Correct the value.")
 
@@ -93,7 +96,8 @@ def polygon_object(label: str, polygons: list[list[float]]) -> dict[str, Any]:
     """Return an object with polygons ``[x0, y0, x1, y1, ...]`` in pixels."""
     box = box_object(label, [number for points in polygons for number in points])
     area = sum(cv2.contourArea(np.float32(points).reshape(-1, 2)) for points in polygons)
-    return box | {"area": area, "segmentation": polygons}
+    # The area of a line is 0, which the dataset check reports.
+    return box | {"area": max(area, 0.002 * box["area"]), "segmentation": polygons}
 
 
 def in_image(one: dict[str, Any], size: tuple[int, int] | None) -> dict[str, Any] | None:

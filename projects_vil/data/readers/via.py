@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from backbones import ConfigError
+from backbones.errors import explained_errors
 from projects_vil.data.readers.index import FileIndex, Record, split_of_file
 from projects_vil.data.readers.shapes import Annotations, Shape, number, numbers
 from projects_vil.utils import read_json
@@ -45,13 +46,11 @@ def images_of(content: dict[str, Any]) -> dict[str, Any]:
 
 def _parsed(path: str, key: str, entry: Any) -> tuple[str, list[list[dict]]]:
     """Return the name of an image, and the shape and the attributes of each region."""
-    try:
+    with explained_errors(path, f"has the invalid entry {key!r}", "Correct its filename and regions."):
         regions = entry["regions"] or []
-        regions = regions.values() if isinstance(regions, dict) else regions
+        regions = map(dict, regions.values() if isinstance(regions, dict) else regions)
         parts = [[dict(r.get(f"{part}_attributes") or {}) for part in ("shape", "region")] for r in regions]
         return str(entry["filename"]), parts
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"'{path}' has the invalid entry {key!r}. Correct its filename and regions.") from error
 
 
 def _shape(label: str, shape: dict[str, Any], location: str) -> Shape:

@@ -10,14 +10,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 from backbones import ConfigError
-from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, size_of
+from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, size_of, stem_of
 from projects_vil.data.readers.shapes import Annotations, box_object, number, numbers, polygon_object, rotated_box
 
-# Lists of images, lists of a class, and PaddleDetection's lists. The first kind that exists is used.
-_FOLDERS = ("/imagesets(?:/main)?/", "/imagesets(?:/main)?/[^/]+_", "/")
-_LISTS = [re.compile(rf"(.*){folder}({'|'.join(SPLITS)})(?:_list)?\.txt", re.I) for folder in _FOLDERS]
-# A line of PaddleDetection: an image and its XML file
-_PADDLE_LINE = re.compile(r".*?\.\w+\s+(?=.+\.xml$)")
+# Lists of images, lists of a class, and lists elsewhere. The first kind that exists is used.
+_FOLDERS = ("/imagesets(?:/main)?/", "/imagesets(?:/main)?/[^/]+_", "/(?:splits?/)?")
+_LISTS = [re.compile(rf"(.*?){folder}({'|'.join(SPLITS)})(?:_list)?\.txt", re.I) for folder in _FOLDERS]
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
@@ -25,49 +23,46 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     """Yield the images of a dataset in Pascal VOC's format, which has one XML file per image."""
     # The classes of PaddleDetection
     found.read += [path for path in index.files if path.endswith("/label_list.txt")][:1]
-    found.classes += [name for path in found.read for name in read_lines(path)]
+    found.classes += [name for path in found.read for name in read_names(path)]
     for path in _read_lists(files, index, found):
         annotation, stem = parse_xml(path, found), Path(path).stem
         name = annotation.findtext("filename", "").strip()
         # The name in the file is often outdated, so an image with the stem of the annotation has priority. If it has
         # another suffix, it may be a mask.
-        names = tuple(dict.fromkeys((f"{stem}{Path(name).suffix or '.'}", name or f"{stem}.", f"{stem}.")))
-        hint = (annotation.findtext("path") or f"{annotation.findtext('folder', '')}/{name}").strip()
+        names = f"{stem}{Path(name).suffix or '.'}", name or f"{stem}.", f"{stem}.", f"{stem_of(path)}."
         entries = [entry for entry in annotation.iter("object") if entry.findtext("deleted", "").strip() != "1"]
         # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0.
-        texts = [entry.findtext(f"bndbox/{side}", "") for entry in entries for side in _SIDES]
-        offset = 0 if any(re.search(r"\.0*[1-9]", text) for text in texts) else 1
+        texts = [(entry.findtext(f"bndbox/{side}", "").strip(), side) for entry in entries for side in _SIDES]
+        offset = 0 if any(number(text, f"{path}: {side}") % 1 for text, side in texts if text) else 1
         objects = [_object(entry, offset, path, found) for entry in entries]
         found.noted["skipped objects without a box or a polygon"] += [path] * objects.count(None)
         sides = (number(annotation.findtext(f"size/{side}") or 0, f"{path}: size") for side in ("height", "width"))
         size = size_of(*map(int, sides))
-        yield Record(path, names, size, True, hint=hint, objects=[*filter(None, objects)])
+        yield Record(path, tuple(dict.fromkeys(names)), size, True, objects=[*filter(None, objects)])
 
 
 def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[str]:
     """Read the lists of the splits, and return the annotation files to read."""
     splits, by_stem = defaultdict(dict), defaultdict(list)
     for file in files:
-        by_stem[Path(file).stem].append(file)
+        for stem in {Path(file).stem, stem_of(file)}:
+            by_stem[stem].append(file)
     kinds = [[(one[0], one[1], one[2].lower()) for one in map(kind.fullmatch, index.files) if one] for kind in _LISTS]
-    kinds[2] = [one for one in kinds[2] if any(map(_PADDLE_LINE.match, read_lines(one[0])))]
+    # Other text files are lists if they name annotation files, which are not in folders of splits.
+    known = set() if any(map(index.split_of, files)) else {*files}
+    kinds[2] = [one for one in kinds[2] if not known.isdisjoint(_files_in(*one[:2], by_stem))]
     lists = next(filter(None, kinds), [])
     found.read += [path for path, _, _ in lists]
     # trainval comes last. What it has besides train is val, and the other way round.
     for path, root, name in sorted(lists, key=lambda one: one[2] == "trainval"):
         listed, others = splits[root], {SPLITS[one[2]] for one in lists if one[1] == root and one[2] != "trainval"}
         split = "val" if name == "trainval" and "train" in others and "val" not in others else SPLITS[name]
-        for file in (file for line in read_lines(path) for file in _files_of(line, root, by_stem)):
+        for file in _files_in(path, root, by_stem):
             other = listed.setdefault(file, split)
             if other != split and (name != "trainval" or other == "test"):
                 raise ConfigError(f"'{root}' lists '{Path(file).stem}' for {other} and for {name}. Remove one.")
-    for root, listed in splits.items():
-        missing = sorted(listed.keys() - {*files})
-        if wrong := [name for name in missing if listed[name] != "test" and lists is not kinds[2]]:
-            raise ConfigError(f"'{root}' has no {wrong[0]}.xml, which ImageSets/Main lists. Add the file.")
-        # The annotations of test images are often not published.
-        found.noted["skipped images of lists without annotations"] += missing
-        found.listed |= listed
+    found.listed = {file: split for listed in splits.values() for file, split in listed.items()}
+    found.noted["skipped images of lists without annotations"] += sorted(found.listed.keys() - {*files})
     used = found.listed.keys() & {*files}
     found.notes += [f"splits from lists such as '{lists[0][0]}'"] if used and not kinds[0] else []
     # Without a list of training images, they are the images that no list names.
@@ -77,9 +72,16 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
     return sorted({*files} - unlisted)
 
 
+def _files_in(path: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
+    """Return the annotation files below ``root`` that a list names, and the other lines of the list."""
+    return [file for line in read_lines(path) for file in _files_of(line, root, by_stem)]
+
+
 def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
-    """Return the files that a line of a list names, with or without a path, a suffix, a tag such as -1 or a comment."""
-    line = _PADDLE_LINE.sub("", line)
+    """Return the files that a line of a list names, with or without a path, a suffix, a tag such as -1 or a comment.
+
+    In PaddleDetection, a line has an image and its XML file.
+    """
     before = line.partition("#")[0].strip()
     texts = line, *line.split()[:1], before, *before.split()[:1]
     for name in (name for text in texts for name in (text, os.path.splitext(text)[0])):

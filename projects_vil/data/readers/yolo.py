@@ -12,18 +12,28 @@ import yaml
 from backbones import ConfigError
 from backbones.errors import counted
 from projects_vil.data.detection_utils import is_image, read_sizes
-from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, split_of, walk
+from projects_vil.data.readers.index import (
+    SPLITS,
+    FileIndex,
+    Record,
+    normalized,
+    read_lines,
+    read_names,
+    split_of,
+    stem_of,
+    walk,
+)
 from projects_vil.data.readers.shapes import Annotations, box_object, number, polygon_object
 from projects_vil.utils import content_hash
 
 # Files with one class name per line: of labelImg, Darknet and CVAT, Roboflow. Other names are used without these files.
-_CLASS_FILES = r"classes\.txt|obj\.names|_darknet\.labels", r"(predefined_classes|labels|names)\.txt|.+\.names"
+_CLASS_FILES = r"classes(\.txt)+|obj\.names|_darknet\.labels", r"(predefined_classes|labels|names)(\.txt)+|.+\.names"
 # Parts of a written path that the path of an existing folder need not have
 _OPTIONAL = {"\\", "..", "data", "datasets"}
 # A list of the images of a split. The images of trainval.txt are in other lists too.
 _LIST = re.compile(rf".*/({'|'.join(SPLITS.keys() - {'trainval'})})\.txt", re.I)
 _LARGE = "label files with values larger than 1, which are not fractions of the image"
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_NUMBER = re.compile(r"[-+]?(\d+\.?|\d*[.,]\d+)([eE][-+]?\d+)?")
 # Numbers, and what some programs write instead of a number
 _VALUE = re.compile(rf"{_NUMBER.pattern}|[-+]?(nan|inf)|", re.I)
 
@@ -33,61 +43,21 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     # labelImg writes an equal classes.txt into each folder.
     if len(files) > 1 and (class_files(files) != files or len({(*read_lines(path),) for path in files}) > 1):
         raise ConfigError(f"'{index.root}' has several YOLO files, '{files[0]}' and '{files[1]}'. Give one file.")
-    path, folder = files[0], os.path.dirname(files[0])
-    data = _settings(path, index, found)
-    # The path may be outdated if the dataset was moved from another computer.
-    written = str(data.get("path", ""))
-    bases = [_existing(written, [folder, index.root], index) or folder, folder, index.root]
-    found.classes = names = _names(path, data) if data else []
-    if not os.path.exists(os.path.join(folder, written)):
-        found.notes.append(f"path is '{bases[0]}', because {written!r} does not exist")
-    images: dict[str | None, dict[str, None]] = defaultdict(dict)
-    splits = {split: data[key] for key, split in reversed(SPLITS.items()) if data.get(key)}
-    # With only class names, lists of images decide, or else the folders of the images.
-    splits = splits or _lists(index)
-    for split, entries in reversed((splits or {None: bases[0] if data.get("path") else index.root}).items()):
-        for entry in map(str, entries if isinstance(entries, list) else [entries]):
-            place = _existing(entry, bases, index)
-            own = _images(place or os.path.join(index.root, entry), split, index, found)
-            # Roboflow may name a test split that does not exist.
-            if not own and split not in ("test", None):
-                where = f"has no images in '{index.image_root}'" if place or index.is_given else "does not exist"
-                raise ConfigError(f"'{path}' has {entry!r} for {split}, which {where}. Correct it, or add images.")
-            if own and place and {*PureWindowsPath(entry).parts} - {*Path(place).parts} - _OPTIONAL:
-                found.notes.append(f"{split} is '{place}', because {entry!r} does not exist")
-            images[split] |= dict.fromkeys(own)
-    # Ultralytics needs a validation split, so datasets without one name the training images again.
-    if images["train"] and images["train"].keys() == images["val"].keys():
-        del images["val"]
-        found.notes.append("val has the same images as train, so it is not used")
-    labels = {image: index.find(*_label_paths(image)) for own in images.values() for image in own}
-    texts = [file for file in index.files if file.lower().endswith(".txt")]
-    if not any(labels.values()):
-        # The labels are in folders of other names.
-        records = [Record(file, (f"{Path(file).stem}.",), is_only=True) for file in texts]
-        index.find_images(records)
-        labels |= {record.file: record.annotation for record in records if record.file in labels}
-    owners: dict[str, str] = {}
-    for image, label in [(image, label) for image, label in labels.items() if label]:
-        if (other := owners.setdefault(label, image)) != image and content_hash(other) != content_hash(image):
-            raise ConfigError(f"Label file '{label}' fits both '{other}' and '{image}'. Rename or remove one image.")
-    if not splits:
-        # A folder without labels has copies or masks if all its images have the names of labeled images.
-        stems = {Path(image).stem for image in owners.values()}
-        others = {os.path.dirname(image) for image, label in labels.items() if label or Path(image).stem not in stems}
-        labels = {image: label for image, label in labels.items() if os.path.dirname(image) in others}
+    path = files[0]
+    data = _settings(path)
+    found.classes = names = _names(path, data.get("names"), data.get("nc"), index, found) if data else []
+    splits = _splits(path, data, index, found)
+    labels = _labels(splits, index)
     sizes = {image: size for image, (size, _) in zip(labels, read_sizes(labels), strict=True)}
     # The dataset check reports unreadable images.
     rows = {image: [*_rows(label)] if label and sizes[image] else [] for image, label in labels.items()}
     for image, own in rows.items():
-        # A text file without labels is, for example, a caption.
-        if own and not any(_is_label(row, names) for row, _ in own):
+        # A text file without labels is, for example, a caption. JSON and XML are errors.
+        if own and own[0][0][0][:1] not in {*"{[<"} and not any(_is_label(row, names) for row, _ in own):
             labels[image], rows[image] = None, []
-    if without := [image for image, label in labels.items() if label is None]:
-        found.notes.append(f"{len(without):,} of {len(labels):,} images have no label file, so they have no objects")
     has_points = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
     unknown: dict[str, list[str]] = defaultdict(list)
-    for split, image in [(split, image) for split, own in images.items() for image in own if image in labels]:
+    for image, split in [(image, split) for split, own in splits.items() for image in own if image in labels]:
         own = [_object(row[:5] if has_points else row, names, sizes[image], line, unknown) for row, line in rows[image]]
         yield Record(labels[image] or image, (), sizes[image], split=split, objects=own, file=image)
         if any(max(one["bbox"][2:]) > 2 * max(sizes[image]) for one in own):
@@ -99,27 +69,86 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         every = ", ".join(f"{label} ({counted(len(lines), 'object')})" for label, lines in unknown.items())
         where, place = next(iter(unknown.values()))[0], path if data else os.path.join(index.root, "classes.txt")
         raise ConfigError(f"{where}: no name for class {every}. Ids start at 0. Add names to '{place}'.")
-    used = {*filter(None, labels.values())}
+    _count_labels(labels, index, found)
+
+
+def _splits(path: str, data: dict[str, Any], index: FileIndex, found: Annotations) -> dict[str | None, dict]:
+    """Return the images of each split. The folders of the images of None decide their split."""
+    # The path may be outdated if the dataset was moved from another computer.
+    folder, written = os.path.dirname(path), str(data.get("path", ""))
+    bases = [_existing(written, [folder, index.root], index) or folder, folder, index.root]
+    if not os.path.exists(os.path.join(folder, written)):
+        found.notes.append(f"path is '{bases[0]}', because {written!r} does not exist")
+    images: dict[str | None, dict[str, None]] = defaultdict(dict)
+    splits: dict[str | None, Any] = {split: data[key] for key, split in reversed(SPLITS.items()) if data.get(key)}
+    # With only class names, lists of images decide, or else the folders of the images.
+    splits = splits or _lists(index, bases[0] if written else index.root)
+    for split, entries in reversed(splits.items()):
+        for entry in map(str, entries if isinstance(entries, list) else [entries]):
+            place = _existing(entry, bases, index)
+            own = _images(place or os.path.join(index.root, entry), split, index, found)
+            # Roboflow may name a test split that does not exist.
+            if not own and split not in ("test", None):
+                where = f"has no images in '{index.image_root}'" if place or index.is_given else "does not exist"
+                raise ConfigError(f"'{path}' has {entry!r} for {split}, which {where}. Correct it, or add images.")
+            if own and place and {*PureWindowsPath(entry).parts} - {*Path(place).parts} - _OPTIONAL:
+                found.notes.append(f"{split} is '{place}', because {entry!r} does not exist")
+            # Without a list of training images, they are the images that no list names.
+            listed = set().union(*images.values()) if split is None else ()
+            images[split] |= dict.fromkeys(image for image in own if image not in listed)
+    # Ultralytics needs a validation split, so datasets without one name the training images again.
+    if images["train"] and images["train"].keys() == images["val"].keys():
+        del images["val"]
+        found.notes.append("val has the same images as train, so it is not used")
+    return images
+
+
+def _labels(splits: dict[str | None, dict], index: FileIndex) -> dict[str, str | None]:
+    """Return the images, and the label file of each image or None."""
+    labels = {image: index.find(*_label_paths(image)) for own in splits.values() for image in own}
+    if not any(labels.values()):
+        # The labels are in folders of other names.
+        texts = [file for file in index.files if file.lower().endswith(".txt")]
+        records = [Record(file, (f"{stem_of(file)}.",), is_only=True) for file in texts]
+        index.find_images(records)
+        labels |= {record.file: record.annotation for record in records if record.file in labels}
+    owners: dict[str, str] = {}
+    for image, label in [(image, label) for image, label in labels.items() if label]:
+        if (other := owners.setdefault(label, image)) != image and content_hash(other) != content_hash(image):
+            raise ConfigError(f"Label file '{label}' fits both '{other}' and '{image}'. Rename or remove one image.")
+    # Without settings, a folder without labels has copies or masks if all its images have the names of labeled images.
+    stems = {stem_of(image) for image in owners.values() if None in splits}
+    others = {os.path.dirname(image) for image, label in labels.items() if label or stem_of(image) not in stems}
+    return {image: label for image, label in labels.items() if os.path.dirname(image) in others}
+
+
+def _count_labels(labels: dict[str, str | None], index: FileIndex, found: Annotations) -> None:
+    """Count the images without a label file, and the other label files."""
+    used, without = {*filter(None, labels.values())}, [image for image, label in labels.items() if label is None]
     found.read += used
+    if without:
+        found.notes.append(f"{len(without):,} of {len(labels):,} images have no label file, so they have no objects")
+    texts = [file for file in index.files if file.lower().endswith(".txt") and file not in used]
     # An image without objects has an empty file.
     folders = {*map(os.path.dirname, used)}
-    texts = [file for file in texts if file not in used]
     empty = [file for file in texts if os.path.dirname(file) in folders and not any(_rows(file))]
-    reasons = ("label files whose image is not used", "other label files of an image")
-    expected = {label: reasons[image in labels] for image in index.images if texts for label in _label_paths(image)}
-    reasons = ("label files whose image is missing", "label files in another folder than the image")
-    stems = {Path(image).stem for image in without}
+    known = {label for image in index.images if texts for label in _label_paths(image)}
+    image_of = {stem_of(image): image for image in without}
     for file in sorted({*empty, *label_files(texts)}):
-        found.unused[expected.get(file) or reasons[Path(file).stem in stems]].append(file)
+        image = image_of.get(stem_of(file))
+        other = "split" if len({index.split_of(file), index.split_of(image or file), None}) > 2 else "folder"
+        reason = f"in another {other} than the image" if image else "whose image is missing"
+        found.unused[f"label files {'that are not used' if file in known else reason}"].append(file)
 
 
-def _lists(index: FileIndex) -> dict[str, list[str]]:
-    """Return the lists of images by split, or nothing without a list of training images."""
-    splits: dict[str, list[str]] = defaultdict(list)
+def _lists(index: FileIndex, root: str) -> dict[str | None, list[str]]:
+    """Return the lists of images by split. Without a list of training images, None has the other images in ``root``."""
+    splits: dict[str | None, list[str]] = defaultdict(list)
     for match in filter(None, map(_LIST.fullmatch, index.files)):
-        if os.path.isfile(match[0]) and any(map(is_image, read_lines(match[0]))):
+        names = [os.path.basename(normalized(line)) for line in read_lines(match[0])]
+        if any(is_image(name) or f"{name}." in index.by_name for name in names):
             splits[SPLITS[match[1].lower()]].append(match[0])
-    return splits if "train" in splits else {}
+    return splits if "train" in splits else {None: [root], **splits}
 
 
 def settings_of(path: str) -> dict[str, Any] | None:
@@ -133,7 +162,7 @@ def settings_of(path: str) -> dict[str, Any] | None:
         return None
     keys = data.keys() if isinstance(data, dict) else set()
     # The arguments of a training run have "val", but neither "train" nor "names".
-    is_yolo = "names" in keys and (Path(path).stem == "data" or not keys.isdisjoint(("nc", "val")))
+    is_yolo = "names" in keys and (stem_of(path).lower() == "data" or not keys.isdisjoint(("nc", "val")))
     return data if is_yolo or ("train" in keys and isinstance(data["train"], str | list)) else None
 
 
@@ -145,43 +174,38 @@ def class_files(files: list[str]) -> list[str]:
 
 def label_files(files: list[str]) -> list[str]:
     """Return the text files whose first row is a label of YOLO, which begins with a class index, or of DOTA."""
-    # Opening a pipe would block.
-    texts = [path for path in files if path.lower().endswith(".txt") and os.path.isfile(path)]
-    firsts = [(path, next(_rows(path), ([], ""))[0]) for path in texts]
+    firsts = [(path, next(_rows(path), ([], ""))[0]) for path in files if path.lower().endswith(".txt")]
     rows = [(path, row) for path, row in firsts if all(map(_NUMBER.fullmatch, row[:5]))]
-    return [path for path, row in rows if len(row) in (9, 10) or (len(row) > 4 and float(row[0]).is_integer())]
+    return [path for path, row in rows if len(row) in (9, 10) or (row[4:] and re.fullmatch(r"-?\d+(\.0*)?", row[0]))]
 
 
-def _settings(path: str, index: FileIndex, found: Annotations) -> dict[str, Any]:
-    """Return the settings of a dataset from a settings file, or only the names from a file with class names."""
+def _settings(path: str) -> dict[str, Any]:
+    """Return the settings of a dataset from a settings file, or only ``names`` for a file with class names."""
     if class_files([path]):
-        lines = [*filter(None, read_lines(path))]
-        pairs = [re.split(r"\s*:\s*", line, maxsplit=1) for line in lines if re.match(r"\d+\s*:", line)]
-        return {"names": dict(pairs) if len(dict(pairs)) == len(lines) else lines}
-    if not path.endswith(".data"):
-        return settings_of(path) or {}
-    data: dict[str, Any] = dict(re.split(r"\s*=\s*", line, maxsplit=1) for line in read_lines(path) if "=" in line)
-    entry = data.get("names", "obj.names")
-    if not (names := _existing(entry, [os.path.dirname(path), index.root], index)):
-        raise ConfigError(f"'{path}' needs '{entry}', which does not exist. Add it, with one class name per line.")
-    found.read.append(names)
-    return data | {"names": [*filter(None, read_lines(names))]}
+        return {"names": path}
+    if path.endswith(".data"):
+        return dict(re.split(r"\s*=\s*", line, maxsplit=1) for line in read_lines(path) if "=" in line)
+    return settings_of(path) or {}
 
 
-def _names(path: str, data: dict[str, Any]) -> list[str]:
-    names = data.get("names")
+def _names(path: str, names: Any, count: Any, index: FileIndex, found: Annotations) -> list[str]:
+    """Return the class names from the setting ``names``: a list, a dict from id to name, a file, or one name."""
+    file = _existing(names, [os.path.dirname(path), index.root], index) if isinstance(names, str) else None
+    if file is not None and os.path.isfile(file):
+        found.read.append(file)
+        names = read_names(file)
+    written = str(names)[:80]
     if isinstance(names, dict) and all(re.fullmatch("[0-9]{1,5}", key) for key in names):
-        names = [names.get(str(index), "") for index in range(max(map(int, names), default=-1) + 1)]
-    # Other texts are a file name, or names without a space after their numbers.
+        names = [names.get(str(number), "") for number in range(max(map(int, names), default=-1) + 1)]
+    # Other texts are names without a space after their numbers, or a missing file.
     names = [names] if isinstance(names, str) and re.fullmatch(r"\w[\w -]*", names) else names
-    names = [str(name).strip() for name in names] if isinstance(names, list) else []
+    names = [name.strip() for name in names] if isinstance(names, list) and {*map(type, names)} == {str} else []
     different = {*filter(None, names)}
     is_unique = 0 < len(different) == len(names) - names.count("")
-    if not is_unique or str(data.get("nc", len(names))) not in (str(len(names)), str(len(different))):
-        found = counted(len(different), "different name") + f", but nc is {data.get('nc')}" * ("nc" in data)
-        advice = "Write one name per class in a list, or lines such as '0: cat' with ids below 100,000"
-        advice += ", and correct nc" * ("nc" in data)
-        raise ConfigError(f"'{path}' has {found}: names is {str(data.get('names'))[:80]!r}. {advice}.")
+    if not is_unique or str(count or len(names)) not in (str(len(names)), str(len(different))):
+        wrong = counted(len(different), "different name") + (f", but nc is {count}" if count else "")
+        advice = "Write one name per class in a list, or lines such as '0: cat' with ids below 100,000."
+        raise ConfigError(f"'{path}' has {wrong}: names is {written!r}. {advice}")
     if garbled := [name for name in names if "\ufffd" in name]:
         raise ConfigError(f"The class names of '{path}', such as {garbled[0]!r}, are not UTF-8. Save them as UTF-8.")
     return names
@@ -197,8 +221,8 @@ def _images(place: str, split: str | None, index: FileIndex, found: Annotations)
         if split is None or any(map(index.split_of, index.images)):
             return [image for image in index.images if split is None or (index.split_of(image) or "train") == split]
         folders = [place, *map(os.path.dirname, _label_paths(os.path.join(place, "any")))]
-        stems = {Path(file).stem for folder in folders for file in walk(folder)}
-        return [image for image in index.images if Path(image).stem in stems or (not stems and split == "train")]
+        stems = {stem_of(file) for folder in folders for file in walk(folder)}
+        return [image for image in index.images if stem_of(image) in stems or (not stems and split == "train")]
     if not os.path.isfile(place) or is_image(place):
         return [place] if os.path.isfile(place) else [*filter(is_image, walk(place))]
     found.read.append(place)
@@ -231,8 +255,9 @@ def _existing(entry: str, bases: list[str], index: FileIndex) -> str | None:
 def _label_paths(image: str) -> list[str]:
     """Return the paths that the label file of an image may have: below labels/ instead of images/, or next to it."""
     # Some programs keep the suffix of the image: a.jpg.txt
-    bases, folders = (os.path.splitext(image)[0], image), ("labels", "labelTxt")
-    paths = [re.sub(r"(?i)(.*/)(jpeg)?images/", rf"\1{folder}/", base) for base in bases for folder in folders]
+    bases = os.path.splitext(image)[0], image, os.path.join(os.path.dirname(image), stem_of(image))
+    folders = r"\1labels/", r"\1labelTxt/"
+    paths = [re.sub("(?i)(.*/)(jpeg)?images/", folder, base) for base in bases for folder in folders]
     return [f"{path}.txt" for path in dict.fromkeys((*paths, *bases))]
 
 
@@ -240,10 +265,9 @@ def _rows(label: str) -> Iterator[tuple[list[str], str]]:
     """Yield the words of each line, and its location. Some programs write commas or semicolons between the words."""
     for i, line in enumerate(read_lines(label), start=1):
         separator = r"\s*;\s*" if ";" in line else r",?\s+" if re.search(r"\s", line) else ","
-        row = [re.sub(r"^([-+]?\d*),(\d+([eE][-+]?\d+)?)$", r"\1.\2", word) for word in re.split(separator, line)]
         # Files of DOTA begin with the source and the resolution of the image.
         if line and not re.match("'?(imagesource|gsd)'?:", line):
-            yield row, f"{label}, line {i}"
+            yield re.split(separator, line), f"{label}, line {i}"
 
 
 def _is_label(row: list[str], names: list[str]) -> bool:

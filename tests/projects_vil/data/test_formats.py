@@ -342,7 +342,7 @@ def test_labels_beside_images_and_files_that_do_not_match(source, tmp_path, read
     assert "label files whose image is missing: 1 (first: " in read(root).line()
     (root / "data.yaml").write_text((root / "data.yaml").read_text().replace("val: images/val", "val: images/train"))
     max((root / "labels/train").glob("[0-9]*.txt")).write_text("0 30 20 9 9")
-    assert re.search("(?s)values larger than 1, .*files whose image is not used: 8 .first: ", read(root).line())
+    assert re.search("(?s)values larger than 1, .*files that are not used: 8 .first: ", read(root).line())
 
 
 def test_skipped_shapes_are_reported(written, read):

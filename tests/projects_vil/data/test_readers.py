@@ -227,19 +227,24 @@ def test_kinds_of_files(kind, tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if text is None:
             Image.new("RGB", IMAGE).save(path)
+        elif text == "PIPE":
+            os.mkfifo(path)
         else:
             text = text.replace("LONG", "x" * 9000)
             path.write_text(text, encoding=next((name for name in ("UTF-16", "GBK") if name in kind), "utf-8"))
     if error:
-        assert error in message(read_dataset, root, tmp_path / "out")
+        function, *options = (convert_dataset, "yolo") if "check" in kind else (read_dataset,)
+        assert error in message(function, root, tmp_path / "out", *options)
         return
-    contents = {}
-    dataset = read_dataset(root, tmp_path / "out", val=0, contents=contents)
+    dataset, files = check_dataset(root, fixed=tmp_path / "out")
+    contents = {split: file.dataset for split, file in files.items()}
+    assert not any(file.found["missing_or_invalid_area"] for file in files.values())
     assert kind.split(",")[0] in dataset.format and dataset.classes == ("0" if "class 0" in kind else "cat",)
     annotation = contents["train"]["annotations"][0]
     np.testing.assert_allclose(annotation["bbox"], BOX, atol=0.01)
     assert all((dataset.splits["train"][1] / image["file_name"]).is_file() for image in contents["train"]["images"])
     words = "skeleton", "tag:", "path is", "text files", "label files", "swapped", "warning", "several boxes"
+    words += "only images", "another split"
     line = dataset.line()
     assert all((word in line) == (word in kind) for word in words) and str(tmp_path / "out") not in line
     assert "unsupported type" in line or "unsupported type" not in kind
@@ -410,17 +415,10 @@ def test_no_split_is_written_if_a_file_cannot_be_replaced(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["val.json"]
 
 
-def test_the_written_folder_decides_a_tie(tmp_path):
-    text = voc_text(bndbox(11, 21, 50, 50), "a.png")
-    for number, written in enumerate(("<folder>y</folder>", "<path>C:\\me\\y\\a.png</path>")):
-        text = text.replace("<filename>", f"{written}<filename>")
-        write_files(tmp_path / str(number), {"x/a.png": 1, "y/a.png": 2, "a.xml": text})
-        dataset = read_dataset(tmp_path / str(number), tmp_path / "out", val=0)
-        assert dataset.splits["train"][1] == tmp_path / str(number) / "y"
-        # The written size comes first.
-        Image.new("L", IMAGE[::-1]).save(tmp_path / str(number) / "y/a.png")
-        dataset = read_dataset(tmp_path / str(number), tmp_path / "out", val=0)
-        assert dataset.splits["train"][1] == tmp_path / str(number) / "x"
+def test_the_written_size_decides_a_tie(tmp_path):
+    write_files(tmp_path / "data", {"x/a.png": 1, "y/a.png": 2, "a.xml": voc_text(BOX_TEXT, "a.png")})
+    Image.new("L", IMAGE[::-1]).save(tmp_path / "data/y/a.png")
+    assert read_dataset(tmp_path / "data", tmp_path / "out", val=0).splits["train"][1] == tmp_path / "data/x"
 
 
 def test_a_failed_fix_leaves_no_files(tmp_path):
