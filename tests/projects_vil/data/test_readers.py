@@ -220,13 +220,13 @@ def test_kinds_of_files(kind, tmp_path):
     root = tmp_path / "data"
     files = dict(KINDS[kind])
     error = files.pop("error", None)
-    if None not in files.values() and "inside" not in kind:
+    if all(isinstance(text, str) for text in files.values()) and "inside" not in kind:
         files["a.jpg"] = None
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if text is None:
-            Image.new("RGB", IMAGE).save(path)
+        if not isinstance(text, str):
+            Image.new("RGB", text or IMAGE).save(path)
         elif text == "PIPE":
             os.mkfifo(path)
         else:
