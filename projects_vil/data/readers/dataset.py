@@ -336,6 +336,6 @@ def annotation_format(path: str) -> str | None:
     if content.get("images") == [] and split_of((Path(path).parent.name,), Path(path).stem) in ("val", "test"):
         return None
     lists = {key for key, value in content.items() if isinstance(value, list)}
-    if "shapes" in lists or {"images", "categories"} <= lists:
-        return "LabelMe" if "shapes" in lists else "COCO"
-    return "VIA" if via.images_of(content) else None
+    if "shapes" in lists:
+        return "LabelMe"
+    return "COCO" if {"images", "categories"} <= lists else "VIA" if via.images_of(content) else None

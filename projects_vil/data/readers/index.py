@@ -23,7 +23,6 @@ SPLITS |= {"validation": "val", "validate": "val", "test": "test", "testing": "t
 _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "json", "labels", "obj", "set", "xml", ""}
 # Folders of annotations with the images in another folder next to them
 ANNOTATION_FOLDERS = {"annotations", "annotation", "annots", "labels", "label", "labeltxt", "json", "xml"}
-_SUFFIXES = {".txt", ".xml", ".json", ".yaml", ".yml", ".names"}
 # Label Studio adds eight hexadecimal digits to the names of uploaded files.
 _UPLOAD_PREFIX = re.compile(r"(?<![^/\\])[0-9a-f]{8}-(?=[^/\\]*$)")
 
@@ -71,7 +70,7 @@ def read_names(path: str) -> list[str]:
 def stem_of(path: str) -> str:
     """Return a file name without its suffixes of images and annotations, of which ``a.jpg.xml`` has two."""
     stem, suffix = os.path.splitext(os.path.basename(path))
-    return stem_of(stem) if suffix.lower() in _SUFFIXES or is_image(path) else stem + suffix
+    return stem_of(stem) if is_image(path) or suffix.lower() in (".txt", ".xml", ".json", ".yaml") else stem + suffix
 
 
 def normalized(name: str) -> str:
