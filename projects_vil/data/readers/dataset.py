@@ -29,9 +29,9 @@ _READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, 
 # Other formats by a regular expression for their file name in lower case, a line end and the beginning of the file
 # fmt: off
 _OTHER_FORMATS = {
-    "CSV": r"\A.*\.[ct]sv", "TFRecord": r"\A.*\.tfrecord", "Parquet": r"\A.*\.parquet", "VoTT": '"boundingBox"',
+    "CSV": r"\A.*\.[ct]sv|\.(?i:jpe?g|png)[ ,](\d+,){3}\d", "TFRecord": r"\A.*\.tfrecord", "Parquet": r"\A.*\.parquet",
     "JSON Lines": r"\A.*\.(jsonl|ndjson)", "Label Studio's JSON": '"[a-z]+labels"', "BDD100K": '"box2d"',
-    "Supervisely": '"classTitle"', "CreateML": r'"coordinates"\s*:\s*\{',
+    "Supervisely": '"classTitle"', "VoTT": '"boundingBox"', "CreateML": r'"coordinates"\s*:\s*\{',
     "COCO's results of a detector": r'\A.*\n\[\s*\{\s*"(image|category)_id"', "KITTI": r"^[a-zA-Z]\w*( -?[\d.]+){14}",
     "WIDER FACE": r"\.jpg\s+\d+\s(\d+ ){4}", "VisDrone or MOT": r"^(\d+,){2}(-?[\d.]+,){5,}",
     "VIA 3": r'"fid_list"', "Datumaro": r'"label_id"', "JSON or XML in a text file": r"\A.*\.txt\n\s*[{\[<]",
@@ -305,7 +305,7 @@ def annotation_format(path: str) -> str | None:
     if suffix not in (".json", ".xml", ".yaml", ".yml") or not os.path.isfile(path):
         return None
     if suffix == ".xml":
-        root = re.search(rb"<(?:\w+:)?annotation(s?)[\s>]", Path(path).read_bytes().replace(b"\0", b""))
+        root = re.search(rb"<(?:\w+:)?annotation(s?)[\s/>]", Path(path).read_bytes().replace(b"\0", b""))
         return root and ("CVAT" if root[1] else "Pascal VOC")
     if suffix != ".json":
         return "YOLO" if yolo.settings_of(path) is not None else None
