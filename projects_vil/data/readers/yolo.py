@@ -255,7 +255,7 @@ def _existing(entry: str, bases: list[str], index: FileIndex) -> str | None:
 def _label_paths(image: str) -> list[str]:
     """Return the paths that the label file of an image may have: below labels/ instead of images/, or next to it."""
     # Some programs keep the suffix of the image: a.jpg.txt
-    bases = os.path.splitext(image)[0], image, os.path.join(os.path.dirname(image), stem_of(image))
+    bases = dict.fromkeys((os.path.splitext(image)[0], image, os.path.join(os.path.dirname(image), stem_of(image))))
     folders = r"\1labels/", r"\1labelTxt/"
     paths = [re.sub("(?i)(.*/)(jpeg)?images/", folder, base) for base in bases for folder in folders]
     return [f"{path}.txt" for path in dict.fromkeys((*paths, *bases))]
