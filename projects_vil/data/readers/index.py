@@ -171,8 +171,7 @@ class FileIndex:
 
     def find(self, *paths: str) -> str | None:
         """Return the first file or folder with one of these paths, up to case and Unicode form, or None."""
-        normal = map(os.path.normpath, paths)
-        found = (path if os.path.exists(path) else self._by_path.get(normalized(path), "") for path in normal)
+        found = (p if os.path.exists(p) else self._by_path.get(normalized(p), "") for p in map(os.path.normpath, paths))
         # Opening a pipe would block.
         return next((path for path in found if os.path.isfile(path) or os.path.isdir(path)), None)
 

@@ -108,8 +108,7 @@ def _labels(splits: dict[str | None, dict], index: FileIndex) -> dict[str, str |
     labels = {image: index.find(*_label_paths(image)) for own in splits.values() for image in own}
     if not any(labels.values()):
         # The labels are in folders of other names.
-        texts = [file for file in index.files if file.lower().endswith(".txt")]
-        records = [Record(file, (f"{stem_of(file)}.",), is_only=True) for file in texts]
+        records = [Record(f, (f"{stem_of(f)}.",), is_only=True) for f in index.files if f.lower().endswith(".txt")]
         index.find_images(records)
         labels |= {record.file: record.annotation for record in records if record.file in labels}
     owners: dict[str, str] = {}
@@ -190,10 +189,10 @@ def _settings(path: str) -> dict[str, Any]:
 
 def _names(path: str, names: Any, count: Any, index: FileIndex, found: Annotations) -> list[str]:
     """Return the class names from the setting ``names``: a list, a dict from id to name, a file, or one name."""
-    file = _existing(names, [os.path.dirname(path), index.root], index) if isinstance(names, str) else None
-    if file is not None and os.path.isfile(file):
+    if isinstance(names, str) and (file := _existing(names, [os.path.dirname(path), index.root], index)):
         found.read.append(file)
-        names = read_names(file)
+        # A class may have the name of a folder.
+        names = read_names(file) or names
     written = str(names)[:80]
     if isinstance(names, dict) and all(re.fullmatch("[0-9]{1,5}", key) for key in names):
         names = [names.get(str(number), "") for number in range(max(map(int, names), default=-1) + 1)]
