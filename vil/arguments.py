@@ -219,6 +219,8 @@ class ToolParser(argparse.ArgumentParser):
         flag, _, value = word.partition("=")
         other_name = flag.lstrip("-").replace("-", "_")
         name = choices.NAMES_OF_OTHERS.get(other_name, other_name)
+        if word.endswith(choices.EXPORT_SUFFIXES) and "--output" in self._option_string_actions:
+            return ". Write --output DIR to choose the folder of the results"
         same = f"--{name.replace('_', '-')}"
         if (action := self._option_string_actions.get(same)) is not None:
             values = value or self._get_formatter()._format_args(action, "VALUE")

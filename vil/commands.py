@@ -45,7 +45,7 @@ _VARIANT = "variant, such as vil_tiny_rpb or litv2_s, or timm:NAME for a timm mo
 _DATA = "dataset folder or annotation file: COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA"
 _MODEL = "output directory of a run, checkpoint with config.yaml in its folder, or name in the model zoo"
 _DRAWINGS = " (default: drawings/ in the folder of the model)"
-_INPUT = "images, folder, video, camera number, URL, list (.txt, .csv, .parquet), or tar files: shards-{000..127}.tar"
+_INPUT = "images, folders, video, camera number, URL, list (.txt, .csv, .parquet), or tar files: shards-{000..127}.tar"
 
 
 # Training and evaluation ---------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
 
 def _show_results(results: dict[str, Any]) -> None:
     """Print the AP of each dataset and task, with advice if it is 0 or undefined."""
-    zero = "AP is 0. Train for more epochs, and look at the training images with 'vil visualize data'."
+    zero = "AP is 0. Train for more epochs, and look at the training images with 'vil visualize data RUN'."
     undefined = "AP is undefined, because the validation images have no objects. Annotate them."
     for name, task, metrics in ((name, *item) for name, tasks in results.items() for item in tasks.items()):
         if metrics.get("AP"):
@@ -125,7 +125,8 @@ def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
     """Search for the best learning rate, batch size, image size and augmentation for your photos.
 
     The command runs short trainings (trials) and compares their AP on the validation images. The first trial uses the
-    recipe of vil train. A trial with a low AP is stopped early. The command writes the config of the best trial to
+    recipe of vil train. The others use 0.2 to 5 times its learning rate, half to twice its batch size, and 0.75 to 1.5
+    times its image size, unless you set these as KEY VALUE. A trial with a low AP is stopped early. The command writes the config of the best trial to
     best.yaml. If the search is interrupted, the same command resumes it. KEY VALUE pairs apply to all trials.
 
     Example:

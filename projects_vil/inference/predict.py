@@ -103,8 +103,8 @@ def predict(
     Args:
         model: A detector, or a name or path for :meth:`Detector.load`. With ``ray=True`` a name or path.
         source: See :func:`~projects_vil.inference.image_listing.find_images`. For COCO results also a video file, the
-            number of a camera, or the URL of a stream that OpenCV can open. Several images are a sequence of paths or a
-            pattern such as ``"photos/*.jpg"``.
+            number of a camera, or the URL of a stream that OpenCV can open. Several images or folders are a sequence of
+            paths or a pattern such as ``"photos/*.jpg"``.
         output: The output directory, which must not be the output directory of a training run. Earlier results in it
             are replaced, and drawings of other images are kept. If it is inside the input folder, it is not read.
         file_format: ``"coco"`` or ``"parquet"``. By default ``"coco"``, or ``"parquet"`` with Ray.

@@ -182,6 +182,7 @@ def test_short_forms_are_their_keys(tmp_path):
         ("--iou 0.5", "Write MODEL.RETINANET.NMS_THRESH_TEST VALUE"),
         ("--size 20", "'20' is not auto or a whole number from 64 to 4096"),
         ("data=photos", "Write photos."),
+        ("photos model.onnx", "Write --output DIR"),
         ("--output s3://bucket/out", "--output: cannot write to the URL 's3://bucket/out'"),
     ],
 )
