@@ -126,8 +126,9 @@ def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
 
     The command runs short trainings (trials) and compares their AP on the validation images. The first trial uses the
     recipe of vil train. The others use 0.2 to 5 times its learning rate, half to twice its batch size, and 0.75 to 1.5
-    times its image size, unless you set these as KEY VALUE. A trial with a low AP is stopped early. The command writes the config of the best trial to
-    best.yaml. If the search is interrupted, the same command resumes it. KEY VALUE pairs apply to all trials.
+    times its image size. Values that you set as KEY VALUE are the same in all trials. A trial with a low AP is stopped
+    early. The command writes the config of the best trial to best.yaml. If the search is interrupted, the same command
+    resumes it.
 
     Example:
         vil tune photos --trials 20 --epochs 10
