@@ -18,8 +18,9 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import ConfigError
 from backbones.build import VARIANTS, get_variant
-from backbones.checkpoint_files import read_checkpoint, write_text
+from backbones.checkpoint_files import read_checkpoint
 from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest, counted, first_of
+from backbones.files import write_text
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
 from projects_vil.config import (
     CONFIG_FILE,

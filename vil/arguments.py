@@ -401,7 +401,7 @@ def show(*lines: object) -> None:
 def write_json(path: str | None, content: object) -> None:
     """Write ``content`` as JSON if ``path`` is set. A list is written as the value of ``rows``."""
     if path:
-        from backbones.checkpoint_files import write_text
+        from backbones.files import write_text
 
         content = {"generator": GENERATOR} | (content if isinstance(content, dict) else {"rows": content})
         write_text(path, json.dumps(content, indent=2) + "\n")

@@ -20,8 +20,8 @@ from detectron2.utils import comm
 from detectron2.utils.logger import log_first_n
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
 from backbones.errors import check_choice, counted, explained_errors
+from backbones.files import atomic_write
 from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data.catalog import add_stuff, check_files, class_names, class_order, model_classes
 from projects_vil.data.coco_checks import CocoFile

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention
-from backbones.checkpoint_files import write_text
 from backbones.errors import one_line
+from backbones.files import write_text
 from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer
 from projects_vil.config import with_overrides

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from backbones import ConfigError
-from backbones.checkpoint_files import write_text
 from backbones.errors import first_of, one_line, pip_install
+from backbones.files import write_text
 from projects_vil.config import as_mapping
 from projects_vil.inference import image_listing, parquet_writer
 from projects_vil.inference.detector import Detector

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
 from backbones.errors import counted, first_of
+from backbones.files import atomic_write
 from projects_vil.checkpoint import Categories, fingerprint
 from projects_vil.inference.detector import Detections, Detector
 from projects_vil.inference.image_listing import Listed, archives_of_shard, common_folder, load_listed, split_listed

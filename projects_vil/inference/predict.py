@@ -21,8 +21,8 @@ import numpy as np
 from tqdm import tqdm
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_choice, check_file, check_replaceable, check_whole, counted, printable
+from backbones.files import atomic_write
 from projects_vil.checkpoint import Categories, weights_of
 from projects_vil.config import CONFIG_FILE, as_mapping
 from projects_vil.data import IMAGE_SUFFIXES, check_output, describe_classes, match_all_classes, write_detections

@@ -20,8 +20,8 @@ from detectron2.data import MetadataCatalog
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from backbones import ConfigError
-from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_file, check_whole, explained_errors, first_of
+from backbones.files import write_text
 from projects_vil.config import config_items, default_config, detector_name, load_config
 from projects_vil.data import check_files, fixed_coco, is_coco, register_datasets
 from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
