@@ -39,10 +39,11 @@ from projects_vil.data.readers import read_coco
 from projects_vil.engine import Trainer, check_output_dir, check_setup, check_values
 from projects_vil.engine.launch import Processes, launch, run_evaluation, run_training
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
+from projects_vil.files import read_json
 from projects_vil.inference import Detector, find_model
 from projects_vil.modeling import TIMM_PREFIX, check_timm_name
 from projects_vil.recipes import best_weights, default_model, size_values, tile_values, with_recipe
-from projects_vil.utils import cleanup_on_failure, read_json, run_lock
+from projects_vil.utils import cleanup_on_failure, run_lock
 from vil.choices import IMAGE_SIZES, NAMES_OF_OTHERS, RECIPES, SCHEDULES
 
 # Detector -> its folder in configs/, and the config keys in which it differs.

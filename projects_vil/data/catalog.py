@@ -23,7 +23,7 @@ from backbones import ConfigError
 from backbones.errors import check_file, closest, first_of
 from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
 from projects_vil.data.detection_utils import IGNORED_LABEL, is_image
-from projects_vil.utils import read_json
+from projects_vil.files import read_json
 
 # The classes of the synthetic datasets, which examples/make_shapes_dataset.py writes.
 SHAPES_CLASSES = ("circle", "square", "triangle")

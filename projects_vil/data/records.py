@@ -28,7 +28,7 @@ from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.detection_utils import IGNORED_LABEL, missing_files
 from projects_vil.data.readers import read_coco
 from projects_vil.data.segmentation import rle_of
-from projects_vil.utils import SharedRecords, paused_garbage_collection
+from projects_vil.files import SharedRecords, paused_garbage_collection
 
 CHECK_MODES = ("error", "warn", "off")
 # The memory limit of a container, in versions 2 and 1 of Linux control groups

@@ -11,7 +11,7 @@ from typing import Any
 
 from backbones.errors import first_of
 from backbones.files import atomic_write
-from projects_vil.utils import SharedRecords, content_hash, like
+from projects_vil.files import SharedRecords, content_hash, like
 
 # By split: the content of a COCO file, its path or None if it must be written, and the image folder
 Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]

@@ -27,7 +27,8 @@ from projects_vil.export.parity import check_export, example_image, parity_image
 from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, quantize
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.traceable import make_exportable
-from projects_vil.utils import atomic_folder, check_output_folder, content_hash, deferred_signals
+from projects_vil.files import atomic_folder, check_output_folder, content_hash
+from projects_vil.utils import deferred_signals
 from vil.choices import INPUT_DTYPES
 
 # The dtypes of the network. An int8 file is quantized from fp32.
