@@ -171,15 +171,12 @@ class SharedRecords(Sequence[Any]):
             ends.append(len(content))
         self.content, self.ends = np.frombuffer(content, np.uint8), np.frombuffer(ends, np.int64)
         self.keys, self.length = list(numbers), len(ends) - 1
-        # Views of the arrays or tensors, which are faster
-        self._views: tuple[memoryview, memoryview] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The dataset check does not send records, and must not import PyTorch.
         import torch
 
-        # To send the tensors to a new process, PyTorch moves them.
-        self._views = None
+        # To send tensors to another process, PyTorch moves them to shared memory once.
         self.content, self.ends = torch.as_tensor(self.content), torch.as_tensor(self.ends)
         return self.__dict__
 
@@ -188,9 +185,7 @@ class SharedRecords(Sequence[Any]):
 
     def __getitem__(self, index: int) -> Any:
         index = range(self.length)[index]
-        if self._views is None:
-            self._views = memoryview(np.asarray(self.content)), memoryview(np.asarray(self.ends))
-        content, ends = self._views
+        content, ends = memoryview(np.asarray(self.content)), memoryview(np.asarray(self.ends))
         number, values = pickle.loads(content[ends[index] : ends[index + 1]])
         return values if self.keys[number] is None else dict(zip(self.keys[number], values, strict=True))
 

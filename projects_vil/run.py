@@ -34,8 +34,8 @@ from projects_vil.config import (
     number_of_classes,
     with_overrides,
 )
-from projects_vil.data import SOURCE, Dataset, read_categories, read_dataset
-from projects_vil.data.readers import read_coco
+from projects_vil.data.catalog import read_categories
+from projects_vil.data.readers import SOURCE, Dataset, read_coco, read_dataset
 from projects_vil.engine import Trainer, check_output_dir, check_setup, check_values
 from projects_vil.engine.launch import Processes, launch, run_evaluation, run_training
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions

@@ -373,12 +373,10 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     if args.fix and (os.path.lexists(args.fix) or args.fix.endswith(".json")):
         parser.error(f"argument --fix: '{args.fix}' already exists or is the name of a file. Give a new folder")
 
-    import torch
-
-    from projects_vil.config import config_path, load_config
-    from projects_vil.data import check_dataset, write_fixed
+    choices.registers_builders = False
+    from projects_vil.data.check import check_dataset, write_fixed
+    from projects_vil.data.object_sizes import IMAGE_SIZES, RETINANET, choose_size, objects_of
     from projects_vil.data.splits import split_by_hash
-    from projects_vil.recipes import IMAGE_SIZES, choose_size, objects_of
 
     def progress(number: int) -> None:
         if not number % 10_000:
@@ -401,9 +399,10 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
                 effect = f"validates on {len(halves['val']['images']):,} of the images (--val-fraction)"
             lines.append(f"no validation split: 'vil train' {effect}")
         if len(objects := objects_of(train)):
-            sizes = IMAGE_SIZES["cuda" if torch.cuda.is_available() else "cpu"]
-            cfg = load_config(config_path("base/retinanet_1x"))
-            lines.append(choose_size(cfg, objects, sizes=sizes, fit=True)[-1])
+            # You may check a dataset on another machine than the one that trains.
+            for device, name in (("cpu", "CPU"), ("cuda", "GPU")):
+                text = choose_size(RETINANET, objects, sizes=IMAGE_SIZES[device], fit=True)[-1]
+                lines.append(f"'vil train' on a {name}: {text}")
         splits = {split: file.to_json() for split, file in files.items()}
         write_json(args.json, {"splits": splits, "notes": dataset.notes, "unused": dataset.unused})
         lines += write_fixed(files, args.fix)
@@ -430,7 +429,8 @@ def convert_data(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     args = parser.parse_args(words)
 
-    from projects_vil.data import convert_dataset
+    choices.registers_builders = False
+    from projects_vil.data.writers import convert_dataset
 
     show(*convert_dataset(**vars(args)))
 

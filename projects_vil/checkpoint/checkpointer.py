@@ -41,7 +41,7 @@ from projects_vil.checkpoint.pretrained import (
 )
 from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_config
 from projects_vil.config import CONFIG_FILE, is_segmentor, number_of_classes, with_overrides
-from projects_vil.data import describe_classes, match_all_classes, match_classes, register_datasets
+from projects_vil.data.catalog import describe_classes, match_all_classes, match_classes, register_datasets
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_on_meta
 from vil.choices import EXPORT_SUFFIXES
 

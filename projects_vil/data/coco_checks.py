@@ -23,7 +23,7 @@ from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 from backbones.errors import counted
-from projects_vil.data.detection_utils import missing_files, read_sizes
+from projects_vil.data.image_files import missing_files, read_sizes
 from projects_vil.data.readers import SOURCE, read_coco
 from projects_vil.data.segmentation import FAR, box_of, check_segmentation, count_masks, has_mask, rectangle, rle_of
 from projects_vil.files import like, paused_garbage_collection

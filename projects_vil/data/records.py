@@ -25,7 +25,7 @@ from backbones.files import atomic_write
 from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data.catalog import add_stuff, check_files, class_names, class_order, model_classes
 from projects_vil.data.coco_checks import CocoFile
-from projects_vil.data.detection_utils import IGNORED_LABEL, missing_files
+from projects_vil.data.image_files import IGNORED_LABEL, missing_files
 from projects_vil.data.readers import read_coco
 from projects_vil.data.segmentation import rle_of
 from projects_vil.files import SharedRecords, paused_garbage_collection

@@ -25,8 +25,10 @@ from backbones.errors import GENERATOR, check_choice, check_file, check_replacea
 from backbones.files import atomic_write
 from projects_vil.checkpoint import Categories, weights_of
 from projects_vil.config import CONFIG_FILE, as_mapping
-from projects_vil.data import IMAGE_SUFFIXES, check_output, describe_classes, match_all_classes, write_detections
+from projects_vil.data import IMAGE_SUFFIXES
+from projects_vil.data.catalog import describe_classes, match_all_classes
 from projects_vil.data.readers import read_coco
+from projects_vil.data.writers import check_output, write_detections
 from projects_vil.export import ExportedModel
 from projects_vil.files import atomic_folder
 from projects_vil.inference.detector import Detections, Detector, check_threshold

@@ -17,7 +17,7 @@ from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, vil
 def test_from_photos_to_predictions(shapes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(shapes, "mine")
-    assert vil("check", "mine/annotations/instances_val.json", "--images", "mine")[0] == 0
+    assert "' on a GPU: objects" in vil("check", "mine/annotations/instances_val.json", "--images", "mine")[1]
     small = [*SMALL["retinanet"], "--batch", 8]
     status, out, err = vil("train", "mine", "--config", CONFIGS["retinanet"], "--epochs", 2, *small)
     run = "output/mine_retinanet_vil_shapes"

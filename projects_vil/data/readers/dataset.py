@@ -14,7 +14,7 @@ from typing import Any
 
 from backbones import ConfigError
 from backbones.errors import GENERATOR, check_replaceable, counted, first_of
-from projects_vil.data.detection_utils import is_image, read_sizes
+from projects_vil.data.image_files import is_image, read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
 from projects_vil.data.readers.coco import find_coco
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record, split_of

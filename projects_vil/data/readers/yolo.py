@@ -11,7 +11,7 @@ import yaml
 
 from backbones import ConfigError
 from backbones.errors import counted
-from projects_vil.data.detection_utils import is_image, read_sizes
+from projects_vil.data.image_files import is_image, read_sizes
 from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, split_of, walk
 from projects_vil.data.readers.shapes import Annotations, box_object, number, polygon_object
 from projects_vil.files import content_hash

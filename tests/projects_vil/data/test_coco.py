@@ -11,8 +11,8 @@ from detectron2.data.datasets import load_coco_json
 from detectron2.structures import Boxes, BoxMode, Instances
 from detectron2.utils.events import EventStorage
 
-from projects_vil.data import CocoFile, build_train_loader, fixed_coco, load_dataset, register_datasets, write_cleaned
-from projects_vil.data.records import by_image
+from projects_vil.data import CocoFile, build_train_loader, load_dataset, register_datasets, write_cleaned
+from projects_vil.data.records import by_image, fixed_coco
 from projects_vil.evaluation import LOSS_TASK, COCOEvaluator, build_evaluator
 from projects_vil.report.coco_metrics import evaluate_detections
 from tests.projects_vil.data.corruptions import corrupt, rle

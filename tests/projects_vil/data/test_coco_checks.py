@@ -8,8 +8,9 @@ import pytest
 import torch
 from pycocotools.coco import COCO
 
-from projects_vil.data import CocoFile, Mapper, check_dataset, convert_dataset, ground_truth, write_cleaned, write_fixed
+from projects_vil.data import CocoFile, Mapper, check_dataset, convert_dataset, write_cleaned, write_fixed
 from projects_vil.data.coco_checks import CHECKS
+from projects_vil.data.records import ground_truth
 from projects_vil.files import LARGE_FILE
 from tests.projects_vil.data.corruptions import CORRUPTIONS, corrupt
 from tests.projects_vil.data.custom_dataset import NAME, edit, load, truncate
