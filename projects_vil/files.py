@@ -216,9 +216,3 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     finally:
         if is_new and not any(folder.iterdir()):
             folder.rmdir()
-
-
-def check_output_folder(folder: str | Path) -> None:
-    """Raise a :class:`ConfigError` if an output folder exists but is a file. Call it before the work starts."""
-    if Path(folder).exists() and not Path(folder).is_dir():
-        raise ConfigError(f"Output '{folder}' is a file. Choose a folder.")

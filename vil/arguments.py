@@ -22,7 +22,15 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, printable
+from backbones.errors import (
+    GENERATOR,
+    ConfigError,
+    check_output_folder,
+    check_replaceable,
+    closest,
+    find_os_error,
+    printable,
+)
 from vil import choices
 
 if TYPE_CHECKING:
@@ -98,6 +106,15 @@ def local_path(text: str) -> str:
     """Return the path of an output unless it is a URL. This is an argparse type."""
     if "://" in text:
         raise argparse.ArgumentTypeError(f"cannot write to the URL '{text}'. Give a local path")
+    return text
+
+
+def output_folder(text: str) -> str:
+    """Return ``text`` unless it is a URL or an existing file. This is an argparse type."""
+    try:
+        check_output_folder(local_path(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 

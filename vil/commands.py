@@ -28,6 +28,7 @@ from vil.arguments import (
     model_source,
     not_negative,
     output_file,
+    output_folder,
     positive,
     shard,
     show,
@@ -72,7 +73,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     size_help = "shorter side of the images in pixels, or auto (default): chosen from the sizes of the objects"
     parser.add("--image-size", size_help, type=image_size, metavar="PX")
     parser.add("--tiles", "train and predict in tiles of N x N pixels, for small objects", type=positive)
-    parser.add("--output", "output directory (default: output/DATA_MODEL_DETECTOR)", type=local_path, metavar="DIR")
+    parser.add("--output", "output directory (default: output/DATA_MODEL_DETECTOR)", type=output_folder, metavar="DIR")
     parser.add("--device", _DEVICE, metavar="DEVICE")
     add_resume_argument(parser)
     parser.section("Model")
@@ -134,7 +135,7 @@ def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
     """
     parser.add("data", _DATA, type=existing_path, metavar="DATA")
     parser.add("--trials", "number of trials, including interrupted ones (default 20)", type=positive, default=20)
-    parser.add("--output", "output directory (default: output/DATA_tune)", type=local_path, metavar="DIR")
+    parser.add("--output", "output directory (default: output/DATA_tune)", type=output_folder, metavar="DIR")
     parser.add("--epochs", "epochs of each trial (default: as for vil train)", type=positive)
     parser.add("--device", _DEVICE, metavar="DEVICE")
     parser.add("--model", f"{_VARIANT} (default: as for vil train)", metavar="NAME")
@@ -169,7 +170,7 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     predictions_help = "evaluate Parquet files from vil predict, or folders with such files, instead of a model"
     parser.add("--predictions", predictions_help, nargs="+", default=[], type=existing_path, metavar="PATH")
     output_help = "output folder (default: the folder of MODEL, or a folder in it, such as evaluation_DATA)"
-    parser.add("--output", output_help, type=local_path, metavar="DIR")
+    parser.add("--output", output_help, type=output_folder, metavar="DIR")
     parser.add("--tiles", _TILES, dest="TEST.TILE_SIZE", default=argparse.SUPPRESS, type=positive)
     add_process_arguments(parser)
     arguments = _keywords(parser, words)
@@ -233,7 +234,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("input", _INPUT, nargs="*", metavar="INPUT")
     parser.add("--input", "the same as INPUT", dest="named_input", metavar="INPUT")
     output_help = "output folder (default: predictions); replaces earlier results, keeps drawings of other images"
-    parser.add("--output", output_help, type=local_path, default="predictions", metavar="DIR")
+    parser.add("--output", output_help, type=output_folder, default="predictions", metavar="DIR")
     parser.add("--batch", "maximum images per batch (default 1)", dest="batch_size", type=positive, default=1)
     parser.add("--device", _DEVICE, metavar="DEVICE")
     parser.add("--tiles", _TILES, type=positive)
@@ -298,7 +299,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
         vil export lit_ti_retinanet_1x --format openvino --precision fp16 --evaluate
     """
     parser.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
-    parser.add("--output", "output folder (default: export/ in the folder of MODEL)", type=local_path, metavar="DIR")
+    parser.add("--output", "output folder (default: export/ in the folder of MODEL)", type=output_folder, metavar="DIR")
     formats, precisions, dtypes = choices.EXPORT_FORMATS, choices.PRECISIONS, choices.INPUT_DTYPES
     parser.add("--format", "file format (default torchscript)", dest="file_format", choices=formats, default=formats[0])
     parser.add("--precision", "model precision (default fp32)", choices=precisions, default="fp32")
@@ -400,9 +401,8 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
             lines.append(f"no validation split: 'vil train' {effect}")
         if len(objects := objects_of(train)):
             # You may check a dataset on another machine than the one that trains.
-            for device, name in (("cpu", "CPU"), ("cuda", "GPU")):
-                text = choose_size(RETINANET, objects, sizes=IMAGE_SIZES[device], fit=True)[-1]
-                lines.append(f"'vil train' on a {name}: {text}")
+            for device, sizes in zip(("CPU", "GPU"), IMAGE_SIZES.values(), strict=True):
+                lines.append(f"'vil train' on a {device}: {choose_size(RETINANET, objects, sizes=sizes, fit=True)[-1]}")
         splits = {split: file.to_json() for split, file in files.items()}
         write_json(args.json, {"splits": splits, "notes": dataset.notes, "unused": dataset.unused})
         lines += write_fixed(files, args.fix)
@@ -602,7 +602,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
         command.set_defaults(render=render, parser=command)
         if not options:
             command.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
-            command.add("--output", f"folder{_DRAWINGS}", type=local_path, metavar="DIR")
+            command.add("--output", f"folder{_DRAWINGS}", type=output_folder, metavar="DIR")
         return command
 
     image = {"required": True, "type": existing_path, "metavar": "IMAGE"}
