@@ -22,7 +22,15 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, printable
+from backbones.errors import (
+    GENERATOR,
+    ConfigError,
+    check_output_folder,
+    check_replaceable,
+    closest,
+    find_os_error,
+    printable,
+)
 from vil import choices
 
 if TYPE_CHECKING:
@@ -98,6 +106,15 @@ def local_path(text: str) -> str:
     """Return the path of an output unless it is a URL. This is an argparse type."""
     if "://" in text:
         raise argparse.ArgumentTypeError(f"cannot write to the URL '{text}'. Give a local path")
+    return text
+
+
+def output_folder(text: str) -> str:
+    """Return ``text`` unless it is a URL or an existing file. This is an argparse type."""
+    try:
+        check_output_folder(local_path(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 
@@ -403,7 +420,7 @@ def show(*lines: object) -> None:
 def write_json(path: str | None, content: object) -> None:
     """Write ``content`` as JSON if ``path`` is set. A list is written as the value of ``rows``."""
     if path:
-        from backbones.checkpoint_files import write_text
+        from backbones.files import write_text
 
         content = {"generator": GENERATOR} | (content if isinstance(content, dict) else {"rows": content})
         write_text(path, json.dumps(content, indent=2) + "\n")

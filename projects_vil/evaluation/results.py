@@ -13,8 +13,8 @@ from detectron2.data import MetadataCatalog
 from numpy.typing import ArrayLike
 
 from backbones import ConfigError
-from backbones.checkpoint_files import write_text
 from backbones.errors import first_of
+from backbones.files import write_text
 
 EVALUATION_FILE = "evaluation.json"
 # The key of the results per class, and the metrics that evaluators compute per class, such as AP-dog.

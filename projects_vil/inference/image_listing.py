@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from backbones import ConfigError
-from projects_vil.data import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, read_size
+from projects_vil.data.image_files import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, read_size
 from projects_vil.inference.image_loading import VIDEO_SUFFIXES, ImageSource, open_file, without_password
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from projects_vil.data.detection_utils import UnreadableImage
+from projects_vil.data.image_files import UnreadableImage
 from projects_vil.inference import image_listing
 from projects_vil.inference.image_listing import (
     archives_of_shard,
