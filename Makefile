@@ -106,7 +106,7 @@ step = trap 'exit 130' INT TERM HUP; rm -f .venv/.sound; $(1); status=$$?; touch
 		echo 'Creating .venv with $(PYTHON)'; \
 		rm -rf .venv && $(PYTHON) -m venv .venv && touch .venv/.sound; fi
 	@$(call step,$(PIP) install --upgrade pip 'setuptools<81' wheel)
-	@echo 'Installing the requirements: about 2.7 GB, mostly torch. The first time takes 2 to 5 minutes.'
+	@echo 'Downloading and installing the requirements: about 2.7 GB, mostly torch. The first time takes 2 to 5 minutes.'
 	@$(call step,$(PIP) install --no-compile --editable '.[$(EXTRAS)]')
 	@$(call step,$(RUN) tools/install_detectron2.py)
 	@touch $@

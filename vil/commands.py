@@ -248,7 +248,8 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--format", format_help, dest="file_format", choices=choices.PREDICTION_FORMATS)
     parser.add("--part-size", f"images (rows) per Parquet file (default {choices.PART_SIZE})", type=positive)
     parser.add("--shard", "predict only shard I (from 0) of N; needs --format parquet", type=shard, metavar="I/N")
-    parser.add("--column", "column of INPUT with paths or URLs (default: path, file_name or url)", metavar="NAME")
+    column_help = "column of INPUT with paths or URLs (default: path, file_name, url, image or image_url)"
+    parser.add("--column", column_help, metavar="NAME")
     parser.add("--ray", "predict with Ray (RAY_ADDRESS, or this machine) to Parquet files", action="store_true")
     workers_help = "minimum and maximum number of Ray workers (default: 1 and one per GPU, or CPU cores minus 1)"
     parser.add("--ray-workers", workers_help, nargs=2, type=positive, metavar=("MIN", "MAX"))
