@@ -11,20 +11,10 @@ import yaml
 
 from backbones import ConfigError
 from backbones.errors import counted
-from projects_vil.data.detection_utils import is_image, read_sizes
-from projects_vil.data.readers.index import (
-    SPLITS,
-    FileIndex,
-    Record,
-    normalized,
-    read_lines,
-    read_names,
-    split_of,
-    stem_of,
-    walk,
-)
+from projects_vil.data.image_files import is_image, read_sizes
+from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, split_of, stem_of, walk
 from projects_vil.data.readers.shapes import Annotations, box_object, number, polygon_object
-from projects_vil.utils import content_hash
+from projects_vil.files import content_hash
 
 # Files with one class name per line: of labelImg, Darknet and CVAT, Roboflow. Other names are used without these files.
 _CLASS_FILES = r"classes(\.txt)+|obj\.names|_darknet\.labels", r"(predefined_classes|labels|names)(\.txt)+|.+\.names"
@@ -144,7 +134,7 @@ def _lists(index: FileIndex, root: str) -> dict[str | None, list[str]]:
     """Return the lists of images by split. Without a list of training images, None has the other images in ``root``."""
     splits: dict[str | None, list[str]] = defaultdict(list)
     for match in filter(None, map(_LIST.fullmatch, index.files)):
-        names = [os.path.basename(normalized(line)) for line in read_lines(match[0])]
+        names = [PureWindowsPath(line.casefold()).name for line in read_lines(match[0])]
         if any(is_image(name) or f"{name}." in index.by_name for name in names):
             splits[SPLITS[match[1].lower()]].append(match[0])
     return splits if "train" in splits else {None: [root], **splits}
