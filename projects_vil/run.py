@@ -466,7 +466,9 @@ def _check_same_data(
     names = [*resumed.DATASETS.TRAIN, *resumed.DATASETS.TEST]
     contents: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
-        splits = read_dataset(data, folder, val=val, images=images, contents=contents).splits
+        extracted = output / DATA_FOLDER / "images"
+        options = {"val": val, "images": images, "contents": contents, "extracted": extracted}
+        splits = read_dataset(data, folder, **options).splits
     used = [split for split in ("train", "val") if split in splits]
     is_same = len(used) == len(names) and entries.keys() >= set(names)
     for name, split in zip(names, used, strict=True) if is_same else ():
