@@ -1,5 +1,6 @@
-"""Read Pascal VOC's XML files, and the XML files of LabelMe's web tool."""
+"""Read Pascal VOC's XML files, and the XML files of LabelMe's web tool and of roLabelImg."""
 
+import math
 import os
 import re
 from collections import defaultdict
@@ -10,7 +11,7 @@ from xml.etree import ElementTree
 
 from backbones import ConfigError
 from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, size_of, stem_of
-from projects_vil.data.readers.shapes import Annotations, box_object, number, numbers, polygon_object
+from projects_vil.data.readers.shapes import Annotations, box_object, number, numbers, polygon_object, rotated_box
 
 # Lists of images, lists of a class, and lists elsewhere. The first kind that exists is used.
 _FOLDERS = ("/imagesets(?:/main)?/", "/imagesets(?:/main)?/[^/]+_", "/(?:splits?/)?")
@@ -93,7 +94,7 @@ def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
 
 
 def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotations) -> dict[str, Any] | None:
-    label, box = entry.findtext("name", "").strip(), entry.find("bndbox")
+    label, box, rotated = entry.findtext("name", "").strip(), entry.find("bndbox"), entry.find("robndbox")
     location, one = f"{path}: {label!r}", {}
     found.noted["objects with several boxes (only the first is used)"] += [path] * (len(entry.findall("bndbox")) > 1)
     if box is not None and all(box.findtext(side, "").strip() for side in _SIDES):
@@ -102,6 +103,9 @@ def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotatio
         (left, right), (top, bottom) = sorted((left, right)), sorted((top, bottom))
         # Some programs count from 0 and write 0.
         one = box_object(label, [max(left - offset, 0), max(top - offset, 0), right, bottom])
+    elif rotated is not None:
+        *sides, angle = numbers(rotated.findtext, location, "cx", "cy", "w", "h", "angle")
+        one = box_object(label, rotated_box(*sides, math.degrees(angle)))
     # LabelMe's web tool writes points, and RectLabel and Roboflow write x1, y1, x2, ... beside a box.
     points = [value for point in entry.iter("pt") for value in numbers(point.findtext, location, "x", "y")]
     corners = {corner.tag: corner.text for corner in entry.iterfind("polygon/*") if (corner.text or "").strip()}
