@@ -391,7 +391,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         options |= {"num_examples": math.inf, "report": args.json}
     lines: list[str] = []
     try:
-        dataset, files = check_dataset(args.data, args.images, **options)
+        dataset, files = check_dataset(args.data, args.images, fixed=args.fix, **options)
         lines += dataset.line().splitlines()
         for file in files.values():
             lines += file.lines()

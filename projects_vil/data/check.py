@@ -21,6 +21,7 @@ def check_dataset(
     images: str | Path | None = None,
     *,
     report: str | Path | None = None,
+    fixed: str | Path | None = None,
     **options: Any,
 ) -> tuple[Dataset, dict[str, CocoFile]]:
     """Check a dataset, and return it with the findings of each split.
@@ -29,6 +30,7 @@ def check_dataset(
         data: The folder or file of a dataset.
         images: The folder with the images, if it is not the folder of the dataset.
         report: The file that the findings will be written to.
+        fixed: The folder of the fixed copy. Images that exist only in annotation files are written to it.
         options: Options of :class:`~projects_vil.data.coco_checks.CocoFile`.
 
     Returns:
@@ -39,7 +41,8 @@ def check_dataset(
     """
     with tempfile.TemporaryDirectory() as folder:
         contents: dict[str, Any] = {}
-        dataset = read_dataset(data, folder, val=0, images=images, contents=contents)
+        extracted = None if fixed is None else Path(fixed, "images")
+        dataset = read_dataset(data, folder, val=0, images=images, contents=contents, extracted=extracted)
         if options.get("masks") is None:
             options["masks"] = dataset.has_masks
         if report and os.path.realpath(report) in map(os.path.realpath, (data, *dict(dataset.splits.values()))):

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import shutil
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -61,14 +62,15 @@ def convert_dataset(
     check_output(output, output_format)
     if Path(output).resolve().is_relative_to(Path(data).resolve()):
         raise ConfigError(f"'{output}' is inside the dataset '{data}'. Choose a folder outside of it.")
-    dataset, files = check_dataset(data, images)
-    parts = {}
-    for split, file in files.items():
-        if file.findings("error"):
-            raise file.error()
-        content = file.fixed()[0]
-        parts[split] = content if file.masks else without_masks(content), Path(file.image_root)
-    return [*dataset.line().splitlines(), *write_dataset(parts, output, output_format)]
+    with tempfile.TemporaryDirectory() as extracted:
+        dataset, files = check_dataset(data, images, fixed=extracted)
+        parts = {}
+        for split, file in files.items():
+            if file.findings("error"):
+                raise file.error()
+            content = file.fixed()[0]
+            parts[split] = content if file.masks else without_masks(content), Path(file.image_root)
+        return [*dataset.line().splitlines(), *write_dataset(parts, output, output_format)]
 
 
 def write_detections(

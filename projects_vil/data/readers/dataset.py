@@ -92,6 +92,7 @@ def read_dataset(
     val: float | None = None,
     images: str | Path | None = None,
     contents: dict[str, Any] | None = None,
+    extracted: str | Path | None = None,
 ) -> Dataset:
     """Detect the format of a dataset, and return it as COCO files.
 
@@ -106,6 +107,7 @@ def read_dataset(
             makes no validation split.
         images: The folder with the images, if it is not the folder of the dataset.
         contents: A dict that receives the content of the COCO file of each split, so that the caller need not read it.
+        extracted: The folder for images that exist only in the annotation files. By default ``folder``/images.
 
     Returns:
         The dataset.
@@ -120,9 +122,10 @@ def read_dataset(
         raise ConfigError(f"'{images}' (--images) is not a folder. Give the folder with the images.")
     source = Path(source)
     name, files, index = _detect_format(source, None if images is None else Path(images))
+    extracted = os.path.abspath(extracted or Path(folder, "images"))
     found = Annotations()
     records = [*_READERS[name](files, index, found)] if name in _READERS else None
-    parts = find_coco(files, index, found) if records is None else _to_coco(source, records, found, index)
+    parts = find_coco(files, index, found) if records is None else _to_coco(source, records, found, index, extracted)
     found.unused["text files with labels of YOLO"] = yolo.label_files(index.files) if name != "YOLO" else []
     _count_unused(source, parts, index, {*files, *found.read}, found.unused)
     if len(parts) == 1:
@@ -159,7 +162,9 @@ def read_dataset(
         effect = "the others get the rectangle of their box as a mask" if has_masks else "all are read as boxes"
         found.notes.append(f"{number:,} of {total:,} objects have masks, so {effect}")
     found.notes += compare_splits(parts, copies)
-    return Dataset(source, name, splits, sizes, classes, has_masks, tuple(found.notes), unused, copies)
+    # Images inside annotation files may be in a temporary folder.
+    notes = tuple(note.replace(extracted, index.root) for note in found.notes)
+    return Dataset(source, name, splits, sizes, classes, has_masks, notes, unused, copies)
 
 
 def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: dict[str, Any]) -> dict[str, tuple]:
@@ -197,9 +202,14 @@ def _types(paths: list[str]) -> str:
     return ", ".join(f"{suffix} ({number:,})" for suffix, number in types.most_common())
 
 
-def _to_coco(source: Path, records: list[Record], found: Annotations, index: FileIndex) -> Parts:
-    """Find the images of a dataset, and return the content of its COCO files."""
+def _to_coco(source: Path, records: list[Record], found: Annotations, index: FileIndex, folder: str) -> Parts:
+    """Find the images of a dataset, and return the content of its COCO files.
+
+    Images that exist only in an annotation file are written to ``folder``.
+    """
     index.find_images([record for record in records if record.file is None])
+    for record in [record for record in records if record.is_only and record.file is None]:
+        record.file = labelme.write_image(record.annotation, index, folder)
     missing = [record for record in records if record.file is None]
     found.unused["annotation files whose image is missing"] += [r.annotation for r in missing if r.is_only]
     found.unused["missing images that an annotation file names"] += [r.names[0] for r in missing if not r.is_only]

@@ -5,7 +5,7 @@ import io
 import math
 import os
 from collections.abc import Iterator
-from pathlib import PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -47,3 +47,16 @@ def _shape(shape: dict[str, Any], path: str) -> Shape:
         shape_type, values = "ellipse", [*values[:2], *[math.dist(values[:2], values[2:])] * 2]
     # LabelMe's converters skip this label.
     return label if label == "__ignore__" else shape_type, label, shape.get("group_id"), values
+
+
+def write_image(path: str, index: FileIndex, folder: str) -> str | None:
+    """Write the image that is inside a JSON file, and return its path, or None if there is no valid image."""
+    try:
+        image = base64.b64decode(read_json(path).get("imageData"), validate=True)
+        suffix = (Image.open(io.BytesIO(image)).format or "").lower()
+    except (ConfigError, ValueError, TypeError, OSError):
+        return None
+    output = Path(folder, f"{os.path.splitext(os.path.relpath(path, index.root))[0]}.{suffix}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_bytes(image)
+    return str(output)

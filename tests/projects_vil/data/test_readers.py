@@ -1,5 +1,6 @@
 """Datasets as people really have them: moved, renamed, copied and encoded in many ways."""
 
+import base64
 import json
 import os
 import random
@@ -169,7 +170,7 @@ def test_datasets_after_public_bug_reports(name, tmp_path):
     folder = Path(os.environ.get("DETECTRON2_DATASETS", "datasets")).parent / "cases" / name / "data"
     if not folder.is_dir():
         pytest.skip("the datasets after public bug reports are absent")
-    write_fixed(check_dataset(folder)[1], tmp_path / "fixed")
+    write_fixed(check_dataset(folder, fixed=tmp_path / "fixed")[1], tmp_path / "fixed")
     sizes, objects, boxes = {}, Counter(), []
     for path in sorted((tmp_path / "fixed").glob("*.json")):
         content = json.loads(path.read_text())
@@ -219,7 +220,7 @@ def test_kinds_of_files(kind, tmp_path):
     root = tmp_path / "data"
     files = dict(KINDS[kind])
     error = files.pop("error", None)
-    if all(isinstance(text, str) for text in files.values()):
+    if all(isinstance(text, str) for text in files.values()) and "inside" not in kind:
         files["a.jpg"] = None
     for name, text in files.items():
         path = root / name
@@ -235,7 +236,7 @@ def test_kinds_of_files(kind, tmp_path):
         function, *options = (convert_dataset, "yolo") if "check" in kind else (read_dataset,)
         assert error in message(function, root, tmp_path / "out", *options)
         return
-    dataset, files = check_dataset(root)
+    dataset, files = check_dataset(root, fixed=tmp_path / "out")
     contents = {split: file.dataset for split, file in files.items()}
     assert not any(file.found["missing_or_invalid_area"] for file in files.values())
     assert kind.split(",")[0] in dataset.format and dataset.classes == ("0" if "class 0" in kind else "cat",)
@@ -421,7 +422,9 @@ def test_the_written_size_decides_a_tie(tmp_path):
 
 
 def test_a_failed_fix_leaves_no_files(tmp_path):
-    write_files(tmp_path / "data", {"b.png": 1, "b.json": labelme_text({"points": [["x", 1]]})})
+    save_image(tmp_path / "inside.png", 1)
+    inside = labelme_text({}, imageData=base64.b64encode((tmp_path / "inside.png").read_bytes()).decode())
+    write_files(tmp_path / "data", {"a.json": inside, "b.png": 1, "b.json": labelme_text({"points": [["x", 1]]})})
     assert "is not a number" in message(run, ["check", str(tmp_path / "data"), "--fix", str(tmp_path / "fixed")])
     assert not (tmp_path / "fixed").exists()
 
