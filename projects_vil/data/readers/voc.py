@@ -88,8 +88,8 @@ def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
         *folders, stem = name.replace("\\", "/").split("/")
         if files := [file for file in by_stem.get(stem, ()) if file.startswith(root + os.sep)]:
             # The folders of an image and of its annotation often differ in a part.
-            common = [len({*folders} & {*file.split(os.sep)}) for file in files]
-            return [file for file, number in zip(files, common, strict=True) if number == max(common)]
+            fits = [(Path(file).stem == stem, len({*folders} & {*file.split(os.sep)})) for file in files]
+            return [file for file, fit in zip(files, fits, strict=True) if fit == max(fits)]
     return before.split()[:1]
 
 
