@@ -385,12 +385,6 @@ def cleanup_on_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-def check_output_folder(folder: str | Path) -> None:
-    """Raise a :class:`ConfigError` if an output folder exists but is a file. Call it before the work starts."""
-    if Path(folder).exists() and not Path(folder).is_dir():
-        raise ConfigError(f"Output '{folder}' is a file. Choose a folder.")
-
-
 # -- signals ---------------------------------------------------------------------------------------
 
 

@@ -16,8 +16,7 @@ def main() -> None:
     from projects_vil.config import load_config
     from projects_vil.run import evaluate, train
 
-    cfg, overrides = load_config(args.config_file), dict(zip(args.opts[::2], args.opts[1::2], strict=True))
-    options = {"resume": args.resume} | process_keywords(args) | overrides
+    cfg, options = load_config(args.config_file), {"resume": args.resume} | process_keywords(args) | args.overrides
     if args.eval_only:
         evaluate(cfg, **options)
     else:

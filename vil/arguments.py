@@ -20,13 +20,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, printable
 from vil import choices
-
-if TYPE_CHECKING:
-    from detectron2.config import CfgNode
 
 # First parts of all config keys.
 SECTIONS = frozenset(
@@ -266,7 +263,6 @@ class ConfigToolParser(ToolParser):
     ) -> None:
         epilog = "KEY VALUE pairs in any position override config keys (docs/training.md), such as SOLVER.BASE_LR 5e-5."
         super().__init__(description, epilog=epilog, **options)
-        self.set_defaults(devices=tuple(devices))
         if config_file:
             self.add("--config-file", "model config", required=config_required, type=existing_path, metavar="FILE")
         if weights:
@@ -371,22 +367,6 @@ def process_keywords(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of :func:`add_process_arguments` as keyword arguments."""
     names = ("num_gpus", "num_machines", "machine_rank", "dist_url", "dist_timeout")
     return {name: getattr(args, name) for name in names}
-
-
-def config_of(args: argparse.Namespace, path: str | Path | None = None) -> "CfgNode":
-    """Return a config with the overrides of a command and an available device.
-
-    Args:
-        args: Arguments from a :class:`ConfigToolParser` with devices.
-        path: Path of a config. The default is ``--config-file``.
-
-    Raises:
-        ConfigError: If ``load_config`` raises it, or if a requested device is not available.
-    """
-    from projects_vil.config import choose_device, load_config
-
-    requested = choices.KEYS["device"] in args.opts[::2]
-    return choose_device(load_config(path or args.config_file, args.opts), devices=args.devices, requested=requested)
 
 
 # Output, errors and signals ------------------------------------------------------------------------------------------

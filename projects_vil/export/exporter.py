@@ -27,7 +27,7 @@ from projects_vil.export.parity import check_export, example_image, parity_image
 from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, quantize
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.traceable import make_exportable
-from projects_vil.utils import atomic_folder, check_output_folder, content_hash, deferred_signals
+from projects_vil.utils import atomic_folder, content_hash, deferred_signals
 from vil.choices import INPUT_DTYPES
 
 # The dtypes of the network. An int8 file is quantized from fp32.
@@ -107,7 +107,8 @@ def export_detector(
     if is_int8:
         check_packages("Precision int8", "nncf")
     calibration = calibration_files(cfg, calibration_images) if is_int8 else []
-    check_output_folder(output)
+    if os.path.exists(output) and not os.path.isdir(output):
+        raise ConfigError(f"Output '{output}' is a file. Choose a folder.")
     reference, categories = load_detector(with_overrides(cfg, {"MODEL.TRANSFORMER.COMPILE": False}), weights)
     network = cast_network(copy.deepcopy(reference), precision)
     fixed_number = cfg.TEST.DETECTIONS_PER_IMAGE if fixed_detections else None
@@ -162,9 +163,10 @@ def export_detector(
                 _, low = export_detector(low_threshold, weights, folder, **options)
             report |= {"images": low["images"], "score_threshold": 0.0}
             report["ok"] = low["ok"] and all(row["ok"] for row in report.get("evaluation", ()))
-        report_path(new).write_text(json.dumps(report, indent=2) + "\n")
+        report_file = path.with_name(f"{path.name}.report.json")
+        (unfinished / report_file.name).write_text(json.dumps(report, indent=2) + "\n")
         with deferred_signals():
-            for file in (*entry.files(path), metadata_path(path), report_path(path)):
+            for file in (*entry.files(path), metadata_path(path), report_file):
                 os.replace(unfinished / file.name, file)
     return path, report
 
@@ -177,8 +179,3 @@ def cast_network(detector: nn.Module, precision: str) -> nn.Module:
         owner, _, leaf = name.rpartition(".")
         setattr(detector.get_submodule(owner), leaf, buffer)
     return detector
-
-
-def report_path(path: str | Path) -> Path:
-    """Return the path of the report of an exported file."""
-    return Path(f"{path}.report.json")
