@@ -136,10 +136,16 @@ class Checkpointer(DetectionCheckpointer):
             return self.load(str(self.resumed_from))
         if path or self.complete:
             return self.load(path, checkpointables=[])
-        if isinstance(self._backbone, TimmBackbone):
-            self._load_pretrained(self._backbone)
-        else:
+        backbone = self._backbone
+        if not isinstance(backbone, TimmBackbone):
             self.logger.info("Training starts from random weights (MODEL.WEIGHTS is empty)")
+        elif "." not in backbone.name:
+            tags = first_of(timm.list_pretrained(f"{backbone.name}.*"), 3) or "none"
+            self.logger.warning(f"{backbone.variant} starts from random weights: it has no tag (tags in timm: {tags})")
+        else:
+            self.logger.info(f"Loading timm's pretrained weights {backbone.name} into the backbone")
+            self._path = backbone.variant
+            self._log_incompatible_keys(self._load_model(weights_of_timm(backbone)))
         return {}
 
     def load(self, path: str, *args, **kwargs) -> dict[str, Any]:
@@ -149,9 +155,8 @@ class Checkpointer(DetectionCheckpointer):
             ConfigError: If the file is missing or unreadable, or if it does not match the model. With ``complete``,
                 also if the checkpoint was trained with another input format.
         """
-        if path and not os.path.exists(path):
-            path = find_weights(path)
-        elif not path and self.complete:
+        path = find_weights(path)
+        if not path and self.complete:
             raise ConfigError("MODEL.WEIGHTS is empty. Set it to the checkpoint of a trained detector.")
         if "://" in path:
             try:
@@ -227,16 +232,6 @@ class Checkpointer(DetectionCheckpointer):
         for line in conversion.lines():
             self.logger.info(line)
         return conversion.contents
-
-    def _load_pretrained(self, backbone: TimmBackbone) -> None:
-        """Load timm's weights of the model's tag, which are downloaded once; without a tag all weights stay random."""
-        if "." not in backbone.name:
-            tags = first_of(timm.list_pretrained(f"{backbone.name}.*"), 3) or "none"
-            self.logger.warning(f"{backbone.variant} starts from random weights: it has no tag (tags in timm: {tags})")
-            return
-        self.logger.info(f"Loading timm's pretrained weights {backbone.name} into the backbone")
-        self._path = backbone.variant
-        self._log_incompatible_keys(self._load_model(weights_of_timm(backbone)))
 
     def _load_model(self, checkpoint: dict[str, Any]):
         trained, steps = checkpoint.pop(UNAVERAGED, None), checkpoint.pop(AVERAGED_STEPS, 1)

@@ -111,7 +111,11 @@ def find_weights(weights: str) -> str:
         return weights
     entry = zoo_entry(weights)
     if "package" in entry.group:
-        return _find_in_package(weights, entry)
+        module, _, file = entry.group["package"].partition("/")
+        spec = importlib.util.find_spec(module)
+        if spec is None or not spec.origin:
+            raise ConfigError(f"The weights '{weights}' are in a package. {pip_install(Path(entry.url).name)}")
+        return str(Path(spec.origin).parent / file)
     path = Path(get_cache_dir()) / "vil_detectron2" / f"{weights}.pth"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
@@ -130,15 +134,6 @@ def find_weights(weights: str) -> str:
                 f"Cannot download '{weights}' from {entry.url}: {reason}. Save the file as '{path}'."
             ) from error
     return str(path)
-
-
-def _find_in_package(name: str, entry: ZooEntry) -> str:
-    """Return the path of weights that are in a Python package."""
-    module, _, file = entry.group["package"].partition("/")
-    spec = importlib.util.find_spec(module)
-    if spec is None or not spec.origin:
-        raise ConfigError(f"The weights '{name}' are in a package. {pip_install(Path(entry.url).name)}")
-    return str(Path(spec.origin).parent / file)
 
 
 def _download(url: str, path: Path) -> None:
