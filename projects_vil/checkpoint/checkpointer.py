@@ -155,8 +155,9 @@ class Checkpointer(DetectionCheckpointer):
             ConfigError: If the file is missing or unreadable, or if it does not match the model. With ``complete``,
                 also if the checkpoint was trained with another input format.
         """
-        path = find_weights(path)
-        if not path and self.complete:
+        if path and not os.path.exists(path):
+            path = find_weights(path)
+        elif not path and self.complete:
             raise ConfigError("MODEL.WEIGHTS is empty. Set it to the checkpoint of a trained detector.")
         if "://" in path:
             try:

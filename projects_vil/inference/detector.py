@@ -252,7 +252,8 @@ class Detector(HubMixin):
         if score_threshold is not None:
             cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
         cfg = choose_device(cfg, requested=device is not None)
-        file = find_weights(os.fspath(weights or cfg.MODEL.WEIGHTS))
+        file = os.fspath(weights or cfg.MODEL.WEIGHTS)
+        file = file if os.path.exists(file) else find_weights(file)
         return cls(EagerRunner(cfg, file, tta=tta), draw_threshold=score_threshold)
 
     def __repr__(self) -> str:
