@@ -475,11 +475,9 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
 
 def number_of_classes(cfg: CfgNode) -> tuple[str, int]:
     """Return the key of the number of classes, and the number."""
-    if is_segmentor(cfg):
-        return "MODEL.SEM_SEG_HEAD.NUM_CLASSES", cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
-    if cfg.MODEL.META_ARCHITECTURE == "RetinaNet":
-        return "MODEL.RETINANET.NUM_CLASSES", cfg.MODEL.RETINANET.NUM_CLASSES
-    return "MODEL.ROI_HEADS.NUM_CLASSES", cfg.MODEL.ROI_HEADS.NUM_CLASSES
+    heads = {"SemanticSegmentor": "SEM_SEG_HEAD", "RetinaNet": "RETINANET"}
+    head = heads.get(cfg.MODEL.META_ARCHITECTURE, "ROI_HEADS")
+    return f"MODEL.{head}.NUM_CLASSES", cfg.MODEL[head].NUM_CLASSES
 
 
 def detector_name(cfg: CfgNode) -> str:

@@ -20,7 +20,7 @@ from backbones import ConfigError
 from backbones.build import VARIANTS, get_variant
 from backbones.checkpoint_files import read_checkpoint, write_text
 from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest, counted, first_of
-from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
+from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, find_model, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
     add_values,
@@ -38,7 +38,7 @@ from projects_vil.data.readers import read_coco
 from projects_vil.engine import Trainer, check_output_dir, check_setup, check_values
 from projects_vil.engine.launch import Processes, launch, run_evaluation, run_training
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
-from projects_vil.inference import Detector, find_model
+from projects_vil.inference import Detector
 from projects_vil.modeling import TIMM_PREFIX, check_timm_name
 from projects_vil.recipes import best_weights, default_model, size_values, tile_values, with_recipe
 from projects_vil.utils import cleanup_on_failure, read_json, run_lock

@@ -336,8 +336,8 @@ def _load_config(parser: ToolParser, args: argparse.Namespace, subfolder: str) -
     if args.model and args.config_file:
         parser.error(f"MODEL {args.model} and --config-file are both given. Give one of them")
 
+    from projects_vil.checkpoint import find_model
     from projects_vil.config import choose_device, load_config
-    from projects_vil.inference import find_model
     from projects_vil.run import folder_of
 
     path, weights = find_model(Path(source), args.weights)

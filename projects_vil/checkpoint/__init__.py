@@ -3,7 +3,6 @@
 from projects_vil.checkpoint.categories import Categories, dataset_categories, known_categories
 from projects_vil.checkpoint.checkpointer import (
     BEST_CHECKPOINT,
-    LAST_CHECKPOINT,
     PUBLISHED_WEIGHTS,
     Checkpointer,
     check_weights,
