@@ -363,10 +363,10 @@ def add_process_arguments(parser: ToolParser) -> None:
     parser.add("--dist-timeout", timeout_help, type=positive, default=600, metavar="S")
 
 
-def process_keywords(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of :func:`add_process_arguments` as keyword arguments."""
-    names = ("num_gpus", "num_machines", "machine_rank", "dist_url", "dist_timeout")
-    return {name: getattr(args, name) for name in names}
+def keywords(args: argparse.Namespace, *excluded: str) -> dict[str, Any]:
+    """Return the arguments as keyword arguments of the library, without config keys and the ``excluded`` arguments."""
+    excluded = (*excluded, "config_file", "device", "opts", "overrides", "weights")
+    return {name: value for name, value in vars(args).items() if name not in excluded}
 
 
 # Output, errors and signals ------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from vil.arguments import (
     fraction,
     image_size,
     image_source,
+    keywords,
     local_path,
     model_source,
     not_negative,
@@ -97,7 +98,8 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--val-fraction", val_help, type=fraction, metavar="F")
     parser.add("--workers", "data loader processes (default: at most 4)", type=not_negative)
     add_process_arguments(parser)
-    arguments = _keywords(parser, words)
+    args = parser.parse_args(words)
+    arguments = keywords(args) | args.overrides
     has_coco = Path(os.environ.get("DETECTRON2_DATASETS", "datasets"), "coco").expanduser().is_dir()
     if not (has_coco or any(arguments.get(name) for name in ("data", "config", "resume", "DATASETS.TRAIN"))):
         parser.error("DATA is missing. Give a dataset folder, or set DETECTRON2_DATASETS to a folder with coco/")
@@ -172,7 +174,8 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--output", output_help, type=local_path, metavar="DIR")
     parser.add("--tiles", _TILES, dest="TEST.TILE_SIZE", default=argparse.SUPPRESS, type=positive)
     add_process_arguments(parser)
-    arguments = _keywords(parser, words)
+    args = parser.parse_args(words)
+    arguments = keywords(args) | args.overrides
     if arguments["predictions"]:
         # The first positional argument is DATA. After --predictions, argparse parses DATA as another PATH.
         paths = [path for path in (arguments["model"], arguments["data"], *arguments["predictions"]) if path]
@@ -199,18 +202,6 @@ def _check_model(parser: ToolParser, model: str, data: str | None) -> None:
     if data and is_run == [False, True] and Path(model).exists() and not is_file:
         parser.error(f"'{model}' is not a model, but '{data}' is. Write {parser.prog} {data} {model}")
     parser.check("MODEL", model_source, model)
-
-
-def _keywords(parser: ConfigToolParser, words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments, including config keys, as keyword arguments for a function of the library."""
-    args = parser.parse_args(words)
-    return _options(args) | args.overrides
-
-
-def _options(args: argparse.Namespace, *excluded: str) -> dict[str, Any]:
-    """Return the arguments as keyword arguments of the library, without config keys and the ``excluded`` arguments."""
-    excluded = (*excluded, "config_file", "device", "opts", "overrides", "weights")
-    return {name: value for name, value in vars(args).items() if name not in excluded}
 
 
 # Prediction and export -----------------------------------------------------------------------------------------------
@@ -277,7 +268,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
 
     from projects_vil.inference import predict
 
-    options = _options(args, "model", "input", "named_input", "output", "tiles")
+    options = keywords(args, "model", "input", "named_input", "output", "tiles")
     tiles = ["TEST.TILE_SIZE", args.tiles] if args.tiles else []
     source = sources[0] if len(sources) == 1 else sources
     summary = predict(model, source, args.output, overrides=[*args.opts, *tiles], **options)
@@ -319,7 +310,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
 
     from projects_vil.export import describe_report, export_detector
 
-    path, report = export_detector(cfg, cfg.MODEL.WEIGHTS, output, **_options(args, "model", "output"))
+    path, report = export_detector(cfg, cfg.MODEL.WEIGHTS, output, **keywords(args, "model", "output"))
     show(*describe_report(report).splitlines(), f"wrote {path}")
     if not report["ok"]:
         sys.exit(1)

@@ -38,8 +38,8 @@ from projects_vil.checkpoint.pretrained import (
     is_classifier,
     weights_of_timm,
 )
-from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_config
-from projects_vil.config import CONFIG_FILE, is_segmentor, number_of_classes, with_overrides
+from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_entry
+from projects_vil.config import CONFIG_FILE, config_path, is_segmentor, number_of_classes, with_overrides
 from projects_vil.data import describe_classes, match_all_classes, match_classes, register_datasets
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_on_meta
 from vil.choices import EXPORT_SUFFIXES
@@ -454,7 +454,11 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
     """
     if not source.exists():
         if is_zoo_name(source):
-            return zoo_config(str(source)), weights or str(source)
+            entry = zoo_entry(str(source))
+            if entry.config is None:
+                what, use = f"weights of {entry.variant} ({entry.group['title']})", f"'vil train --weights {source}'"
+                raise ConfigError(f"'{source}' is not a detector, but {what}. Use it with {use}.")
+            return config_path(entry.config), weights or str(source)
         hub = " To load from the Hugging Face Hub, use Detector.from_pretrained." * (len(source.parts) == 2)
         choices = f"a run, a checkpoint with {CONFIG_FILE} in its folder, an exported file or a name of the model zoo"
         raise ConfigError(f"Model '{source}' does not exist. Use {choices}.{hub}")

@@ -18,7 +18,6 @@ from iopath.common.file_io import get_cache_dir
 from backbones import ConfigError
 from backbones.checkpoint_files import read_checkpoint
 from backbones.errors import check_file, closest, one_line, pip_install
-from projects_vil.config import config_path
 from projects_vil.utils import atomic_folder
 
 TIMEOUT = 60.0  # seconds without an answer
@@ -89,15 +88,6 @@ def zoo_entry(name: str) -> ZooEntry:
         hint = closest(name, zoo) or ". Check the path."
         raise ConfigError(f"'{name}' is not a file, a folder, or a name in the model zoo{hint}")
     return zoo[name]
-
-
-def zoo_config(name: str) -> Path:
-    """Return the config of an official detector. The name of other weights raises a :class:`ConfigError`."""
-    entry = zoo_entry(name)
-    if entry.config is None:
-        what = f"weights of {entry.variant} ({entry.group['title']})"
-        raise ConfigError(f"'{name}' is not a detector, but {what}. Use it with 'vil train --weights {name}'.")
-    return config_path(entry.config)
 
 
 def find_weights(weights: str) -> str:
