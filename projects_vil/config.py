@@ -246,12 +246,11 @@ def load_config(path: str | Path, overrides: Sequence[object] | Mapping[str, obj
         if version != cfg.VERSION:
             raise ConfigError(f"VERSION is {version}. It must be {cfg.VERSION}. Rename the keys of old files.")
         known = dict(config_items(cfg))
-        for key, value in config_items(loaded):
+        for key, value in loaded.items():
             if key in ("OUTPUT_DIR", "MODEL.WEIGHTS") and isinstance(value, str):
                 # A name such as "2024" would be parsed as a number.
                 value = repr(value)
-            if not (isinstance(value, dict) and isinstance(known.get(key), CfgNode)):
-                _set_value(cfg, key, value, known)
+            _set_value(cfg, key, value, known)
     except Exception as error:
         reason = str(error)
         if isinstance(error, (AttributeError, TypeError)):
@@ -391,29 +390,20 @@ _Loader.add_constructor(_EVAL, _Loader.construct_arithmetic)
 
 
 def load_yaml_with_base(path: Path) -> dict[str, Any]:
-    """Return the content of a config file, merged into the content of the files in its ``_BASE_`` chain."""
+    """Return the values of a config file by key, such as ``SOLVER.STEPS``, over those of its ``_BASE_`` chain."""
     with open(path, encoding="utf-8") as file:
         content = yaml.load(file, _Loader)
     if not isinstance(content, dict):
         raise ConfigError(f"'{path}' has no config keys. Write config keys in it.")
-    merged: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     bases = content.pop("_BASE_", [])
     for base in [bases] if isinstance(bases, str) else bases:
         if "://" in base:
             raise ConfigError(f"_BASE_ is '{base}'. Configs are not downloaded. Give a local file.")
         base = path.parent / os.path.expanduser(base)
         check_file(base, "file", key="_BASE_")
-        _merge_into(merged, load_yaml_with_base(base))
-    _merge_into(merged, content)
-    return merged
-
-
-def _merge_into(target: dict[str, Any], content: dict[str, Any]) -> None:
-    for key, value in content.items():
-        if isinstance(value, dict) and isinstance(target.get(key), dict):
-            _merge_into(target[key], value)
-        else:
-            target[key] = value
+        values |= load_yaml_with_base(base)
+    return values | {key: value for key, value in config_items(content) if not isinstance(value, dict)}
 
 
 def config_items(node: object, prefix: str = "", *, lists: bool = False) -> Iterator[tuple[str, Any]]:
