@@ -8,13 +8,13 @@ OUT := output/demo_$(DETECTOR)
 # Two processes. An idle process takes over tests from the other one, because some test files take much longer.
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 # The public API is checked for all type errors. Other modules are checked with the `basic` preset of pyrefly.
-TYPED = $(addprefix backbones/,__init__.py build.py checkpoint_files.py convert.py errors.py) \
-	$(addprefix projects_vil/,__init__.py checkpoint/__init__.py config.py data/__init__.py data/catalog.py run.py) \
+TYPED = $(addprefix backbones/,__init__.py build.py checkpoint_files.py convert.py errors.py files.py) \
+	$(addprefix projects_vil/,__init__.py api.py checkpoint/__init__.py config.py data/api.py data/catalog.py run.py) \
 	$(addprefix projects_vil/inference/,__init__.py detector.py) tests/public_types.py $(wildcard vil/*.py)
 
 # Tests of the code that depends most on the versions of torch, NumPy, Pillow and OpenCV.
 LOWEST_TESTS := vil/test_cli.py $(addprefix backbones/,attention layers test_golden.py) research/test_timm_models.py \
-	$(addprefix projects_vil/,$(addprefix data/test_,augmentation.py dataset_mapper.py detection_utils.py build.py records.py) \
+	$(addprefix projects_vil/,$(addprefix data/test_,augmentation.py dataset_mapper.py image_files.py build.py records.py) \
 	inference/test_detector.py engine/test_train_step.py engine/test_trainer.py modeling visualization)
 
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
@@ -106,7 +106,7 @@ step = trap 'exit 130' INT TERM HUP; rm -f .venv/.sound; $(1); status=$$?; touch
 		echo 'Creating .venv with $(PYTHON)'; \
 		rm -rf .venv && $(PYTHON) -m venv .venv && touch .venv/.sound; fi
 	@$(call step,$(PIP) install --upgrade pip 'setuptools<81' wheel)
-	@echo 'Installing the requirements: about 2.7 GB, mostly torch. The first time takes 2 to 5 minutes.'
+	@echo 'Downloading and installing the requirements: about 2.7 GB, mostly torch. The first time takes 2 to 5 minutes.'
 	@$(call step,$(PIP) install --no-compile --editable '.[$(EXTRAS)]')
 	@$(call step,$(RUN) tools/install_detectron2.py)
 	@touch $@

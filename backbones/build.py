@@ -84,7 +84,7 @@ def create_backbone(
             - ViL and LS: ``chunk_size`` (side of a chunk in tokens; 7 is ViL's window of 15), ``global_tokens``,
               ``projection_rank`` and ``attention`` (``"sliding_chunk"``, ``"long_short"`` or ``"dense"``). Each takes
               one value, or one value per stage.
-            - ViL and LS: ``attention_mode`` (``"zero_pad"``, ``"exact"`` or ``"cyclic"``, ViL appendix C) and
+            - ViL: ``attention_mode`` (``"zero_pad"``, ``"exact"`` or ``"cyclic"``, ViL appendix C) and
               ``shared_projections`` (False for separate projections of the global tokens).
             - ViL, LS and LIT: ``position_interpolation`` (``"once"`` for tables of ``max_img_size``, or
               ``"per_feature_map"`` for tables that are resized to each feature map).

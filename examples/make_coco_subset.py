@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--num-images", type=positive, default=8, metavar="N", help="number of images (default 8)")
     args = parser.parse_args()
 
-    from backbones.checkpoint_files import write_text
+    from backbones.files import write_text
     from projects_vil.data.readers import read_coco
 
     dataset = read_coco(args.source)

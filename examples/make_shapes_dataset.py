@@ -19,7 +19,7 @@ import numpy as np
 
 from backbones.errors import ConfigError, check_choice, check_whole
 from projects_vil.data.catalog import SHAPES_CLASSES, SHAPES_SEM_SEG_CLASSES
-from projects_vil.utils import read_json
+from projects_vil.files import read_json
 from vil.arguments import ToolParser, run_tool
 
 SPLITS = ("train", "val")

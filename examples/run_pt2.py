@@ -36,7 +36,7 @@ try:
 except OSError:
     sys.exit(f"error: Cannot read image {args.photo!r}.")
 
-# Prepare the input as the metadata describe it: size, order of the channels, type.
+# Prepare the input as in the metadata: size, order of the channels, type.
 resized, rule = photo, metadata["resizing"]
 if rule["short_side"]:
     scale = min(rule["short_side"] / min(photo.size), rule["longest_side"] / max(photo.size))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from backbones import ConfigError
 from projects_vil.export import ExportedModel, metadata_path
-from projects_vil.utils import atomic_folder
+from projects_vil.files import atomic_folder
 from vil.arguments import ToolParser, existing_path, local_path, run_tool
 
 _MAX_BATCH_SIZE = 8

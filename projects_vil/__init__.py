@@ -1,26 +1,9 @@
 """The backbones in detectron2: importing this package registers their builders."""
 
-import gc
+import importlib
+from typing import TYPE_CHECKING, Any
 
-# The imports create so many objects that garbage collections would take more than a tenth of the time.
-_is_enabled = gc.isenabled()
-gc.disable()
-try:
-    from projects_vil.utils import silence_known_warnings
-
-    # Before detectron2 is imported, which raises some.
-    silence_known_warnings()
-
-    from projects_vil.checkpoint import Checkpointer
-    from projects_vil.config import add_vil_config, load_config
-    from projects_vil.data import register_datasets
-    from projects_vil.engine import Trainer
-    from projects_vil.inference import Detector
-    from projects_vil.run import Run, train
-    from projects_vil.solver import build_optimizer
-finally:
-    if _is_enabled:
-        gc.enable()
+from vil import choices
 
 __all__ = [
     "Checkpointer",
@@ -33,3 +16,11 @@ __all__ = [
     "register_datasets",
     "train",
 ]
+
+if TYPE_CHECKING or choices.registers_builders:
+    from projects_vil.api import *
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import PyTorch and detectron2, and register the builders, at the first use of a name."""
+        return getattr(importlib.import_module("projects_vil.api"), name)

@@ -1,12 +1,9 @@
 """Recipes for your own data: weights, image size, anchors, and config keys that replace COCO's schedule."""
 
-import contextlib
 import math
-from array import array
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
-import numpy as np
 import torch
 from detectron2.config import CfgNode
 
@@ -20,6 +17,7 @@ from projects_vil.config import (
     load_yaml_with_base,
     with_overrides,
 )
+from projects_vil.data.object_sizes import IMAGE_SIZES, LONGER_SIDE, Anchors, choose_size, objects_of
 from projects_vil.modeling import TIMM_PREFIX
 from projects_vil.solver import longest_warmup
 
@@ -34,31 +32,18 @@ _LOW_RATE_FACTOR = 0.2
 _LAST_RATE_FACTOR = 0.2
 # Sizes of the training images of the recipe "finetune", as factors of the image size.
 _SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
-# Values by device: the image sizes to choose from in pixels, the batch size, the number of images that a run trains on,
-# and the smallest and largest number of epochs. On a CPU, 720 images of 256 pixels take about 300 s on one core. In the
-# same time, larger images reach a lower AP, because the run has fewer iterations.
-IMAGE_SIZES = {"cpu": range(192, 257, 32), "cuda": range(512, 801, 32)}
-# The sizes on a CPU if the user chooses a longer run
-_SIZES_OF_LONG_RUNS = range(192, 641, 32)
+# Values by device: the batch size, the number of images that a run trains on, and the smallest and largest number of
+# epochs. On a CPU, 720 images of 256 pixels take about 300 s on one core.
 _BATCH = {"cpu": 2, "cuda": 8}
 _IMAGES = {"cpu": 720, "cuda": 3200}
 _EPOCHS = {"cpu": (3, 100), "cuda": (12, 100)}
+# The image sizes on a CPU if the user chooses a longer run
+_SIZES_OF_LONG_RUNS = range(192, 641, 32)
 # For random weights, the number of images is multiplied by this factor. They need more iterations than pretrained
 # weights, so the image size on a CPU is smaller.
 _SCRATCH_FACTOR, _SCRATCH_SIZES = {"cpu": 0.6, "cuda": 1.5}, (128,)
 # Epochs of the recipe "paper" on your own data. The schedules for COCO count iterations.
 _PAPER_EPOCHS = 50
-# The share of the objects that the chosen size and anchors match, at this IoU.
-TARGET_SHARE = 0.98
-MATCH_IOU = 0.5
-# A size below 256 pixels is chosen only if half of the objects have a side of at least 50 pixels.
-SMALL_SIZE, SMALL_SIDE = 256, 50
-# The longer side of an image is at most this multiple of the image size.
-LONGER_SIDE = 5 / 3
-# Factors of the sizes of the config's anchors.
-_FACTORS = [2 ** (step / 4) for step in range(-8, 5)]
-# In larger datasets, the choice is made on this number of objects.
-_MOST_OBJECTS = 10_000
 
 
 def with_recipe(
@@ -102,9 +87,13 @@ def with_recipe(
         own_sizes = _SCRATCH_SIZES if device == "cpu" and recipe == "scratch" else IMAGE_SIZES[device]
         sizes = (_SIZES_OF_LONG_RUNS if is_long else own_sizes) if is_auto else [size]
         fit = not (is_paper or keep_anchors or has_anchors)
-        size, anchors, text = choose_size(cfg, objects, sizes=sizes, fit=fit)
+        tiled = bool(cfg.TEST.TILE_SIZE)
+        size, anchors, text = choose_size(anchors_of(cfg), objects, sizes=sizes, fit=fit, tiled=tiled)
         print(text, flush=True)
-        values |= anchors | (size_values(size) if is_auto else {})
+        if fit:
+            values["MODEL.ANCHOR_GENERATOR.SIZES"] = anchors.sizes
+            values["MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS"] = [anchors.ratios]
+        values |= size_values(size) if is_auto else {}
     if is_paper:
         values |= {"SOLVER.EPOCHS": cfg.SOLVER.EPOCHS or _PAPER_EPOCHS} if content else {}
     else:
@@ -153,6 +142,14 @@ def _recipe_values(cfg: CfgNode, recipe: str, size: int, batch: int, *, low_rate
     if cfg.MODEL.MASK_ON:
         values["TEST.BEST_METRIC"] = "segm/AP"
     return values
+
+
+def anchors_of(cfg: CfgNode) -> Anchors:
+    """Return the anchors of a RetinaNet or R-CNN detector."""
+    generator = cfg.MODEL.ANCHOR_GENERATOR
+    heads = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.RPN
+    strides = [2 ** int(name.removeprefix("p")) for name in heads.IN_FEATURES]
+    return Anchors(generator.SIZES, generator.ASPECT_RATIOS[0], strides, generator.OFFSET)
 
 
 def size_values(size: int) -> dict[str, Any]:
@@ -209,98 +206,3 @@ def best_weights(cfg: CfgNode) -> str:
         return name
     print(f"Weights: random, because no pretrained weights of {variant} are available", flush=True)
     return ""
-
-
-# -- image size and anchors ------------------------------------------------------------------------
-
-
-def objects_of(content: Mapping[str, Any]) -> np.ndarray:
-    """Return left, top, width and height of each object, and height and width of its image, as (N, 6) float.
-
-    Crowds and entries that are not valid COCO are left out.
-
-    Args:
-        content: The content of a COCO file.
-    """
-    valid = (image for image in content["images"] if isinstance(image, dict))
-    rows, images = array("d"), {image["id"]: image for image in valid if isinstance(image.get("id"), int | str)}
-    for entry in content.get("annotations", ()):
-        # The dataset check reports invalid entries.
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            left, top, width, height = map(float, entry["bbox"])
-            image = images[entry["image_id"]]
-            if not entry.get("iscrowd"):
-                rows.extend((left, top, width, height, float(image["height"]), float(image["width"])))
-    objects = np.asarray(rows).reshape(-1, 6)
-    return objects[np.isfinite(objects).all(axis=1) & (objects[:, 2:] > 0).all(axis=1)]
-
-
-def choose_size(
-    cfg: CfgNode, objects: np.ndarray, *, sizes: Iterable[int], fit: bool
-) -> tuple[int, dict[str, Any], str]:
-    """Return the first image size at which the anchors match ``TARGET_SHARE`` of the objects, or else the last one.
-
-    Sizes below ``SMALL_SIZE`` are skipped if the median side of the objects would be below ``SMALL_SIDE``.
-
-    Args:
-        cfg: The config of a detector with anchors.
-        objects: The result of :func:`objects_of`, at least one.
-        sizes: The sizes to choose from, the smallest first.
-        fit: Whether to fit the anchors to the objects instead of using the anchors of the config. Fitted anchors have
-            the aspect ratios of the objects, and the sizes of the config times a factor.
-
-    Returns:
-        The shorter side of the images in pixels, the config keys of fitted anchors, and a line of text about both.
-    """
-    generator, number = cfg.MODEL.ANCHOR_GENERATOR, len(objects)
-    objects = objects[:: math.ceil(number / _MOST_OBJECTS)]
-    height, width = objects[:, 4], objects[:, 5]
-    for size in sizes:
-        scale = np.minimum(size / np.minimum(height, width), LONGER_SIDE * size / np.maximum(height, width))
-        if cfg.TEST.TILE_SIZE:
-            # Tiles are cut from images in their original size.
-            scale = np.ones_like(height)
-        boxes, anchors = objects[:, :4] * scale[:, None], {}
-        if fit:
-            quantiles = (np.arange(len(generator.ASPECT_RATIOS[0])) + 0.5) / len(generator.ASPECT_RATIOS[0])
-            ratios = np.quantile(boxes[:, 3] / boxes[:, 2], quantiles).clip(0.05, 20).round(2).tolist()
-            fits = []
-            for factor in _FACTORS:
-                anchor_sizes = [[round(factor * side, 1) for side in level] for level in generator.SIZES]
-                fits.append((_best_ious(cfg, boxes, anchor_sizes, ratios), anchor_sizes))
-            ious, anchor_sizes = max(fits, key=lambda pair: (round(np.mean(pair[0] >= MATCH_IOU), 2), pair[0].mean()))
-            anchors = {"MODEL.ANCHOR_GENERATOR.SIZES": anchor_sizes, "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS": [ratios]}
-        else:
-            ious = _best_ious(cfg, boxes, generator.SIZES, generator.ASPECT_RATIOS[0])
-        share = np.mean(ious >= MATCH_IOU)
-        small, median, large = np.percentile(np.sqrt(boxes[:, 2] * boxes[:, 3]), (10, 50, 90))
-        if share >= TARGET_SHARE and (size >= SMALL_SIZE or median >= SMALL_SIDE):
-            break
-    matching = "fitted anchors match" if fit else "the model's anchors match"
-    advice = ". A larger --image-size matches more, and needs more --epochs" if share < TARGET_SHARE else ""
-    text = (
-        f"objects in the training images: {number:,}, with a side of {small:.0f} to {large:.0f} pixels "
-        f"(median {median:.0f}) at image size {size}; {matching} {share:.1%} of them (IoU {MATCH_IOU}){advice}"
-    )
-    return size, anchors, text
-
-
-def _best_ious(cfg: CfgNode, boxes: np.ndarray, anchor_sizes: list[list[float]], ratios: list[float]) -> np.ndarray:
-    """Return the IoU of each box with the best anchor at the positions of the feature maps, (N,)."""
-    heads = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.RPN
-    strides = [2 ** int(name.removeprefix("p")) for name in heads.IN_FEATURES]
-    rows = [
-        (stride, side / ratio**0.5, side * ratio**0.5)
-        for stride, sides in zip(strides, anchor_sizes, strict=True)
-        for side in sides
-        for ratio in ratios
-    ]
-    stride, *anchors = np.array(rows).T
-    overlap, areas = 1.0, boxes[:, 2:].prod(axis=1)[:, None] + anchors[0] * anchors[1]
-    for axis, anchor in enumerate(anchors):
-        length = boxes[:, 2 + axis, None]
-        center = boxes[:, axis, None] + length / 2 - cfg.MODEL.ANCHOR_GENERATOR.OFFSET * stride
-        # The distance to the center of the closest anchor
-        distance = np.abs((center + stride / 2) % stride - stride / 2)
-        overlap = overlap * np.clip((length + anchor) / 2 - distance, 0, np.minimum(length, anchor))
-    return (overlap / (areas - overlap)).max(axis=1)

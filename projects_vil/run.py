@@ -18,8 +18,9 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import ConfigError
 from backbones.build import VARIANTS, get_variant
-from backbones.checkpoint_files import read_checkpoint, write_text
+from backbones.checkpoint_files import read_checkpoint
 from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest, counted, first_of
+from backbones.files import write_text
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, find_model, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
@@ -33,15 +34,16 @@ from projects_vil.config import (
     number_of_classes,
     with_overrides,
 )
-from projects_vil.data import SOURCE, Dataset, read_categories, read_dataset
-from projects_vil.data.readers import read_coco
+from projects_vil.data.catalog import read_categories
+from projects_vil.data.readers import SOURCE, Dataset, read_coco, read_dataset
 from projects_vil.engine import Trainer, check_output_dir, check_setup, check_values
 from projects_vil.engine.launch import Processes, launch, run_evaluation, run_training
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
+from projects_vil.files import read_json
 from projects_vil.inference import Detector
 from projects_vil.modeling import TIMM_PREFIX, check_timm_name
 from projects_vil.recipes import best_weights, default_model, size_values, tile_values, with_recipe
-from projects_vil.utils import cleanup_on_failure, read_json, run_lock
+from projects_vil.utils import cleanup_on_failure, run_lock
 from vil.choices import DETECTORS, IMAGE_SIZES, NAMES_OF_OTHERS, RECIPES, SCHEDULES
 
 # The result of detector_name -> the detector

@@ -15,8 +15,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import Trial, TrialState
 
 from backbones import ConfigError
-from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR
+from backbones.files import write_text
 from projects_vil.checkpoint import checkpoints_of
 from projects_vil.config import CONFIG_FILE, load_config
 from projects_vil.recipes import size_values

@@ -22,7 +22,15 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
-from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, printable
+from backbones.errors import (
+    GENERATOR,
+    ConfigError,
+    check_output_folder,
+    check_replaceable,
+    closest,
+    find_os_error,
+    printable,
+)
 from vil import choices
 
 # First parts of all config keys.
@@ -95,6 +103,15 @@ def local_path(text: str) -> str:
     """Return the path of an output unless it is a URL. This is an argparse type."""
     if "://" in text:
         raise argparse.ArgumentTypeError(f"cannot write to the URL '{text}'. Give a local path")
+    return text
+
+
+def output_folder(text: str) -> str:
+    """Return ``text`` unless it is a URL or an existing file. This is an argparse type."""
+    try:
+        check_output_folder(local_path(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 
@@ -216,6 +233,8 @@ class ToolParser(argparse.ArgumentParser):
         flag, _, value = word.partition("=")
         other_name = flag.lstrip("-").replace("-", "_")
         name = choices.NAMES_OF_OTHERS.get(other_name, other_name)
+        if word.endswith(choices.EXPORT_SUFFIXES) and "--output" in self._option_string_actions:
+            return ". Write --output DIR to choose the folder of the results"
         same = f"--{name.replace('_', '-')}"
         if (action := self._option_string_actions.get(same)) is not None:
             values = value or self._get_formatter()._format_args(action, "VALUE")
@@ -381,7 +400,7 @@ def show(*lines: object) -> None:
 def write_json(path: str | None, content: object) -> None:
     """Write ``content`` as JSON if ``path`` is set. A list is written as the value of ``rows``."""
     if path:
-        from backbones.checkpoint_files import write_text
+        from backbones.files import write_text
 
         content = {"generator": GENERATOR} | (content if isinstance(content, dict) else {"rows": content})
         write_text(path, json.dumps(content, indent=2) + "\n")

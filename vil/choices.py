@@ -62,3 +62,6 @@ PART_SIZE = 1024
 SCORE_THRESHOLD = 0.3
 BENCHMARK_PARTS = ("attention", "backbone", "detector", "train-step")
 DTYPES = ("float32", "bfloat16", "float16")
+# Whether the import of projects_vil registers its builders. This imports PyTorch and detectron2, which takes seconds.
+# A command that only reads datasets sets it to False before the import.
+registers_builders = True

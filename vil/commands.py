@@ -28,6 +28,7 @@ from vil.arguments import (
     model_source,
     not_negative,
     output_file,
+    output_folder,
     positive,
     shard,
     show,
@@ -46,7 +47,7 @@ _DATA = "dataset folder or annotation file: COCO, YOLO, Pascal VOC, LabelMe, CVA
 _MODEL = "output directory of a run, checkpoint with config.yaml in its folder, or name in the model zoo"
 _DRAWINGS = " (default: drawings/ in the folder of the model)"
 _SIZE: dict[str, Any] = {"type": positive, "nargs": 2, "metavar": ("H", "W")}
-_INPUT = "images, folder, video, camera number, URL, list (.txt, .csv, .parquet), or tar files: shards-{000..127}.tar"
+_INPUT = "images, folders, video, camera number, URL, list (.txt, .csv, .parquet), or tar files: shards-{000..127}.tar"
 
 
 # Training and evaluation ---------------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     size_help = "shorter side of the images in pixels, or auto (default): chosen from the sizes of the objects"
     parser.add("--image-size", size_help, type=image_size, metavar="PX")
     parser.add("--tiles", "train and predict in tiles of N x N pixels, for small objects", type=positive)
-    parser.add("--output", "output directory (default: output/DATA_MODEL_DETECTOR)", type=local_path, metavar="DIR")
+    parser.add("--output", "output directory (default: output/DATA_MODEL_DETECTOR)", type=output_folder, metavar="DIR")
     parser.add("--device", _DEVICE, metavar="DEVICE")
     add_resume_argument(parser)
     parser.section("Model")
@@ -114,7 +115,7 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
 
 def _show_results(results: dict[str, Any]) -> None:
     """Print the AP of each dataset and task, with advice if it is 0 or undefined."""
-    zero = "AP is 0. Train for more epochs, and look at the training images with 'vil visualize data'."
+    zero = "AP is 0. Train for more epochs, and look at the training images with 'vil visualize data RUN'."
     undefined = "AP is undefined, because the validation images have no objects. Annotate them."
     for name, task, metrics in ((name, *item) for name, tasks in results.items() for item in tasks.items()):
         if metrics.get("AP"):
@@ -127,8 +128,10 @@ def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
     """Search for the best learning rate, batch size, image size and augmentation for your photos.
 
     The command runs short trainings (trials) and compares their AP on the validation images. The first trial uses the
-    recipe of vil train. A trial with a low AP is stopped early. The command writes the config of the best trial to
-    best.yaml. If the search is interrupted, the same command resumes it. KEY VALUE pairs apply to all trials.
+    recipe of vil train. The others use 0.2 to 5 times its learning rate, half to twice its batch size, and 0.75 to 1.5
+    times its image size. Values that you set as KEY VALUE are the same in all trials. A trial with a low AP is stopped
+    early. The command writes the config of the best trial to best.yaml. If the search is interrupted, the same command
+    resumes it.
 
     Example:
         vil tune photos --trials 20 --epochs 10
@@ -136,7 +139,7 @@ def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
     """
     parser.add("data", _DATA, type=existing_path, metavar="DATA")
     parser.add("--trials", "number of trials, including interrupted ones (default 20)", type=positive, default=20)
-    parser.add("--output", "output directory (default: output/DATA_tune)", type=local_path, metavar="DIR")
+    parser.add("--output", "output directory (default: output/DATA_tune)", type=output_folder, metavar="DIR")
     parser.add("--epochs", "epochs of each trial (default: as for vil train)", type=positive)
     parser.add("--device", _DEVICE, metavar="DEVICE")
     parser.add("--model", f"{_VARIANT} (default: as for vil train)", metavar="NAME")
@@ -171,7 +174,7 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     predictions_help = "evaluate Parquet files from vil predict, or folders with such files, instead of a model"
     parser.add("--predictions", predictions_help, nargs="+", default=[], type=existing_path, metavar="PATH")
     output_help = "output folder (default: the folder of MODEL, or a folder in it, such as evaluation_DATA)"
-    parser.add("--output", output_help, type=local_path, metavar="DIR")
+    parser.add("--output", output_help, type=output_folder, metavar="DIR")
     parser.add("--tiles", _TILES, dest="TEST.TILE_SIZE", default=argparse.SUPPRESS, type=positive)
     add_process_arguments(parser)
     args = parser.parse_args(words)
@@ -224,7 +227,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("input", _INPUT, nargs="*", metavar="INPUT")
     parser.add("--input", "the same as INPUT", dest="named_input", metavar="INPUT")
     output_help = "output folder (default: predictions); replaces earlier results, keeps drawings of other images"
-    parser.add("--output", output_help, type=local_path, default="predictions", metavar="DIR")
+    parser.add("--output", output_help, type=output_folder, default="predictions", metavar="DIR")
     parser.add("--batch", "maximum images per batch (default 1)", dest="batch_size", type=positive, default=1)
     parser.add("--device", _DEVICE, metavar="DEVICE")
     parser.add("--tiles", _TILES, type=positive)
@@ -236,7 +239,8 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--format", format_help, dest="file_format", choices=choices.PREDICTION_FORMATS)
     parser.add("--part-size", f"images (rows) per Parquet file (default {choices.PART_SIZE})", type=positive)
     parser.add("--shard", "predict only shard I (from 0) of N; needs --format parquet", type=shard, metavar="I/N")
-    parser.add("--column", "column of INPUT with paths or URLs (default: path, file_name or url)", metavar="NAME")
+    column_help = "column of INPUT with paths or URLs (default: path, file_name, url, image or image_url)"
+    parser.add("--column", column_help, metavar="NAME")
     parser.add("--ray", "predict with Ray (RAY_ADDRESS, or this machine) to Parquet files", action="store_true")
     workers_help = "minimum and maximum number of Ray workers (default: 1 and one per GPU, or CPU cores minus 1)"
     parser.add("--ray-workers", workers_help, nargs=2, type=positive, metavar=("MIN", "MAX"))
@@ -289,7 +293,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
         vil export lit_ti_retinanet_1x --format openvino --precision fp16 --evaluate
     """
     parser.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
-    parser.add("--output", "output folder (default: export/ in the folder of MODEL)", type=local_path, metavar="DIR")
+    parser.add("--output", "output folder (default: export/ in the folder of MODEL)", type=output_folder, metavar="DIR")
     formats, precisions, dtypes = choices.EXPORT_FORMATS, choices.PRECISIONS, choices.INPUT_DTYPES
     parser.add("--format", "file format (default torchscript)", dest="file_format", choices=formats, default=formats[0])
     parser.add("--precision", "model precision (default fp32)", choices=precisions, default="fp32")
@@ -362,12 +366,10 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     if args.fix and (os.path.lexists(args.fix) or args.fix.endswith(".json")):
         parser.error(f"argument --fix: '{args.fix}' already exists or is the name of a file. Give a new folder")
 
-    import torch
-
-    from projects_vil.config import config_path, load_config
-    from projects_vil.data import check_dataset, write_fixed
+    choices.registers_builders = False
+    from projects_vil.data.check import check_dataset, write_fixed
+    from projects_vil.data.object_sizes import IMAGE_SIZES, RETINANET, choose_size, objects_of
     from projects_vil.data.splits import split_by_hash
-    from projects_vil.recipes import IMAGE_SIZES, choose_size, objects_of
 
     def progress(number: int) -> None:
         if not number % 10_000:
@@ -390,9 +392,9 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
                 effect = f"validates on {len(halves['val']['images']):,} of the images (--val-fraction)"
             lines.append(f"no validation split: 'vil train' {effect}")
         if len(objects := objects_of(train)):
-            sizes = IMAGE_SIZES["cuda" if torch.cuda.is_available() else "cpu"]
-            cfg = load_config(config_path("base/retinanet_1x"))
-            lines.append(choose_size(cfg, objects, sizes=sizes, fit=True)[-1])
+            # You may check a dataset on another machine than the one that trains.
+            for device, sizes in zip(("CPU", "GPU"), IMAGE_SIZES.values(), strict=True):
+                lines.append(f"'vil train' on a {device}: {choose_size(RETINANET, objects, sizes=sizes, fit=True)[-1]}")
         splits = {split: file.to_json() for split, file in files.items()}
         write_json(args.json, {"splits": splits, "notes": dataset.notes, "unused": dataset.unused})
         lines += write_fixed(files, args.fix)
@@ -419,7 +421,8 @@ def convert_data(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     args = parser.parse_args(words)
 
-    from projects_vil.data import convert_dataset
+    choices.registers_builders = False
+    from projects_vil.data.writers import convert_dataset
 
     show(*convert_dataset(**vars(args)))
 
@@ -593,7 +596,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
         command.set_defaults(render=render, parser=command)
         if not options:
             command.add("model", _MODEL, nargs="?", type=model_source, metavar="MODEL")
-            command.add("--output", f"folder{_DRAWINGS}", type=local_path, metavar="DIR")
+            command.add("--output", f"folder{_DRAWINGS}", type=output_folder, metavar="DIR")
         return command
 
     image = {"required": True, "type": existing_path, "metavar": "IMAGE"}

@@ -30,8 +30,8 @@ from torch.utils.benchmark.utils.timer import timer
 from backbones import ConfigError
 from backbones.attention.sliding_chunk import sample_shifts
 from backbones.attention.triton_check import automatic_backend, choice_key, choices_file, read_choices
-from backbones.checkpoint_files import write_text
 from backbones.errors import check_choice, closest
+from backbones.files import write_text
 from projects_vil.config import choose_device, load_config, set_precision
 from projects_vil.engine.auto_micro_batch import random_image
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_transformer_backbone, stage_names

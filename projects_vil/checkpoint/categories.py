@@ -12,7 +12,7 @@ from detectron2.data import MetadataCatalog
 from detectron2.data.catalog import Metadata
 from torch import Tensor
 
-from projects_vil.data import categories_of
+from projects_vil.data.catalog import categories_of
 
 _LAYOUTS = {
     "head.cls_score": "A x K",

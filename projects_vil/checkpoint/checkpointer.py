@@ -20,9 +20,10 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim.swa_utils import AveragedModel
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write, read_checkpoint, state_dict_of, write_text
+from backbones.checkpoint_files import read_checkpoint, state_dict_of
 from backbones.convert import detect_format
 from backbones.errors import check_file, first_of, one_line
+from backbones.files import atomic_write, write_text
 from projects_vil.checkpoint.categories import (
     Categories,
     copy_classes,
@@ -40,7 +41,7 @@ from projects_vil.checkpoint.pretrained import (
 )
 from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_entry
 from projects_vil.config import CONFIG_FILE, config_path, is_segmentor, number_of_classes, with_overrides
-from projects_vil.data import describe_classes, match_all_classes, match_classes, register_datasets
+from projects_vil.data.catalog import describe_classes, match_all_classes, match_classes, register_datasets
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_on_meta
 from vil.choices import EXPORT_SUFFIXES
 

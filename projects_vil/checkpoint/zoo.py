@@ -18,7 +18,7 @@ from iopath.common.file_io import get_cache_dir
 from backbones import ConfigError
 from backbones.checkpoint_files import read_checkpoint
 from backbones.errors import check_file, closest, one_line, pip_install
-from projects_vil.utils import atomic_folder
+from projects_vil.files import atomic_folder
 
 TIMEOUT = 60.0  # seconds without an answer
 # PyYAML may have no C library. Its Python loader needs 0.2 s for the table.

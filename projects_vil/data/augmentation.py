@@ -12,7 +12,7 @@ from detectron2.data.detection_utils import build_augmentation
 from detectron2.projects.point_rend import ColorAugSSDTransform
 from detectron2.structures import BitMasks, Boxes, Instances
 
-from projects_vil.data.detection_utils import DAMAGED
+from projects_vil.data.image_files import DAMAGED
 
 AUGMENTATIONS = ("default", "lsj", "lsj_copy_paste")
 # Probability that an object is pasted. The paper pastes a random subset of the objects.

@@ -29,7 +29,7 @@ from backbones import ConfigError
 from backbones.errors import check_choice, one_line
 from projects_vil.data.augmentation import CopyPaste
 from projects_vil.data.dataset_mapper import Mapper
-from projects_vil.data.detection_utils import DAMAGED, UnreadableImage, log_damaged
+from projects_vil.data.image_files import DAMAGED, UnreadableImage, log_damaged
 from projects_vil.data.records import SharedRecords, load_dataset
 from projects_vil.utils import STOP_SIGNALS
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import load_coco_json
@@ -22,8 +23,8 @@ from detectron2.data.datasets.builtin_meta import ADE20K_SEM_SEG_CATEGORIES
 from backbones import ConfigError
 from backbones.errors import check_file, closest, first_of
 from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
-from projects_vil.data.detection_utils import IGNORED_LABEL, is_image
-from projects_vil.utils import read_json
+from projects_vil.data.image_files import IGNORED_LABEL, is_image, read_labels
+from projects_vil.files import read_json
 
 # The classes of the synthetic datasets, which examples/make_shapes_dataset.py writes.
 SHAPES_CLASSES = ("circle", "square", "triangle")
@@ -360,6 +361,16 @@ def match_all_classes(ours: Sequence[str], theirs: Sequence[str], *, differ: str
         raise ConfigError(f"{differ}. Class {unmatched!r} matches no name, and others are in another order. Rename it.")
     logging.getLogger(__name__).warning("%s. Some names differ, so the classes are matched by index.", differ)
     return list(range(len(ours)))
+
+
+def label_reader(dataset_name: str) -> Callable[..., np.ndarray]:
+    """Return a function that reads the label images of a dataset, for detectron2's ``SemSegEvaluator``.
+
+    The function has the arguments ``(path, dtype)`` and returns labels (H, W). See :func:`read_labels`.
+    """
+    metadata = MetadataCatalog.get(dataset_name)
+    options = {"first_label": metadata.get("first_label", 0), "num_classes": len(metadata.stuff_classes)}
+    return lambda path, dtype=np.uint8: read_labels(path, **options).astype(dtype)
 
 
 def describe_classes(classes: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import Dataset, read_dataset
 from projects_vil.data.segmentation import count_masks
 from projects_vil.data.splits import entries_of, save_coco, with_file_names, without_masks
-from projects_vil.utils import paused_garbage_collection
+from projects_vil.files import paused_garbage_collection
 
 
 @paused_garbage_collection()

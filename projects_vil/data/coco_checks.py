@@ -23,10 +23,10 @@ from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 from backbones.errors import counted
-from projects_vil.data.detection_utils import missing_files, read_sizes
+from projects_vil.data.image_files import missing_files, read_sizes
 from projects_vil.data.readers import SOURCE, read_coco
 from projects_vil.data.segmentation import FAR, box_of, check_segmentation, count_masks, has_mask, rectangle, rle_of
-from projects_vil.utils import like, paused_garbage_collection
+from projects_vil.files import like, paused_garbage_collection
 
 NUM_EXAMPLES = 5
 # The classes with the most objects and with the fewest objects, this number of each, are listed.

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,11 @@ from backbones import ConfigError
 from projects_vil.config import is_segmentor, with_overrides
 from projects_vil.data.albumentations_pipeline import AlbumentationsAugmentation
 from projects_vil.data.augmentation import boxes_of_masks, large_scale_jitter
-from projects_vil.data.detection_utils import DAMAGED, IGNORED_LABEL, decode_image, read_labels, read_size
+from projects_vil.data.image_files import DAMAGED, IGNORED_LABEL, decode_image, read_image, read_labels, read_size
 
 
 class Mapper(DatasetMapper):
-    """detectron2's mapper, which reads images and labels with :mod:`projects_vil.data.detection_utils`.
+    """detectron2's mapper, which reads images and labels with :mod:`projects_vil.data.image_files`.
 
     An image that cannot be read raises an :class:`UnreadableImage`. If only a part of an image can be decoded, the key
     ``damaged`` of the input has the file name and the damage. An image whose size differs from its record raises a
@@ -171,3 +172,28 @@ def _bitmap(mask: list | dict[str, Any], transforms: T.TransformList, size: tupl
         return transforms.apply_segmentation(mask_util.decode(mask)) == 1
     points = [transforms.apply_coords(np.array(polygon, dtype=np.float64).reshape(-1, 2)) for polygon in mask]
     return polygons_to_bitmask([polygon.reshape(-1) for polygon in points], *size)
+
+
+def read_for_testing(cfg: CfgNode, path: str | Path, *, image_format: str) -> tuple[np.ndarray, tuple[int, int]]:
+    """Read an image file and resize it as in evaluation.
+
+    Returns:
+        The image (H, W, 3) uint8, and its original height and width.
+
+    Raises:
+        UnreadableImage: If the file cannot be read.
+    """
+    original = read_image(path, image_format)
+    height, width = original.shape[:2]
+    resize = T.ResizeTransform(height, width, *size_for_testing(cfg, height, width))
+    return np.ascontiguousarray(resize.apply_image(original)), (height, width)
+
+
+def size_for_testing(cfg: CfgNode, height: int, width: int) -> tuple[int, int]:
+    """Return the height and width after the resize with ``INPUT.MIN_SIZE_TEST`` and ``INPUT.MAX_SIZE_TEST``.
+
+    With ``TEST.TILE_SIZE``, images keep their size.
+    """
+    if cfg.TEST.TILE_SIZE or not cfg.INPUT.MIN_SIZE_TEST:
+        return height, width
+    return T.ResizeShortestEdge.get_output_shape(height, width, cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)

@@ -20,15 +20,15 @@ from detectron2.utils import comm
 from detectron2.utils.logger import log_first_n
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
 from backbones.errors import check_choice, counted, explained_errors
+from backbones.files import atomic_write
 from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data.catalog import add_stuff, check_files, class_names, class_order, model_classes
 from projects_vil.data.coco_checks import CocoFile
-from projects_vil.data.detection_utils import IGNORED_LABEL, missing_files
+from projects_vil.data.image_files import IGNORED_LABEL, missing_files
 from projects_vil.data.readers import read_coco
 from projects_vil.data.segmentation import rle_of
-from projects_vil.utils import SharedRecords, paused_garbage_collection
+from projects_vil.files import SharedRecords, paused_garbage_collection
 
 CHECK_MODES = ("error", "warn", "off")
 # The memory limit of a container, in versions 2 and 1 of Linux control groups

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from backbones.checkpoint_files import atomic_write
 from backbones.errors import first_of
-from projects_vil.utils import SharedRecords, content_hash, like
+from backbones.files import atomic_write
+from projects_vil.files import SharedRecords, content_hash, like
 
 # By split: the content of a COCO file, its path or None if it must be written, and the image folder
 Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]

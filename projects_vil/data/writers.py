@@ -26,7 +26,7 @@ from projects_vil.data.readers.index import normalized
 from projects_vil.data.readers.shapes import polygon_object
 from projects_vil.data.segmentation import rle_of
 from projects_vil.data.splits import without_masks
-from projects_vil.utils import atomic_folder
+from projects_vil.files import atomic_folder
 
 # The polygon of a predicted mask is simplified by at most this many pixels.
 _TOLERANCE = 1.0

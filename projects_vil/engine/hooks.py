@@ -27,8 +27,8 @@ from tqdm import tqdm
 from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention, redraw_features
 from backbones.attention.sliding_chunk import sample_shifts
-from backbones.checkpoint_files import write_text
 from backbones.errors import one_line
+from backbones.files import write_text
 from projects_vil.checkpoint import remove_old
 from projects_vil.solver import main_group
 from projects_vil.utils import memory_of

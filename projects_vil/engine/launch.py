@@ -30,8 +30,8 @@ from torch.distributed import DistNetworkError, FileStore, PrefixStore, Store, T
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from backbones import ConfigError
-from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_replaceable, counted
+from backbones.files import write_text
 from projects_vil import data
 from projects_vil.checkpoint import Checkpointer, remove_run
 from projects_vil.config import CONFIG_FILE, set_precision, with_overrides

@@ -27,11 +27,11 @@ from detectron2.utils.logger import log_first_n
 from pycocotools.coco import COCO
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
 from backbones.errors import closest
+from backbones.files import atomic_write
 from projects_vil.config import is_panoptic, is_segmentor
-from projects_vil.data import SharedRecords, class_names, class_order, ground_truth, label_reader
-from projects_vil.data.records import by_image
+from projects_vil.data.catalog import class_names, class_order, label_reader
+from projects_vil.data.records import SharedRecords, by_image, ground_truth
 from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
 from projects_vil.evaluation.results import check_finite

@@ -15,8 +15,8 @@ from detectron2.utils import comm
 
 from backbones import ConfigError
 from backbones.errors import check_file, check_packages, explained_errors
-from projects_vil import data
-from projects_vil.data.records import SHARED, read_and_share
+from projects_vil.data import catalog
+from projects_vil.data.records import SHARED, ground_truth, read_and_share
 from projects_vil.data.segmentation import check_segmentation
 from projects_vil.evaluation.evaluators import COCOEvaluator
 from projects_vil.evaluation.results import check_finite, write_results
@@ -40,17 +40,17 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
         OSError: If a file cannot be read.
     """
     check_packages("The evaluation of predictions", "pyarrow")
-    data.register_datasets(cfg)
+    catalog.register_datasets(cfg)
     log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
     (name,) = cfg.DATASETS.TEST
-    data.check_files(name)
+    catalog.check_files(name)
     metadata, folder = MetadataCatalog.get(name), str(Path(cfg.OUTPUT_DIR) / "inference")
-    categories = dict(data.read_categories(metadata.json_file) or ())
+    categories = dict(catalog.read_categories(metadata.json_file) or ())
     metadata.thing_classes = list(categories.values())
     matches: dict[Labels, dict[int, int | None]] = {}
     limit, check = cfg.TEST.DETECTIONS_PER_IMAGE, cfg.DATASETS.CHECK
     SHARED.clear()
-    read_and_share(lambda: len(data.ground_truth(name, check=check, masks=True) or ()), [name])
+    read_and_share(lambda: len(ground_truth(name, check=check, masks=True) or ()), [name])
     evaluator = COCOEvaluator(name, output_dir=folder, max_dets_per_image=limit, masks=True, check=check)
     evaluator.reset()
     named: dict[str, list[dict[str, Any]]] = {}
@@ -99,9 +99,9 @@ Labels = tuple[tuple[int, str], ...]  # category ids and names
 def _match(name: str, categories: dict[int, str], file: Path, labels: Labels) -> dict[int, int | None]:
     """Return a mapping from the category ids of a file to the category ids of the dataset, or to None."""
     ours, theirs = [label for _, label in labels], list(categories.values())
-    differ = f"{file} has {data.describe_classes(ours)}, and {name} has {data.describe_classes(theirs)}"
-    matched = data.match_classes(ours, theirs) if len(ours) != len(theirs) else {}
-    matched = matched or dict(enumerate(data.match_all_classes(ours, theirs, differ=differ)))
+    differ = f"{file} has {catalog.describe_classes(ours)}, and {name} has {catalog.describe_classes(theirs)}"
+    matched = catalog.match_classes(ours, theirs) if len(ours) != len(theirs) else {}
+    matched = matched or dict(enumerate(catalog.match_all_classes(ours, theirs, differ=differ)))
     ids = list(categories)
     return {number: ids[matched[index]] if index in matched else None for index, (number, _) in enumerate(labels)}
 

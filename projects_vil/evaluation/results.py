@@ -13,8 +13,8 @@ from detectron2.data import MetadataCatalog
 from numpy.typing import ArrayLike
 
 from backbones import ConfigError
-from backbones.checkpoint_files import write_text
 from backbones.errors import first_of
+from backbones.files import write_text
 
 EVALUATION_FILE = "evaluation.json"
 # The key of the results per class, and the metrics that evaluators compute per class, such as AP-dog.
@@ -90,7 +90,8 @@ def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:
         if undefined:
             names = "AP is" if math.isnan(ap) else f"{first_of(undefined, 5)} {'is' if len(undefined) == 1 else 'are'}"
             what = ". On LVIS, AP also needs detections" if math.isnan(ap) else " of this size or class"
-            lines.append(f"{task}: {names} undefined, because the dataset has no ground truth{what}")
+            reason = f"(nan, or -1 in COCO's table), because the dataset has no ground truth{what}"
+            lines.append(f"{task}: {names} undefined {reason}")
         if ap < _LOW_AP:
             lines.append(
                 f"{task}: AP is {ap:.3f}: possible reasons are few iterations, a different class order than in the "

@@ -17,7 +17,7 @@ from detectron2.config import CfgNode
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from backbones.errors import check_choice, check_packages, check_replaceable, check_whole
+from backbones.errors import check_choice, check_output_folder, check_packages, check_replaceable, check_whole
 from projects_vil.checkpoint import load_detector
 from projects_vil.config import with_overrides
 from projects_vil.data import load_dataset, register_datasets
@@ -27,7 +27,8 @@ from projects_vil.export.parity import check_export, example_image, parity_image
 from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, quantize
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.traceable import make_exportable
-from projects_vil.utils import atomic_folder, content_hash, deferred_signals
+from projects_vil.files import atomic_folder, content_hash
+from projects_vil.utils import deferred_signals
 from vil.choices import INPUT_DTYPES
 
 # The dtypes of the network. An int8 file is quantized from fp32.
@@ -107,8 +108,7 @@ def export_detector(
     if is_int8:
         check_packages("Precision int8", "nncf")
     calibration = calibration_files(cfg, calibration_images) if is_int8 else []
-    if os.path.exists(output) and not os.path.isdir(output):
-        raise ConfigError(f"Output '{output}' is a file. Choose a folder.")
+    check_output_folder(output)
     reference, categories = load_detector(with_overrides(cfg, {"MODEL.TRANSFORMER.COMPILE": False}), weights)
     network = cast_network(copy.deepcopy(reference), precision)
     fixed_number = cfg.TEST.DETECTIONS_PER_IMAGE if fixed_detections else None

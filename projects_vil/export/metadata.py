@@ -13,8 +13,8 @@ from projects_vil.checkpoint import Categories, versions
 from projects_vil.config import detector_name
 from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.export.traceable import ExportableDetector
+from projects_vil.files import content_hash, read_json
 from projects_vil.modeling import LARGEST_BATCH, export_sides
-from projects_vil.utils import content_hash, read_json
 
 # The problem and the advice for ``explained_errors``
 DAMAGED = ("has damaged metadata", "Export the model again.")

@@ -20,7 +20,7 @@ from backbones import ConfigError
 from backbones.errors import check_whole, first_of
 from projects_vil.checkpoint import Categories, find_model, find_weights
 from projects_vil.config import add_values, as_mapping, choose_device, load_config
-from projects_vil.data import upright_pixels
+from projects_vil.data.image_files import upright_pixels
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead
 from projects_vil.inference.runners import EagerRunner, ExportedRunner, Runner, encode_masks, to_host

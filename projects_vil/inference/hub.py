@@ -16,8 +16,8 @@ from backbones.checkpoint_files import write_checkpoint
 from projects_vil.checkpoint import METADATA_KEY, PUBLISHED_WEIGHTS, Categories, Checkpointer, weights_of
 from projects_vil.config import CONFIG_FILE, default_config, load_config, with_overrides
 from projects_vil.evaluation import EVALUATION_FILE
+from projects_vil.files import read_json
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
-from projects_vil.utils import read_json
 
 T = TypeVar("T", bound="HubMixin")
 CARD_FILE = "README.md"

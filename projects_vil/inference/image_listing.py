@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from backbones import ConfigError
-from projects_vil.data import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, read_size
+from projects_vil.data.image_files import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, read_size
 from projects_vil.inference.image_loading import VIDEO_SUFFIXES, ImageSource, open_file, without_password
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz")
@@ -47,7 +47,8 @@ def find_images(
             hidden files; a ``.txt`` list with one path or URL per line; a ``.csv`` or ``.parquet`` table with a column
             of paths or URLs; or a ``.tar`` or ``.tar.gz`` file of images. Everything but a folder may also be an fsspec
             URL, or a pattern such as ``shards-{000..127}.tar``. Paths in a list or table are relative to its folder.
-            Several images and tar files are a sequence of paths. Their names are relative to their common folder.
+            Several images, folders and tar files are a sequence of paths. Their names are relative to the lowest folder
+            that contains all of them.
         exclude: A folder to skip.
         column: The column of a table. By default the first of ``COLUMNS`` that the table has.
 
@@ -65,9 +66,11 @@ def find_images(
 
 def number_of_images(source: str | Path | Sequence[str], *, exclude: str | Path) -> int:
     """Return the number of images in a folder or a sequence, or 0 if it is unknown (tar files and tables)."""
-    if not isinstance(source, (str, Path)):
-        return len(source) * all(suffix_of(path) in IMAGE_SUFFIXES for path in source)
-    counts = Counter(map(suffix_of, _walk(str(source), os.path.realpath(exclude)) if os.path.isdir(source) else ()))
+    is_single = isinstance(source, (str, Path))
+    counts: Counter[str] = Counter()
+    for path in [str(source)] if is_single else source:
+        files = _walk(path, os.path.realpath(exclude)) if os.path.isdir(path) else [] if is_single else [path]
+        counts.update(map(suffix_of, files))
     return 0 if any(counts[suffix] for suffix in ARCHIVES) else sum(counts[suffix] for suffix in LISTED)
 
 
@@ -97,10 +100,13 @@ def list_paths(source: str | Path | Sequence[str], *, exclude: str | Path, colum
         for path in paths:
             if "://" not in path and not os.path.exists(path):
                 raise ConfigError(f"Input '{path}' does not exist. Check the path.")
-            if suffix_of(path) in LISTS or is_video(path) or os.path.isdir(path):
-                raise ConfigError(f"Several inputs must be images or tar files. Use '{path}' as the only input.")
+            if suffix_of(path) in LISTS or is_video(path):
+                reason = "Several inputs must be images, folders or tar files."
+                raise ConfigError(f"{reason} Use '{path}' as the only input.")
         root = common_folder(paths)
-        yield from ((path if "://" in path else os.path.relpath(path, root), path) for path in paths)
+        for path in paths:
+            listed = list_paths(path, exclude=exclude) if os.path.isdir(path) else [(path, path)]
+            yield from ((file if "://" in file else os.path.relpath(file, root), file) for _, file in listed)
         return
     source = _without_scheme(os.fspath(source))
     if is_video(source):

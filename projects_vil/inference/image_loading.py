@@ -27,7 +27,7 @@ from torch import Tensor
 
 from backbones import ConfigError
 from backbones.errors import one_line, pip_install
-from projects_vil.data.detection_utils import UnreadableImage, decode_image, log_damaged, read_size
+from projects_vil.data.image_files import UnreadableImage, decode_image, log_damaged, read_size
 from projects_vil.inference.runners import Runner, size_error
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".ts")

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from backbones import ConfigError
-from backbones.checkpoint_files import write_text
 from backbones.errors import first_of, one_line, pip_install
+from backbones.files import write_text
 from projects_vil.config import as_mapping
+from projects_vil.files import read_json
 from projects_vil.inference import image_listing, parquet_writer
 from projects_vil.inference.detector import Detector
 from projects_vil.inference.image_loading import BATCHING_WINDOW, ImageBatches, ImageSource, file_versions
 from projects_vil.inference.predict import Summary
-from projects_vil.utils import read_json
 from vil.choices import EXPORT_SUFFIXES
 
 try:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
 from backbones.errors import counted, first_of
+from backbones.files import atomic_write
 from projects_vil.checkpoint import Categories, fingerprint
+from projects_vil.files import content_hash
 from projects_vil.inference.detector import Detections, Detector
 from projects_vil.inference.image_listing import Listed, archives_of_shard, common_folder, load_listed, split_listed
 from projects_vil.inference.image_loading import (
@@ -28,7 +29,6 @@ from projects_vil.inference.image_loading import (
 )
 from projects_vil.inference.predict import Summary, progress_bar, report_skipped
 from projects_vil.inference.runners import Runner
-from projects_vil.utils import content_hash
 
 with os_errors("Parquet files"):
     import pyarrow as pa

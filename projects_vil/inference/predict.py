@@ -21,17 +21,20 @@ import numpy as np
 from tqdm import tqdm
 
 from backbones import ConfigError
-from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_choice, check_file, check_replaceable, check_whole, counted, printable
+from backbones.files import atomic_write
 from projects_vil.checkpoint import Categories, weights_of
 from projects_vil.config import CONFIG_FILE, as_mapping
-from projects_vil.data import IMAGE_SUFFIXES, check_output, describe_classes, match_all_classes, write_detections
+from projects_vil.data import IMAGE_SUFFIXES
+from projects_vil.data.catalog import describe_classes, match_all_classes
 from projects_vil.data.readers import read_coco
+from projects_vil.data.writers import check_output, write_detections
 from projects_vil.export import ExportedModel
+from projects_vil.files import atomic_folder
 from projects_vil.inference.detector import Detections, Detector, check_threshold
 from projects_vil.inference.image_listing import TABLES, find_images, is_video, list_paths, number_of_images, suffix_of
 from projects_vil.inference.image_loading import DEFAULT_FRAME_RATE, ImageBatches, ImageSource, Loaded, Skipped, Video
-from projects_vil.utils import atomic_folder, stop_requests
+from projects_vil.utils import stop_requests
 from vil.choices import PART_SIZE, PREDICTION_FORMATS, SCORE_THRESHOLD
 
 if TYPE_CHECKING:
@@ -103,8 +106,8 @@ def predict(
     Args:
         model: A detector, or a name or path for :meth:`Detector.load`. With ``ray=True`` a name or path.
         source: See :func:`~projects_vil.inference.image_listing.find_images`. For COCO results also a video file, the
-            number of a camera, or the URL of a stream that OpenCV can open. Several images are a sequence of paths or a
-            pattern such as ``"photos/*.jpg"``.
+            number of a camera, or the URL of a stream that OpenCV can open. Several images or folders are a sequence of
+            paths or a pattern such as ``"photos/*.jpg"``.
         output: The output directory, which must not be the output directory of a training run. Earlier results in it
             are replaced, and drawings of other images are kept. If it is inside the input folder, it is not read.
         file_format: ``"coco"`` or ``"parquet"``. By default ``"coco"``, or ``"parquet"`` with Ray.

@@ -13,7 +13,7 @@ from pycocotools.cocoeval import COCOeval
 
 from backbones.errors import ConfigError, explained_errors
 from projects_vil.evaluation import check_finite
-from projects_vil.utils import read_json
+from projects_vil.files import read_json
 from vil.choices import SCORE_THRESHOLD
 
 IOU_THRESHOLD = 0.5  # smallest IoU of true positives in the confusion matrix and in drawings

@@ -20,15 +20,16 @@ from detectron2.data import MetadataCatalog
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from backbones import ConfigError
-from backbones.checkpoint_files import write_text
 from backbones.errors import GENERATOR, check_file, check_whole, explained_errors, first_of
+from backbones.files import write_text
 from projects_vil.config import config_items, default_config, detector_name, load_config
-from projects_vil.data import check_files, fixed_coco, is_coco, register_datasets
+from projects_vil.data import check_files, register_datasets
+from projects_vil.data.records import fixed_coco, is_coco
 from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
+from projects_vil.files import read_json
 from projects_vil.report import figures
 from projects_vil.report.coco_metrics import DetectionMetrics, confusion_matrix, evaluate_detections
 from projects_vil.report.figures import TASK_NAMES
-from projects_vil.utils import read_json
 from projects_vil.visualization import predictions_file
 
 REPORT_FILE = "report.html"

@@ -16,8 +16,8 @@ from detectron2.utils.visualizer import GenericMask
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
-from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable, printable
+from backbones.files import atomic_write
 
 LABEL_HEIGHT, FONT_SIZE, MARGIN = 17, 12.5, 2  # pixels
 MASK_ALPHA, LABEL_ALPHA = 0.3, 0.6  # opacity of the color of a class

@@ -15,7 +15,7 @@ from detectron2.structures import BitMasks, BoxMode
 from backbones.errors import ConfigError, check_whole, explained_errors
 from projects_vil.config import is_panoptic, is_segmentor, with_overrides
 from projects_vil.data import IGNORED_LABEL, build_train_loader, label_reader, load_dataset, read_image
-from projects_vil.utils import read_json
+from projects_vil.files import read_json
 from projects_vil.visualization.drawing import (
     PANEL_HEIGHT,
     PANEL_WIDTH,

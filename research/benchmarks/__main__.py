@@ -106,7 +106,7 @@ def tar_files(args: argparse.Namespace) -> None:
 
 
 def growth(args: argparse.Namespace) -> None:
-    from projects_vil.utils import read_json
+    from projects_vil.files import read_json
     from research.benchmarks import plots
 
     measurements, plot = args.models

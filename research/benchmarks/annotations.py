@@ -19,7 +19,7 @@ from detectron2.data import MetadataCatalog
 from detectron2.structures import Boxes, Instances
 
 from backbones import ConfigError
-from projects_vil import utils
+from projects_vil import files
 from projects_vil.checkpoint import Categories
 from projects_vil.config import load_config
 from projects_vil.data import CocoFile, build_test_loader, build_train_loader, read_datasets, register_datasets
@@ -152,10 +152,10 @@ def cost_of_reading(*, num_images: int, num_objects: int = 15) -> list[dict[str,
 
 
 def _read(folder: str, purpose: str) -> dict[str, float | None]:
-    utils.LARGE_FILE = 0
+    files.LARGE_FILE = 0
     datasets = {key: repr(("synthetic",) if key == purpose else ()) for key in ("training", "evaluation")}
-    files = repr([["synthetic", f"{folder}/annotations.json", f"{folder}/images"]])
-    keys = ["DATASETS.COCO", files, "DATASETS.TRAIN", datasets["training"], "DATASETS.TEST", datasets["evaluation"]]
+    coco = repr([["synthetic", f"{folder}/annotations.json", f"{folder}/images"]])
+    keys = ["DATASETS.COCO", coco, "DATASETS.TRAIN", datasets["training"], "DATASETS.TEST", datasets["evaluation"]]
     keys += ["MODEL.RETINANET.NUM_CLASSES", str(NUM_CLASSES), "DATALOADER.NUM_WORKERS", "0", "OUTPUT_DIR", folder]
     cfg, start = load_config(RETINANET, keys), time.process_time()
     register_datasets(cfg)

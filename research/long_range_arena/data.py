@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backbones.checkpoint_files import atomic_write
 from backbones.errors import ConfigError
+from backbones.files import atomic_write
 
 # A token's id is its byte plus 1; 0 is padding.
 PADDING, FIRST_ID = 0, 1

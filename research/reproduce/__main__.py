@@ -24,7 +24,7 @@ from projects_vil import load_config
 from projects_vil.analysis import count_detector
 from projects_vil.checkpoint.zoo import ZooEntry, read_zoo
 from projects_vil.evaluation import EVALUATION_FILE
-from projects_vil.utils import read_json
+from projects_vil.files import read_json
 from vil.choices import CONFIGS
 
 # "box / mask AP 42.9 / 39.6 in LIT Table 7." or "42.5 / 39.2 in the official repository's README (...)"

@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 from yacs.config import CfgNode
 
 from backbones import ConfigError
-from backbones.checkpoint_files import SUFFIXES, atomic_write, check_writable, read_checkpoint, write_checkpoint
+from backbones.checkpoint_files import SUFFIXES, check_writable, read_checkpoint, write_checkpoint
+from backbones.files import atomic_write
 
 suffixes = pytest.mark.parametrize("suffix", SUFFIXES)
 

@@ -1,19 +1,15 @@
-"""``train`` without options: model, weights, recipe, image size and anchors."""
+"""``train`` without options: model, weights and recipe."""
 
 import json
-import re
 import shutil
 
-import numpy as np
 import pytest
 import torch
-from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
-from detectron2.structures import Boxes, pairwise_iou
 
 from projects_vil import load_config, recipes, train
 from projects_vil.checkpoint import read_zoo
 from projects_vil.config import config_path
-from projects_vil.recipes import MATCH_IOU, STARTER, STARTER_WEIGHTS, TARGET_SHARE, choose_size, objects_of
+from projects_vil.recipes import STARTER, STARTER_WEIGHTS
 
 
 @pytest.fixture
@@ -135,60 +131,3 @@ def test_weights_of_an_own_detector(start, tmp_path):
         (tmp_path / "run/config.yaml").write_text(text)
         cfg = start(weights="run/model_best.pth", model="vil_tiny_rpb")
         assert cfg.MODEL.BACKBONE.NAME == "build_retinanet_transformer_fpn_backbone"
-
-
-# -- image size and anchors ------------------------------------------------------------------------
-
-
-def content(*, number: int = 40, side: float, height: int = 300, width: int = 400) -> dict:
-    """Return a COCO file with boxes of about ``side`` pixels, and entries that are left out."""
-    generator = np.random.default_rng(0)
-    sizes = side * generator.uniform(0.6, 1.6, size=(number, 2))
-    corners = generator.uniform(0, 1, size=(number, 2)) * ((width, height) - sizes)
-    annotations = [{"image_id": 1, "bbox": [*map(float, (*c, *s))]} for c, s in zip(corners, sizes, strict=True)]
-    wrong = [{"image_id": 7, "bbox": [0, 0, 5, 5]}, {"image_id": 1, "bbox": [0, 0, -5, 5]}, {"image_id": 1}, None]
-    crowd = {"image_id": 1, "bbox": [0, 0, 5, 5], "iscrowd": 1}
-    image = {"id": 1, "height": height, "width": width}
-    return {"images": [image, "x"], "annotations": [*annotations, *wrong, crowd]}
-
-
-@pytest.mark.parametrize("base", ["retinanet", "mask_rcnn"])
-@pytest.mark.parametrize("fit", [False, True])
-def test_the_share_of_matched_objects_equals_detectron2s_anchors(base, fit):
-    cfg, objects = load_config(config_path(f"base/{base}_1x")), objects_of(content(side=30))
-    assert objects.shape == (40, 6)
-    _, fitted, text = choose_size(cfg, objects, sizes=[192], fit=fit)
-    sizes = fitted.get("MODEL.ANCHOR_GENERATOR.SIZES", cfg.MODEL.ANCHOR_GENERATOR.SIZES)
-    ratios = fitted.get("MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS", cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS)
-    strides = [8, 16, 32, 64, 128] if base == "retinanet" else [4, 8, 16, 32, 64]
-    options = {"strides": strides, "offset": cfg.MODEL.ANCHOR_GENERATOR.OFFSET}
-    generator = DefaultAnchorGenerator(sizes=sizes, aspect_ratios=ratios, **options)
-    # Twice as large as the image, so that the closest anchor of each object exists.
-    anchors = Boxes.cat(generator([torch.zeros(1, 1, 384 // stride + 1, 512 // stride + 1) for stride in strides]))
-    boxes = torch.from_numpy(objects[:, :4] * 192 / 300)
-    boxes[:, 2:] += boxes[:, :2]
-    best = pairwise_iou(Boxes(boxes.float()), anchors).max(dim=1).values
-    share = (best >= MATCH_IOU).double().mean().item()
-    assert re.search(rf": 40, .* match {share:.1%} of them", text)
-
-
-def test_the_smallest_size_that_matches_the_objects():
-    cfg, sizes, chosen = load_config(config_path("base/retinanet_1x")), range(128, 641, 32), []
-
-    def choose(sizes, *, fit=True) -> tuple[float, ...]:
-        """Return the size, the median side and the share of matched objects in the text."""
-        size, _, text = choose_size(cfg, objects, sizes=sizes, fit=fit)
-        pattern = rf"\(median (\d+)\) at image size {size}; .* match ([\d.]+)%"
-        median, percent = re.search(pattern, text).groups()
-        return size, float(median), float(percent) / 100
-
-    for side in (8, 12, 60, 130):
-        objects = objects_of(content(side=side))
-        size, _, share = choose(sizes)
-        each = [choose([one]) for one in sizes]
-        fitting = (one for one, median, part in each if part >= TARGET_SHARE and (one > 255 or median >= 50))
-        assert size == next(fitting, sizes[-1])
-        # Fitted anchors match small objects that the anchors of COCO do not match.
-        assert share > choose([size], fit=False)[2] or side > 12
-        chosen.append(size)
-    assert chosen == sorted(chosen, reverse=True) and chosen[2:] == [256, 128]

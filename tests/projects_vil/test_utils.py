@@ -1,6 +1,5 @@
-"""JSON files, logs, locks, signals, memory and child processes."""
+"""Logs, locks, signals, memory and child processes."""
 
-import json
 import logging
 import multiprocessing
 import os
@@ -15,44 +14,6 @@ from detectron2.utils import logger as detectron2_logger
 
 from backbones import ConfigError
 from projects_vil import utils
-from tests.projects_vil.helpers import message
-
-# -- JSON files ------------------------------------------------------------------------------------
-
-ITEM = '{"id": 1, "box": [0.1, 2, 3.25e2], "rle": {"size": [2, 3], "counts": "}, {"}}'
-
-
-@pytest.mark.parametrize("large", [0, 1 << 29])
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        (f'{{"info": {{"items": [{ITEM}]}}, "items": [{ITEM}, {ITEM} ,\n{ITEM}], "last": [{{}}]}}', None),
-        (f'{{"items": [{ITEM}, 5]}}', None),
-        (f'{{"items": [{ITEM}, {{"parts": [{ITEM}, {{}}], "id": 2}}], "last": {{"id": 3}}}}', None),
-        (f'{{"items" : [{ITEM}, {ITEM}],"last": "\\"items\\": [{{"}}', None),
-        (
-            '{"items": [{"id": 12345678901234567890123, "area": 0.12345678901234567890}, {"b": NaN, "c": -Infinity}]}',
-            None,
-        ),
-        ('{"items": [], "others": {"items": [{"id": 1}], "last": 1}}', None),
-        (f'{{"items": [{ITEM}, {{"id": 1, "id": 2}}]}}', "duplicate key 'id'"),
-        (f'{{"items": [{ITEM}], "items": [{ITEM}]}}', "duplicate key 'items'"),
-        (f'{{"items": [{ITEM}, {{"a" : {{"b": 1, "b" : 1}}, "c": "\\":"}}]}}', "duplicate key 'b'"),
-        (f'{{"items": [{ITEM}, {{"name": "\\ud800"}}]}}', "unpaired surrogate"),
-        (f'{{"items": [{ITEM}, {ITEM}', "not valid JSON"),
-    ],
-)
-def test_json_is_read_as_pythons_parser_reads_it(text, error, large, tmp_path, monkeypatch):
-    monkeypatch.setattr(utils, "LARGE_FILE", large)
-    monkeypatch.setattr(utils, "_PART", 1)
-    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
-        (tmp_path / "a.json").write_text(text, encoding=encoding)
-        if error:
-            assert error in message(utils.read_json, tmp_path / "a.json", lists=["items"])
-            continue
-        read = utils.read_json(tmp_path / "a.json", lists=["items"])
-        assert repr(read | {"items": [*read["items"]]}) == repr(json.loads(text))
-
 
 # -- logs ------------------------------------------------------------------------------------------
 
@@ -93,7 +54,7 @@ def test_where_a_run_logs(loggers, tmp_path, capsys):
     assert capsys.readouterr().out == "" and "no image 7.jpg" in (tmp_path / "log.txt").read_text()
 
 
-# -- folders ---------------------------------------------------------------------------------------
+# -- locks -----------------------------------------------------------------------------------------
 
 
 def hold(folder, locked):
@@ -119,23 +80,6 @@ def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path, monkeypatch
     with utils.run_lock(tmp_path):
         assert str(os.getpid()) in (tmp_path / ".run.lock").read_text()
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("is_new", [True, False])
-def test_an_error_leaves_a_folder_as_it_was(tmp_path, is_new):
-    folder = tmp_path / "export"
-    if not is_new:
-        folder.mkdir()
-        (folder / "model.ts").write_text("old")
-    with pytest.raises(KeyboardInterrupt), utils.atomic_folder(folder) as unfinished:
-        (unfinished / "model.ts").write_text("new")
-        raise KeyboardInterrupt
-    assert folder.exists() != is_new
-    assert is_new or [path.read_text() for path in folder.iterdir()] == ["old"]
-    with utils.atomic_folder(folder) as unfinished:
-        (unfinished / "model.ts").write_text("new")
-        (unfinished / "model.ts").replace(folder / "model.ts")
-    assert [path.read_text() for path in folder.iterdir()] == ["new"]
 
 
 # -- signals ---------------------------------------------------------------------------------------

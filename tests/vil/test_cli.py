@@ -17,7 +17,7 @@ from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, vil
 def test_from_photos_to_predictions(shapes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(shapes, "mine")
-    assert vil("check", "mine/annotations/instances_val.json", "--images", "mine")[0] == 0
+    assert "' on a GPU: objects" in vil("check", "mine/annotations/instances_val.json", "--images", "mine")[1]
     small = [*SMALL["retinanet"], "--batch", 8]
     status, out, err = vil("train", "mine", "--config", CONFIGS["retinanet"], "--epochs", 2, *small)
     run = "output/mine_retinanet_vil_shapes"
@@ -40,6 +40,7 @@ def test_from_photos_to_predictions(shapes, tmp_path, monkeypatch):
         assert status == 2 and "absent" in err.splitlines()[-1], err
     mistakes = {"eval": "MODEL", "eval --lr 1": "not train", "train": "Give a dataset", "detect": "mean 'predict'?"}
     mistakes |= {f"{command} mine {run}": f"Write vil {command} {run} mine" for command in ("eval", "predict")}
+    mistakes |= {f"{command} --output found/results.json": "is a file" for command in ("tune mine", f"export {run}")}
     for words, named in mistakes.items():
         status, _, err = vil(*words.split())
         assert status == 2 and named in err, err

@@ -10,7 +10,7 @@ from backbones import ConfigError
 from projects_vil.data.readers.index import FileIndex, Record, normalized, size_of, split_of
 from projects_vil.data.readers.shapes import Annotations
 from projects_vil.data.splits import Parts, divide, entries_of, images_of, with_file_names
-from projects_vil.utils import SharedRecords, content_hash, read_json
+from projects_vil.files import SharedRecords, content_hash, read_json
 
 # COCO's other annotation files of the same images
 _OTHER_FILES = re.compile("(captions|labels|person_keypoints|panoptic|stuff|image_info)_")

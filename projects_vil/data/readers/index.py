@@ -14,8 +14,8 @@ from urllib.parse import unquote
 
 from backbones import ConfigError
 from backbones.errors import GENERATOR
-from projects_vil.data.detection_utils import is_image, size_or_none
-from projects_vil.utils import content_hash
+from projects_vil.data.image_files import is_image, size_or_none
+from projects_vil.files import content_hash
 
 SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
 SPLITS |= {"validation": "val", "validate": "val", "test": "test", "testing": "test"}

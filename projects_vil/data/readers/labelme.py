@@ -15,7 +15,7 @@ from backbones import ConfigError
 from backbones.errors import explained_errors
 from projects_vil.data.readers.index import FileIndex, Record, normalized, size_of
 from projects_vil.data.readers.shapes import Annotations, Shape, number
-from projects_vil.utils import read_json
+from projects_vil.files import read_json
 
 
 def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:

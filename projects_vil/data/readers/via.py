@@ -7,7 +7,7 @@ from typing import Any
 from backbones import ConfigError
 from projects_vil.data.readers.index import FileIndex, Record, split_of_file
 from projects_vil.data.readers.shapes import Annotations, Shape, number, numbers
-from projects_vil.utils import read_json
+from projects_vil.files import read_json
 
 # The region attribute with the class, in order of preference
 _CLASS_KEYS = ("class", "label", "name", "category", "type", "object")

@@ -11,10 +11,10 @@ import yaml
 
 from backbones import ConfigError
 from backbones.errors import counted
-from projects_vil.data.detection_utils import is_image, read_sizes
+from projects_vil.data.image_files import is_image, read_sizes
 from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, split_of, walk
 from projects_vil.data.readers.shapes import Annotations, box_object, number, polygon_object
-from projects_vil.utils import content_hash
+from projects_vil.files import content_hash
 
 # Files with one class name per line: of labelImg, Darknet and CVAT, Roboflow. Other names are used without these files.
 _CLASS_FILES = r"classes\.txt|obj\.names|_darknet\.labels", r"(predefined_classes|labels|names)\.txt|.+\.names"

@@ -11,9 +11,8 @@ from detectron2.data.datasets import load_coco_json
 from detectron2.structures import Boxes, BoxMode, Instances
 from detectron2.utils.events import EventStorage
 
-from projects_vil import utils
-from projects_vil.data import CocoFile, build_train_loader, fixed_coco, load_dataset, register_datasets, write_cleaned
-from projects_vil.data.records import by_image
+from projects_vil.data import CocoFile, build_train_loader, load_dataset, register_datasets, write_cleaned
+from projects_vil.data.records import by_image, fixed_coco
 from projects_vil.evaluation import LOSS_TASK, COCOEvaluator, build_evaluator
 from projects_vil.report.coco_metrics import evaluate_detections
 from tests.projects_vil.data.corruptions import corrupt, rle
@@ -23,8 +22,8 @@ from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, run_tool, sma
 
 @pytest.mark.parametrize("large", [False, True])
 def test_records_equal_detectron2s_records(copy, large, monkeypatch):
-    monkeypatch.setattr(utils, "LARGE_FILE", 0 if large else math.inf)
-    monkeypatch.setattr(utils, "_PART", 1)
+    monkeypatch.setattr("projects_vil.files.LARGE_FILE", 0 if large else math.inf)
+    monkeypatch.setattr("projects_vil.files._PART", 1)
     cfg = small_config("mask_rcnn", "DATASETS.COCO", repr([entry(copy)]))
     register_datasets(cfg)
     edit(copy, lambda content: rle(lambda pixels: [100, 60, pixels - 160], crowd=1)(content, copy / "images"))

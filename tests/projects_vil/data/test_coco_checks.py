@@ -8,9 +8,10 @@ import pytest
 import torch
 from pycocotools.coco import COCO
 
-from projects_vil import utils
-from projects_vil.data import CocoFile, Mapper, check_dataset, convert_dataset, ground_truth, write_cleaned, write_fixed
+from projects_vil.data import CocoFile, Mapper, check_dataset, convert_dataset, write_cleaned, write_fixed
 from projects_vil.data.coco_checks import CHECKS
+from projects_vil.data.records import ground_truth
+from projects_vil.files import LARGE_FILE
 from tests.projects_vil.data.corruptions import CORRUPTIONS, corrupt
 from tests.projects_vil.data.custom_dataset import NAME, edit, load, truncate
 from tests.projects_vil.helpers import message, small_config
@@ -74,10 +75,10 @@ def test_corruption(copy, name):
 @pytest.mark.parametrize(
     "share, options, has_masks", [(0.6, {}, True), (0.4, {}, False), (0.6, {"masks": False}, False)]
 )
-@pytest.mark.parametrize("large", [0, utils.LARGE_FILE])
+@pytest.mark.parametrize("large", [0, LARGE_FILE])
 def test_boxes_and_polygons_mixed(copy, share, options, has_masks, large, monkeypatch):
-    monkeypatch.setattr(utils, "LARGE_FILE", large)
-    monkeypatch.setattr(utils, "_PART", 1)
+    monkeypatch.setattr("projects_vil.files.LARGE_FILE", large)
+    monkeypatch.setattr("projects_vil.files._PART", 1)
 
     def mix(content) -> None:
         for one in content["annotations"][round(share * len(content["annotations"])) :]:

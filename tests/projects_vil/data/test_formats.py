@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 from pycocotools import mask as mask_util
 
-from projects_vil import utils
 from projects_vil.data import convert_dataset, read_dataset, register_datasets
 from projects_vil.data.segmentation import rle_of
 from projects_vil.data.writers import write_dataset, write_detections
@@ -262,8 +261,8 @@ def test_a_split_by_hash_depends_on_file_names_only(source, tmp_path, read, monk
     assert read(tmp_path / "COCO", val=0).splits == {"train": (path, tmp_path / "COCO/images/train")}
     # The objects of a large file are stored as bytes.
     files = [dataset.splits[split][0].read_bytes() for split in dataset.splits]
-    monkeypatch.setattr(utils, "LARGE_FILE", 0)
-    monkeypatch.setattr(utils, "_PART", 1)
+    monkeypatch.setattr("projects_vil.files.LARGE_FILE", 0)
+    monkeypatch.setattr("projects_vil.files._PART", 1)
     dataset = read(path, val=0.25)
     assert [dataset.splits[split][0].read_bytes() for split in dataset.splits] == files
 

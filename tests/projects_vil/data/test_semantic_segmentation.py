@@ -12,7 +12,7 @@ from PIL import Image
 from examples.make_shapes_dataset import SHAPES_SEM_SEG_CLASSES
 from projects_vil.data import IGNORED_LABEL, Mapper, label_reader, load_dataset, register_datasets
 from projects_vil.data.catalog import ADE20K_SEM_SEG_CATEGORIES, read_classes
-from projects_vil.data.detection_utils import read_labels
+from projects_vil.data.image_files import read_labels
 from tests.projects_vil.data.custom_dataset import mapped
 from tests.projects_vil.helpers import message, small_config
 

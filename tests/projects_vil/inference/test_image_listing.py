@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from projects_vil.data.detection_utils import UnreadableImage
+from projects_vil.data.image_files import UnreadableImage
 from projects_vil.inference import image_listing
 from projects_vil.inference.image_listing import (
     archives_of_shard,
@@ -177,9 +177,10 @@ def test_several_files(photos, monkeypatch):
     names = ["in/a.b/z.png", "in/a.png", "shard-09.tar/a/x.jpg", "shard-09.tar/b.bmp"]
     assert [image.name for image in find_images(paths, exclude=photos)] == names
     assert number_of_images(paths[:2], exclude=photos) == 2 and number_of_images(paths, exclude=photos) == 0
-    several = find_images([Path("a.png"), Path("b.bmp")], exclude=photos)
-    assert [image.name for image in several] == ["a.png", "b.bmp"]
-    expected = {"a": "must be images", "absent.png": "does not exist", "../list.txt": "must be images"}
+    several = [Path("a.png"), Path("a"), Path("b.bmp")]
+    assert [image.name for image in find_images(several, exclude=photos)] == ["a.png", "a/x.jpg", "b.bmp"]
+    assert number_of_images(list(map(str, several)), exclude=photos) == 3
+    expected = {"absent.png": "does not exist", "../list.txt": "must be images"}
     for path, reason in expected.items():
         text = message(find_images, ["a.png", path], exclude=photos)
         assert f"'{path}'" in text and reason in text

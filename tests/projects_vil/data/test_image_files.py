@@ -9,9 +9,8 @@ from detectron2.data.detection_utils import read_image as detectron2_read_image
 from detectron2.structures import BitMasks, Boxes
 from PIL import Image, ImageFile
 
-from projects_vil.data import read_image, read_size
 from projects_vil.data.augmentation import boxes_of_masks
-from projects_vil.data.detection_utils import UnreadableImage, read_sizes
+from projects_vil.data.image_files import UnreadableImage, read_image, read_size, read_sizes
 
 HEIGHT, WIDTH = 30, 44
 

@@ -1,4 +1,7 @@
-"""Read image and label files. Training, evaluation, visualization and prediction share these functions."""
+"""Read image and label files. Dataset checks, training, evaluation, visualization and prediction share these functions.
+
+Importing this module does not import PyTorch.
+"""
 
 import contextlib
 import functools
@@ -9,17 +12,14 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import IO
 
 import numpy as np
-from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog
-from detectron2.data import transforms as T
-from detectron2.data.detection_utils import _apply_exif_orientation, convert_PIL_to_numpy
-from detectron2.utils.file_io import PathManager
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
+from PIL.Image import Transpose
 
 from backbones import ConfigError
 from backbones.errors import pip_install
@@ -54,7 +54,9 @@ _DAMAGED = (
 )
 # A network disk has a high latency, so many headers are read at the same time.
 _NUM_THREADS, _FILES_PER_TASK = 16, 64
-_ROTATED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
+# How an image becomes upright, by its EXIF orientation. Orientations of at least 5 swap height and width.
+_TURNS = {2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM, 5: Transpose.TRANSPOSE}
+_TURNS |= {6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90}
 # A detector resizes the longest side to 1333 pixels. With this ratio the short side then has about three pixels.
 _LARGEST_RATIO = 400
 
@@ -97,11 +99,19 @@ def _opened(path: str | Path, content: bytes | None = None) -> Iterator[Image.Im
         # Opening a pipe blocks until another process writes to it.
         if content is None and not os.path.isfile(path) and os.path.exists(path) and not os.path.isdir(path):
             raise OSError("not a regular file")
-        opened = PathManager.open(str(path), "rb") if content is None else io.BytesIO(content)
-        with opened as file, Image.open(file) as image:
+        with _file(str(path)) if content is None else io.BytesIO(content) as file, Image.open(file) as image:
             if max(image.size) > _LARGEST_RATIO * min(image.size):
                 raise ValueError(f"its size is {image.size}, and the largest aspect ratio is {_LARGEST_RATIO}")
             yield image
+
+
+def _file(path: str) -> IO[bytes]:
+    if "://" not in path:
+        return open(path, "rb")
+    # detectron2 imports PyTorch, and the dataset check must not.
+    from detectron2.utils.file_io import PathManager
+
+    return PathManager.open(path, "rb")
 
 
 @contextlib.contextmanager
@@ -132,7 +142,7 @@ def read_image(path: str | Path, image_format: str | None = "RGB", *, content: b
     - A TIFF file is rotated once, not twice.
 
     Args:
-        path: A local path, or a path that detectron2's ``PathManager`` supports.
+        path: A local path, or a path with ``://`` that detectron2's ``PathManager`` supports.
         image_format: ``"RGB"``, ``"BGR"`` or another format of detectron2.
         content: The bytes of the file. If they are given, ``path`` is only used in messages.
 
@@ -189,7 +199,7 @@ def read_size(path: str | Path, *, content: bytes | None = None) -> tuple[int, i
         # Without this condition Pillow would read a whole PNG file to find EXIF data behind the pixels. A TIFF file has
         # no "exif" entry, and its size is already upright.
         orientation = image.getexif().get(ExifTags.Base.Orientation) if "exif" in image.info else None
-    return (width, height) if orientation in _ROTATED else (height, width)
+    return (width, height) if orientation in (5, 6, 7, 8) else (height, width)
 
 
 def size_or_none(path: str) -> tuple[int, int] | None:
@@ -239,38 +249,21 @@ def upright_pixels(image: Image.Image, image_format: str | None = "RGB", *, name
 def _pixels(image: Image.Image, image_format: str | None) -> np.ndarray:
     # Loading rotates a TIFF and removes its orientation.
     image.load()
-    upright = _apply_exif_orientation(image)
+    turn = None
+    # EXIF data may be damaged.
+    with contextlib.suppress(Exception):
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+    upright = image if turn is None else image.transpose(turn)
     # The mode of 16-bit gray images is "I;16". For PGM files, and for PNG files in older versions of Pillow, it is "I".
     if upright.mode.startswith("I;16") or (upright.mode == "I" and image.format in ("PNG", "PPM")):
         upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
     elif upright.mode in ("I", "F"):
         raise ValueError("its channel has 32 bits and an unknown range, so convert it to 8 or 16 bits")
+    if image_format == "RGB":
+        return np.asarray(upright.convert("RGB"))
+    from detectron2.data.detection_utils import convert_PIL_to_numpy
+
     return convert_PIL_to_numpy(upright, image_format)
-
-
-def read_for_testing(cfg: CfgNode, path: str | Path, *, image_format: str) -> tuple[np.ndarray, tuple[int, int]]:
-    """Read an image file and resize it as in evaluation.
-
-    Returns:
-        The image (H, W, 3) uint8, and its original height and width.
-
-    Raises:
-        UnreadableImage: If the file cannot be read.
-    """
-    original = read_image(path, image_format)
-    height, width = original.shape[:2]
-    resize = T.ResizeTransform(height, width, *size_for_testing(cfg, height, width))
-    return np.ascontiguousarray(resize.apply_image(original)), (height, width)
-
-
-def size_for_testing(cfg: CfgNode, height: int, width: int) -> tuple[int, int]:
-    """Return the height and width after the resize with ``INPUT.MIN_SIZE_TEST`` and ``INPUT.MAX_SIZE_TEST``.
-
-    With ``TEST.TILE_SIZE``, images keep their size.
-    """
-    if cfg.TEST.TILE_SIZE or not cfg.INPUT.MIN_SIZE_TEST:
-        return height, width
-    return T.ResizeShortestEdge.get_output_shape(height, width, cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
 
 
 # -- label images ----------------------------------------------------------------------------------
@@ -301,13 +294,3 @@ def read_labels(path: str | Path, *, first_label: int, num_classes: int) -> np.n
             f"{first_label + num_classes - 1}, and {0 if first_label else IGNORED_LABEL} for ignored pixels."
         )
     return labels
-
-
-def label_reader(dataset_name: str) -> Callable[..., np.ndarray]:
-    """Return a function that reads the label images of a dataset, for detectron2's ``SemSegEvaluator``.
-
-    The function has the arguments ``(path, dtype)`` and returns labels (H, W). See :func:`read_labels`.
-    """
-    metadata = MetadataCatalog.get(dataset_name)
-    options = {"first_label": metadata.get("first_label", 0), "num_classes": len(metadata.stuff_classes)}
-    return lambda path, dtype=np.uint8: read_labels(path, **options).astype(dtype)
