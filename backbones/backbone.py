@@ -258,7 +258,8 @@ class Backbone(nn.Module, abc.ABC):
             self._make_embedding(index, in_channels),
             blocks,
             dim=spec.dim,
-            num_global_tokens=self._num_global_tokens(index),
+            # All blocks of a stage have the same number, and a block with only an MLP has none.
+            num_global_tokens=getattr(blocks[0].attention, "num_global_tokens", 0),
             positions=positions,
             activation_checkpointing=self.settings.activation_checkpointing,
         )
@@ -278,9 +279,6 @@ class Backbone(nn.Module, abc.ABC):
     def _make_output_norm(self, index: int) -> nn.Module | None:
         """Return the norm of a stage's feature map, or None. The next stage gets the input of this norm."""
         return None
-
-    def _num_global_tokens(self, index: int) -> int:
-        return 0
 
     def _table_size(self, index: int, resizing: str, *, unit: int | None = None) -> tuple[int, int]:
         """Return the height and width in tokens of a stage's tables.

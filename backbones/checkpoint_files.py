@@ -32,13 +32,12 @@ _SETTINGS: list[Any] = [(OrderedDict, "yacs.config.CfgNode"), (OrderedDict, "arg
 
 
 class _Placeholder:
-    """Placeholder for an object of a training log in a checkpoint. Its contents are not read."""
+    """Placeholder for an object of a training log in a checkpoint."""
 
-    def __init__(self, *arguments: object) -> None:
-        pass
+    def __init__(self, *contents: object) -> None:
+        """Ignore the contents."""
 
-    def __setstate__(self, state: object) -> None:
-        pass
+    __setstate__ = __init__
 
 
 # mmengine, the runner of mmdetection 3, saves its log as arrays next to the weights.

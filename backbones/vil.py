@@ -158,9 +158,6 @@ class ViL(Backbone):
         size = self._table_size(index, resizing)
         return AbsolutePositions(size, spec.dim, num_global_tokens=spec.global_tokens, resizing=resizing)
 
-    def _num_global_tokens(self, index: int) -> int:
-        return self.variant.stages[index].global_tokens
-
     def _make_attention(self, index: int, number: int) -> nn.Module:
         variant, spec = self.variant, self.variant.stages[index]
         common = {

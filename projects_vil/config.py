@@ -13,6 +13,7 @@ import torch
 import yaml
 from detectron2.config import CfgNode, get_cfg
 from detectron2.projects.point_rend import add_pointrend_config
+from yacs.config import _check_and_coerce_cfg_value_type
 
 from backbones.attention.triton_chunks import unmet_requirement
 from backbones.errors import ConfigError, check_file, closest, one_line
@@ -244,14 +245,18 @@ def load_config(path: str | Path, overrides: Sequence[object] | Mapping[str, obj
         version = loaded.get("VERSION", cfg.VERSION)
         if version != cfg.VERSION:
             raise ConfigError(f"VERSION is {version}. It must be {cfg.VERSION}. Rename the keys of old files.")
-        for section, name in (("", "OUTPUT_DIR"), ("MODEL", "WEIGHTS"), ("SOLVER", "GRADIENT_ACCUMULATION_STEPS")):
-            node, values = (cfg[section], loaded.get(section)) if section else (cfg, loaded)
-            # yacs would parse a name such as "2024" as a number, and it accepts no text for a number of steps.
-            if isinstance(values, dict) and isinstance(values.get(name), str):
-                node[name] = values.pop(name)
-        cfg.merge_from_other_cfg(CfgNode(loaded))
+        known = dict(config_items(cfg))
+        for key, value in loaded.items():
+            if key in ("OUTPUT_DIR", "MODEL.WEIGHTS") and isinstance(value, str):
+                # A name such as "2024" would be parsed as a number.
+                value = repr(value)
+            _set_value(cfg, key, value, known)
     except Exception as error:
-        reason = _explain(error, cfg)
+        reason = str(error)
+        if isinstance(error, (AttributeError, TypeError)):
+            reason = "The content is not a config. Write config keys, and set _BASE_ to a file or a list of files."
+        elif not isinstance(error, ConfigError):
+            reason = f"{one_line(error)}. Correct it."
         raise ConfigError(reason if reason.startswith(f"'{path}'") else f"'{path}': {reason}") from error
     return merge_overrides(cfg, as_mapping(overrides))
 
@@ -295,23 +300,15 @@ def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
         cfg.INPUT.PHOTOMETRIC_DISTORTION, cfg.INPUT.COLOR_AUG_SSD = True, False
     known = dict(config_items(cfg))
     for key, value in overrides.items():
-        if key not in known:
-            raise ConfigError(_explain_unknown_key(str(key), known))
-        if key == "SOLVER.GRADIENT_ACCUMULATION_STEPS":
-            # yacs replaces None by a value of any type.
-            cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = None
         if key == "MODEL.DEVICE":
             # A number is a GPU, as in torch.device(0).
             value = repr(f"cuda:{value}" if str(value).isdecimal() else str(value))
         if key == "INPUT.COLOR_AUG_SSD":
             key = "INPUT.PHOTOMETRIC_DISTORTION"
-        if isinstance(known[key], float) and re.fullmatch(r"[+-]?\d+", str(value)):
+        if isinstance(known.get(key), float) and re.fullmatch(r"[+-]?\d+", str(value)):
             # yacs takes no whole number for a float.
             value = float(value)
-        try:
-            cfg.merge_from_list([key, value])
-        except Exception as error:
-            raise ConfigError(_explain(error, cfg)) from error
+        _set_value(cfg, key, value, known)
     for name, node in (("RETINANET", cfg.MODEL.RETINANET), ("ROI_HEADS", cfg.MODEL.ROI_HEADS)):
         for key in ("SCORE_THRESH_TEST", "NMS_THRESH_TEST"):
             if not 0 <= node[key] <= 1:
@@ -319,6 +316,32 @@ def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
     cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = map(os.path.expanduser, (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS))
     cfg.freeze()
     return cfg
+
+
+def _set_value(cfg: CfgNode, key: str, value: Any, known: Collection[str]) -> None:
+    """Set a key in ``known`` to a value of its type. A string is parsed, and None and other sequences are accepted.
+
+    Raises:
+        ConfigError: For an unknown key or a value of the wrong type.
+    """
+    if key not in known:
+        key = str(key)
+        hint = closest(key, known) or closest(key.upper(), known) or ". Check its spelling."
+        raise ConfigError(f"Config key '{key}' does not exist{hint}")
+    section, _, name = key.rpartition(".")
+    node = attrgetter(section)(cfg) if section else cfg
+    # yacs replaces None by a value of any type. The number of steps may also be "auto".
+    old = None if key == "SOLVER.GRADIENT_ACCUMULATION_STEPS" else node[name]
+    value = CfgNode._decode_cfg_value(value)
+    try:
+        node[name] = _check_and_coerce_cfg_value_type(value, old, name, key)
+    except ValueError as error:
+        hint, text = "", repr(value) if isinstance(value, str) else str(value)
+        expected = "a section with keys of its own" if isinstance(old, CfgNode) else f"of type {type(old).__name__}"
+        if isinstance(old, (list, tuple)):
+            is_cut = str(value).startswith(("[", "("))
+            hint = " A comma, a quote or a bracket is missing." if is_cut else f' Write "({value},)".'
+        raise ConfigError(f"{key} is {text}. It must be {expected}.{hint}") from error
 
 
 def with_overrides(cfg: CfgNode, values: Mapping[str, object], *, keep: Collection[str] = ()) -> CfgNode:
@@ -347,6 +370,9 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if key.value in keys:
                 raise ConfigError(f"'{self.name}' has the key {key.value} twice in one section. Remove one.")
+            if "." in key.value:
+                advice = "In a file, write each part as a section of its own."
+                raise ConfigError(f"The key {key.value} is written with dots. {advice}")
             keys.add(key.value)
         return node
 
@@ -364,60 +390,20 @@ _Loader.add_constructor(_EVAL, _Loader.construct_arithmetic)
 
 
 def load_yaml_with_base(path: Path) -> dict[str, Any]:
-    """Return the content of a config file, merged into the content of the files in its ``_BASE_`` chain."""
+    """Return the values of a config file by key, such as ``SOLVER.STEPS``, over those of its ``_BASE_`` chain."""
     with open(path, encoding="utf-8") as file:
         content = yaml.load(file, _Loader)
     if not isinstance(content, dict):
         raise ConfigError(f"'{path}' has no config keys. Write config keys in it.")
-    merged: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     bases = content.pop("_BASE_", [])
     for base in [bases] if isinstance(bases, str) else bases:
         if "://" in base:
             raise ConfigError(f"_BASE_ is '{base}'. Configs are not downloaded. Give a local file.")
         base = path.parent / os.path.expanduser(base)
         check_file(base, "file", key="_BASE_")
-        _merge_into(merged, load_yaml_with_base(base))
-    _merge_into(merged, content)
-    return merged
-
-
-def _merge_into(target: dict[str, Any], content: dict[str, Any]) -> None:
-    for key, value in content.items():
-        if isinstance(value, dict) and isinstance(target.get(key), dict):
-            _merge_into(target[key], value)
-        else:
-            target[key] = value
-
-
-def _explain(error: Exception, cfg: CfgNode) -> str:
-    message = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
-    if isinstance(error, ConfigError):
-        return message
-    if isinstance(error, (AttributeError, TypeError)):
-        return "The content is not a config. Write config keys, and set _BASE_ to a file or a list of files."
-    mismatch = re.search(
-        r"Type mismatch \(<class '[\w.]*?(\w+)'> vs\. <class '[\w.]*?(\w+)'>\).* vs\. (.*)\) for config key: (\S+)",
-        message,
-    )
-    if mismatch is not None:
-        expected = "a section with keys of its own" if mismatch[1] == "CfgNode" else f"of type {mismatch[1]}"
-        value, hint = repr(mismatch[3]) if mismatch[2] == "str" else mismatch[3], ""
-        if mismatch[1] in ("list", "tuple"):
-            bracket = mismatch[3].startswith(("[", "("))
-            hint = " A comma, a quote or a bracket is missing." if bracket else f' Write "({value},)".'
-        return f"{mismatch[4]} is {value}. It must be {expected}.{hint}"
-    unknown = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
-    if unknown is None:
-        return f"{one_line(message)}. Correct it."
-    known = [key for key, _ in config_items(cfg)]
-    if unknown[1] in known:
-        return f"The key {unknown[1]} is written with dots. In a file, write each part as a section of its own."
-    return _explain_unknown_key(unknown[1], known)
-
-
-def _explain_unknown_key(key: str, known: Collection[str]) -> str:
-    hint = closest(key, known) or closest(key.upper(), known) or ". Check its spelling."
-    return f"Config key '{key}' does not exist{hint}"
+        values |= load_yaml_with_base(base)
+    return values | {key: value for key, value in config_items(content) if not isinstance(value, dict)}
 
 
 def config_items(node: object, prefix: str = "", *, lists: bool = False) -> Iterator[tuple[str, Any]]:
@@ -479,11 +465,9 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
 
 def number_of_classes(cfg: CfgNode) -> tuple[str, int]:
     """Return the key of the number of classes, and the number."""
-    if is_segmentor(cfg):
-        return "MODEL.SEM_SEG_HEAD.NUM_CLASSES", cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
-    if cfg.MODEL.META_ARCHITECTURE == "RetinaNet":
-        return "MODEL.RETINANET.NUM_CLASSES", cfg.MODEL.RETINANET.NUM_CLASSES
-    return "MODEL.ROI_HEADS.NUM_CLASSES", cfg.MODEL.ROI_HEADS.NUM_CLASSES
+    heads = {"SemanticSegmentor": "SEM_SEG_HEAD", "RetinaNet": "RETINANET"}
+    head = heads.get(cfg.MODEL.META_ARCHITECTURE, "ROI_HEADS")
+    return f"MODEL.{head}.NUM_CLASSES", cfg.MODEL[head].NUM_CLASSES
 
 
 def detector_name(cfg: CfgNode) -> str:

@@ -11,7 +11,6 @@ from backbones import ConfigError
 from backbones.errors import counted
 from projects_vil.checkpoint import find_weights, is_zoo_name, read_zoo, zoo_entry
 from projects_vil.config import (
-    config_items,
     config_path,
     detector_name,
     load_config,
@@ -128,8 +127,7 @@ def with_recipe(
 
 def _recipe_values(cfg: CfgNode, recipe: str, size: int, batch: int, *, low_rate: bool) -> dict[str, Any]:
     """Return the config keys of a recipe for a model, an image size and a batch size."""
-    content = config_items(load_yaml_with_base(config_path(f"base/recipe_{recipe}")))
-    values = {key: value for key, value in content if not isinstance(value, dict)}
+    values = load_yaml_with_base(config_path(f"base/recipe_{recipe}"))
     sizes = tuple(round(factor * size) for factor in (_SCALES if recipe == "finetune" else (1.0,)))
     values |= {"INPUT.MIN_SIZE_TRAIN": sizes, "INPUT.MAX_SIZE_TRAIN": round(max(sizes) * LONGER_SIDE)}
     values["SOLVER.IMS_PER_BATCH"] = batch

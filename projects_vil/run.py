@@ -21,7 +21,7 @@ from backbones.build import VARIANTS, get_variant
 from backbones.checkpoint_files import read_checkpoint
 from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest, counted, first_of
 from backbones.files import write_text
-from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, weights_of
+from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, find_model, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
     add_values,
@@ -40,18 +40,12 @@ from projects_vil.engine import Trainer, check_output_dir, check_setup, check_va
 from projects_vil.engine.launch import Processes, launch, run_evaluation, run_training
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.files import read_json
-from projects_vil.inference import Detector, find_model
+from projects_vil.inference import Detector
 from projects_vil.modeling import TIMM_PREFIX, check_timm_name
 from projects_vil.recipes import best_weights, default_model, size_values, tile_values, with_recipe
 from projects_vil.utils import cleanup_on_failure, run_lock
-from vil.choices import IMAGE_SIZES, NAMES_OF_OTHERS, RECIPES, SCHEDULES
+from vil.choices import DETECTORS, IMAGE_SIZES, NAMES_OF_OTHERS, RECIPES, SCHEDULES
 
-# Detector -> its folder in configs/, and the config keys in which it differs.
-DETECTORS: dict[str, tuple[str, dict[str, object]]] = {
-    "retinanet": ("retinanet", {}),
-    "mask_rcnn": ("mask_rcnn", {}),
-    "faster_rcnn": ("mask_rcnn", {"MODEL.MASK_ON": False}),
-}
 # The result of detector_name -> the detector
 _KINDS = {"RetinaNet": "retinanet", "Mask R-CNN": "mask_rcnn", "Faster R-CNN": "faster_rcnn"}
 DATA_FOLDER = "data"
@@ -510,7 +504,7 @@ def _choose_config(
     model, detector = model or "vil_tiny", detector or "retinanet"
     own = model.removeprefix(TIMM_PREFIX)
     check_choice("detector", detector, DETECTORS)
-    folder, values = DETECTORS[detector]
+    folder = "retinanet" if detector == "retinanet" else "mask_rcnn"
     schedule = schedule or SCHEDULES[0]
     check_choice("schedule", schedule, SCHEDULES)
     if model in DETECTORS or Path(model).suffix in (".pt", ".pth", ".onnx", ".safetensors", ".yaml"):
@@ -521,7 +515,8 @@ def _choose_config(
     check_timm_name(model) if model.startswith(TIMM_PREFIX) else get_variant(model)
     family = f"{model[:3]}_" if model.startswith(("lit", "cvt")) else ""
     cfg = load_config(config_path(f"{folder}/{own}_{schedule}", f"base/{family}{folder}_{schedule}"))
-    return with_overrides(cfg, values | {"MODEL.TRANSFORMER.VARIANT": model}), f"{model}_{detector}".replace(":", "_")
+    values = {"MODEL.TRANSFORMER.VARIANT": model} | ({"MODEL.MASK_ON": False} if detector == "faster_rcnn" else {})
+    return with_overrides(cfg, values), f"{model}_{detector}".replace(":", "_")
 
 
 def _trained_detector(weights: str, model: str | None, detector: str | None) -> tuple[str, CfgNode | None]:

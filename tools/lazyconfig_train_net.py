@@ -11,7 +11,7 @@ Example:
         'dataloader.train.dataset.names=[mine]' 'dataloader.test.dataset.names=[mine]'
 """
 
-from vil.arguments import ToolParser, add_training_arguments, process_keywords, run_tool
+from vil.arguments import ToolParser, add_training_arguments, keywords, run_tool
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
 
     from projects_vil.engine import Processes, run_lazy_config
 
-    processes = Processes(**process_keywords(args))
+    processes = Processes(**keywords(args, "eval_only", "resume"))
     run_lazy_config(args.config_file, args.opts, processes=processes, eval_only=args.eval_only, resume=args.resume)
 
 

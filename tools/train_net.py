@@ -5,7 +5,7 @@ Example:
     python tools/train_net.py --config-file configs/retinanet/vil_tiny_rpb_1x.yaml --eval-only MODEL.WEIGHTS model.pth
 """
 
-from vil.arguments import ConfigToolParser, add_training_arguments, process_keywords, run_tool
+from vil.arguments import ConfigToolParser, add_training_arguments, keywords, run_tool
 
 
 def main() -> None:
@@ -16,8 +16,7 @@ def main() -> None:
     from projects_vil.config import load_config
     from projects_vil.run import evaluate, train
 
-    cfg, overrides = load_config(args.config_file), dict(zip(args.opts[::2], args.opts[1::2], strict=True))
-    options = {"resume": args.resume} | process_keywords(args) | overrides
+    cfg, options = load_config(args.config_file), keywords(args, "eval_only") | args.overrides
     if args.eval_only:
         evaluate(cfg, **options)
     else:

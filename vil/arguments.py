@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from backbones.errors import (
     GENERATOR,
@@ -32,9 +32,6 @@ from backbones.errors import (
     printable,
 )
 from vil import choices
-
-if TYPE_CHECKING:
-    from detectron2.config import CfgNode
 
 # First parts of all config keys.
 SECTIONS = frozenset(
@@ -285,7 +282,6 @@ class ConfigToolParser(ToolParser):
     ) -> None:
         epilog = "KEY VALUE pairs in any position override config keys (docs/training.md), such as SOLVER.BASE_LR 5e-5."
         super().__init__(description, epilog=epilog, **options)
-        self.set_defaults(devices=tuple(devices))
         if config_file:
             self.add("--config-file", "model config", required=config_required, type=existing_path, metavar="FILE")
         if weights:
@@ -386,26 +382,10 @@ def add_process_arguments(parser: ToolParser) -> None:
     parser.add("--dist-timeout", timeout_help, type=positive, default=600, metavar="S")
 
 
-def process_keywords(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of :func:`add_process_arguments` as keyword arguments."""
-    names = ("num_gpus", "num_machines", "machine_rank", "dist_url", "dist_timeout")
-    return {name: getattr(args, name) for name in names}
-
-
-def config_of(args: argparse.Namespace, path: str | Path | None = None) -> "CfgNode":
-    """Return a config with the overrides of a command and an available device.
-
-    Args:
-        args: Arguments from a :class:`ConfigToolParser` with devices.
-        path: Path of a config. The default is ``--config-file``.
-
-    Raises:
-        ConfigError: If ``load_config`` raises it, or if a requested device is not available.
-    """
-    from projects_vil.config import choose_device, load_config
-
-    requested = choices.KEYS["device"] in args.opts[::2]
-    return choose_device(load_config(path or args.config_file, args.opts), devices=args.devices, requested=requested)
+def keywords(args: argparse.Namespace, *excluded: str) -> dict[str, Any]:
+    """Return the arguments as keyword arguments of the library, without config keys and the ``excluded`` arguments."""
+    excluded = (*excluded, "config_file", "device", "opts", "overrides", "weights")
+    return {name: value for name, value in vars(args).items() if name not in excluded}
 
 
 # Output, errors and signals ------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ from vil.arguments import (
     add_process_arguments,
     add_resume_argument,
     config_name,
-    config_of,
     dataset_path,
     existing_path,
     fraction,
     image_size,
     image_source,
+    keywords,
     local_path,
     model_source,
     not_negative,
@@ -46,6 +46,7 @@ _VARIANT = "variant, such as vil_tiny_rpb or litv2_s, or timm:NAME for a timm mo
 _DATA = "dataset folder or annotation file: COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA"
 _MODEL = "output directory of a run, checkpoint with config.yaml in its folder, or name in the model zoo"
 _DRAWINGS = " (default: drawings/ in the folder of the model)"
+_SIZE: dict[str, Any] = {"type": positive, "nargs": 2, "metavar": ("H", "W")}
 _INPUT = "images, folders, video, camera number, URL, list (.txt, .csv, .parquet), or tar files: shards-{000..127}.tar"
 
 
@@ -98,7 +99,8 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--val-fraction", val_help, type=fraction, metavar="F")
     parser.add("--workers", "data loader processes (default: at most 4)", type=not_negative)
     add_process_arguments(parser)
-    arguments = _keywords(parser, words)
+    args = parser.parse_args(words)
+    arguments = keywords(args) | args.overrides
     has_coco = Path(os.environ.get("DETECTRON2_DATASETS", "datasets"), "coco").expanduser().is_dir()
     if not (has_coco or any(arguments.get(name) for name in ("data", "config", "resume", "DATASETS.TRAIN"))):
         parser.error("DATA is missing. Give a dataset folder, or set DETECTRON2_DATASETS to a folder with coco/")
@@ -175,7 +177,8 @@ def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("--output", output_help, type=output_folder, metavar="DIR")
     parser.add("--tiles", _TILES, dest="TEST.TILE_SIZE", default=argparse.SUPPRESS, type=positive)
     add_process_arguments(parser)
-    arguments = _keywords(parser, words)
+    args = parser.parse_args(words)
+    arguments = keywords(args) | args.overrides
     if arguments["predictions"]:
         # The first positional argument is DATA. After --predictions, argparse parses DATA as another PATH.
         paths = [path for path in (arguments["model"], arguments["data"], *arguments["predictions"]) if path]
@@ -202,18 +205,6 @@ def _check_model(parser: ToolParser, model: str, data: str | None) -> None:
     if data and is_run == [False, True] and Path(model).exists() and not is_file:
         parser.error(f"'{model}' is not a model, but '{data}' is. Write {parser.prog} {data} {model}")
     parser.check("MODEL", model_source, model)
-
-
-def _keywords(parser: ConfigToolParser, words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments, including config keys, as keyword arguments for a function of the library."""
-    args = parser.parse_args(words)
-    return _options(args) | args.overrides
-
-
-def _options(args: argparse.Namespace, *excluded: str) -> dict[str, Any]:
-    """Return the arguments as keyword arguments of the library, without config keys and the ``excluded`` arguments."""
-    excluded = (*excluded, "config_file", "device", "devices", "opts", "overrides", "weights")
-    return {name: value for name, value in vars(args).items() if name not in excluded}
 
 
 # Prediction and export -----------------------------------------------------------------------------------------------
@@ -281,7 +272,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
 
     from projects_vil.inference import predict
 
-    options = _options(args, "model", "input", "named_input", "output", "tiles")
+    options = keywords(args, "model", "input", "named_input", "output", "tiles")
     tiles = ["TEST.TILE_SIZE", args.tiles] if args.tiles else []
     source = sources[0] if len(sources) == 1 else sources
     summary = predict(model, source, args.output, overrides=[*args.opts, *tiles], **options)
@@ -310,7 +301,8 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--batched", "export a model with batches as input (B, 3, H, W)", action="store_true")
     fixed_help = "always return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"
     parser.add("--fixed-detections", fixed_help, action="store_true")
-    _add_image_size(parser, "the only input size (default: any size); not with --evaluate or int8", dest="size")
+    size_help = "the only input size (default: any size); not with --evaluate or int8"
+    parser.add("--image-size", size_help, dest="size", **_SIZE)
     parser.add("--opset", "ONNX opset, at least 18 (default 20)", type=positive)
     parity = {"dest": "images", "nargs": "+", "type": existing_path, "default": [], "metavar": "FILE"}
     parser.add("--parity-images", "images for the parity check (default: validation and synthetic ones)", **parity)
@@ -318,18 +310,18 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--calibration-images", "images of DATASETS.TRAIN for int8 (default 100)", type=positive, default=100)
     parser.add("--accept-drop", "accept an int8 model that loses more than 1 AP", action="store_true")
     args = parser.parse_args(words)
-    cfg = _load_config(parser, args, "export")
+    cfg, output = _load_config(parser, args, "export")
 
     from projects_vil.export import describe_report, export_detector
 
-    path, report = export_detector(cfg, cfg.MODEL.WEIGHTS, args.output, **_options(args, "model", "output"))
+    path, report = export_detector(cfg, cfg.MODEL.WEIGHTS, output, **keywords(args, "model", "output"))
     show(*describe_report(report).splitlines(), f"wrote {path}")
     if not report["ok"]:
         sys.exit(1)
 
 
-def _load_config(parser: ToolParser, args: argparse.Namespace, subfolder: str) -> "CfgNode":
-    """Return the config of ``MODEL``, or of ``--config-file`` and ``--weights``.
+def _load_config(parser: ToolParser, args: argparse.Namespace, subfolder: str) -> tuple["CfgNode", str]:
+    """Return the config of ``MODEL``, or of ``--config-file`` and ``--weights``, for the CPU, and the output folder.
 
     The default of ``--output`` is a subfolder in the folder of the model.
     """
@@ -339,17 +331,14 @@ def _load_config(parser: ToolParser, args: argparse.Namespace, subfolder: str) -
     if args.model and args.config_file:
         parser.error(f"MODEL {args.model} and --config-file are both given. Give one of them")
 
-    from projects_vil.inference import find_model
+    from projects_vil.checkpoint import find_model
+    from projects_vil.config import choose_device, load_config
     from projects_vil.run import folder_of
 
     path, weights = find_model(Path(source), args.weights)
-    args.output = args.output or str(folder_of(path) / subfolder)
-    args.opts += [] if weights is None else ["MODEL.WEIGHTS", str(weights)]
-    return config_of(args, path)
-
-
-def _add_image_size(parser: ToolParser, help_text: str, **options: Any) -> None:
-    parser.add("--image-size", help_text, type=positive, nargs=2, metavar=("H", "W"), **options)
+    cfg = load_config(path, args.overrides | ({} if weights is None else {"MODEL.WEIGHTS": str(weights)}))
+    cfg = choose_device(cfg, devices=("cpu",), requested="MODEL.DEVICE" in args.overrides)
+    return cfg, args.output or str(folder_of(path) / subfolder)
 
 
 # Datasets, reports and checkpoints -----------------------------------------------------------------------------------
@@ -475,7 +464,8 @@ def convert(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("output", "file to write, .pth or .safetensors", type=output_file, metavar="OUTPUT")
     parser.add("--model", "variant, such as vil_small_rpb; not needed for a name in the model zoo", metavar="VARIANT")
     size_help = "height and width of the largest image, for position tables; for a detector, the longer side twice"
-    _add_image_size(parser, f"{size_help} (default: by variant, such as 1333 1333 for ViL's absolute positions)")
+    size_help += " (default: by variant, such as 1333 1333 for ViL's absolute positions)"
+    parser.add("--image-size", size_help, **_SIZE)
     parser.add("--classifier", "write a classifier with the input size --image-size", action="store_true")
     parser.add("--json", "write a report of all tensors as JSON", type=output_file, metavar="REPORT")
     args = parser.parse_args(words)
@@ -504,7 +494,7 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
     what.add_argument("--config-file", nargs="+", type=existing_path, metavar="FILE", help="configs of detectors")
     variants_help = "backbones: all variants, or the variants whose names start with PREFIX"
     what.add_argument("--variants", nargs="*", metavar="PREFIX", help=variants_help)
-    _add_image_size(parser, "image size (default 800 1333)")
+    parser.add("--image-size", "image size (default 800 1333)", **_SIZE)
     parser.add("--no-flops", "count parameters only (fast)", action="store_true")
     parser.add("--json", "write the counts as JSON", type=output_file, metavar="FILE")
     args = parser.parse_args(words)
@@ -555,7 +545,7 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--against", "baselines: r50, swin_t, or timm models", nargs="+", default=[], metavar="NAME")
     parser.add("--detector", "detector around a variant (default retinanet)", choices=detectors, default=detectors[0])
     parser.add("--backward", "also run the backward pass of attention and backbones", action="store_true")
-    _add_image_size(parser, "image size in pixels; can be repeated (default 800 1344)", action="append")
+    parser.add("--image-size", "image size in pixels; can be repeated (default 800 1344)", action="append", **_SIZE)
     parser.add("--batch", "images per batch (default 1)", type=positive, default=1)
     parser.add("--dtype", "data type for autocast (default float32)", choices=dtypes, default="float32")
     parser.add("--tune", "choose the attention backend of ATTENTION_BACKEND auto on this GPU", action="store_true")
@@ -565,12 +555,13 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     args = parser.parse_args(words)
 
     from projects_vil import analysis
-    from projects_vil.config import config_path
+    from projects_vil.config import choose_device, config_path, load_config
 
     base = config_path(f"base/{args.detector}")
+    cfg = choose_device(load_config(base, args.overrides), requested="MODEL.DEVICE" in args.overrides)
     options = {
         **{"part": args.what, "base": base, "batch_size": args.batch, "backward": args.backward},
-        **{"device": config_of(args, base).MODEL.DEVICE, "dtype": args.dtype, "overrides": tuple(args.opts)},
+        **{"device": cfg.MODEL.DEVICE, "dtype": args.dtype, "overrides": tuple(args.opts)},
     }
     names = [(name, False) for name in args.models] + [(name, True) for name in args.against]
     sizes = [tuple(size) for size in args.image_size or [(800, 1344)]]
@@ -641,9 +632,9 @@ def _draw_attention(args: argparse.Namespace) -> list[str]:
     """Draw the attention of one token in one block as a heat map per head."""
     from projects_vil.visualization import draw_attention
 
-    cfg = _load_config(args.parser, args, "drawings")
+    cfg, output = _load_config(args.parser, args, "drawings")
     position = {"stage": args.stage, "block": args.block, "point": args.point}
-    return [f"wrote {draw_attention(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **position)}"]
+    return [f"wrote {draw_attention(cfg, cfg.MODEL.WEIGHTS, args.input, output, **position)}"]
 
 
 def _draw_data(args: argparse.Namespace) -> list[str]:
@@ -653,19 +644,19 @@ def _draw_data(args: argparse.Namespace) -> list[str]:
     from projects_vil.visualization import draw_samples
 
     args.weights = args.weights or (args.model and "none")  # samples do not need the weights of the run
-    cfg = _load_config(args.parser, args, "drawings")
-    check_values(cfg, args.opts[::2])
+    cfg, output = _load_config(args.parser, args, "drawings")
+    check_values(cfg, args.overrides)
     register_datasets(cfg)
-    return [f"wrote {path}" for path in draw_samples(cfg, args.output, number=args.number, seed=args.seed)]
+    return [f"wrote {path}" for path in draw_samples(cfg, output, number=args.number, seed=args.seed)]
 
 
 def _draw_offsets(args: argparse.Namespace) -> list[str]:
     """Draw the image positions that LIT's deformable token merging samples, as in figure 2 of the paper."""
     from projects_vil.visualization import draw_offsets
 
-    cfg = _load_config(args.parser, args, "drawings")
+    cfg, output = _load_config(args.parser, args, "drawings")
     tokens = {"num_points": args.points, "point": args.point}
-    return [f"wrote {path}" for path in draw_offsets(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **tokens)]
+    return [f"wrote {path}" for path in draw_offsets(cfg, cfg.MODEL.WEIGHTS, args.input, output, **tokens)]
 
 
 def _draw_results(args: argparse.Namespace) -> list[str]:

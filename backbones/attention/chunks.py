@@ -206,7 +206,8 @@ def with_halo(key: Tensor, value: Tensor, chunk_size: int, *, is_cyclic: bool) -
     """
     (height, width), channels = key.shape[2:4], tracing.static_size(key.shape[4])
     extra, more = extra_channels(channels, key.device)
-    pad_height, pad_width = (tracing.padding_to_multiple(side, chunk_size) for side in (height, width))
+    pad_height = tracing.padding_to_multiple(height, chunk_size)
+    pad_width = tracing.padding_to_multiple(width, chunk_size)
     if is_cyclic:
         whole = (0, 0, 0, pad_width, 0, pad_height)
         rows, hidden_rows = wrap(height, height + pad_height, chunk_size, key.device)
@@ -265,7 +266,8 @@ def wrap(size: int, padded: int, chunk_size: int, device: torch.device) -> tuple
 def to_chunks(x: Tensor, chunk_size: int) -> Tensor:
     """Cut (B, M, H, W, D) into chunks (B * rows * M, cols, w * w, D), padded with zeros to whole chunks."""
     height, width = x.shape[2:4]
-    pad_height, pad_width = (tracing.padding_to_multiple(side, chunk_size) for side in (height, width))
+    pad_height = tracing.padding_to_multiple(height, chunk_size)
+    pad_width = tracing.padding_to_multiple(width, chunk_size)
     x = F.pad(x, (0, 0, 0, pad_width, 0, pad_height))
     # (B, M, rows, w, cols, w, D)
     x = x.unflatten(3, (-1, chunk_size)).unflatten(2, (-1, chunk_size))

@@ -13,7 +13,8 @@ from backbones.layers import tracing
 
 def pad_to_multiple(features: Tensor, multiple: int) -> Tensor:
     """Pad (B, C, H, W) with zeros at the bottom and on the right, so that ``multiple`` divides both sides."""
-    pad_height, pad_width = (tracing.padding_to_multiple(size, multiple) for size in features.shape[2:])
+    pad_height = tracing.padding_to_multiple(features.shape[2], multiple)
+    pad_width = tracing.padding_to_multiple(features.shape[3], multiple)
     if not tracing.is_tracing() and not pad_height and not pad_width:
         return features
     return F.pad(features, (0, pad_width, 0, pad_height))

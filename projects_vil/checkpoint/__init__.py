@@ -3,7 +3,6 @@
 from projects_vil.checkpoint.categories import Categories, dataset_categories, known_categories
 from projects_vil.checkpoint.checkpointer import (
     BEST_CHECKPOINT,
-    LAST_CHECKPOINT,
     PUBLISHED_WEIGHTS,
     Checkpointer,
     check_weights,
@@ -16,4 +15,4 @@ from projects_vil.checkpoint.checkpointer import (
 )
 from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, fingerprint, versions
 from projects_vil.checkpoint.pretrained import convert_file, convert_official, is_classifier, named_variant
-from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, read_zoo, zoo_config, zoo_entry
+from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, read_zoo, zoo_entry

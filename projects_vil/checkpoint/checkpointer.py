@@ -39,8 +39,8 @@ from projects_vil.checkpoint.pretrained import (
     is_classifier,
     weights_of_timm,
 )
-from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_config
-from projects_vil.config import CONFIG_FILE, is_segmentor, number_of_classes, with_overrides
+from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_entry
+from projects_vil.config import CONFIG_FILE, config_path, is_segmentor, number_of_classes, with_overrides
 from projects_vil.data.catalog import describe_classes, match_all_classes, match_classes, register_datasets
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_on_meta
 from vil.choices import EXPORT_SUFFIXES
@@ -137,10 +137,16 @@ class Checkpointer(DetectionCheckpointer):
             return self.load(str(self.resumed_from))
         if path or self.complete:
             return self.load(path, checkpointables=[])
-        if isinstance(self._backbone, TimmBackbone):
-            self._load_pretrained(self._backbone)
-        else:
+        backbone = self._backbone
+        if not isinstance(backbone, TimmBackbone):
             self.logger.info("Training starts from random weights (MODEL.WEIGHTS is empty)")
+        elif "." not in backbone.name:
+            tags = first_of(timm.list_pretrained(f"{backbone.name}.*"), 3) or "none"
+            self.logger.warning(f"{backbone.variant} starts from random weights: it has no tag (tags in timm: {tags})")
+        else:
+            self.logger.info(f"Loading timm's pretrained weights {backbone.name} into the backbone")
+            self._path = backbone.variant
+            self._log_incompatible_keys(self._load_model(weights_of_timm(backbone)))
         return {}
 
     def load(self, path: str, *args, **kwargs) -> dict[str, Any]:
@@ -228,16 +234,6 @@ class Checkpointer(DetectionCheckpointer):
         for line in conversion.lines():
             self.logger.info(line)
         return conversion.contents
-
-    def _load_pretrained(self, backbone: TimmBackbone) -> None:
-        """Load timm's weights of the model's tag, which are downloaded once; without a tag all weights stay random."""
-        if "." not in backbone.name:
-            tags = first_of(timm.list_pretrained(f"{backbone.name}.*"), 3) or "none"
-            self.logger.warning(f"{backbone.variant} starts from random weights: it has no tag (tags in timm: {tags})")
-            return
-        self.logger.info(f"Loading timm's pretrained weights {backbone.name} into the backbone")
-        self._path = backbone.variant
-        self._log_incompatible_keys(self._load_model(weights_of_timm(backbone)))
 
     def _load_model(self, checkpoint: dict[str, Any]):
         trained, steps = checkpoint.pop(UNAVERAGED, None), checkpoint.pop(AVERAGED_STEPS, 1)
@@ -459,7 +455,11 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
     """
     if not source.exists():
         if is_zoo_name(source):
-            return zoo_config(str(source)), weights or str(source)
+            entry = zoo_entry(str(source))
+            if entry.config is None:
+                what, use = f"weights of {entry.variant} ({entry.group['title']})", f"'vil train --weights {source}'"
+                raise ConfigError(f"'{source}' is not a detector, but {what}. Use it with {use}.")
+            return config_path(entry.config), weights or str(source)
         hub = " To load from the Hugging Face Hub, use Detector.from_pretrained." * (len(source.parts) == 2)
         choices = f"a run, a checkpoint with {CONFIG_FILE} in its folder, an exported file or a name of the model zoo"
         raise ConfigError(f"Model '{source}' does not exist. Use {choices}.{hub}")

@@ -18,7 +18,6 @@ from iopath.common.file_io import get_cache_dir
 from backbones import ConfigError
 from backbones.checkpoint_files import read_checkpoint
 from backbones.errors import check_file, closest, one_line, pip_install
-from projects_vil.config import config_path
 from projects_vil.files import atomic_folder
 
 TIMEOUT = 60.0  # seconds without an answer
@@ -91,15 +90,6 @@ def zoo_entry(name: str) -> ZooEntry:
     return zoo[name]
 
 
-def zoo_config(name: str) -> Path:
-    """Return the config of an official detector. The name of other weights raises a :class:`ConfigError`."""
-    entry = zoo_entry(name)
-    if entry.config is None:
-        what = f"weights of {entry.variant} ({entry.group['title']})"
-        raise ConfigError(f"'{name}' is not a detector, but {what}. Use it with 'vil train --weights {name}'.")
-    return config_path(entry.config)
-
-
 def find_weights(weights: str) -> str:
     """Return the path of ``MODEL.WEIGHTS``. For a name of the model zoo it is the downloaded file.
 
@@ -111,7 +101,11 @@ def find_weights(weights: str) -> str:
         return weights
     entry = zoo_entry(weights)
     if "package" in entry.group:
-        return _find_in_package(weights, entry)
+        module, _, file = entry.group["package"].partition("/")
+        spec = importlib.util.find_spec(module)
+        if spec is None or not spec.origin:
+            raise ConfigError(f"The weights '{weights}' are in a package. {pip_install(Path(entry.url).name)}")
+        return str(Path(spec.origin).parent / file)
     path = Path(get_cache_dir()) / "vil_detectron2" / f"{weights}.pth"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
@@ -130,15 +124,6 @@ def find_weights(weights: str) -> str:
                 f"Cannot download '{weights}' from {entry.url}: {reason}. Save the file as '{path}'."
             ) from error
     return str(path)
-
-
-def _find_in_package(name: str, entry: ZooEntry) -> str:
-    """Return the path of weights that are in a Python package."""
-    module, _, file = entry.group["package"].partition("/")
-    spec = importlib.util.find_spec(module)
-    if spec is None or not spec.origin:
-        raise ConfigError(f"The weights '{name}' are in a package. {pip_install(Path(entry.url).name)}")
-    return str(Path(spec.origin).parent / file)
 
 
 def _download(url: str, path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from projects_vil.data.augmentation import AUGMENTATIONS
 from projects_vil.data.build import (
-    EvaluationLoader,
     build_test_loader,
     build_train_loader,
     derived_seed,
+    make_test_loader,
     make_train_loader,
     seed_all,
 )

@@ -152,16 +152,20 @@ class BatchStream(Sampler[list[Item]]):
                 batch.clear()
 
 
-class _Loader(DataLoader):
-    """A loader whose worker processes ignore the signals that stop a run.
+class Loader(DataLoader):
+    """A loader of mapped records, whose worker processes ignore the signals that stop a run.
 
     The main process stops the workers after it has saved a checkpoint. A SIGTERM to a worker is raised again in the
     main process. If a worker cannot share a batch, the main process raises a :class:`ConfigError`.
 
-    The main process logs each damaged image once.
+    The main process logs each damaged image once. Images that cannot be read are skipped.
+
+    Args:
+        dataset: :class:`SeededRecords` with a :class:`BatchStream` as ``batch_sampler``, or :class:`MappedRecords`.
+        options: Arguments of torch's DataLoader, with the number of worker processes. It does not change the batches.
     """
 
-    def __init__(self, dataset: Dataset, **options: Any) -> None:
+    def __init__(self, dataset: MappedRecords, **options: Any) -> None:
         # Whether a worker has received a SIGTERM. The workers share this value.
         with _explaining_limits():
             self._is_terminated = multiprocessing.RawValue("b", False) if options["num_workers"] else None
@@ -197,34 +201,10 @@ class _Loader(DataLoader):
         """
         _stop_workers(getattr(self, "_batches", None))
 
-
-class TrainLoader(_Loader):
-    """A loader of infinite batches of mapped records that can start at any iteration.
-
-    Args:
-        dataset: The :class:`SeededRecords` that maps the records.
-        batch_sampler: A :class:`BatchStream`.
-        num_workers: The number of worker processes. It does not change the batches.
-    """
-
     def start(self, *, seed: int, iteration: int) -> None:
-        """Set the seed and the first iteration, counted from 0, of the next iterator."""
+        """Set the seed and the first iteration, counted from 0, of the next iterator over a :class:`BatchStream`."""
         self.batch_sampler.seed = seed
         self.batch_sampler.first_iteration = iteration
-
-
-class EvaluationLoader(_Loader):
-    """detectron2's inference loader with one image per batch. It skips images that cannot be read.
-
-    Args:
-        records: The records of the images in detectron2's dataset format.
-        mapper: Maps a record to an input of the model.
-        num_workers: The number of worker processes.
-    """
-
-    def __init__(self, records: Sequence[dict[str, Any]], mapper: MapFunction, *, num_workers: int) -> None:
-        sampler = samplers.InferenceSampler(len(records))
-        super().__init__(MappedRecords(records, mapper), num_workers=num_workers, sampler=sampler)
 
 
 def _stop_workers(batches: object) -> None:
@@ -270,11 +250,11 @@ def _explaining_limits() -> Iterator[None]:
         raise ConfigError(f"The worker processes cannot share images: {one_line(error)}. {advice}") from error
 
 
-def build_train_loader(cfg: CfgNode) -> TrainLoader:
+def build_train_loader(cfg: CfgNode) -> Loader:
     """Build a loader of ``DATASETS.TRAIN`` that samples and groups images like detectron2's training loader.
 
     The images of a batch and their augmentation depend only on the seed and the iteration. They do not depend on the
-    number of worker processes (:class:`TrainLoader`).
+    number of worker processes.
 
     Raises:
         ConfigError: If ``DATALOADER.SAMPLER_TRAIN`` is unknown, and under the conditions of :func:`load_dataset`.
@@ -302,7 +282,7 @@ def make_train_loader(
     num_workers: int = 0,
     aspect_ratio_grouping: bool = True,
     make_sampler: Callable[[int], Sampler[int]] | None = None,
-) -> TrainLoader:
+) -> Loader:
     """Build a training loader from records and a mapper, like detectron2's ``build_detection_train_loader``.
 
     Args:
@@ -319,7 +299,7 @@ def make_train_loader(
         groups = [0 if record.get("width", 0) > record.get("height", 0) else 1 for record in records]
     make_sampler = make_sampler or (lambda seed: samplers.TrainingSampler(len(records), seed=seed))
     batches = BatchStream(make_sampler, batch_size=total_batch_size // comm.get_world_size(), groups=groups)
-    return TrainLoader(SeededRecords(records, mapper), batch_sampler=batches, num_workers=num_workers)
+    return Loader(SeededRecords(records, mapper), batch_sampler=batches, num_workers=num_workers)
 
 
 def _sampler(cfg: CfgNode, records: SharedRecords) -> Callable[[int], Sampler[int]] | None:
@@ -335,7 +315,13 @@ def _sampler(cfg: CfgNode, records: SharedRecords) -> Callable[[int], Sampler[in
     return None
 
 
-def build_test_loader(cfg: CfgNode, dataset_name: str) -> EvaluationLoader:
+def build_test_loader(cfg: CfgNode, dataset_name: str) -> Loader:
     """Build an evaluation loader of one dataset with one image per batch."""
     records = load_dataset(cfg, [dataset_name], train=False)
-    return EvaluationLoader(records, Mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS)
+    return make_test_loader(records, Mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS)
+
+
+def make_test_loader(records: Sequence[dict[str, Any]], mapper: MapFunction, *, num_workers: int) -> Loader:
+    """Build a loader with one image per batch, like detectron2's ``build_detection_test_loader``."""
+    sampler = samplers.InferenceSampler(len(records))
+    return Loader(MappedRecords(records, mapper), num_workers=num_workers, sampler=sampler)

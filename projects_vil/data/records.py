@@ -39,7 +39,7 @@ _CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
 Annotated = Iterator[tuple[dict[str, Any], list[dict[str, Any]] | None]]
 
 
-# Objects that are read once per run, by cache key.
+# Objects that are read once per run, by the result of _key
 SHARED: dict[tuple, SharedRecords] = {}
 
 
@@ -80,8 +80,8 @@ def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
     def read() -> int:
         # An evaluation needs the annotations of COCO files, too.
         for name in () if train else names:
-            read_truth(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
-        SHARED[_key(cfg, names, train)] = records = load_dataset(cfg, names, train=train)
+            ground_truth(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
+        SHARED[_records_key(cfg, names, train)] = records = load_dataset(cfg, names, train=train)
         return len(records)
 
     return read_and_share(read, names)
@@ -159,7 +159,7 @@ def load_dataset(cfg: CfgNode, names: Sequence[str], *, train: bool) -> SharedRe
         raise ConfigError(f"DATASETS.{'TRAIN' if train else 'TEST'} is empty. Name a dataset.")
     for name in names:
         check_files(name)
-    if (records := _shared(_key(cfg, names, train), names)) is not None:
+    if (records := SHARED.get(_records_key(cfg, names, train))) is not None:
         return records
     files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
     facts = _Facts()
@@ -197,10 +197,12 @@ def _records(cfg: CfgNode, names: Sequence[str], facts: _Facts, *, train: bool) 
     """Yield the records of :func:`load_dataset`, and collect facts about them."""
     skip_empty, num_removed = train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, 0
     for name in names:
-        if cfg.DATASETS.CHECK == "off" or not is_coco(name):
+        check, masks = cfg.DATASETS.CHECK, cfg.MODEL.MASK_ON
+        if check == "off" or not is_coco(name):
             own = DatasetCatalog.get(name)
         else:
-            own = load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
+            images = SHARED.get(_key([name], check, masks)) or _by_image(name, check=check, masks=masks, areas=False)
+            own = _coco_records(name, images, masks=masks)
         order = class_order(cfg, name)
         own = in_order(own, order) if train and order is not None else own
         for record in add_stuff(name, list(own)) if is_panoptic(cfg) else own:
@@ -219,24 +221,22 @@ def _records(cfg: CfgNode, names: Sequence[str], facts: _Facts, *, train: bool) 
         logging.getLogger(__name__).info(text, num_removed)
 
 
-def _key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:
-    """Return the cache key of records: everything that they depend on."""
-    keys = cfg.DATASETS.dump(), cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, cfg.MODEL.dump()
-    return "records", tuple(names), train, *keys, *map(state_of_files, names)
+def _records_key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:
+    return _key(names, train, cfg.DATASETS.dump(), cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, cfg.MODEL.dump())
 
 
-def _shared(key: tuple, names: Iterable[str]) -> SharedRecords | None:
-    """Return shared records. A COCO dataset that was registered again has no classes, so it has to be read again."""
-    is_known = all(MetadataCatalog.get(name).get("thing_classes") for name in names if is_coco(name))
-    return SHARED.get(key) if is_known else None
+def _key(names: Iterable[str], *facts: object) -> tuple:
+    """Return the cache key of an object: the state of the datasets that it was read from, and the other facts.
 
-
-def state_of_files(name: str) -> tuple:
-    """Return the annotation file and the image folder of a dataset, and the size and time of the annotation file."""
-    metadata = MetadataCatalog.get(name)
-    path = metadata.get("json_file")
-    stat = os.stat(path) if path and os.path.exists(path) else None
-    return path, metadata.get("image_root"), stat and (stat.st_size, stat.st_mtime_ns)
+    A COCO dataset that was registered again has no classes. It then has another state, so it is read again.
+    """
+    states = []
+    for name in names:
+        metadata = MetadataCatalog.get(name)
+        path, root = metadata.get("json_file"), metadata.get("image_root")
+        stat = os.stat(path) if path and os.path.exists(path) else None
+        states.append((name, path, root, stat and (stat.st_size, stat.st_mtime_ns), bool(metadata.get(_CLASS_KEYS[0]))))
+    return *states, *facts
 
 
 def _check_task(cfg: CfgNode, files: str, facts: _Facts) -> None:
@@ -290,48 +290,29 @@ def is_coco(name: str) -> bool:
     return metadata.get("evaluator_type") in types and bool(metadata.get("json_file"))
 
 
-def load_coco(name: str, *, check: str, masks: bool) -> Iterator[dict[str, Any]]:
-    """Return the annotations of :func:`fixed_coco` as detectron2's records.
-
-    For a file without findings the records are equal to the result of detectron2's ``load_coco_json``. Like
-    ``load_coco_json``, this function sets the names and ids of the classes in detectron2's metadata.
-
-    Args:
-        name: The name of a dataset for which :func:`is_coco` is true.
-        check: The value of ``DATASETS.CHECK``.
-        masks: Whether to check segmentations and include them in the records.
-    """
-    images = _shared(_truth_key(name, check, masks), [name]) or _by_image(name, check=check, masks=masks, areas=False)
+def _coco_records(name: str, images: Iterable[tuple], *, masks: bool) -> Iterator[dict[str, Any]]:
+    """Yield images and their annotations as detectron2's records, equal to the result of its ``load_coco_json``."""
     metadata = MetadataCatalog.get(name)
-    root, class_of = metadata.image_root, metadata.thing_dataset_id_to_contiguous_id
-    return (
-        {
-            "file_name": os.path.join(root, image["file_name"]),
-            "height": image["height"],
-            "width": image["width"],
-            "image_id": image["id"],
-            "annotations": [_object(one, class_of, masks=masks) for one in objects or ()],
-        }
-        for image, objects in images
-    )
-
-
-def _object(annotation: dict[str, Any], class_of: dict[int, int], *, masks: bool) -> dict[str, Any]:
-    record = {key: annotation[key] for key in ("iscrowd", "bbox", "keypoints", "category_id") if key in annotation}
-    segmentation = annotation.get("segmentation")
-    if masks and segmentation:
-        is_rle = isinstance(segmentation, dict)
-        record["segmentation"] = rle_of(segmentation, *segmentation["size"]) if is_rle else segmentation
-    if record.get("keypoints"):
-        # COCO's keypoints are pixel indices. detectron2's keypoints are coordinates of pixel centers.
-        record["keypoints"] = [n if index % 3 == 2 else n + 0.5 for index, n in enumerate(record["keypoints"])]
-    else:
-        record.pop("keypoints", None)
-    return record | {"bbox_mode": BoxMode.XYWH_ABS, "category_id": class_of[annotation["category_id"]]}
+    for image, annotations in images:
+        objects = []
+        for annotation in annotations or ():
+            record = {key: annotation[key] for key in ("iscrowd", "bbox") if key in annotation}
+            segmentation = annotation.get("segmentation")
+            if masks and segmentation:
+                is_rle = isinstance(segmentation, dict)
+                record["segmentation"] = rle_of(segmentation, *segmentation["size"]) if is_rle else segmentation
+            if keypoints := annotation.get("keypoints"):
+                # COCO's keypoints are pixel indices. detectron2's keypoints are coordinates of pixel centers.
+                record["keypoints"] = [n if index % 3 == 2 else n + 0.5 for index, n in enumerate(keypoints)]
+            class_index = metadata.thing_dataset_id_to_contiguous_id[annotation["category_id"]]
+            objects.append(record | {"bbox_mode": BoxMode.XYWH_ABS, "category_id": class_index})
+        file_name = os.path.join(metadata.image_root, image["file_name"])
+        size = {"height": image["height"], "width": image["width"]}
+        yield {"file_name": file_name, **size, "image_id": image["id"], "annotations": objects}
 
 
 def _by_image(name: str, **options: Any) -> Annotated:
-    """Set the classes of a dataset in detectron2's metadata, and return the images of :func:`fixed_coco`.
+    """Return the images of :func:`fixed_coco`, and set the classes in the metadata, as ``load_coco_json`` does.
 
     Images are sorted by id. The objects of an image have the order of the file.
     """
@@ -396,6 +377,8 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dic
 def ground_truth(name: str, *, check: str, masks: bool) -> SharedRecords | None:
     """Return the images of :func:`fixed_coco` with their annotations for an evaluation, sorted by id.
 
+    They are read once. :func:`read_and_share` shares them with the other processes.
+
     Args:
         name: A registered dataset.
         check: The value of ``DATASETS.CHECK``.
@@ -409,17 +392,8 @@ def ground_truth(name: str, *, check: str, masks: bool) -> SharedRecords | None:
     """
     if not is_coco(name):
         return None
-    if (truth := _shared(_truth_key(name, check, masks), [name])) is None:
+    if (truth := SHARED.get(_key([name], check, masks))) is None:
         with explained_errors(MetadataCatalog.get(name).json_file, "cannot be read", "Repair the file."):
             truth = SharedRecords(_by_image(name, check=check, masks=masks, areas=True))
+        SHARED[_key([name], check, masks)] = truth
     return truth
-
-
-def read_truth(name: str, *, check: str, masks: bool) -> None:
-    """Read the result of :func:`ground_truth` for all later calls. :func:`read_and_share` shares it with processes."""
-    if (truth := ground_truth(name, check=check, masks=masks)) is not None:
-        SHARED[_truth_key(name, check, masks)] = truth
-
-
-def _truth_key(name: str, check: str, masks: bool) -> tuple:
-    return "truth", name, check, masks, state_of_files(name)

@@ -118,6 +118,7 @@ class TrainStep(SimpleTrainer):
         self.precision = precision
         self.max_nonfinite_steps = max_nonfinite_steps
         self.sync_period = sync_period
+        self._main_group = solver.main_group(optimizer)
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type) if precision == torch.float16 else None
         self.has_stepped = torch.zeros((), device=self.device)
@@ -138,8 +139,7 @@ class TrainStep(SimpleTrainer):
         start = time.perf_counter()
         images = next(self._data_loader_iter)
         data_time = time.perf_counter() - start
-        learning_rate = self.optimizer.param_groups[solver.main_group(self.optimizer)]["lr"]
-        step = _Step(self.iter, learning_rate, data_time)
+        step = _Step(self.iter, self.optimizer.param_groups[self._main_group]["lr"], data_time)
         weighting = MicroBatches(self.module)
         statistics = [(buffer, buffer.clone()) for buffer in _running_statistics(self.module)]
         self.optimizer.zero_grad()
@@ -365,7 +365,7 @@ class Trainer(DefaultTrainer):
         cfg: All options of the run. ``SOLVER.GRADIENT_ACCUMULATION_STEPS`` must be a number: ``"auto"`` is resolved by
             :func:`~projects_vil.engine.auto_micro_batch.choose_micro_batches`. A subclass may override how the model,
             optimizer, loader and schedule are built, as :func:`projects_vil.engine.lazy.lazy_trainer` does. An exact
-            resume needs a loader such as :class:`projects_vil.data.build.TrainLoader`.
+            resume needs a loader such as :class:`projects_vil.data.build.Loader`.
 
     Attributes:
         log_period: Iterations between two lines of the log and of ``metrics.json``.

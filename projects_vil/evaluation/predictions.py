@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from detectron2.utils import comm
 from backbones import ConfigError
 from backbones.errors import check_file, check_packages, explained_errors
 from projects_vil.data import catalog
-from projects_vil.data.records import SHARED, read_and_share, read_truth
+from projects_vil.data.records import SHARED, ground_truth, read_and_share
 from projects_vil.data.segmentation import check_segmentation
 from projects_vil.evaluation.evaluators import COCOEvaluator
 from projects_vil.evaluation.results import check_finite, write_results
@@ -51,7 +50,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     matches: dict[Labels, dict[int, int | None]] = {}
     limit, check = cfg.TEST.DETECTIONS_PER_IMAGE, cfg.DATASETS.CHECK
     SHARED.clear()
-    read_and_share(partial(read_truth, name, check=check, masks=True), [name])
+    read_and_share(lambda: len(ground_truth(name, check=check, masks=True) or ()), [name])
     evaluator = COCOEvaluator(name, output_dir=folder, max_dets_per_image=limit, masks=True, check=check)
     evaluator.reset()
     named: dict[str, list[dict[str, Any]]] = {}

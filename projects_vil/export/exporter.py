@@ -163,9 +163,10 @@ def export_detector(
                 _, low = export_detector(low_threshold, weights, folder, **options)
             report |= {"images": low["images"], "score_threshold": 0.0}
             report["ok"] = low["ok"] and all(row["ok"] for row in report.get("evaluation", ()))
-        report_path(new).write_text(json.dumps(report, indent=2) + "\n")
+        report_file = path.with_name(f"{path.name}.report.json")
+        (unfinished / report_file.name).write_text(json.dumps(report, indent=2) + "\n")
         with deferred_signals():
-            for file in (*entry.files(path), metadata_path(path), report_path(path)):
+            for file in (*entry.files(path), metadata_path(path), report_file):
                 os.replace(unfinished / file.name, file)
     return path, report
 
@@ -178,8 +179,3 @@ def cast_network(detector: nn.Module, precision: str) -> nn.Module:
         owner, _, leaf = name.rpartition(".")
         setattr(detector.get_submodule(owner), leaf, buffer)
     return detector
-
-
-def report_path(path: str | Path) -> Path:
-    """Return the path of the report of an exported file."""
-    return Path(f"{path}.report.json")

@@ -1,5 +1,4 @@
 """Predict on images, folders and videos, and share detectors on the Hugging Face Hub."""
 
-from projects_vil.checkpoint import find_model
 from projects_vil.inference.detector import Detections, Detector
-from projects_vil.inference.predict import PART_SIZE, Summary, predict
+from projects_vil.inference.predict import predict

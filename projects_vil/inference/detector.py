@@ -129,11 +129,9 @@ class Detections:
         """
         check_threshold(score_threshold)
         threshold = self.draw_threshold if score_threshold is None else score_threshold
-        results = [
-            result | {"category_id": index}
-            for result, index, score in zip(self.to_coco(0), self.classes.tolist(), self.scores, strict=True)
-            if score >= threshold
-        ]
+        drawn = self[self.scores >= threshold]
+        pairs = zip(drawn.to_coco(0), drawn.classes.tolist(), strict=True)
+        results = [result | {"category_id": index} for result, index in pairs]
         pixels = self.source.read()
         side = max(pixels.shape[:2])
         scale, label_size = max(longer_side / side, 1), max(side / LABEL_SIDE, 1)

@@ -9,22 +9,6 @@ from detectron2.modeling.matcher import Matcher
 from torch import Tensor, nn
 
 
-class SyncFreeAnchorGenerator(DefaultAnchorGenerator):
-    """detectron2's anchors, with grids that are created on the device instead of copied to it.
-
-    Args:
-        generator: The generator to replace.
-    """
-
-    def __init__(self, generator: DefaultAnchorGenerator) -> None:
-        nn.Module.__init__(self)
-        self.strides, self.offset = generator.strides, generator.offset
-        self.num_features, self.cell_anchors = generator.num_features, generator.cell_anchors
-
-    def _grid_anchors(self, grid_sizes: list[list[int]]) -> list[Tensor]:
-        return grid_anchors(self, grid_sizes)
-
-
 def grid_anchors(generator: DefaultAnchorGenerator, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return the anchors of each feature map, (H * W * A, 4), XYXY in pixels, as ``generator`` does.
 
@@ -43,6 +27,21 @@ def grid_anchors(generator: DefaultAnchorGenerator, sizes: Sequence[Sequence[int
         shifts = torch.stack([left, top, left, top], dim=-1)[:, :, None]
         anchors.append((shifts + cells).flatten(0, 2))
     return anchors
+
+
+class SyncFreeAnchorGenerator(DefaultAnchorGenerator):
+    """detectron2's anchors, with grids that are created on the device instead of copied to it.
+
+    Args:
+        generator: The generator to replace.
+    """
+
+    def __init__(self, generator: DefaultAnchorGenerator) -> None:
+        nn.Module.__init__(self)
+        self.strides, self.offset = generator.strides, generator.offset
+        self.num_features, self.cell_anchors = generator.num_features, generator.cell_anchors
+
+    _grid_anchors = grid_anchors
 
 
 class SyncFreeMatcher(Matcher):

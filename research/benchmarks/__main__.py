@@ -23,7 +23,7 @@ Example:
 import argparse
 from pathlib import Path
 
-from vil.arguments import ConfigToolParser, config_of, output_file, positive, run_tool, write_json
+from vil.arguments import ConfigToolParser, output_file, positive, run_tool, write_json
 
 BASE = Path(__file__).resolve().parents[2] / "configs/base/retinanet.yaml"
 
@@ -119,12 +119,13 @@ def growth(args: argparse.Namespace) -> None:
 
 def roofline(args: argparse.Namespace) -> None:
     from projects_vil.analysis import BenchmarkCase, measure
+    from projects_vil.config import choose_device, load_config
     from research.benchmarks import roofline
 
-    args.config_file = BASE
+    cfg = choose_device(load_config(BASE, args.overrides), requested="MODEL.DEVICE" in args.overrides)
     options = {
         **{"part": "backbone", "base": BASE, "size": tuple(args.image_size), "batch_size": args.batch},
-        **{"device": config_of(args).MODEL.DEVICE, "dtype": args.dtype, "backward": args.backward},
+        **{"device": cfg.MODEL.DEVICE, "dtype": args.dtype, "backward": args.backward},
     }
     cases = [BenchmarkCase(name, False, **options, overrides=tuple(args.opts)) for name in args.models]
     cases += [BenchmarkCase(name, True, **options) for name in args.against]

@@ -119,6 +119,7 @@ def test_a_dumped_config_loads_again_equal(tmp_path):
         ("MODEL.TRANSFORMER.VARIANTS", "3", "'MODEL.TRANSFORMER.VARIANT'"),
         ("MODLE", "3", "'MODEL'"),
         ("SOLVER.MAX_ITER", "many", "many"),
+        ("SEED", "2024-01-01", "SEED is"),
         ("MODEL", "3", "MODEL"),
         ("INPUT.MIN_SIZE_TRAIN", "640", 'Write "(640,)"'),
     ],

@@ -96,13 +96,12 @@ def test_training_has_detectron2s_arguments():
 
 
 def test_parsers_and_library_have_the_same_choices():
-    from projects_vil import export, run
+    from projects_vil import export
 
     # Some versions of detectron2 have more keys than others.
     assert default_config().keys() <= vil.arguments.SECTIONS
     assert choices.EXPORT_FORMATS == tuple(export.FORMATS)
     assert all(entry.suffix.endswith(choices.EXPORT_SUFFIXES) for entry in export.FORMATS.values())
-    assert tuple(run.DETECTORS) == choices.DETECTORS
     for name in ("export_coco", "run_onnx", "run_pt2", "sliced_sahi"):
         text = (ROOT / f"examples/{name}.py").read_text()
         assert f"(default {choices.SCORE_THRESHOLD})" in text and f"default={choices.SCORE_THRESHOLD}," in text, name

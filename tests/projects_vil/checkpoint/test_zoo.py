@@ -17,7 +17,7 @@ from backbones.build import get_variant
 from backbones.checkpoint_files import read_checkpoint
 from backbones.convert import detect_format
 from projects_vil import Checkpointer, Detector, load_config
-from projects_vil.checkpoint import METADATA_KEY, check_weights, convert_official, find_weights, read_zoo, zoo_config
+from projects_vil.checkpoint import METADATA_KEY, check_weights, convert_official, find_model, find_weights, read_zoo
 from projects_vil.config import config_path
 from projects_vil.recipes import STARTER, STARTER_WEIGHTS
 from tests import layouts
@@ -265,7 +265,7 @@ def official_backbone(variant: str) -> dict[str, tuple[int, ...]]:
 def test_the_model_of_a_detectors_config_takes_all_official_weights(name):
     entry = read_zoo()[name]
     with torch.device("meta"):
-        backbone = build_model(load_config(zoo_config(name), ["MODEL.DEVICE", "meta"])).backbone.bottom_up
+        backbone = build_model(load_config(find_model(Path(name))[0], ["MODEL.DEVICE", "meta"])).backbone.bottom_up
     # Without memory for the zeros
     weights = {key: torch.zeros(()).expand(shape) for key, shape in official_backbone(entry.variant).items()}
     wrap = layouts.mmdetection if entry.variant.startswith("lit") else layouts.detectron2_detector

@@ -10,7 +10,7 @@ from detectron2.data import transforms as T
 from backbones import ConfigError
 from projects_vil import Detector, load_config
 from projects_vil.export import ExportedModel, describe_report, example_image, export_detector, pad_image, to_instances
-from projects_vil.export.exporter import EXAMPLE_SIZE, report_path
+from projects_vil.export.exporter import EXAMPLE_SIZE
 from tests.projects_vil.export.exporting import FEW_LEVELS, shallow_variants, skip_without
 from tests.projects_vil.helpers import (
     ROOT,
@@ -27,7 +27,7 @@ def test_an_export_and_its_report(exported):
     path, report = exported("retinanet")
     names = ["model.ts", "model.ts.metadata.json", "model.ts.report.json"]
     assert sorted(file.name for file in path.parent.iterdir()) == names
-    assert json.loads(report_path(path).read_text()) == report and report["ok"] is True
+    assert json.loads((path.parent / names[2]).read_text()) == report and report["ok"] is True
     assert (report["file"], report["bytes"]) == ("model.ts", path.stat().st_size)
     assert report["versions"] == ExportedModel(path).metadata["versions"]
     assert report["latency"]["eager_ms"] > 0 and report["latency"]["exported_ms"] > 0
@@ -103,6 +103,7 @@ def test_a_failed_export_leaves_the_older_one(exported, weights, tmp_path, monke
     monkeypatch.setattr("projects_vil.export.exporter.check_export", fail)
     assert "the comparison fails" in message(export_detector, small_config(), weights(), tmp_path)
     assert contents_of(tmp_path) == contents_of(older)
+    assert "is a file" in message(export_detector, small_config(), weights(), tmp_path / "model.ts")
 
 
 # -- whole models ----------------------------------------------------------------------------------
