@@ -23,4 +23,6 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Import PyTorch and detectron2, and register the builders, at the first use of a name."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module("projects_vil.api"), name)

@@ -247,6 +247,8 @@ def load_config(path: str | Path, overrides: Sequence[object] | Mapping[str, obj
             raise ConfigError(f"VERSION is {version}. It must be {cfg.VERSION}. Rename the keys of old files.")
         known = dict(config_items(cfg))
         for key, value in loaded.items():
+            if value == {} and isinstance(known.get(key), CfgNode):
+                continue
             if key in ("OUTPUT_DIR", "MODEL.WEIGHTS") and isinstance(value, str):
                 # A name such as "2024" would be parsed as a number.
                 value = repr(value)
@@ -340,7 +342,7 @@ def _set_value(cfg: CfgNode, key: str, value: Any, known: Collection[str]) -> No
         expected = "a section with keys of its own" if isinstance(old, CfgNode) else f"of type {type(old).__name__}"
         if isinstance(old, (list, tuple)):
             is_cut = str(value).startswith(("[", "("))
-            hint = " A comma, a quote or a bracket is missing." if is_cut else f' Write "({value},)".'
+            hint = " A comma, a quote or a bracket is missing." if is_cut else f' Write "({text},)".'
         raise ConfigError(f"{key} is {text}. It must be {expected}.{hint}") from error
 
 
@@ -403,7 +405,8 @@ def load_yaml_with_base(path: Path) -> dict[str, Any]:
         base = path.parent / os.path.expanduser(base)
         check_file(base, "file", key="_BASE_")
         values |= load_yaml_with_base(base)
-    return values | {key: value for key, value in config_items(content) if not isinstance(value, dict)}
+    # An empty section has no keys. An empty dict of another name is an error.
+    return values | {key: value for key, value in config_items(content) if not isinstance(value, dict) or not value}
 
 
 def config_items(node: object, prefix: str = "", *, lists: bool = False) -> Iterator[tuple[str, Any]]:

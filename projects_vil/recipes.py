@@ -10,13 +10,7 @@ from detectron2.config import CfgNode
 from backbones import ConfigError
 from backbones.errors import counted
 from projects_vil.checkpoint import find_weights, is_zoo_name, read_zoo, zoo_entry
-from projects_vil.config import (
-    config_path,
-    detector_name,
-    load_config,
-    load_yaml_with_base,
-    with_overrides,
-)
+from projects_vil.config import config_path, detector_name, load_config, load_yaml_with_base, with_overrides
 from projects_vil.data.object_sizes import IMAGE_SIZES, LONGER_SIDE, Anchors, choose_size, objects_of
 from projects_vil.modeling import TIMM_PREFIX
 from projects_vil.solver import longest_warmup

@@ -225,8 +225,9 @@ def stop_requests(*, single_process: bool, notice: str = "") -> Iterator[list[in
         is_first = not received
         received.append(number)
         if notice and is_first:
-            # print() would fail if the handler interrupts another print().
-            os.write(2, f"{signal.Signals(number).name}: {notice}\n".encode())
+            # print() would fail if the handler interrupts another print(), and the reader of a pipe may have ended.
+            with contextlib.suppress(OSError):
+                os.write(2, f"{signal.Signals(number).name}: {notice}\n".encode())
 
     with handling_signals(receive):
         yield received

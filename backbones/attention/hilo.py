@@ -30,10 +30,7 @@ def window_attention(query: Tensor, key: Tensor, value: Tensor, *, window_size: 
     return attend_chunks(pytorch_attention, query, keys, values, None, window_size)
 
 
-BACKENDS = {
-    "sdpa": (window_attention, dense_attention),
-    "reference": (reference.window_attention, reference.attention),
-}
+BACKENDS = {"sdpa": (window_attention, dense_attention), "reference": (reference.window_attention, reference.attention)}
 
 
 class HiLoAttention(nn.Module):

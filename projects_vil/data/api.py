@@ -1,14 +1,7 @@
 """The public names of the package, which are imported at their first use."""
 
 from projects_vil.data.augmentation import AUGMENTATIONS
-from projects_vil.data.build import (
-    build_test_loader,
-    build_train_loader,
-    derived_seed,
-    make_test_loader,
-    make_train_loader,
-    seed_all,
-)
+from projects_vil.data.build import build_test_loader, build_train_loader, derived_seed, make_train_loader, seed_all
 from projects_vil.data.catalog import check_files, class_order, label_reader, register_datasets
 from projects_vil.data.check import check_dataset, write_cleaned, write_fixed
 from projects_vil.data.coco_checks import CocoFile

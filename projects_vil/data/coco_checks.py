@@ -412,8 +412,8 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
         if valid.sum() >= _MIN_BOXES / 2 and (beyond & np.isnan(x))[valid].mean() >= 0.5:
             yield "boxes_in_unknown_format", beyond
     # Percent are spread over the first 100 pixels of larger images.
-    spread = min(side[valid].max(initial=0) for side in (right, bottom))
-    limit = 100 if spread > 75 and valid.sum() >= _MIN_BOXES else 1
+    is_many = valid.sum() >= _MIN_BOXES
+    limit = 100 if is_many and min(np.ptp(right[valid]), np.ptp(bottom[valid])) > 50 else 1
     if ((right <= limit) & (bottom <= limit) & (np.minimum(heights, widths) > max(2 * limit, 10)))[valid].all():
         yield "boxes_in_normalized_coordinates", valid
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from projects_vil import data
 from projects_vil.config import with_overrides
+from projects_vil.data.build import make_test_loader
 from projects_vil.modeling import MicroBatches
 
 LOSS_TASK = "validation_loss"
@@ -43,7 +44,7 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
     records = records if order is None else data.in_order(records, order)
     records = data.SharedRecords(record | {_POSITION: position} for position, record in enumerate(records))
     mapper = data.Mapper(_as_for_testing(cfg), is_train=True)
-    loader = data.make_test_loader(records, mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
+    loader = make_test_loader(records, mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
     sums: dict[str, float] = defaultdict(float)
     batches = MicroBatches(model)
     # In iteration 0 detectron2 would draw images (VIS_PERIOD).

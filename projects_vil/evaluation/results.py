@@ -90,8 +90,7 @@ def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:
         if undefined:
             names = "AP is" if math.isnan(ap) else f"{first_of(undefined, 5)} {'is' if len(undefined) == 1 else 'are'}"
             what = ". On LVIS, AP also needs detections" if math.isnan(ap) else " of this size or class"
-            reason = f"(nan, or -1 in COCO's table), because the dataset has no ground truth{what}"
-            lines.append(f"{task}: {names} undefined {reason}")
+            lines.append(f"{task}: {names} undefined (nan, or -1 in COCO's table): no ground truth{what}")
         if ap < _LOW_AP:
             lines.append(
                 f"{task}: AP is {ap:.3f}: possible reasons are few iterations, a different class order than in the "

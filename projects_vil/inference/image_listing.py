@@ -66,11 +66,10 @@ def find_images(
 
 def number_of_images(source: str | Path | Sequence[str], *, exclude: str | Path) -> int:
     """Return the number of images in a folder or a sequence, or 0 if it is unknown (tar files and tables)."""
-    is_single = isinstance(source, (str, Path))
-    counts: Counter[str] = Counter()
-    for path in [str(source)] if is_single else source:
-        files = _walk(path, os.path.realpath(exclude)) if os.path.isdir(path) else [] if is_single else [path]
-        counts.update(map(suffix_of, files))
+    paths = [str(source)] if isinstance(source, (str, Path)) else source
+    # A pattern in braces is not expanded.
+    files = (_walk(p, os.path.realpath(exclude)) if os.path.isdir(p) else [p] * ("{" not in p) for p in paths)
+    counts = Counter(map(suffix_of, itertools.chain.from_iterable(files)))
     return 0 if any(counts[suffix] for suffix in ARCHIVES) else sum(counts[suffix] for suffix in LISTED)
 
 
@@ -101,8 +100,9 @@ def list_paths(source: str | Path | Sequence[str], *, exclude: str | Path, colum
             if "://" not in path and not os.path.exists(path):
                 raise ConfigError(f"Input '{path}' does not exist. Check the path.")
             if suffix_of(path) in LISTS or is_video(path):
-                reason = "Several inputs must be images, folders or tar files."
-                raise ConfigError(f"{reason} Use '{path}' as the only input.")
+                raise ConfigError(f"Several inputs must be images, folders or tar files. Give only '{path}'.")
+            if os.path.isdir(path) and next(_supported_files(path, exclude), None) is None:
+                raise ConfigError(f"Input '{path}' has no images. {FORMATS}")
         root = common_folder(paths)
         for path in paths:
             listed = list_paths(path, exclude=exclude) if os.path.isdir(path) else [(path, path)]

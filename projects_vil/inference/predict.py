@@ -176,6 +176,8 @@ def predict(
     if not is_parquet:
         for path in [source] if is_single else source:
             _check_paths(Path(path), output, annotations and Path(annotations))
+    if annotations and not is_single:
+        raise ConfigError("--annotations needs the folder of its images, but there are several inputs.")
     if save_labels:
         check_output(output / DATASET_FOLDER, save_labels)
         if not (is_single and (source.lower().endswith(IMAGE_SUFFIXES) or number_of_images(source, exclude=output))):

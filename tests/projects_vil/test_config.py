@@ -122,6 +122,8 @@ def test_a_dumped_config_loads_again_equal(tmp_path):
         ("SEED", "2024-01-01", "SEED is"),
         ("MODEL", "3", "MODEL"),
         ("INPUT.MIN_SIZE_TRAIN", "640", 'Write "(640,)"'),
+        ("DATASETS.TRAIN", "photos", """Write "('photos',)\""""),
+        ("SOLVER.BASE_LR", "{}", "SOLVER.BASE_LR is {}"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(tmp_path, key, value, named):

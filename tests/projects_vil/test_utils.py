@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -103,10 +104,13 @@ def test_a_deferred_signal_takes_effect_at_the_end(handlers, number):
     assert done == ["the rest"] and caught.value.code == 128 + number and signal.getsignal(number) is utils.terminate
 
 
-def test_a_signal_ends_the_process_between_two_calls_of_a_model(handlers):
+def test_a_signal_ends_the_process_between_two_calls_of_a_model(handlers, monkeypatch):
     module, calls = torch.nn.Identity(), []
+    # The program that reads the output has ended.
+    monkeypatch.setattr(os, "write", mock.Mock(side_effect=BrokenPipeError))
+    options = {"single_process": True, "notice": "The run stops."}
     with pytest.raises(SystemExit) as caught:
-        with utils.stop_requests(single_process=True) as received, utils.terminating_between_calls(module, received):
+        with utils.stop_requests(**options) as received, utils.terminating_between_calls(module, received):
             for number in range(3):
                 calls.append(module(number))
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -128,8 +132,7 @@ def test_a_second_ctrl_c_interrupts_a_single_process_at_once(handlers, single_pr
 @pytest.mark.slow
 def test_imports_are_silent_and_need_no_modules_of_unix():
     code = (
-        "import signal, sys\n"
-        "del signal.SIGHUP, signal.SIGKILL, signal.pthread_sigmask\n"
+        "import signal, sys; del signal.SIGHUP, signal.SIGKILL, signal.pthread_sigmask\n"
         "import projects_vil.utils, detectron2.engine\n"
         "sys.modules.update(dict.fromkeys(('fcntl', 'resource', 'termios', 'pwd', 'grp')))\n"
         "import projects_vil.engine, projects_vil.export, projects_vil.analysis\n"

@@ -58,12 +58,14 @@ def read_lines(path: str) -> list[str]:
 def read_names(path: str) -> list[str]:
     """Return the class names of a text file with one name per line, perhaps after an id, as in ``0: cat`` or ``0 cat``.
 
-    The lines have ids if all numbers are different, and one of them is 0 or 1.
+    The lines have ids if all numbers and all names are different, and one number is 0. It may be 1 if no number is
+    followed by a space only, because ``1 euro`` and ``2 pound`` are names.
     """
     lines = [*filter(None, read_lines(path))]
-    matches = [re.fullmatch(r"(\d{1,5})\s*(?:[:,]|[.)-]?\s)\s*(.+)", line) for line in lines]
-    names = {int(match[1]): match[2] for match in matches if match}
-    has_ids = len(names) == len(lines) and not names.keys().isdisjoint((0, 1))
+    matches = [re.fullmatch(r"(\d{1,5})\s*([:,]|[.)-]?\s)\s*(.+)", line) for line in lines]
+    names = {int(match[1]): match[3] for match in matches if match}
+    has_ids = 0 in names or (1 in names and all(match and match[2].strip() for match in matches))
+    has_ids &= len(names) == len({*names.values()}) == len(lines)
     return [names.get(index, "") for index in range(max(names) + 1)] if has_ids else lines
 
 
@@ -109,6 +111,7 @@ class Record:
         size: The height and width in pixels, or None if they are unknown.
         is_only: Whether the annotation file has no other image.
         split: The split of the annotation. By default, the folders of the annotation file and of the image decide.
+        hint: A path of the image that is often outdated, or an empty text. It decides only what nothing else decides.
         objects: COCO annotations without ids, and with ``label``, the class name. Instead of a box, an object may have
             ``mask``: RLE, and its left and top position in the image.
         file: The image file, or None if it is missing.
@@ -119,6 +122,7 @@ class Record:
     size: tuple[int, int] | None = None
     is_only: bool = False
     split: str | None = None
+    hint: str = ""
     objects: list[dict[str, Any]] = field(default_factory=list)
     file: str | None = None
 
@@ -162,12 +166,14 @@ class FileIndex:
     @functools.cached_property
     def by_name(self) -> dict[str, list[str]]:
         """The images by file name, such as ``a.jpg``, and by stem with a period, such as ``a.``."""
-        groups = defaultdict(list)
+        groups, others = defaultdict(list), defaultdict(list)
         for path in self.images:
             name = normalized(os.path.basename(path))
-            for key in {name, f"{os.path.splitext(name)[0]}.", f"{stem_of(name)}."}:
-                groups[key].append(path)
-        return groups
+            groups[name].append(path)
+            groups[f"{os.path.splitext(name)[0]}."].append(path)
+            others[f"{stem_of(name)}."].append(path)
+        # The image a.jpg.png has the stem "a" only if no other image has it.
+        return defaultdict(list, others | groups)
 
     def find(self, *paths: str) -> str | None:
         """Return the first file or folder with one of these paths, up to case and Unicode form, or None."""
@@ -192,7 +198,7 @@ class FileIndex:
         images with this name, the folders decide, in this order: the longest common end with the written path, and with
         the folder of the annotation file; the number of common folders, and the longest common beginning, with the
         folder of the annotation file; the path from the root; a folder named images. Then equal upper and lower case
-        decide, and last the size and the content.
+        decide, then the size and the content, and last the hint.
 
         An image is not used in these cases:
 
@@ -268,13 +274,14 @@ class FileIndex:
         return max(ranked.items(), default=None)
 
     def _without_copies(self, paths: list[str], record: Record) -> list[str]:
-        """Return the images that fit a record by their size, and one of several equal images."""
+        """Return the images that fit a record best by their size, their content and the hint."""
         if record.size is not None:
             paths = [path for path in paths if size_or_none(path) == record.size] or paths
         # One of several equal images, unless they are in several splits
         if len({self.split_of(path) for path in paths} - {None}) < 2 and len(set(map(content_hash, paths))) == 1:
             return sorted(paths, key=lambda path: self.split_of(path) is None)[:1]
-        return paths
+        common = [_num_common(self.folders_of(path)[::-1], parts_of(record.hint)[-2::-1]) for path in paths]
+        return [path for path, number in zip(paths, common, strict=True) if number == max(common)]
 
 
 def _split_of_folder(image_folders: Set[tuple[str, ...]], folders: tuple[str, ...]) -> str | None:

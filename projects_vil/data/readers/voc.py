@@ -30,6 +30,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         # The name in the file is often outdated, so an image with the stem of the annotation has priority. If it has
         # another suffix, it may be a mask.
         names = f"{stem}{Path(name).suffix or '.'}", name or f"{stem}.", f"{stem}.", f"{stem_of(path)}."
+        hint = (annotation.findtext("path") or f"{annotation.findtext('folder', '')}/{name}").strip()
         entries = [entry for entry in annotation.iter("object") if entry.findtext("deleted", "").strip() != "1"]
         # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0.
         texts = [(entry.findtext(f"bndbox/{side}", "").strip(), side) for entry in entries for side in _SIDES]
@@ -38,7 +39,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         found.noted["skipped objects without a box or a polygon"] += [path] * objects.count(None)
         sides = (number(annotation.findtext(f"size/{side}") or 0, f"{path}: size") for side in ("height", "width"))
         size = size_of(*map(int, sides))
-        yield Record(path, tuple(dict.fromkeys(names)), size, True, objects=[*filter(None, objects)])
+        yield Record(path, tuple(dict.fromkeys(names)), size, True, hint=hint, objects=[*filter(None, objects)])
 
 
 def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[str]:
@@ -48,16 +49,20 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
         for stem in {Path(file).stem, stem_of(file)}:
             by_stem[stem].append(file)
     kinds = [[(one[0], one[1], one[2].lower()) for one in map(kind.fullmatch, index.files) if one] for kind in _LISTS]
-    # Other text files are lists if they name annotation files, which are not in folders of splits.
+    # Other text files are lists if most lines name annotation files, which are not in folders of splits.
     known = set() if any(map(index.split_of, files)) else {*files}
-    kinds[2] = [one for one in kinds[2] if not known.isdisjoint(_files_in(*one[:2], by_stem))]
+    named = [[file in known for file in _files_in(*one[:2], by_stem)] for one in kinds[2]]
+    kinds[2] = [one for one, are_known in zip(kinds[2], named, strict=True) if 2 * sum(are_known) > len(are_known)]
     lists = next(filter(None, kinds), [])
     found.read += [path for path, _, _ in lists]
     # trainval comes last. What it has besides train is val, and the other way round.
     for path, root, name in sorted(lists, key=lambda one: one[2] == "trainval"):
         listed, others = splits[root], {SPLITS[one[2]] for one in lists if one[1] == root and one[2] != "trainval"}
         split = "val" if name == "trainval" and "train" in others and "val" not in others else SPLITS[name]
-        for file in _files_in(path, root, by_stem):
+        own = _files_in(path, root, by_stem)
+        if split != "test" and own and not {*own} & {*files}:
+            raise ConfigError(f"'{path}' names no annotation file below '{root}'. Correct or remove it.")
+        for file in own:
             other = listed.setdefault(file, split)
             if other != split and (name != "trainval" or other == "test"):
                 raise ConfigError(f"'{root}' lists '{Path(file).stem}' for {other} and for {name}. Remove one.")

@@ -24,6 +24,7 @@ _OPTIONAL = {"\\", "..", "data", "datasets"}
 _LIST = re.compile(rf".*/({'|'.join(SPLITS.keys() - {'trainval'})})\.txt", re.I)
 _LARGE = "label files with values larger than 1, which are not fractions of the image"
 _NUMBER = re.compile(r"[-+]?(\d+\.?|\d*[.,]\d+)([eE][-+]?\d+)?")
+_MARKUP = re.compile(r'[{[]["{[]|[{[]$|<[?\w]')
 # Numbers, and what some programs write instead of a number
 _VALUE = re.compile(rf"{_NUMBER.pattern}|[-+]?(nan|inf)|", re.I)
 
@@ -43,7 +44,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     rows = {image: [*_rows(label)] if label and sizes[image] else [] for image, label in labels.items()}
     for image, own in rows.items():
         # A text file without labels is, for example, a caption. JSON and XML are errors.
-        if own and own[0][0][0][:1] not in {*"{[<"} and not any(_is_label(row, names) for row, _ in own):
+        if own and not _MARKUP.match(own[0][0][0]) and not any(_is_label(row, names) for row, _ in own):
             labels[image], rows[image] = None, []
     has_points = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
     unknown: dict[str, list[str]] = defaultdict(list)
@@ -137,7 +138,9 @@ def _lists(index: FileIndex, root: str) -> dict[str | None, list[str]]:
         names = [PureWindowsPath(line.casefold()).name for line in read_lines(match[0])]
         if any(is_image(name) or f"{name}." in index.by_name for name in names):
             splits[SPLITS[match[1].lower()]].append(match[0])
-    return splits if "train" in splits else {None: [root], **splits}
+    # Folders of splits come before lists without one of training images.
+    has_folders = any(map(index.split_of, index.images))
+    return splits if "train" in splits else {None: [root]} if has_folders else {None: [root], **splits}
 
 
 def settings_of(path: str) -> dict[str, Any] | None:
@@ -173,7 +176,8 @@ def _settings(path: str) -> dict[str, Any]:
     if class_files([path]):
         return {"names": path}
     if path.endswith(".data"):
-        return dict(re.split(r"\s*=\s*", line, maxsplit=1) for line in read_lines(path) if "=" in line)
+        settings = (map(str.strip, line.split("=", 1)) for line in read_lines(path) if "=" in line)
+        return {"names": "obj.names"} | dict(settings)
     return settings_of(path) or {}
 
 
@@ -183,6 +187,8 @@ def _names(path: str, names: Any, count: Any, index: FileIndex, found: Annotatio
         found.read.append(file)
         # A class may have the name of a folder.
         names = read_names(file) or names
+    elif isinstance(names, str) and Path(names).suffix:
+        raise ConfigError(f"'{path}' needs '{names}', which does not exist. Add it, with one class name per line.")
     written = str(names)[:80]
     if isinstance(names, dict) and all(re.fullmatch("[0-9]{1,5}", key) for key in names):
         names = [names.get(str(number), "") for number in range(max(map(int, names), default=-1) + 1)]
@@ -244,7 +250,7 @@ def _existing(entry: str, bases: list[str], index: FileIndex) -> str | None:
 def _label_paths(image: str) -> list[str]:
     """Return the paths that the label file of an image may have: below labels/ instead of images/, or next to it."""
     # Some programs keep the suffix of the image: a.jpg.txt
-    bases = dict.fromkeys((os.path.splitext(image)[0], image, os.path.join(os.path.dirname(image), stem_of(image))))
+    bases = os.path.splitext(image)[0], image
     folders = r"\1labels/", r"\1labelTxt/"
     paths = [re.sub("(?i)(.*/)(jpeg)?images/", folder, base) for base in bases for folder in folders]
     return [f"{path}.txt" for path in dict.fromkeys((*paths, *bases))]
@@ -256,7 +262,8 @@ def _rows(label: str) -> Iterator[tuple[list[str], str]]:
         separator = r"\s*;\s*" if ";" in line else r",?\s+" if re.search(r"\s", line) else ","
         # Files of DOTA begin with the source and the resolution of the image.
         if line and not re.match("'?(imagesource|gsd)'?:", line):
-            yield re.split(separator, line), f"{label}, line {i}"
+            # Some programs write a decimal comma.
+            yield [re.sub(r"^([-+]?\d*),(\d)", r"\1.\2", w) for w in re.split(separator, line)], f"{label}, line {i}"
 
 
 def _is_label(row: list[str], names: list[str]) -> bool:

@@ -154,10 +154,8 @@ def hilo_by_windows(module: HiLoAttention, tokens: Tensor, global_tokens: None) 
 @pytest.mark.parametrize("height, width", [(6, 9), (5, 7), (7, 3), (2, 1)])
 def test_hilo_equals_its_definition(height, width):
     """Outputs and gradients, also if the sides are no multiples of the window."""
-    ours, check = (
-        randomize(HiLoAttention(8, num_heads=4, window_size=3, alpha=0.5, backend=backend)).double()
-        for backend in ("sdpa", "reference")
-    )
+    options = {"num_heads": 4, "window_size": 3, "alpha": 0.5}
+    ours, check = (randomize(HiLoAttention(8, **options, backend=one)).double() for one in ("sdpa", "reference"))
     expected = outputs_and_gradients_of(ours, 0, height, width, hilo_by_windows)
     for module in (ours, check):
         assert_all_close(outputs_and_gradients_of(module, 0, height, width), expected, tolerance=1e-10)

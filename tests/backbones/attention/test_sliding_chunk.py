@@ -17,10 +17,8 @@ def attention_module(num_global: int, *, shared: bool = True) -> SlidingChunkAtt
 @pytest.mark.parametrize("num_global, shared", [(1, True), (2, True), (2, False)])
 def test_module_equals_explicit_products_per_head(num_global, shared):
     """On a feature map of one chunk. Global tokens attend to all tokens of any feature map."""
-    module, positions = (
-        attention_module(num_global, shared=shared),
-        [(row, col) for row in range(2) for col in range(3)],
-    )
+    module = attention_module(num_global, shared=shared)
+    positions = [(row, col) for row in range(2) for col in range(3)]
     tokens, global_tokens = random_images(2, 2, 3, 8), random_images(2, num_global, 8, seed=2)
     everything = torch.cat([global_tokens, tokens.flatten(1, 2)], dim=1)
 

@@ -64,10 +64,9 @@ def test_inputs_of_any_strides_and_no_values_outside_the_map_are_read(mode):
 @pytest.mark.parametrize("autocast", slow_except([True, False], [True]))
 def test_padding_is_hidden_in_half_precision(autocast):
     inputs = attention_inputs(2, 4, channels=64, batch=1, heads=1, **ALL_INPUTS)
-    functions = (
-        functools.partial(function, chunk_size=3)
-        for function in (triton_chunk_attention, reference.sliding_chunk_attention)
-    )
+    functions = [
+        functools.partial(f, chunk_size=3) for f in (triton_chunk_attention, reference.sliding_chunk_attention)
+    ]
     assert_padding_is_hidden_in_half_precision(*functions, inputs, dtype=torch.bfloat16, autocast=autocast)
 
 
@@ -97,10 +96,8 @@ def test_more_channels_than_the_kernels_support_raise():
 @pytest.mark.slow
 def test_imports_without_triton():
     """In a separate process, because the module registers an operator."""
-    code = (
-        "import sys, torch; sys.modules['triton'] = None; from backbones.attention import triton_chunks; "
-        "print(triton_chunks.unmet_requirement(torch.device('cuda')))"
-    )
+    code = "import sys, torch; sys.modules['triton'] = None; from backbones.attention import triton_chunks; "
+    code += "print(triton_chunks.unmet_requirement(torch.device('cuda')))"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "not installed" in process.stdout
 

@@ -50,4 +50,4 @@ GOOD = {"AP": 30.0, "AP50": 50.0, "AP75": 31.0, "APs": 10.0, "APm": 20.0, "APl":
 def test_each_undefined_or_low_metric_is_explained_in_a_line(task, metrics, named):
     (line,) = explain_results({task: metrics, "other": {"mIoU": 40.0, "IoU-road": 80.0}})
     assert line.startswith(f"{task}: ") and all(text in line for text in named)
-    assert ("undefined (nan, or -1 in COCO's table), because" in line) == any(map(math.isnan, metrics.values()))
+    assert ("undefined (nan, or -1 in COCO's table): no ground truth" in line) == any(map(math.isnan, metrics.values()))

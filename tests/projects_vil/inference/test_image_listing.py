@@ -180,7 +180,8 @@ def test_several_files(photos, monkeypatch):
     several = [Path("a.png"), Path("a"), Path("b.bmp")]
     assert [image.name for image in find_images(several, exclude=photos)] == ["a.png", "a/x.jpg", "b.bmp"]
     assert number_of_images(list(map(str, several)), exclude=photos) == 3
-    expected = {"absent.png": "does not exist", "../list.txt": "must be images"}
+    (photos / "in/empty").mkdir()
+    expected = {"empty": "has no images", "absent.png": "does not exist", "../list.txt": "must be images"}
     for path, reason in expected.items():
         text = message(find_images, ["a.png", path], exclude=photos)
         assert f"'{path}'" in text and reason in text

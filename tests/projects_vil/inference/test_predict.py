@@ -88,7 +88,8 @@ def test_ids_of_annotations(tmp_path):
     assert summary.num_images == 2 and [item["file_name"] for item in images["skipped"]] == ["c.png"]
     more = annotations_of(tmp_path / "b.json", sizes, ["left", "right", "star"])
     assert "3 classes" in message(run_on, tmp_path / "in", tmp_path / "out", annotations=more)
-    assert "needs the folder" in message(run_on, tmp_path / "in/a.png", tmp_path / "out", annotations=annotations)
+    for source in (tmp_path / "in/a.png", [tmp_path / "in", tmp_path / "in/a.png"]):
+        assert "needs the folder" in message(run_on, source, tmp_path / "out", annotations=annotations)
 
 
 @pytest.mark.parametrize(
