@@ -392,7 +392,7 @@ _Loader.add_constructor(_EVAL, _Loader.construct_arithmetic)
 
 
 def load_yaml_with_base(path: Path) -> dict[str, Any]:
-    """Return the values of a config file by key, such as ``SOLVER.STEPS``, over those of its ``_BASE_`` chain."""
+    """Return the values of a config file and its ``_BASE_`` files by key, such as ``SOLVER.STEPS``."""
     with open(path, encoding="utf-8") as file:
         content = yaml.load(file, _Loader)
     if not isinstance(content, dict):

@@ -70,7 +70,7 @@ def read_names(path: str) -> list[str]:
 
 
 def stem_of(path: str) -> str:
-    """Return a file name without its suffixes of images and annotations, of which ``a.jpg.xml`` has two."""
+    """Return a file name without its suffixes of images and annotations: ``a`` for ``a.jpg.xml``."""
     stem, suffix = os.path.splitext(os.path.basename(path))
     return stem_of(stem) if is_image(path) or suffix.lower() in (".txt", ".xml", ".json", ".yaml") else stem + suffix
 
