@@ -133,8 +133,8 @@ CASES = {
     ),
     "full disk, checkpoint": Case(TRAIN, named="model", writes=OUTPUT, limit=FULL_DISK),
     "full disk, export": Case(EXPORT, named="out", writes=("out",), limit=FULL_DISK),
-    "full disk, predictions": Case(f"{PREDICT} --input photos", named="out", writes=("out", "out/*"), limit=500),
-    "full disk, fixed annotations": Case(f"{CHECK} --fix clean", named="clean/", limit=500),
+    "full disk, predictions": Case(f"{PREDICT} --input photos", named="out", writes=("out", "out/*"), limit=2000),
+    "full disk, fixed annotations": Case(f"{CHECK} --fix clean", named="clean/", limit=2000),
     "SIGTERM at the start": Case(
         LONG, None, "SIGTERM", 143, OUTPUT, lambda folder: (folder / "output").exists(), signal.SIGTERM
     ),
