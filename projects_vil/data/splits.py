@@ -25,9 +25,8 @@ def entries_of(content: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
 
 def images_of(content: dict[str, Any], root: Path) -> list[tuple[dict[str, Any], str]]:
     """Return the images of a COCO file with their absolute paths."""
-    folder = str(root)
-    pairs = ((image, os.path.join(folder, image["file_name"])) for image in entries_of(content, "images"))
-    return [(image, os.path.normpath(path)) for image, path in pairs]
+    images = entries_of(content, "images")
+    return [(image, os.path.normpath(os.path.join(root, image["file_name"]))) for image in images]
 
 
 def with_file_names(content: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

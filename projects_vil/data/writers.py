@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape, quoteattr
@@ -135,7 +135,8 @@ def write_dataset(parts: dict[str, tuple[dict, Path]], output: str | Path, outpu
             for one in content.get("annotations", ()):
                 label = labels[one["category_id"]]
                 objects[one["image_id"]].append(one | {"label": label, "category_id": ids[label]})
-            paths = [_parts(entry["file_name"]) for entry in content["images"]]
+            written = (PurePosixPath(entry["file_name"].replace("\\", "/")) for entry in content["images"])
+            paths = [[part for part in path.parts if part not in ("/", "..")] for path in written]
             num_common = len(os.path.commonprefix([names[:-1] for names in paths]))
             for entry, names in zip(content["images"], paths, strict=True):
                 path = PurePosixPath(folder, _new_name("_".join(names[num_common:]), used[folder]))
@@ -159,10 +160,6 @@ def _shared_categories(lists: list[list[dict[str, Any]]]) -> list[dict[str, Any]
     return sorted(lists[0], key=lambda category: category["id"])
 
 
-def _parts(path: str) -> list[str]:
-    return [part for part in PurePosixPath(path.replace("\\", "/")).parts if part not in ("/", "..")]
-
-
 def _new_name(file_name: str, used: set[str]) -> str:
     """Return a file name whose stem is not in ``used``, and add its stem to ``used``."""
     # A comment in the lists of Pascal VOC starts with #.
@@ -176,13 +173,11 @@ def _new_name(file_name: str, used: set[str]) -> str:
 # -- shapes ----------------------------------------------------------------------------------------
 
 
-def _shapes(image: _Image, skipped: Counter) -> Iterator[tuple[dict[str, Any], list[list[float]]]]:
-    """Yield the objects of an image that are not crowds, and their polygons."""
-    for one in image.objects:
-        if one["iscrowd"]:
-            skipped["crowds"] += 1
-        else:
-            yield one, _polygons(one.get("segmentation"), image.entry)
+def _shapes(image: _Image, skipped: Counter) -> list[tuple[dict[str, Any], list[list[float]]]]:
+    """Return the objects of an image that are not crowds with their polygons, and count the crowds."""
+    objects = [one for one in image.objects if not one["iscrowd"]]
+    skipped["crowds"] += len(image.objects) - len(objects)
+    return [(one, _polygons(one.get("segmentation"), image.entry)) for one in objects]
 
 
 def _polygons(segmentation: Any, image: dict[str, Any], tolerance: float = 0) -> list[list[float]]:
@@ -303,9 +298,8 @@ def _write_cvat(images: list[_Image], categories: list[dict[str, Any]], skipped:
                 lines.append(f'<polygon points="{pairs}" {common}>{score}</polygon>')
             if not polygons:
                 left, top, width, height = one["bbox"]
-                sides = {"xtl": left, "ytl": top, "xbr": left + width, "ybr": top + height}
-                text = " ".join(f'{side}="{number:.10g}"' for side, number in sides.items())
-                lines.append(f"<box {text} {common}>{score}</box>")
+                sides = f'xtl="{left:.10g}" ytl="{top:.10g}" xbr="{left + width:.10g}" ybr="{top + height:.10g}"'
+                lines.append(f"<box {sides} {common}>{score}</box>")
         lines.append("</image>")
     return {"annotations.xml": "\n".join([*lines, "</annotations>\n"])}
 

@@ -33,7 +33,7 @@ _OTHER_FORMATS = {
     "JSON Lines": r"\A.*\.(jsonl|ndjson)", "Label Studio's JSON": '"[a-z]+labels"', "BDD100K": '"box2d"',
     "Supervisely": '"classTitle"', "VoTT": '"boundingBox"', "CreateML": r'"coordinates"\s*:\s*\{',
     "COCO's results of a detector": r'\A.*\n\[\s*\{\s*"(image|category)_id"', "KITTI": r"^[a-zA-Z]\w*( -?[\d.]+){14}",
-    "WIDER FACE": r"\.jpg\s+\d+\s(\d+ ){4}", "VisDrone or MOT": r"^(\d+,){2}(-?[\d.]+,){5,}",
+    "WIDER FACE": r"\.jpg\s+\d+\s([\d.]+ ){4}", "VisDrone or MOT": r"^\d+,(-?[\d.]+,){6,}",
     "VIA 3": r'"fid_list"', "Datumaro": r'"label_id"', "JSON or XML in a text file": r"\A.*\.txt\n\s*[{\[<]",
 }
 # fmt: on

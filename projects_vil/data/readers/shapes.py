@@ -45,25 +45,29 @@ class Annotations:
         Args:
             shapes: The shapes. The values are points ``x0, y0, x1, y1, ...`` in pixels. An ellipse has the
                 arguments of :func:`ellipse` instead. A mask has its pixels (H, W), its left side and its top.
-                Polygons with the same label and group are parts of one object.
+                Polygons with the same label and group are parts of one object. A box around them in their group is
+                not another object.
             path: The annotation file.
         """
         objects, groups = [], defaultdict(list)
         for index, (shape_type, label, group, values) in enumerate(shapes):
-            num_points = len(values) // 2
+            num_points, key = len(values) // 2, (label, f"shape {index}" if group in (None, "", "0") else group)
             if shape_type == "mask" and values and isinstance(values[0], np.ndarray) and values[0].any():
                 rle = mask_util.encode(np.asfortranarray(values[0], np.uint8))
-                objects.append({"label": label, "mask": (rle, *values[1:]), "iscrowd": 0})
+                objects.append((None, {"label": label, "mask": (rle, *values[1:]), "iscrowd": 0}))
             elif shape_type in ("rectangle", "box", "rotation", "oriented_rectangle") and num_points in (2, 4):
-                objects.append(box_object(label, values))
+                objects.append((key, box_object(label, values)))
             elif shape_type == "ellipse" and len(values) in (4, 5):
-                objects.append(polygon_object(label, [ellipse(*values)]))
+                objects.append((None, polygon_object(label, [ellipse(*values)])))
             elif shape_type in ("polygon", "quadrilateral") and num_points >= 3 and not len(values) % 2:
-                groups[label, f"shape {index}" if group in (None, "", "0") else group].append(values)
+                groups[key].append(values)
             else:
                 has_points = shape_type in ("rectangle", "polygon", "circle")
                 self.noted[f"skipped {shape_type}{f' of {num_points} points' * has_points}"].append(path)
-        return objects + [polygon_object(label, polygons) for (label, _), polygons in groups.items()]
+        parts = {key: polygon_object(key[0], polygons) for key, polygons in groups.items()}
+        # Some programs write the polygons and the box of an object in one group.
+        others = [a for key, a in objects if key not in parts or not np.allclose(a["bbox"], parts[key]["bbox"], atol=1)]
+        return others + [*parts.values()]
 
 
 def number(text: Any, location: str) -> float:

@@ -38,8 +38,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         objects = [_object(entry, offset, path, found) for entry in entries]
         found.noted["skipped objects without a box or a polygon"] += [path] * objects.count(None)
         sides = (number(annotation.findtext(f"size/{side}") or 0, f"{path}: size") for side in ("height", "width"))
-        size = size_of(*map(int, sides))
-        yield Record(path, tuple(dict.fromkeys(names)), size, True, hint=hint, objects=[*filter(None, objects)])
+        yield Record(path, names, size_of(*map(int, sides)), True, hint=hint, objects=[*filter(None, objects)])
 
 
 def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[str]:
@@ -113,6 +112,8 @@ def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotatio
         one = box_object(label, rotated_box(*sides, math.degrees(angle)))
     # LabelMe's web tool writes points, and RectLabel and Roboflow write x1, y1, x2, ... beside a box.
     points = [value for point in entry.iter("pt") for value in numbers(point.findtext, location, "x", "y")]
+    if points and entry.findtext("type", "").strip() == "bounding_box":
+        one, points = box_object(label, points), []
     corners = {corner.tag: corner.text for corner in entry.iterfind("polygon/*") if (corner.text or "").strip()}
     keys = [f"{axis}{index}" for index in range(1, len(corners) // 2 + 1) for axis in "xy"]
     points += numbers(corners.get, location, *keys) if corners.keys() >= {*keys} else []

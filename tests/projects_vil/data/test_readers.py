@@ -240,11 +240,12 @@ def test_kinds_of_files(kind, tmp_path):
     contents = {split: file.dataset for split, file in files.items()}
     assert not any(file.found["missing_or_invalid_area"] for file in files.values())
     assert kind.split(",")[0] in dataset.format and dataset.classes == ("0" if "class 0" in kind else "cat",)
-    annotation = contents["train"]["annotations"][0]
+    annotation, *others = contents["train"]["annotations"]
+    assert len(others) == ("two objects" in kind)
     np.testing.assert_allclose(annotation["bbox"], BOX, atol=0.01)
     assert all((dataset.splits["train"][1] / image["file_name"]).is_file() for image in contents["train"]["images"])
     words = "skeleton", "tag:", "path is", "text files", "label files", "swapped", "warning", "several boxes"
-    words += "only images", "another split"
+    words += "only images", "another split", "have masks"
     line = dataset.line()
     assert all((word in line) == (word in kind) for word in words) and str(tmp_path / "out") not in line
     assert "unsupported type" in line or "unsupported type" not in kind
