@@ -125,6 +125,10 @@ def read_dataset(
     extracted = os.path.abspath(extracted or Path(folder, "images"))
     found = Annotations()
     records = [*_READERS[name](files, index, found)] if name in _READERS else None
+    if found.errors:
+        first, *others = found.errors
+        more = f" More errors are in {first_of(others, 5)}." if others else ""
+        raise ConfigError(f"{found.errors[first]}{more}")
     parts = find_coco(files, index, found) if records is None else _to_coco(source, records, found, index, extracted)
     found.unused["text files with labels of YOLO"] = yolo.label_files(index.files) if name != "YOLO" else []
     _count_unused(source, parts, index, {*files, *found.read}, found.unused)

@@ -21,19 +21,24 @@ from projects_vil.files import read_json
 def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
     """Yield the images of a dataset in LabelMe's format, which has one JSON file per image."""
     for path in files:
-        content, stem = read_json(path), stem_of(path)
-        name = str(content.get("imagePath") or f"{stem}.jpg")
-        # This class of paths has both kinds of slashes. The path is outdated if the files were renamed.
-        written = normalized(PureWindowsPath(name).name)
-        is_other = written in index.by_name and stem_of(written) != normalized(stem)
-        other = os.path.join(os.path.dirname(path), stem + PureWindowsPath(name).suffix)
-        if is_other and other in index.images:
-            raise ConfigError(f"'{path}' has imagePath '{name}', but there is also the image '{other}'. Correct one.")
-        with explained_errors(path, "is not a valid LabelMe file", "Repair or remove it."):
-            shapes = [_shape(shape, path) for shape in content["shapes"]]
-        size = size_of(content.get("imageHeight"), content.get("imageWidth"))
-        names = (name, str(PureWindowsPath(name).parent / f"{stem}."))
-        yield Record(path, names, size, True, objects=found.objects_of(shapes, path))
+        with found.collecting_errors(path):
+            yield _record(path, index, found)
+
+
+def _record(path: str, index: FileIndex, found: Annotations) -> Record:
+    content, stem = read_json(path), stem_of(path)
+    name = str(content.get("imagePath") or f"{stem}.jpg")
+    # This class of paths has both kinds of slashes. The path is outdated if the files were renamed.
+    written = normalized(PureWindowsPath(name).name)
+    is_other = written in index.by_name and stem_of(written) != normalized(stem)
+    other = os.path.join(os.path.dirname(path), stem + PureWindowsPath(name).suffix)
+    if is_other and other in index.images:
+        raise ConfigError(f"'{path}' has imagePath '{name}', but there is also the image '{other}'. Correct one.")
+    with explained_errors(path, "is not a valid LabelMe file", "Repair or remove it."):
+        shapes = [_shape(shape, path) for shape in content["shapes"]]
+    size = size_of(content.get("imageHeight"), content.get("imageWidth"))
+    names = (name, str(PureWindowsPath(name).parent / f"{stem}."))
+    return Record(path, names, size, True, objects=found.objects_of(shapes, path))
 
 
 def _shape(shape: dict[str, Any], path: str) -> Shape:

@@ -4,7 +4,7 @@ import contextlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ class Annotations:
         unused: The annotation files that are not used, by reason.
         noted: The files of each choice and each skipped entry, by description.
         notes: Messages about choices.
+        errors: The first error of each file that cannot be read.
     """
 
     classes: list[str] = field(default_factory=list)
@@ -38,6 +39,15 @@ class Annotations:
     unused: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     noted: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     notes: list[str] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def collecting_errors(self, path: str) -> Iterator[None]:
+        """Add an error in the block to ``errors``, so that the other files are read too."""
+        try:
+            yield
+        except ConfigError as error:
+            self.errors.setdefault(path, str(error))
 
     def objects_of(self, shapes: list[Shape], path: str) -> list[dict[str, Any]]:
         """Return the shapes of an image as objects, and count the shapes that are skipped.

@@ -25,20 +25,25 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     found.read += [path for path in index.files if path.endswith("/label_list.txt")][:1]
     found.classes += [name for path in found.read for name in read_names(path)]
     for path in _read_lists(files, index, found):
-        annotation, stem = parse_xml(path, found), Path(path).stem
-        name = annotation.findtext("filename", "").strip()
-        # The name in the file is often outdated, so an image with the stem of the annotation has priority. If it has
-        # another suffix, it may be a mask.
-        names = f"{stem}{Path(name).suffix or '.'}", name or f"{stem}.", f"{stem}.", f"{stem_of(path)}."
-        hint = (annotation.findtext("path") or f"{annotation.findtext('folder', '')}/{name}").strip()
-        entries = [entry for entry in annotation.iter("object") if entry.findtext("deleted", "").strip() != "1"]
-        # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0.
-        texts = [(entry.findtext(f"bndbox/{side}", "").strip(), side) for entry in entries for side in _SIDES]
-        offset = 0 if any(number(text, f"{path}: {side}") % 1 for text, side in texts if text) else 1
-        objects = [_object(entry, offset, path, found) for entry in entries]
-        found.noted["skipped objects without a box or a polygon"] += [path] * objects.count(None)
-        sides = (number(annotation.findtext(f"size/{side}") or 0, f"{path}: size") for side in ("height", "width"))
-        yield Record(path, names, size_of(*map(int, sides)), True, hint=hint, objects=[*filter(None, objects)])
+        with found.collecting_errors(path):
+            yield _record(path, found)
+
+
+def _record(path: str, found: Annotations) -> Record:
+    annotation, stem = parse_xml(path, found), Path(path).stem
+    name = annotation.findtext("filename", "").strip()
+    # The name in the file is often outdated, so an image with the stem of the annotation has priority. If it has
+    # another suffix, it may be a mask.
+    names = f"{stem}{Path(name).suffix or '.'}", name or f"{stem}.", f"{stem}.", f"{stem_of(path)}."
+    hint = (annotation.findtext("path") or f"{annotation.findtext('folder', '')}/{name}").strip()
+    entries = [entry for entry in annotation.iter("object") if entry.findtext("deleted", "").strip() != "1"]
+    # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0.
+    texts = [(entry.findtext(f"bndbox/{side}", "").strip(), side) for entry in entries for side in _SIDES]
+    offset = 0 if any(number(text, f"{path}: {side}") % 1 for text, side in texts if text) else 1
+    objects = [_object(entry, offset, path, found) for entry in entries]
+    found.noted["skipped objects without a box or a polygon"] += [path] * objects.count(None)
+    sides = (number(annotation.findtext(f"size/{side}") or 0, f"{path}: size") for side in ("height", "width"))
+    return Record(path, names, size_of(*map(int, sides)), True, hint=hint, objects=[*filter(None, objects)])
 
 
 def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[str]:

@@ -46,17 +46,20 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         # A text file without labels is, for example, a caption. JSON and XML are errors.
         if own and not _MARKUP.match(own[0][0][0]) and not any(_is_label(row, names) for row, _ in own):
             labels[image], rows[image] = None, []
-    has_points = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
+    is_pose = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
+    end = 5 if is_pose else None
     unknown: dict[str, list[str]] = defaultdict(list)
     for image, split in [(image, split) for split, own in splits.items() for image in own if image in labels]:
-        own = [_object(row[:5] if has_points else row, names, sizes[image], line, unknown) for row, line in rows[image]]
+        own: list[dict[str, Any]] = []
+        with found.collecting_errors(labels[image] or image):
+            own = [_object(row[:end], names, sizes[image], line, unknown) for row, line in rows[image]]
         yield Record(labels[image] or image, (), sizes[image], split=split, objects=own, file=image)
         if any(max(one["bbox"][2:]) > 2 * max(sizes[image]) for one in own):
             found.noted[_LARGE].append(str(labels[image]))
     if 2 * len(found.noted[_LARGE]) >= (sum(map(bool, rows.values())) or 1):
         first = found.noted[_LARGE][0]
         raise ConfigError(f"{first} and other {_LARGE}. Divide pixels by the size of the image. Remove track ids.")
-    if unknown:
+    if unknown and not found.errors:
         every = ", ".join(f"{label} ({counted(len(lines), 'object')})" for label, lines in unknown.items())
         where, place = next(iter(unknown.values()))[0], path if data else os.path.join(index.root, "classes.txt")
         raise ConfigError(f"{where}: no name for class {every}. Ids start at 0. Add names to '{place}'.")
