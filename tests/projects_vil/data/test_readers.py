@@ -253,8 +253,7 @@ def test_kinds_of_files(kind, tmp_path):
     output_format = LABEL_FORMATS[sorted(KINDS).index(kind) % len(LABEL_FORMATS)]
     convert_dataset(root, tmp_path / "converted", output_format)
     assert output_format != "yolo" or "\nval: " in (tmp_path / "converted/data.yaml").read_text()
-    converted = read_dataset(tmp_path / "converted", tmp_path / "out", val=0)
-    assert converted.sizes == dataset.sizes
+    assert (converted := read_dataset(tmp_path / "converted", tmp_path / "out", val=0)).sizes == dataset.sizes
     np.testing.assert_allclose(converted.contents["train"]["annotations"][0]["bbox"], BOX, atol=0.01)
 
 
