@@ -312,11 +312,11 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
     classes, (reference, categories) = class_names(cfg, name), model_classes(cfg)
     if classes is None:
         return None
-    ours = [label for _, label in categories] or None
+    ours = [label for _, label in categories]
     key, number = number_of_classes(cfg)
-    if len(classes) != number and (ours is None or name in cfg.DATASETS.TRAIN or is_segmentor(cfg)):
+    if len(classes) != number and (reference is None or name in cfg.DATASETS.TRAIN or is_segmentor(cfg)):
         raise ConfigError(f"{key} is {number}, but {name!r} has {len(classes)} classes. Set {key} {len(classes)}.")
-    if ours is None:
+    if reference is None:
         reference, ours = name, classes
     theirs = MetadataCatalog.get(reference).get("stuff_classes", ())
     if (is_panoptic(cfg) and stuff and theirs and stuff != theirs) or (is_segmentor(cfg) and classes != ours):
