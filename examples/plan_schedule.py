@@ -33,8 +33,8 @@ def main() -> None:
     from projects_vil.data import load_dataset
     from projects_vil.solver import resolve_schedule
 
-    batch = [] if args.batch is None else ["SOLVER.IMS_PER_BATCH", str(args.batch)]
-    cfg = load_config(args.config_file, [*args.opts, *batch])
+    batch = {} if args.batch is None else {"SOLVER.IMS_PER_BATCH": str(args.batch)}
+    cfg = load_config(args.config_file, args.overrides | batch)
     register_datasets(cfg)
     try:
         num_images = args.images or len(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True))
@@ -44,13 +44,14 @@ def main() -> None:
         ) from error
     rows, plans = [], []
     for epochs in map(int, args.epochs.split(",")):
-        overrides = [*args.opts, *batch, "SOLVER.EPOCHS", str(epochs)]
-        plan, lines = resolve_schedule(load_config(args.config_file, overrides), num_images, overrides[::2])
+        chosen = batch | {"SOLVER.EPOCHS": str(epochs)}
+        overrides = args.overrides | chosen
+        plan, lines = resolve_schedule(load_config(args.config_file, overrides), num_images, overrides)
         solver = plan.SOLVER
         steps = solver.STEPS if solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR" else ()
         lengths = (solver.MAX_ITER, ", ".join(map(str, steps)) or "-", solver.WARMUP_ITERS)
         rows.append((epochs, *lengths, plan.TEST.EVAL_PERIOD, solver.CHECKPOINT_PERIOD))
-        plans.append((" ".join([*batch, "SOLVER.EPOCHS", str(epochs)]), lines[-1].partition(" sets ")[2]))
+        plans.append((" ".join(word for pair in chosen.items() for word in pair), lines[-1].partition(" sets ")[2]))
     print(f"{num_images} training images, {cfg.SOLVER.IMS_PER_BATCH} per iteration. Columns after epochs: iterations.")
     print(tabulate(rows, COLUMNS, tablefmt="plain", disable_numparse=True, stralign="right"))
     print("\nTo train with one of these schedules, add its line to the command of tools/train_net.py:")

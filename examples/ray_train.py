@@ -33,11 +33,10 @@ def main() -> None:
     parser.add_argument("--max-failures", type=int, default=3, metavar="N", help="number of restarts")
     add_training_arguments(parser)
     args = parser.parse_args()
-    overrides = dict(zip(args.opts[::2], args.opts[1::2], strict=True))
     ray.init()
     TorchTrainer(
         train_worker,
-        train_loop_config={"config_file": args.config_file, "overrides": overrides, "folder": os.getcwd()},
+        train_loop_config={"config_file": args.config_file, "overrides": args.overrides, "folder": os.getcwd()},
         scaling_config=ScalingConfig(num_workers=args.num_workers, use_gpu=args.gpu),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=args.max_failures)),
     ).fit()

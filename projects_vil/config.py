@@ -29,6 +29,8 @@ _ARITHMETIC = (
     *(ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop),
 )
 _logger = logging.getLogger(__name__)
+# Config keys and values: a dict, or a list of alternating keys and values as in detectron2.
+Overrides = Sequence[object] | Mapping[str, object]
 
 
 # Keys ----------------------------------------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ def default_config() -> CfgNode:
     return cfg
 
 
-def load_config(path: str | Path, overrides: Sequence[object] | Mapping[str, object] = ()) -> CfgNode:
+def load_config(path: str | Path, overrides: Overrides = ()) -> CfgNode:
     """Load a config file with its ``_BASE_`` chain and overrides on top of :func:`default_config`, and freeze it.
 
     A leading ``~`` in ``OUTPUT_DIR`` and ``MODEL.WEIGHTS`` becomes the home directory. No code in a file is executed:
@@ -263,7 +265,7 @@ def load_config(path: str | Path, overrides: Sequence[object] | Mapping[str, obj
     return merge_overrides(cfg, as_mapping(overrides))
 
 
-def as_mapping(overrides: Sequence[object] | Mapping[str, object]) -> dict[Any, Any]:
+def as_mapping(overrides: Overrides) -> dict[Any, Any]:
     """Return overrides as a dict. A list has alternating keys and values.
 
     Raises:

@@ -259,13 +259,13 @@ def train(
     cfg = choose_device(cfg, requested="MODEL.DEVICE" in given)
     processes.check(cfg.MODEL.DEVICE)
     with cleanup_on_failure(output):
-        contents: dict[str, dict[str, Any]] = {}
+        dataset: Dataset | None = None
         options: dict[str, Any] = {"image_size": image_size, "num_processes": processes.world_size}
         # -- the dataset and the weights --
         if data is not None:
             with run_lock(output) if processes.is_first else contextlib.nullcontext():
                 check_output_dir(cfg, resume=resume)
-                dataset = read_dataset(data, output / DATA_FOLDER, val=val_fraction, images=images, contents=contents)
+                dataset = read_dataset(data, output / DATA_FOLDER, val=val_fraction, images=images)
             print(dataset.line(), flush=True)
             number = dataset.sizes.get("val")
             if number and number < 20:
@@ -288,8 +288,8 @@ def train(
             is_pretrained = cfg.MODEL.WEIGHTS or "." in cfg.MODEL.TRANSFORMER.VARIANT
             recipe = recipe or ("finetune" if is_pretrained else "scratch")
             fixed = given.keys() - (size_values(1).keys() if pixels else ())
-            cfg = with_recipe(cfg, recipe, contents.get("train"), given=fixed, **options)
-        contents.clear()  # frees its memory during the training
+            cfg = with_recipe(cfg, recipe, dataset and dataset.contents["train"], given=fixed, **options)
+        dataset = None  # frees its memory during the training
         check_setup(cfg, processes=processes.world_size, resume=resume, overridden=given)
         launch(run_training, (cfg, Trainer, resume, tuple(given)), processes, device=cfg.MODEL.DEVICE)
     return Run(output)
@@ -366,14 +366,13 @@ def evaluate(
     processes.check("cpu" if predictions else cfg.MODEL.DEVICE)
     with cleanup_on_failure(folder):
         if data is not None:
-            contents: dict[str, dict] = {}
-            dataset = read_dataset(data, folder / DATA_FOLDER, val=0, images=images, contents=contents)
+            dataset = read_dataset(data, folder / DATA_FOLDER, val=0, images=images)
             present = [split for split in ("test", "val", "train") if split in dataset.splits]
-            test = next((split for split in present if contents[split].get("annotations")), present[0])
-            contents.clear()  # frees its memory
+            test = next((split for split in present if dataset.contents[split].get("annotations")), present[0])
             evaluated = "all images" if test == "train" else f"split {test}"
             evaluated += f" (split {present[0]} has no annotations)" if test != present[0] else ""
             print(f"{dataset.line()}\nevaluated: {evaluated}; in the results it is '{folder.name}_{test}'", flush=True)
+            dataset.contents.clear()  # frees its memory
             # Classes are matched by name to the classes of the checkpoint, or else of its training dataset.
             labels = [name for _, name in read_categories(str(dataset.splits[test][0])) or ()]
             classes = None if predictions else _write_classes(cfg.MODEL.WEIGHTS, folder / DATA_FOLDER, data, labels)
@@ -458,17 +457,14 @@ def _check_same_data(
     """Raise a ConfigError if the dataset differs from the dataset with which the run in ``output`` started."""
     entries = {name: files for name, *files in resumed.DATASETS.COCO}
     names = [*resumed.DATASETS.TRAIN, *resumed.DATASETS.TEST]
-    contents: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
-        extracted = output / DATA_FOLDER / "images"
-        options = {"val": val, "images": images, "contents": contents, "extracted": extracted}
-        splits = read_dataset(data, folder, **options).splits
-    used = [split for split in ("train", "val") if split in splits]
+        dataset = read_dataset(data, folder, val=val, images=images, extracted=output / DATA_FOLDER / "images")
+    used = [split for split in ("train", "val") if split in dataset.splits]
     is_same = len(used) == len(names) and entries.keys() >= set(names)
     for name, split in zip(names, used, strict=True) if is_same else ():
-        files = zip(entries[name], splits[split], strict=True)
+        files = zip(entries[name], dataset.splits[split], strict=True)
         same_file, same_root = (os.path.realpath(old) == os.path.realpath(new) for old, new in files)
-        same_content = same_file or _have_equal_records(contents[split], read_coco(entries[name][0]))
+        same_content = same_file or _have_equal_records(dataset.contents[split], read_coco(entries[name][0]))
         is_same = is_same and same_root and same_content
     if is_same:
         return

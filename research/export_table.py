@@ -124,8 +124,8 @@ def _load(name: str, args: argparse.Namespace) -> tuple[CfgNode, Path, bool]:
     """Return config and weights of a trained run, or random weights, and whether they are trained."""
     run = Path(args.runs or "", name)
     if args.runs and (run / "model_final.pth").is_file():
-        return load_config(run / "config.yaml", args.opts), run / "model_final.pth", True
-    cfg = load_config(CONFIGS / f"{name}_shapes.yaml", [*args.opts, "MODEL.DEVICE", "cpu"])
+        return load_config(run / "config.yaml", args.overrides), run / "model_final.pth", True
+    cfg = load_config(CONFIGS / f"{name}_shapes.yaml", args.overrides | {"MODEL.DEVICE": "cpu"})
     weights = Path(args.output, name, "random.pth")
     weights.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"model": untrained_detector(cfg).state_dict()}, weights)

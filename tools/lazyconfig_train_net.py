@@ -22,7 +22,7 @@ def main() -> None:
 
     from projects_vil.engine import Processes, run_lazy_config
 
-    processes = Processes(**keywords(args, "eval_only", "resume"))
+    processes = Processes(**keywords(args, "eval_only", "opts", "resume"))
     run_lazy_config(args.config_file, args.opts, processes=processes, eval_only=args.eval_only, resume=args.resume)
 
 

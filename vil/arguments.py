@@ -259,7 +259,7 @@ class ToolParser(argparse.ArgumentParser):
 class ConfigToolParser(ToolParser):
     """Parser that also accepts config keys as ``KEY VALUE`` pairs, in any position, with or without ``--opts``.
 
-    After parsing, ``args.opts`` has all pairs. ``--weights`` and ``--device`` are added as the pairs of
+    After parsing, ``args.overrides`` is a dict of all pairs. ``--weights`` and ``--device`` are added as
     ``MODEL.WEIGHTS`` and ``MODEL.DEVICE``.
 
     Args:
@@ -300,29 +300,24 @@ class ConfigToolParser(ToolParser):
         return ". Write config keys as KEY VALUE, such as SOLVER.BASE_LR 5e-5" if value else ""
 
     def _parse(self, words: Sequence[str]) -> argparse.Namespace:
-        words, overrides = self._split(words)
+        words, given = self._split(words)
         parsed = super()._parse(words)
-        given = dict(zip(overrides[::2], overrides[1::2], strict=True))
         for name in ("weights", "device"):
             key, value = choices.KEYS[name], getattr(parsed, name, None)
-            if value is None:
-                continue
-            if given.get(key, value) != value:
+            if value is not None and given.setdefault(key, value) != value:
                 self.error(f"--{name} {value} and {key} {given[key]} set the same config key. Remove one of them")
-            overrides += [key, value]
-            given[key] = value
         if given.get("MODEL.WEIGHTS"):
             name = "--weights" if getattr(parsed, "weights", None) else "MODEL.WEIGHTS"
             self.check(name, weights_file, given["MODEL.WEIGHTS"])
-        parsed.opts, parsed.overrides = overrides, given
+        parsed.overrides = given
         if hasattr(parsed, "weights"):
             parsed.weights = given.get("MODEL.WEIGHTS")
         return parsed
 
-    def _split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    def _split(self, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Return the arguments of the command, and the config keys and values."""
         arguments: list[str] = []
-        overrides: list[str] = []
+        overrides: dict[str, str] = {}
         unknown: list[str] = []
         left = iter(words)
         for word in left:
@@ -342,7 +337,7 @@ class ConfigToolParser(ToolParser):
             is_key = value is not None and value.partition(".")[0] in SECTIONS and ("." in value or "_" in value)
             if value is None or value.startswith("--") or (is_key and not Path(value).exists()):
                 self.error(f"the override {word} has no value. Write {word} VALUE")
-            overrides += [word, value]
+            overrides[word] = value
         if unknown:
             self._unknown(unknown)
         return arguments, overrides
@@ -384,7 +379,7 @@ def add_process_arguments(parser: ToolParser) -> None:
 
 def keywords(args: argparse.Namespace, *excluded: str) -> dict[str, Any]:
     """Return the arguments as keyword arguments of the library, without config keys and the ``excluded`` arguments."""
-    excluded = (*excluded, "config_file", "device", "opts", "overrides", "weights")
+    excluded = (*excluded, "config_file", "device", "overrides", "weights")
     return {name: value for name, value in vars(args).items() if name not in excluded}
 
 

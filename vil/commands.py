@@ -273,9 +273,9 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     from projects_vil.inference import predict
 
     options = keywords(args, "model", "input", "named_input", "output", "tiles")
-    tiles = ["TEST.TILE_SIZE", args.tiles] if args.tiles else []
+    tiles = {"TEST.TILE_SIZE": args.tiles} if args.tiles else {}
     source = sources[0] if len(sources) == 1 else sources
-    summary = predict(model, source, args.output, overrides=[*args.opts, *tiles], **options)
+    summary = predict(model, source, args.output, overrides=args.overrides | tiles, **options)
     show(*summary.lines)
     if summary.num_skipped:
         sys.exit(2)
@@ -444,7 +444,7 @@ def report(parser: ToolParser, words: Sequence[str]) -> None:
 
     from projects_vil.report import write_report
 
-    path = write_report(args.run, args.output, num_images=args.num_images, overrides=args.opts)
+    path = write_report(args.run, args.output, num_images=args.num_images, overrides=args.overrides)
     show(f"wrote {path} ({path.stat().st_size / 2**20:.1f} MB)")
 
 
@@ -498,7 +498,7 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--no-flops", "count parameters only (fast)", action="store_true")
     parser.add("--json", "write the counts as JSON", type=output_file, metavar="FILE")
     args = parser.parse_args(words)
-    if args.variants is not None and (args.image_size or args.no_flops or args.opts):
+    if args.variants is not None and (args.image_size or args.no_flops or args.overrides):
         parser.error("--image-size, --no-flops and overrides need --config-file. Remove them, or remove --variants")
 
     from projects_vil import load_config
@@ -510,7 +510,7 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
     else:
         size = tuple(args.image_size or (800, 1333))
         options: dict[str, Any] = {"size": size, "with_flops": not args.no_flops}
-        counts = [count_detector(load_config(path, args.opts), path, **options) for path in args.config_file]
+        counts = [count_detector(load_config(path, args.overrides), path, **options) for path in args.config_file]
         print(format_detectors(counts))
     write_json(args.json, counts)
 
@@ -561,7 +561,7 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     cfg = choose_device(load_config(base, args.overrides), requested="MODEL.DEVICE" in args.overrides)
     options = {
         **{"part": args.what, "base": base, "batch_size": args.batch, "backward": args.backward},
-        **{"device": cfg.MODEL.DEVICE, "dtype": args.dtype, "overrides": tuple(args.opts)},
+        **{"device": cfg.MODEL.DEVICE, "dtype": args.dtype, "overrides": args.overrides},
     }
     names = [(name, False) for name in args.models] + [(name, True) for name in args.against]
     sizes = [tuple(size) for size in args.image_size or [(800, 1344)]]
@@ -666,7 +666,7 @@ def _draw_results(args: argparse.Namespace) -> list[str]:
     from projects_vil.visualization import draw_results, predictions_file
 
     run = Path(args.run)
-    cfg = load_config(run / "config.yaml", args.opts)
+    cfg = load_config(run / "config.yaml", args.overrides)
     register_datasets(cfg)
     dataset = args.dataset or next(iter(cfg.DATASETS.TEST), "")
     drawing = Path(args.output or run / "drawings")

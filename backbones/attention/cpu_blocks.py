@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from backbones.attention.chunks import WindowInputs, split_blocks
+from backbones.attention.chunks import WindowInputs, split_blocks, to_chunks
 from backbones.layers.tracing import at_least_float32, autocast_off, in_autocast_dtype, is_tracing, padding_to_multiple
 
 # Scores in a block. They fit in the cache.
@@ -249,11 +249,10 @@ def _window_gradients(
     query, key, value, global_key, global_value, local_bias, global_bias = tensors
     batch, heads, height, width, channels = query.shape
     rows, cols, scale = -(-height // size), -(-width // size), channels**-0.5
-    # (B, rows, cols, M, P, D)
-    query, grad, delta = (_to_chunks(x, size, rows, cols) for x in (query * scale, grad, delta[..., None]))
-    query_grad, delta = torch.empty_like(query), delta[..., 0]
-    # (B, rows, cols, M, P)
-    logsumexp = logsumexp.unflatten(0, (batch, rows, heads)).transpose(2, 3)
+    # (B * rows * M, cols, P, ...) -> (B, rows, cols, M, P, ...)
+    parts = *(to_chunks(x, size) for x in (query * scale, grad, delta[..., None])), logsumexp
+    query, grad, delta, logsumexp = (x.unflatten(0, (batch, rows, heads)).transpose(2, 3) for x in parts)
+    query_grad, delta = query.new_empty(query.shape), delta[..., 0]
     halo = _with_halo(key, value, size, side)
     halo_grad = halo.new_zeros(*halo.shape[:-1], channels)
     num_global, global_grads = 0, (None, None)
@@ -316,13 +315,6 @@ def _window_gradients(
     halo_grad = halo_grad.transpose(3, 4).flatten(2, 3)[:, :, side : side + width, :, side : side + height]
     key_grad, value_grad = halo_grad.permute(0, 1, 3, 4, 2, 5)
     return query_grad, key_grad, value_grad, *global_grads, local_bias_grad, global_bias_grad
-
-
-def _to_chunks(x: Tensor, chunk_size: int, rows: int, cols: int) -> Tensor:
-    """(B, M, H, W, E) -> (B, rows, cols, M, P, E), padded with zeros."""
-    x = F.pad(x, (0, 0, 0, cols * chunk_size - x.shape[3], 0, rows * chunk_size - x.shape[2]))
-    x = x.unflatten(3, (cols, chunk_size)).unflatten(2, (rows, chunk_size))
-    return x.permute(0, 2, 4, 1, 3, 5, 6).flatten(4, 5).contiguous()
 
 
 def _with_halo(key: Tensor, value: Tensor, chunk_size: int, side: int) -> Tensor:

@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class BenchmarkCase:
     backward: bool = False
     device: str = "cpu"
     dtype: str = "float32"
-    overrides: tuple[str, ...] = ()
+    overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def build(self) -> Callable[[], None]:
         """Return a function that runs one step.
@@ -129,14 +129,14 @@ class BenchmarkCase:
 
     def _config(self, name: str, suffixes: list[str]) -> CfgNode:
         is_variant = not self.is_baseline and not name.endswith(".yaml")
-        keys = ["MODEL.TRANSFORMER.VARIANT", name] if is_variant else []
-        keys += ["MODEL.TRANSFORMER.DROP_PATH", "0.0", *(() if self.is_baseline else self.overrides)]
+        values = {"MODEL.TRANSFORMER.VARIANT": name} if is_variant else {}
+        values |= {"MODEL.TRANSFORMER.DROP_PATH": "0.0"} | ({} if self.is_baseline else self.overrides)
         for suffix in suffixes:
             key, equals, value = _SUFFIXES.get(suffix, suffix).partition("=")
-            keys += [f"MODEL.TRANSFORMER.{key}", value] if equals else []
+            values |= {f"MODEL.TRANSFORMER.{key}": value} if equals else {}
         stages = stage_names(name) if is_variant else ()
         path = self.base if is_variant or self.is_baseline else Path(name)
-        cfg = load_config(path, [*keys, "MODEL.DEVICE", self.device])
+        cfg = load_config(path, values | {"MODEL.DEVICE": self.device})
         cfg.defrost()
         if is_variant:
             # CvT has only three stages.

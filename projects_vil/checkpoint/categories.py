@@ -74,7 +74,7 @@ def known_categories(
 
 
 def dataset_categories(
-    datasets: Sequence[str], number: int, *, names: Sequence[str] | None = None, stuff: bool = False
+    datasets: Sequence[str], number: int, *, names: Sequence[str] | None = None
 ) -> Categories | None:
     """Return the categories of the first dataset with ``number`` classes, or None.
 
@@ -82,15 +82,13 @@ def dataset_categories(
         datasets: Dataset names in detectron2's catalog. Unknown names are skipped.
         number: Number of classes.
         names: Class names that the dataset must have, in this order; None for any names.
-        stuff: Use detectron2's stuff classes instead of its thing classes.
     """
     for dataset in datasets:
-        pairs = categories_of(dataset, stuff=stuff) if dataset in MetadataCatalog.list() else ()
+        pairs = categories_of(dataset) if dataset in MetadataCatalog.list() else ()
         if pairs and len(pairs) == number:
             ids, found = zip(*pairs, strict=True)
             if names in (None, found):
-                colors = MetadataCatalog.get(dataset).get("stuff_colors" if stuff else "thing_colors")
-                return Categories(ids, found, colors)
+                return Categories(ids, found, MetadataCatalog.get(dataset).get("thing_colors"))
     return None
 
 

@@ -24,13 +24,7 @@ from backbones.checkpoint_files import read_checkpoint, state_dict_of
 from backbones.convert import detect_format
 from backbones.errors import check_file, first_of, one_line
 from backbones.files import atomic_write, write_text
-from projects_vil.checkpoint.categories import (
-    Categories,
-    copy_classes,
-    dataset_categories,
-    is_predictor,
-    known_categories,
-)
+from projects_vil.checkpoint.categories import Categories, copy_classes, is_predictor, known_categories
 from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, InputFormat, differing_options
 from projects_vil.checkpoint.pretrained import (
     BACKBONE_PREFIX,
@@ -40,8 +34,8 @@ from projects_vil.checkpoint.pretrained import (
     weights_of_timm,
 )
 from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_entry
-from projects_vil.config import CONFIG_FILE, config_path, is_segmentor, number_of_classes, with_overrides
-from projects_vil.data.catalog import describe_classes, match_all_classes, match_classes, register_datasets
+from projects_vil.config import CONFIG_FILE, config_path, number_of_classes, with_overrides
+from projects_vil.data import catalog
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_on_meta
 from vil.choices import EXPORT_SUFFIXES
 
@@ -186,10 +180,9 @@ class Checkpointer(DetectionCheckpointer):
         if self.cfg is not None:
             mean, std = tuple(self.cfg.MODEL.PIXEL_MEAN), tuple(self.cfg.MODEL.PIXEL_STD)
             known["input"] = InputFormat(self.cfg.INPUT.FORMAT, mean, std)
-            names = (*self.cfg.DATASETS.TRAIN, *self.cfg.DATASETS.TEST)
-            categories = dataset_categories(names, number_of_classes(self.cfg)[1], stuff=is_segmentor(self.cfg))
-            if categories is not None:
-                known |= {"classes": categories.names, "category_ids": categories.ids}
+            _, categories = catalog.model_classes(self.cfg)
+            if categories:
+                known["category_ids"], known["classes"] = zip(*categories, strict=True)
         return CheckpointMetadata(**known)
 
     def _load_file(self, filename: str) -> dict[str, Any]:
@@ -319,16 +312,16 @@ class Checkpointer(DetectionCheckpointer):
         ours, theirs = self.metadata.classes, saved.classes
         if ours is None or theirs is None or ours == theirs or not any(map(is_predictor, state_dict)):
             return
-        differ = f"'{self._path}' was trained on {describe_classes(theirs)}, but the datasets have "
-        differ += describe_classes(ours)
+        differ = f"'{self._path}' was trained on {catalog.describe_classes(theirs)}, but the datasets have "
+        differ += catalog.describe_classes(ours)
         if self._resuming:
             raise ConfigError(f"{differ}. To start a new run from it, set MODEL.WEIGHTS and leave out --resume.")
         if self.complete:
-            matched = dict(enumerate(match_all_classes(ours, theirs, differ=differ)))
+            matched = dict(enumerate(catalog.match_all_classes(ours, theirs, differ=differ)))
             if any(ours[index] != theirs[other] for index, other in matched.items()):
                 return
         else:
-            matched = match_classes(ours, theirs)
+            matched = catalog.match_classes(ours, theirs)
         copied = copy_classes(self.model.state_dict(), state_dict, matched, numbers=(len(ours), len(theirs)))
         if copied:
             new = [name for index, name in enumerate(ours) if index not in matched]
@@ -389,13 +382,13 @@ def load_detector(
     checkpointer = Checkpointer(model, cfg=cfg, complete=complete)
     saved = CheckpointMetadata.from_contents(checkpointer.load(str(weights)))
     names, ids, ours = saved.classes, saved.category_ids, checkpointer.metadata.classes
-    if names and ours and len(match_classes(ours, names)) == len(ours) == len(names):
+    if names and ours and len(catalog.match_classes(ours, names)) == len(ours) == len(names):
         # The checkpointer has reordered the rows.
         ids = ids and tuple(ids[names.index(name)] for name in ours)
         names = ours
     if names is None or ids is None:
         with contextlib.suppress(ConfigError):
-            register_datasets(cfg)
+            catalog.register_datasets(cfg)
     return model.eval(), known_categories(names, ids, number=number_of_classes(cfg)[1], datasets=datasets)
 
 

@@ -229,7 +229,7 @@ def check_files(name: str) -> None:
             check_file(path, f"{description} of {name}")
 
 
-def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
+def read_categories(annotations: str | None) -> tuple[tuple[int, str], ...] | None:
     """Return the id and name of each category of a COCO file, sorted by id as in detectron2.
 
     Returns:
@@ -237,8 +237,7 @@ def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
     """
     path = Path(annotations or "")
     # Opening a pipe may block forever.
-    categories = _read_categories(path, path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else None
-    return None if categories is None else list(categories)
+    return _read_categories(path, path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else None
 
 
 @functools.lru_cache(maxsize=16)
@@ -258,7 +257,7 @@ def _read_categories(path: Path, size: int, time: int) -> tuple[tuple[int, str],
     return tuple(sorted(categories.items())) if len(categories) == len(entries) else None
 
 
-def categories_of(name: str, *, stuff: bool = False) -> list[tuple[int, str]]:
+def categories_of(name: str, *, stuff: bool = False) -> Sequence[tuple[int, str]]:
     """Return the id and name of each class of a dataset, in the order of the model. Without known classes it is empty.
 
     Args:
@@ -276,22 +275,21 @@ def categories_of(name: str, *, stuff: bool = False) -> list[tuple[int, str]]:
 
 def class_names(cfg: CfgNode, name: str) -> list[str] | None:
     """Return the class names of a dataset from its metadata or its COCO file, or None if they are unknown."""
-    known = MetadataCatalog.get(name).get("stuff_classes" if is_segmentor(cfg) else "thing_classes")
-    return known or [label for _, label in categories_of(name, stuff=is_segmentor(cfg))] or None
+    return [label for _, label in categories_of(name, stuff=is_segmentor(cfg))] or None
 
 
-def model_classes(cfg: CfgNode) -> tuple[str | None, list[str] | None]:
-    """Return the name of the reference dataset, and its class names in the order of the model's outputs.
+def model_classes(cfg: CfgNode) -> tuple[str | None, Sequence[tuple[int, str]]]:
+    """Return the name of the reference dataset, and the id and name of each class in the order of the model's outputs.
 
     The reference dataset is the first dataset of ``DATASETS.TRAIN`` and ``DATASETS.TEST``, in this order, that has the
-    model's number of classes. Both values are None if there is no such dataset.
+    model's number of classes. Without such a dataset, the name is None and there are no classes.
     """
     names, (_, number) = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST), number_of_classes(cfg)
     for name in names:
-        classes = class_names(cfg, name) if name in MetadataCatalog.list() else None
-        if classes and len(classes) == number:
-            return name, classes
-    return None, None
+        categories = categories_of(name, stuff=is_segmentor(cfg)) if name in MetadataCatalog.list() else ()
+        if categories and len(categories) == number:
+            return name, categories
+    return None, ()
 
 
 def class_order(cfg: CfgNode, name: str) -> list[int] | None:
@@ -311,13 +309,14 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
     if is_panoptic(cfg) and len(stuff) not in (0, cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES):
         number = cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
         raise ConfigError(f"{key} is {number}, but {name!r} has {len(stuff)} stuff classes. Set {key} {len(stuff)}.")
-    classes, (reference, ours) = class_names(cfg, name), model_classes(cfg)
+    classes, (reference, categories) = class_names(cfg, name), model_classes(cfg)
     if classes is None:
         return None
+    ours = [label for _, label in categories]
     key, number = number_of_classes(cfg)
-    if len(classes) != number and (ours is None or name in cfg.DATASETS.TRAIN or is_segmentor(cfg)):
+    if len(classes) != number and (reference is None or name in cfg.DATASETS.TRAIN or is_segmentor(cfg)):
         raise ConfigError(f"{key} is {number}, but {name!r} has {len(classes)} classes. Set {key} {len(classes)}.")
-    if ours is None:
+    if reference is None:
         reference, ours = name, classes
     theirs = MetadataCatalog.get(reference).get("stuff_classes", ())
     if (is_panoptic(cfg) and stuff and theirs and stuff != theirs) or (is_segmentor(cfg) and classes != ours):

@@ -40,13 +40,13 @@ def check_dataset(
         ConfigError: If the dataset cannot be read, or if ``report`` is one of its annotation files.
     """
     with tempfile.TemporaryDirectory() as folder:
-        contents: dict[str, Any] = {}
         extracted = None if fixed is None else Path(fixed, "images")
-        dataset = read_dataset(data, folder, val=0, images=images, contents=contents, extracted=extracted)
+        dataset = read_dataset(data, folder, val=0, images=images, extracted=extracted)
         if options.get("masks") is None:
             options["masks"] = dataset.has_masks
         if report and os.path.realpath(report) in map(os.path.realpath, (data, *dict(dataset.splits.values()))):
             raise ConfigError(f"--json: '{report}' is an annotation file of the dataset. Name another file.")
+        contents = dataset.contents
         files = {split: CocoFile(*paths, dataset=contents[split], **options) for split, paths in dataset.splits.items()}
     for split, file in files.items():
         if not os.path.exists(file.path):

@@ -174,7 +174,7 @@ def load_dataset(cfg: CfgNode, names: Sequence[str], *, train: bool) -> SharedRe
     if train and not is_segmentor(cfg):
         _check_memory(cfg, *facts.largest)
         objects = [{"annotations": itertools.repeat({"category_id": n}, number)} for n, number in facts.classes.items()]
-        print_instances_class_histogram(objects, model_classes(cfg)[1] or class_names(cfg, names[0]))
+        print_instances_class_histogram(objects, class_names(cfg, model_classes(cfg)[0] or names[0]))
     return records
 
 

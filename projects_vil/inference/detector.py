@@ -5,7 +5,7 @@ import dataclasses
 import numbers
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -19,7 +19,7 @@ from detectron2.structures import Instances
 from backbones import ConfigError
 from backbones.errors import check_whole, first_of
 from projects_vil.checkpoint import Categories, find_model, find_weights
-from projects_vil.config import add_values, as_mapping, choose_device, load_config
+from projects_vil.config import Overrides, add_values, as_mapping, choose_device, load_config
 from projects_vil.data.image_files import upright_pixels
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead
@@ -201,7 +201,7 @@ class Detector(HubMixin):
         dtype: str | torch.dtype | None = None,
         score_threshold: float | None = None,
         tta: bool = False,
-        overrides: Sequence[object] | Mapping[str, object] = (),
+        overrides: Overrides = (),
     ) -> "Detector":
         """Load a detector.
 

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from backbones import ConfigError
 from backbones.errors import GENERATOR, check_choice, check_file, check_replaceable, check_whole, counted, printable
 from backbones.files import atomic_write
 from projects_vil.checkpoint import Categories, weights_of
-from projects_vil.config import CONFIG_FILE, as_mapping
+from projects_vil.config import CONFIG_FILE, Overrides
 from projects_vil.data import IMAGE_SUFFIXES
 from projects_vil.data.catalog import describe_classes, match_all_classes
 from projects_vil.data.readers import read_coco
@@ -82,7 +82,7 @@ def predict(
     workers_per_gpu: int | None = None,
     tta: bool = False,
     track: bool = False,
-    overrides: Sequence[object] | Mapping[str, object] = (),
+    overrides: Overrides = (),
 ) -> Summary:
     """Detect objects in the images of an input and write the results into an output directory.
 
@@ -170,7 +170,7 @@ def predict(
         from projects_vil.inference.on_ray import predict_on_ray
 
         options |= {"num_workers": ray_workers, "workers_per_gpu": workers_per_gpu or 1}
-        return predict_on_ray(model, source, output, tta=tta, overrides=as_mapping(overrides), **options)
+        return predict_on_ray(model, source, output, tta=tta, overrides=overrides, **options)
     # The input is checked before the model is loaded.
     images, is_parquet = None, file_format == "parquet"
     if not is_parquet:

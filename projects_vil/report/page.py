@@ -9,7 +9,7 @@ import math
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from backbones import ConfigError
 from backbones.errors import GENERATOR, check_file, check_whole, explained_errors, first_of
 from backbones.files import write_text
-from projects_vil.config import config_items, default_config, detector_name, load_config
+from projects_vil.config import Overrides, config_items, default_config, detector_name, load_config
 from projects_vil.data import check_files, register_datasets
 from projects_vil.data.records import fixed_coco, is_coco
 from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
@@ -63,7 +63,7 @@ class RunFolder:
 
 
 def write_report(
-    folder: str | Path, output: str | Path | None = None, *, num_images: int = 8, overrides: Sequence[str] = ()
+    folder: str | Path, output: str | Path | None = None, *, num_images: int = 8, overrides: Overrides = ()
 ) -> Path:
     """Write a self-contained HTML report of a run, and return its path.
 
@@ -93,7 +93,7 @@ def write_report(
     return path
 
 
-def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
+def read_run(folder: Path, overrides: Overrides = ()) -> RunFolder:
     """Read the files of a training or evaluation run, as far as possible.
 
     Raises:

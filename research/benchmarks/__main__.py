@@ -48,7 +48,8 @@ def dataset_check(args: argparse.Namespace) -> None:
 def predict(args: argparse.Namespace) -> None:
     from research.benchmarks.prediction import format_predictions, measure_predictions
 
-    options = {"num_images": args.images, "batch_size": args.batch, "runs": args.runs, "overrides": args.opts}
+    options = {"num_images": args.images, "batch_size": args.batch, "runs": args.runs}
+    options["overrides"] = [word for pair in args.overrides.items() for word in pair]
     rows = measure_predictions(*args.models, **options)
     print(format_predictions(rows))
     write_json(args.json, rows)
@@ -127,7 +128,7 @@ def roofline(args: argparse.Namespace) -> None:
         **{"part": "backbone", "base": BASE, "size": tuple(args.image_size), "batch_size": args.batch},
         **{"device": cfg.MODEL.DEVICE, "dtype": args.dtype, "backward": args.backward},
     }
-    cases = [BenchmarkCase(name, False, **options, overrides=tuple(args.opts)) for name in args.models]
+    cases = [BenchmarkCase(name, False, **options, overrides=args.overrides) for name in args.models]
     cases += [BenchmarkCase(name, True, **options) for name in args.against]
     rates = roofline.measure_rates(cases[0].device, args.dtype)
     rows = measure(cases, runs=args.runs, memory=False)

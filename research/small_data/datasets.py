@@ -26,8 +26,8 @@ def prepare_dataset(source: Path, folder: Path, num_classes: int | None = None) 
     """
     if (folder / "yolo/data.yaml").exists():
         return
-    contents: dict[str, Any] = {}
-    dataset = read_dataset(source, folder / "source", contents=contents)
+    dataset = read_dataset(source, folder / "source")
+    contents = dataset.contents
     counts = Counter(entry["category_id"] for entry in contents["train"]["annotations"])
     kept = {category for category, _ in counts.most_common(num_classes)}
     names = {one["id"]: one["name"] for one in contents["train"]["categories"] if not num_classes or one["id"] in kept}

@@ -24,7 +24,8 @@ from vil.arguments import ConfigToolParser, ToolParser, add_training_arguments, 
 from vil.commands import COMMANDS
 
 FILE = ["--config-file", str(CONFIGS["retinanet"])]
-PAIRS = ["SOLVER.BASE_LR", "-1e-3", "SOLVER.STEPS", "(3, 5)"]
+OVERRIDES = {"SOLVER.BASE_LR": "-1e-3", "SOLVER.STEPS": "(3, 5)"}
+PAIRS = [word for pair in OVERRIDES.items() for word in pair]
 TOOLS = sorted({path.name for path in (ROOT / "tools").glob("*.py")})
 
 
@@ -122,7 +123,7 @@ def test_pairs_in_any_position():
     for word in ([], ["--opts"]):
         for order in itertools.permutations([FILE, [*word, *PAIRS], ["--flag", "--size", "4", "5"]]):
             args = parser().parse_args([token for part in order for token in part])
-            assert args.opts == PAIRS and args.config_file == FILE[1] and args.flag and args.size == [4, 5]
+            assert args.overrides == OVERRIDES and args.config_file == FILE[1] and args.flag and args.size == [4, 5]
 
 
 def test_an_option_stands_between_two_arguments():
@@ -130,7 +131,8 @@ def test_an_option_stands_between_two_arguments():
     tool.add_argument("model")
     tool.add_argument("input", nargs="?")
     args = tool.parse_args(["run", *FILE, "SEED", "1", "--flag", "photos", "--size", "4", "5"])
-    assert (args.model, args.input, args.flag, args.size, args.opts) == ("run", "photos", True, [4, 5], ["SEED", "1"])
+    assert (args.model, args.input, args.flag, args.size) == ("run", "photos", True, [4, 5])
+    assert args.overrides == {"SEED": "1"}
 
 
 def test_pairs_next_to_lists_and_files(tmp_path, monkeypatch):
@@ -140,25 +142,25 @@ def test_pairs_next_to_lists_and_files(tmp_path, monkeypatch):
     files = ["a.jpg", "DSC_01.JPG", "TEST.JPG", "DATASET.V2"]
     words = ["SEED", "1", "--config-file", FILE[1], "--images", *files, *PAIRS, "--opts", "SEED", "2"]
     args = parser().parse_args(words)
-    assert args.images == files and args.opts == ["SEED", "1", *PAIRS, "SEED", "2"]
-    assert parser().parse_args(FILE).opts == []
+    assert args.images == files and args.overrides == OVERRIDES | {"SEED": "2"}
+    assert parser().parse_args(FILE).overrides == {}
 
 
 def test_a_misspelled_key_is_passed_on_to_the_library():
     args = parser().parse_args([*FILE, "SOLVR.BASE_LR", "1", "--flag"])
-    assert args.opts == ["SOLVR.BASE_LR", "1"] and args.flag
-    assert "'SOLVR.BASE_LR' does not exist. Did you mean 'SOLVER.BASE_LR'" in message(load_config, FILE[1], args.opts)
+    assert args.overrides == {"SOLVR.BASE_LR": "1"} and args.flag
+    assert "does not exist. Did you mean 'SOLVER.BASE_LR'" in message(load_config, FILE[1], args.overrides)
 
 
 def test_short_forms_are_their_keys(tmp_path):
     weights = str(tmp_path / "a.pth")
     (tmp_path / "a.pth").touch()
     args = parser().parse_args([*FILE, "--weights", weights, "--device", "cpu", "SEED", "1", "MODEL.DEVICE", "cpu"])
-    assert args.opts == ["SEED", "1", "MODEL.DEVICE", "cpu", "MODEL.WEIGHTS", weights, "MODEL.DEVICE", "cpu"]
-    cfg = load_config(args.config_file, args.opts)
+    assert args.overrides == {"SEED": "1", "MODEL.DEVICE": "cpu", "MODEL.WEIGHTS": weights}
+    cfg = load_config(args.config_file, args.overrides)
     assert (cfg.MODEL.WEIGHTS, cfg.MODEL.DEVICE, cfg.SEED) == (weights, "cpu", 1)
     url = "detectron2://ImageNetPretrained/MSRA/R-50.pkl"
-    assert parser().parse_args([*FILE, "--weights", url]).opts == ["MODEL.WEIGHTS", url]
+    assert parser().parse_args([*FILE, "--weights", url]).overrides == {"MODEL.WEIGHTS": url}
 
 
 @pytest.mark.parametrize(

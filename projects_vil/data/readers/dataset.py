@@ -49,7 +49,7 @@ class Dataset:
         format: ``"COCO"``, ``"YOLO"``, ``"Pascal VOC"``, ``"LabelMe"``, ``"CVAT"`` or ``"VIA"``.
         splits: A dict from the split to its annotation file and image folder. It has ``"train"``, and ``"val"`` and
             ``"test"`` if the dataset has them.
-        sizes: A dict from the split to the number of images.
+        contents: A dict from the split to the content of its annotation file. Clear it to free its memory.
         classes: The class names in the order of the category ids. The classes of a detector have the same order.
         has_masks: Whether at least half of the objects that are not crowds have a mask.
         notes: Messages about choices, and about skipped entries and files.
@@ -60,12 +60,17 @@ class Dataset:
     source: Path
     format: str
     splits: dict[str, tuple[Path, Path]]
-    sizes: dict[str, int]
+    contents: dict[str, dict[str, Any]] = field(repr=False)
     classes: tuple[str, ...]
     has_masks: bool
     notes: tuple[str, ...] = ()
     unused: dict[str, list[str]] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of images by split."""
+        return {split: len(content["images"]) for split, content in self.contents.items()}
 
     def line(self) -> str:
         """Return ``mine is Pascal VOC: 364 images, 3 classes, boxes; train 291, val 73``, and a line for each note."""
@@ -91,7 +96,6 @@ def read_dataset(
     *,
     val: float | None = None,
     images: str | Path | None = None,
-    contents: dict[str, Any] | None = None,
     extracted: str | Path | None = None,
 ) -> Dataset:
     """Detect the format of a dataset, and return it as COCO files.
@@ -106,7 +110,6 @@ def read_dataset(
             images with the lowest hashes of their file names are used, independently of their order. None is 0.2, and 0
             makes no validation split.
         images: The folder with the images, if it is not the folder of the dataset.
-        contents: A dict that receives the content of the COCO file of each split, so that the caller need not read it.
         extracted: The folder for images that exist only in the annotation files. By default ``folder``/images.
 
     Returns:
@@ -153,9 +156,7 @@ def read_dataset(
         found.notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
         raise ConfigError(f"'{source}' already has a validation split. Leave out val_fraction.")
-    read, contents = set(map(os.path.realpath, files)), {} if contents is None else contents
-    splits = _write(source, Path(folder), parts, read, contents)
-    sizes = {split: len(contents[split]["images"]) for split in splits}
+    splits, contents = _write(source, Path(folder), parts, set(map(os.path.realpath, files)))
     # detectron2 sorts the classes by category id. The dataset check reads the text of an id as an integer.
     categories = [entry for entry in entries_of(content, "categories") if str(entry.get("id")).isdigit()]
     classes = tuple(str(entry.get("name")) for entry in sorted(categories, key=lambda entry: int(entry["id"])))
@@ -168,11 +169,11 @@ def read_dataset(
     found.notes += compare_splits(parts, copies)
     # Images inside annotation files may be in a temporary folder.
     notes = tuple(note.replace(extracted, index.root) for note in found.notes)
-    return Dataset(source, name, splits, sizes, classes, has_masks, notes, unused, copies)
+    return Dataset(source, name, splits, contents, classes, has_masks, notes, unused, copies)
 
 
-def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: dict[str, Any]) -> dict[str, tuple]:
-    """Write the contents of the splits that have no file yet, and return the file and image folder of each split."""
+def _write(source: Path, folder: Path, parts: Parts, read: set[str]) -> tuple[dict[str, tuple], dict[str, dict]]:
+    """Write the splits that have no file yet. Return the file and image folder of each split, and its content."""
     # "info" comes first because check_replaceable reads only the beginning of a file. Error messages name the source.
     info = {"info": {"description": GENERATOR, SOURCE: os.path.abspath(source)}}
     written = {split: folder / f"{split}.json" for split, (_, path, _) in parts.items() if path is None}
@@ -180,14 +181,14 @@ def _write(source: Path, folder: Path, parts: Parts, read: set[str], contents: d
         check_replaceable(path, advice="Choose another output directory.")
         if os.path.realpath(path) in read:
             raise ConfigError(f"'{path}' belongs to the dataset. Choose another output directory.")
-    splits = {}
+    splits, contents = {}, {}
     for split in [split for split in ("train", "val", "test") if split in parts]:
         content, path, images = parts[split]
         if path is None:
             path, content = written[split], info | content | info
             save_coco(path, content)
-        contents[split], splits[split] = content, (path, images)
-    return splits
+        splits[split], contents[split] = (path, images), content
+    return splits, contents
 
 
 def _count_unused(source: Path, parts: Parts, index: FileIndex, read: set[str], unused: dict[str, list[str]]) -> None:

@@ -254,8 +254,8 @@ def test_kinds_of_files(kind, tmp_path):
     output_format = LABEL_FORMATS[sorted(KINDS).index(kind) % len(LABEL_FORMATS)]
     convert_dataset(root, tmp_path / "converted", output_format)
     assert output_format != "yolo" or "\nval: " in (tmp_path / "converted/data.yaml").read_text()
-    assert read_dataset(tmp_path / "converted", tmp_path / "out", val=0, contents=contents).sizes == dataset.sizes
-    np.testing.assert_allclose(contents["train"]["annotations"][0]["bbox"], BOX, atol=0.01)
+    assert (converted := read_dataset(tmp_path / "converted", tmp_path / "out", val=0)).sizes == dataset.sizes
+    np.testing.assert_allclose(converted.contents["train"]["annotations"][0]["bbox"], BOX, atol=0.01)
 
 
 @pytest.mark.parametrize("output_format", LABEL_FORMATS)
@@ -273,10 +273,8 @@ def test_splits_with_other_categories_keep_their_names(tmp_path, output_format):
         for name in (split, "copy"):
             (tmp_path / "data" / split / f"{name}.json").write_text(json.dumps(content))
     convert_dataset(tmp_path / "data", tmp_path / "converted", output_format)
-    contents = {}
-    read_dataset(tmp_path / "converted", tmp_path / "out", val=0, contents=contents)
     found = {}
-    for split, content in contents.items():
+    for split, content in read_dataset(tmp_path / "converted", tmp_path / "out", val=0).contents.items():
         names = {category["id"]: category["name"] for category in content["categories"]}
         found[split] = sorted(names[one["category_id"]] for one in content["annotations"])
     assert found == {"train": ["cat", "dog"], "val": ["dog", "emu"]}
@@ -349,10 +347,9 @@ def test_which_image_is_used(files, used, tmp_path):
     write_files(tmp_path / "data", {"cam1/b.png": 1, "cam2/a.png": 2} | files)
     images = tmp_path / "data/DIR"
     images = images.rename(tmp_path / "DIR") if images.is_dir() else None
-    contents = {}
-    dataset = read_dataset(tmp_path / "data", tmp_path / "out", val=0, images=images, contents=contents)
-    folder = dataset.splits["train"][1]
-    found = [os.path.relpath(folder / image["file_name"], tmp_path) for image in contents["train"]["images"]]
+    dataset = read_dataset(tmp_path / "data", tmp_path / "out", val=0, images=images)
+    content, folder = dataset.contents["train"], dataset.splits["train"][1]
+    found = [os.path.relpath(folder / image["file_name"], tmp_path) for image in content["images"]]
     assert found == [path if "DIR" in path else f"data/{path}" for path in used]
     # Another image or annotation file is counted, with advice if its image is missing.
     is_missing = any("missing" in reason for reason in dataset.unused)
