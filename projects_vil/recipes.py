@@ -74,15 +74,13 @@ def with_recipe(
     if len(objects) and (is_auto or not is_paper):
         # The heads of a pretrained detector need the anchors of its config.
         keep_anchors |= is_zoo_name(cfg.MODEL.WEIGHTS) and zoo_entry(cfg.MODEL.WEIGHTS).config is not None
-        has_anchors = any(key.startswith("MODEL.ANCHOR_GENERATOR.") for key in given)
         number, least = len(content["images"]), _EPOCHS[device][0]
         chosen = cfg.SOLVER.EPOCHS * number or cfg.SOLVER.MAX_ITER * batch * ("SOLVER.MAX_ITER" in given)
         is_long = device == "cpu" and chosen > max(_IMAGES[device], least * number)
         own_sizes = _SCRATCH_SIZES if device == "cpu" and recipe == "scratch" else IMAGE_SIZES[device]
         sizes = (_SIZES_OF_LONG_RUNS if is_long else own_sizes) if is_auto else [size]
-        fit = not (is_paper or keep_anchors or has_anchors)
-        tiled = bool(cfg.TEST.TILE_SIZE)
-        size, anchors, text = choose_size(anchors_of(cfg), objects, sizes=sizes, fit=fit, tiled=tiled)
+        fit = not (is_paper or keep_anchors or any(key.startswith("MODEL.ANCHOR_GENERATOR.") for key in given))
+        size, anchors, text = choose_size(anchors_of(cfg), objects, sizes=sizes, fit=fit, tiled=cfg.TEST.TILE_SIZE > 0)
         print(text, flush=True)
         if fit:
             values["MODEL.ANCHOR_GENERATOR.SIZES"] = anchors.sizes
