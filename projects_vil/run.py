@@ -288,7 +288,7 @@ def train(
             is_pretrained = cfg.MODEL.WEIGHTS or "." in cfg.MODEL.TRANSFORMER.VARIANT
             recipe = recipe or ("finetune" if is_pretrained else "scratch")
             fixed = given.keys() - (size_values(1).keys() if pixels else ())
-            cfg = with_recipe(cfg, recipe, contents.get("train"), given=fixed, **options)
+            cfg = with_recipe(cfg, recipe, contents.get("train", {}), given=fixed, **options)
         contents.clear()  # frees its memory during the training
         check_setup(cfg, processes=processes.world_size, resume=resume, overridden=given)
         launch(run_training, (cfg, Trainer, resume, tuple(given)), processes, device=cfg.MODEL.DEVICE)

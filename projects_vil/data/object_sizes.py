@@ -47,23 +47,23 @@ RETINANET = Anchors(_LEVELS, ratios=[0.5, 1.0, 2.0], strides=[8, 16, 32, 64, 128
 
 
 def objects_of(content: Mapping[str, Any]) -> np.ndarray:
-    """Return left, top, width and height of each object, and height and width of its image, as (N, 6) float.
+    """Return left, top, width and height of each object, and height, width and number of its image, as (N, 7) float.
 
     Crowds and entries that are not valid COCO are left out.
 
     Args:
         content: The content of a COCO file.
     """
-    valid = (image for image in content["images"] if isinstance(image, dict))
-    rows, images = array("d"), {image["id"]: image for image in valid if isinstance(image.get("id"), int | str)}
+    valid = (pair for pair in enumerate(content.get("images", ()), start=1) if isinstance(pair[1], dict))
+    rows, images = array("d"), {one["id"]: (n, one) for n, one in valid if isinstance(one.get("id"), int | str)}
     for entry in content.get("annotations", ()):
         # The dataset check reports invalid entries.
         with contextlib.suppress(KeyError, TypeError, ValueError):
             left, top, width, height = map(float, entry["bbox"])
-            image = images[entry["image_id"]]
+            number, image = images[entry["image_id"]]
             if not entry.get("iscrowd"):
-                rows.extend((left, top, width, height, float(image["height"]), float(image["width"])))
-    objects = np.asarray(rows).reshape(-1, 6)
+                rows.extend((left, top, width, height, float(image["height"]), float(image["width"]), number))
+    objects = np.asarray(rows).reshape(-1, 7)
     return objects[np.isfinite(objects).all(axis=1) & (objects[:, 2:] > 0).all(axis=1)]
 
 
