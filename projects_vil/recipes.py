@@ -43,7 +43,7 @@ _PAPER_EPOCHS = 50
 def with_recipe(
     cfg: CfgNode,
     recipe: str,
-    content: Mapping[str, Any] | None,
+    content: Mapping[str, Any],
     *,
     image_size: int | str | None,
     given: Set[str],
@@ -56,7 +56,7 @@ def with_recipe(
     Args:
         cfg: The config of the run.
         recipe: ``"finetune"`` or ``"scratch"`` (``configs/base/recipe_*.yaml``), or ``"paper"`` to keep the config.
-        content: The content of the COCO file of the training images; None without a dataset.
+        content: The content of the COCO file of the training images; empty without a dataset.
         image_size: Shorter side of the images in pixels; ``"auto"`` to choose it from the objects; None for the size of
             the config with the recipe ``"paper"`` or with an image size in ``given``, and otherwise ``"auto"``.
         given: Config keys that the user has set, and that keep their values.
@@ -65,7 +65,9 @@ def with_recipe(
         low_rate: Whether the weights are a detector of the same classes, which needs a low learning rate.
     """
     device = "cuda" if cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available() else "cpu"
-    is_paper, objects = recipe == "paper", objects_of(content) if content else ()
+    is_paper, objects = recipe == "paper", objects_of(content)
+    # Training skips images without objects unless the config uses them.
+    number = len(set(objects[:, 6]) if cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS else content.get("images", ()))
     is_auto = image_size == "auto" or not (image_size or is_paper or keep_anchors or given & size_values(1).keys())
     batch, size, values = cfg.SOLVER.IMS_PER_BATCH, cfg.INPUT.MIN_SIZE_TEST, {}
     if "SOLVER.IMS_PER_BATCH" not in given:
@@ -74,15 +76,12 @@ def with_recipe(
     if len(objects) and (is_auto or not is_paper):
         # The heads of a pretrained detector need the anchors of its config.
         keep_anchors |= is_zoo_name(cfg.MODEL.WEIGHTS) and zoo_entry(cfg.MODEL.WEIGHTS).config is not None
-        has_anchors = any(key.startswith("MODEL.ANCHOR_GENERATOR.") for key in given)
-        number, least = len(content["images"]), _EPOCHS[device][0]
         chosen = cfg.SOLVER.EPOCHS * number or cfg.SOLVER.MAX_ITER * batch * ("SOLVER.MAX_ITER" in given)
-        is_long = device == "cpu" and chosen > max(_IMAGES[device], least * number)
+        is_long = device == "cpu" and chosen > max(_IMAGES[device], _EPOCHS[device][0] * number)
         own_sizes = _SCRATCH_SIZES if device == "cpu" and recipe == "scratch" else IMAGE_SIZES[device]
         sizes = (_SIZES_OF_LONG_RUNS if is_long else own_sizes) if is_auto else [size]
-        fit = not (is_paper or keep_anchors or has_anchors)
-        tiled = bool(cfg.TEST.TILE_SIZE)
-        size, anchors, text = choose_size(anchors_of(cfg), objects, sizes=sizes, fit=fit, tiled=tiled)
+        fit = not (is_paper or keep_anchors or any(key.startswith("MODEL.ANCHOR_GENERATOR.") for key in given))
+        size, anchors, text = choose_size(anchors_of(cfg), objects, sizes=sizes, fit=fit, tiled=cfg.TEST.TILE_SIZE > 0)
         print(text, flush=True)
         if fit:
             values["MODEL.ANCHOR_GENERATOR.SIZES"] = anchors.sizes
@@ -102,7 +101,7 @@ def with_recipe(
             images = _IMAGES[device] * (_SCRATCH_FACTOR[device] if recipe == "scratch" else 1)
             images *= (256 / size) ** 2 if device == "cpu" else 1
             least, most = _EPOCHS[device]
-            values["SOLVER.EPOCHS"] = min(max(round(images / len(content["images"])), least), most)
+            values["SOLVER.EPOCHS"] = min(max(round(images / max(number, 1)), least), most)
     if "SOLVER.MAX_ITER" in given:
         values.pop("SOLVER.EPOCHS", None)
         if not is_paper:

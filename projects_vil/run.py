@@ -129,8 +129,8 @@ def train(
             of the recipe, split by gradient accumulation if the memory requires it.
         lr: Learning rate (``SOLVER.BASE_LR``).
         image_size: Shorter side of the training and test images in pixels; the longer side is at most 5/3 of it.
-            ``"auto"`` is the smallest size at which the anchors match 98 % of the objects, and the default with
-            ``data``, except for the recipe ``"paper"``.
+            ``"auto"`` is the smallest size at which the anchors match 98 % of the objects that they match at large
+            sizes, and the default with ``data``, except for the recipe ``"paper"``.
         tiles: Side in pixels of tiles, for small objects in large images. The detector is trained on random crops of
             this size, and evaluates and predicts in overlapping tiles (``TEST.TILE_SIZE``).
         workers: Data loader processes (``DATALOADER.NUM_WORKERS``).
@@ -288,7 +288,7 @@ def train(
             is_pretrained = cfg.MODEL.WEIGHTS or "." in cfg.MODEL.TRANSFORMER.VARIANT
             recipe = recipe or ("finetune" if is_pretrained else "scratch")
             fixed = given.keys() - (size_values(1).keys() if pixels else ())
-            cfg = with_recipe(cfg, recipe, dataset and dataset.contents["train"], given=fixed, **options)
+            cfg = with_recipe(cfg, recipe, dataset.contents["train"] if dataset else {}, given=fixed, **options)
         dataset = None  # frees its memory during the training
         check_setup(cfg, processes=processes.world_size, resume=resume, overridden=given)
         launch(run_training, (cfg, Trainer, resume, tuple(given)), processes, device=cfg.MODEL.DEVICE)

@@ -384,8 +384,8 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         lines += dataset.line().splitlines()
         for file in files.values():
             lines += file.lines()
-        train = files["train"].dataset
-        if "val" not in files:
+        train = files["train"].fixed(areas=False)[0] if files["train"].findings("error") else files["train"].dataset
+        if "val" not in files and train.get("images"):
             halves = split_by_hash(train, Path(files["train"].image_root), None, dataset.copies)
             train, effect = halves["train"], "needs a second image for it"
             if "val" in halves:

@@ -52,8 +52,8 @@ def test_the_default_recipe_for_own_photos(start, capsys):
     assert start(weights="none").SOLVER.BASE_LR_END == 0
 
 
-def test_small_objects_need_a_long_run_on_a_cpu(start, tmp_path, capsys):
-    """With a larger image size, a run of the same time has too few iterations."""
+def test_the_objects_determine_the_image_size_and_the_epochs(start, tmp_path, capsys):
+    """Larger images leave too few iterations to a run of the same time. Training skips images without objects."""
     path = tmp_path / "mine/annotations/instances_train.json"
     content = json.loads(path.read_text())
     for entry in content["annotations"]:
@@ -62,6 +62,10 @@ def test_small_objects_need_a_long_run_on_a_cpu(start, tmp_path, capsys):
     sizes = [start(**options).INPUT.MIN_SIZE_TEST for options in ({}, {"epochs": 3}, {"epochs": 100})]
     assert sizes[0] == sizes[1] == max(recipes.IMAGE_SIZES["cpu"]) < sizes[2]
     assert "A larger --image-size matches more" in capsys.readouterr().out
+    content["annotations"] = [entry for entry in content["annotations"] if entry["image_id"] % 2]
+    path.write_text(json.dumps(content))
+    own, every = (start(**{"DATALOADER.FILTER_EMPTY_ANNOTATIONS": skip}).SOLVER.EPOCHS for skip in (True, False))
+    assert own == 2 * every == 90
 
 
 def test_random_weights_and_the_recipes(start, monkeypatch, capsys):

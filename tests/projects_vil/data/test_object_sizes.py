@@ -30,7 +30,7 @@ def content(*, number: int = 40, side: float, height: int = 300, width: int = 40
 @pytest.mark.parametrize("fit", [False, True])
 def test_the_share_of_matched_objects_equals_detectron2s_anchors(base, fit):
     own, objects = anchors_of(load_config(config_path(f"base/{base}_1x"))), objects_of(content(side=30))
-    assert objects.shape == (40, 6) and (own == RETINANET) == (base == "retinanet")
+    assert objects.shape == (40, 7) and (own == RETINANET) == (base == "retinanet")
     _, chosen, text = choose_size(own, objects, sizes=[192], fit=fit)
     strides = [8, 16, 32, 64, 128] if base == "retinanet" else [4, 8, 16, 32, 64]
     options = {"strides": strides, "offset": chosen.offset}
@@ -64,3 +64,10 @@ def test_the_smallest_size_that_matches_the_objects():
         assert share > choose([size], fit=False)[2] or side > 12
         chosen.append(size)
     assert chosen == sorted(chosen, reverse=True) and chosen[2:] == [256, 128]
+
+
+def test_elongated_objects_do_not_need_a_large_size():
+    objects = objects_of(content(side=130))
+    objects[:4, 2:4] = 280, 4
+    size, _, text = choose_size(RETINANET, objects, sizes=range(192, 641, 32), fit=True)
+    assert size == 192 and "match 90.0% of them" in text and "larger" not in text
