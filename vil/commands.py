@@ -114,14 +114,15 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
 
 
 def _show_results(results: dict[str, Any]) -> None:
-    """Print the AP of each dataset and task, with advice if it is 0 or undefined."""
-    zero = "AP is 0. Train for more epochs, and look at the training images with 'vil visualize data RUN'."
+    """Print the AP of each dataset and task, with advice if it is low or undefined."""
+    low = ". This is low. Train for more epochs, and look at the training images with 'vil visualize data RUN'"
     undefined = "AP is undefined, because the validation images have no objects. Annotate them."
     for name, task, metrics in ((name, *item) for name, tasks in results.items() for item in tasks.items()):
-        if metrics.get("AP"):
-            show(f"{task} of {name}: AP {metrics['AP']:.1f} %, AP50 {metrics['AP50']:.1f} %")
+        if metrics.get("AP") is not None:
+            advice = low if metrics["AP"] < 5 else ""
+            show(f"{task} of {name}: AP {metrics['AP']:.1f} %, AP50 {metrics['AP50']:.1f} %{advice}")
         elif "AP" in metrics:
-            show(f"{task} of {name}: {undefined if metrics['AP'] is None else zero}")
+            show(f"{task} of {name}: {undefined}")
 
 
 def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 # The image sizes to choose from in pixels, by device. On a CPU, larger images reach a lower AP in the same time,
 # because the run has fewer iterations.
 IMAGE_SIZES = {"cpu": range(192, 257, 32), "cuda": range(512, 801, 32)}
-# The share of the objects that the anchors match at the chosen size, at this IoU. Objects that they would not match at
-# twice the largest size either, such as very elongated ones, are left out.
+# The share of the objects that the anchors match at the chosen size, at this IoU. On a CPU, objects that they would not
+# match at twice the largest size either, such as very elongated ones, are left out.
 TARGET_SHARE = 0.98
 MATCH_IOU = 0.5
 # A size below 256 pixels is chosen only if half of the objects have a side of at least 50 pixels.
@@ -72,8 +72,8 @@ def choose_size(
 ) -> tuple[int, Anchors, str]:
     """Return the first image size at which the anchors match ``TARGET_SHARE`` of the objects, or else the last one.
 
-    Objects that the anchors do not match at twice the last size either are left out of this share. Sizes below
-    ``SMALL_SIZE`` are skipped if the median side of the objects would be below ``SMALL_SIDE``.
+    Objects that the anchors do not match at twice the last size either are left out of this share, except for the sizes
+    of a GPU. Sizes below ``SMALL_SIZE`` are skipped if the median side of the objects would be below ``SMALL_SIDE``.
 
     Args:
         anchors: The anchors of the detector.
@@ -102,14 +102,15 @@ def choose_size(
         ious, chosen = max(pairs, key=lambda pair: (round(np.mean(pair[0] >= MATCH_IOU), 2), pair[0].mean()))
         return np.mean(ious >= MATCH_IOU), chosen, boxes
 
-    target = TARGET_SHARE * matched(2 * sizes[-1])[0]
+    possible = TARGET_SHARE * matched(2 * sizes[-1])[0]
+    target = TARGET_SHARE if sizes == IMAGE_SIZES["cuda"] else possible
     for size in sizes:
         share, chosen, boxes = matched(size)
         small, median, large = np.percentile(np.sqrt(boxes[:, 2] * boxes[:, 3]), (10, 50, 90))
         if share >= target and (size >= SMALL_SIZE or median >= SMALL_SIDE):
             break
     matching = "fitted anchors match" if fit else "the model's anchors match"
-    advice = ". A larger --image-size matches more, and needs more --epochs" if share < target else ""
+    advice = ". A larger --image-size matches more, and needs more --epochs" if share < possible else ""
     text = (
         f"objects in the training images: {len(objects):,}, with a side of {small:.0f} to {large:.0f} pixels "
         f"(median {median:.0f}) at image size {size}; {matching} {share:.1%} of them (IoU {MATCH_IOU}){advice}"

@@ -66,9 +66,9 @@ def test_check_replaces_no_annotations_and_writes_no_empty_dataset(shapes, tmp_p
 @pytest.mark.parametrize(
     ("tasks", "expected"),
     [
-        ({"bbox": {"AP": 0}, "segm": {"AP": None}}, "bbox of mine: AP is 0. Train for more epochs"),
+        ({"bbox": {"AP": 4.9, "AP50": 9}, "segm": {"AP": None}}, "bbox of mine: AP 4.9 %, AP50 9.0 %. This is low."),
         ({"bbox": {"AP": None}}, "bbox of mine: AP is undefined, because the validation images have no objects."),
-        ({"bbox": {"AP": 3.0, "AP50": 9.0}}, "bbox of mine: AP 3.0 %, AP50 9.0 %\nNext: vil predict"),
+        ({"bbox": {"AP": 5.0, "AP50": 9.0}}, "bbox of mine: AP 5.0 %, AP50 9.0 %\nNext: vil predict"),
         ({"sem_seg": {"mIoU": 3.0}}, "Next: vil predict"),
     ],
 )

@@ -10,7 +10,7 @@ from detectron2.structures import Boxes, pairwise_iou
 
 from projects_vil import load_config
 from projects_vil.config import config_path
-from projects_vil.data.object_sizes import MATCH_IOU, RETINANET, TARGET_SHARE, choose_size, objects_of
+from projects_vil.data.object_sizes import IMAGE_SIZES, MATCH_IOU, RETINANET, TARGET_SHARE, choose_size, objects_of
 from projects_vil.recipes import anchors_of
 
 
@@ -71,3 +71,5 @@ def test_elongated_objects_do_not_need_a_large_size():
     objects[:4, 2:4] = 280, 4
     size, _, text = choose_size(RETINANET, objects, sizes=range(192, 641, 32), fit=True)
     assert size == 192 and "match 90.0% of them" in text and "larger" not in text
+    # A run on a GPU has as many iterations with larger images.
+    assert choose_size(RETINANET, objects, sizes=IMAGE_SIZES["cuda"], fit=True)[0] == 800

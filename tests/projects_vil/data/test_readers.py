@@ -384,13 +384,6 @@ def test_a_folder_of_annotations_may_have_its_own_images(tmp_path):
         assert folder == tmp_path / used
 
 
-def test_a_list_may_name_an_image_twice(tmp_path):
-    lines = f"images/a.png\n{tmp_path}/data/images/a.png\nimages\\b.png\n"
-    files = {"train.txt": lines, "data.yaml": "train: train.txt\nnames: [cat]\n", "images/a.png": 1, "images/b.png": 2}
-    write_files(tmp_path / "data", files | {"labels/a.txt": YOLO_ROW})
-    assert read_dataset(tmp_path / "data", tmp_path / "out", val=0).sizes == {"train": 2}
-
-
 def test_images_without_a_suffix_are_used(tmp_path):
     write_files(tmp_path / "data", {"a.png": 1, "annotations.json": coco_text("a")})
     (tmp_path / "data/a.png").rename(tmp_path / "data/a")

@@ -218,8 +218,7 @@ def test_a_resumed_run_keeps_its_seed_and_has_the_rates_of_the_config(shapes, tm
     assert {group["weight_decay"] for group in other.optimizer.param_groups} == {0.0, 0.5}
     other = start("SOLVER.LR_MULTIPLIERS", "[['backbone.*', 0.1]]")
     assert "optimizer" in message(other.resume_or_load, resume=True)
-    assert resumed.seed == resumed.cfg.SEED == first.seed >= 0
-    assert resumed.start_iter == 3
+    assert resumed.seed == resumed.cfg.SEED == first.seed >= 0 and resumed.start_iter == 3
 
 
 @pytest.mark.parametrize("values, expected", [([3.0], 3.0), ([3.0, 5.0], 4.0), ([None], None), ([], None)])
