@@ -79,7 +79,7 @@ def write_fixed(files: Mapping[str, CocoFile], output: str | Path | None) -> lis
     elif wrong := [file for file in files.values() if file.findings("error")]:
         number = sum(len(file.findings("error")) for file in wrong)
         paths = " and ".join(file.path for file in wrong)
-        raise ConfigError(f"{paths} has errors of {counted(number, 'type')}. Add --fix OUT to write a corrected copy.")
+        raise ConfigError(f"Found {counted(number, 'type')} of errors in {paths}. Add --fix OUT to write a fixed copy.")
     return lines
 
 

@@ -230,6 +230,9 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
         record.objects = [one for one in objects if one]
     found.notes += _counts(dict(sorted(found.noted.items())))
     if not any(record.objects for record in records):
+        # Datasets in other formats may have a list of class names, as in YOLO.
+        for path, name in ((path, _other_format(path)) for path in index.files if not is_image(path)):
+            found.unused[f"files of {name}, which is not supported"] += [path] * bool(name)
         details = "; ".join([*found.notes, *_counts(found.unused)]) or "the annotations are empty"
         what = f"box or polygon in its {counted(len(records), 'image')}" if records else "image of its annotations"
         advice = "Annotate objects, move label files, or give the folder of missing images with --images."

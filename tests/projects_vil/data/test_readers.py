@@ -448,7 +448,7 @@ def test_the_check_names_the_validation_images_of_a_training(tmp_path, capsys):
     assert sorted(read_dataset(tmp_path / "three", tmp_path / "out", val=0.5).sizes.values()) == [1, 2]
     images = coco_text("a.png").replace("}]", '}, {"id": 1, "file_name": "b.png"}]', 1)
     write_files(tmp_path / "three", {"ids.json": images})
-    assert "has errors" in message(run, ["check", str(tmp_path / "three/ids.json")])
+    assert "Found 1 type of errors" in message(run, ["check", str(tmp_path / "three/ids.json")])
     Image.new("L", (60, 50)).save(tmp_path / "data/a.png")
-    assert "has errors of 1 type" in message(run, ["check", str(tmp_path / "data")])
+    assert "Found 1 type of errors in" in message(run, ["check", str(tmp_path / "data")])
     assert "error: image_size_mismatch" in capsys.readouterr().out
