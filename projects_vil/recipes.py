@@ -12,6 +12,7 @@ from backbones.errors import counted
 from projects_vil.checkpoint import find_weights, is_zoo_name, read_zoo, zoo_entry
 from projects_vil.config import config_path, detector_name, load_config, load_yaml_with_base, with_overrides
 from projects_vil.data.object_sizes import IMAGE_SIZES, LONGER_SIDE, Anchors, choose_size, objects_of
+from projects_vil.data.splits import entries_of
 from projects_vil.modeling import TIMM_PREFIX
 from projects_vil.solver import longest_warmup
 
@@ -67,7 +68,8 @@ def with_recipe(
     device = "cuda" if cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available() else "cpu"
     is_paper, objects = recipe == "paper", objects_of(content)
     # Training skips images without objects unless the config uses them.
-    number = len(set(objects[:, 6]) if cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS else content.get("images", ()))
+    used = {str(one.get("image_id")) for one in entries_of(content, "annotations") if not one.get("iscrowd")}
+    number = len(used if used and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS else content.get("images", ()))
     is_auto = image_size == "auto" or not (image_size or is_paper or keep_anchors or given & size_values(1).keys())
     batch, size, values = cfg.SOLVER.IMS_PER_BATCH, cfg.INPUT.MIN_SIZE_TEST, {}
     if "SOLVER.IMS_PER_BATCH" not in given:
@@ -101,7 +103,7 @@ def with_recipe(
             images = _IMAGES[device] * (_SCRATCH_FACTOR[device] if recipe == "scratch" else 1)
             images *= (256 / size) ** 2 if device == "cpu" else 1
             least, most = _EPOCHS[device]
-            values["SOLVER.EPOCHS"] = min(max(round(images / max(number, 1)), least), most)
+            values["SOLVER.EPOCHS"] = min(max(round(images / number), least), most)
     if "SOLVER.MAX_ITER" in given:
         values.pop("SOLVER.EPOCHS", None)
         if not is_paper:

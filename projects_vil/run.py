@@ -129,8 +129,8 @@ def train(
             of the recipe, split by gradient accumulation if the memory requires it.
         lr: Learning rate (``SOLVER.BASE_LR``).
         image_size: Shorter side of the training and test images in pixels; the longer side is at most 5/3 of it.
-            ``"auto"`` is the smallest size at which the anchors match 98 % of the objects that they match at large
-            sizes, and the default with ``data``, except for the recipe ``"paper"``.
+            ``"auto"`` is the smallest size at which the anchors match 98 % of the objects, and the default with
+            ``data``, except for the recipe ``"paper"``.
         tiles: Side in pixels of tiles, for small objects in large images. The detector is trained on random crops of
             this size, and evaluates and predicts in overlapping tiles (``TEST.TILE_SIZE``).
         workers: Data loader processes (``DATALOADER.NUM_WORKERS``).
@@ -254,6 +254,8 @@ def train(
             f"'{output}' has no run to resume. Give the output directory of a run with --output{newest}. "
             "To start a new run, omit --resume."
         )
+    elif resume:
+        print(f"'{output}' has no run to resume, so a new run starts", flush=True)
     # Errors of the arguments come before the data, which may take long to read.
     check_values(cfg)
     cfg = choose_device(cfg, requested="MODEL.DEVICE" in given)

@@ -521,7 +521,7 @@ class Check:
 
 SEVERITIES = ("error", "fixed", "note")
 _OUT, _WITH_OBJECTS = "removed", "removed, with their objects"
-_BOX, _MASK = "replaced by the box of the mask, or removed without a mask", "replaced by the valid polygons, or the box"
+_BOX, _MASK = "replaced by the box of the mask, or else removed", "replaced by the valid polygons, or the box"
 _INT = "read as an integer"
 
 # The checks of each list: name, severity, description, fix, and effect. Fixes run in this order. New ids and areas come
@@ -535,7 +535,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("category_name_not_text", "fixed", "categories whose name is a number", convert("name", str), "read as text"),
         ("duplicate_category_name", "note", "categories with the same or a similar name", None,
          "different classes; if it is a typing mistake, correct the name in the annotations"),
-        ("category_without_objects", "note", "categories without objects", None, "not learned, no AP in evaluation"),
+        ("category_without_objects", "note", "categories without objects", None, "not learned from this file, no AP in its evaluation"),
     ),
     "images": (
         ("invalid_image_entry", "error", "images without an id and a file_name", remove, _WITH_OBJECTS),

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,10 +11,12 @@ import numpy as np
 # The image sizes to choose from in pixels, by device. On a CPU, larger images reach a lower AP in the same time,
 # because the run has fewer iterations.
 IMAGE_SIZES = {"cpu": range(192, 257, 32), "cuda": range(512, 801, 32)}
-# The share of the objects that the anchors match at the chosen size, at this IoU. On a CPU, objects that they would not
-# match at twice the largest size either, such as very elongated ones, are left out.
+# The share of the objects that the anchors match at the chosen size, at this IoU. Elongated objects, which match at no
+# size, are left out.
 TARGET_SHARE = 0.98
 MATCH_IOU = 0.5
+# The largest factor between the aspect ratios of two boxes with an IoU of MATCH_IOU
+_MOST_ELONGATED = ((1 / MATCH_IOU + 1) / 2) ** 2
 # A size below 256 pixels is chosen only if half of the objects have a side of at least 50 pixels.
 SMALL_SIZE, SMALL_SIDE = 256, 50
 # The longer side of an image is at most this multiple of the image size.
@@ -47,33 +49,34 @@ RETINANET = Anchors(_LEVELS, ratios=[0.5, 1.0, 2.0], strides=[8, 16, 32, 64, 128
 
 
 def objects_of(content: Mapping[str, Any]) -> np.ndarray:
-    """Return left, top, width and height of each object, and height, width and number of its image, as (N, 7) float.
+    """Return left, top, width and height of each object, and height and width of its image, as (N, 6) float.
 
     Crowds and entries that are not valid COCO are left out.
 
     Args:
         content: The content of a COCO file.
     """
-    valid = (pair for pair in enumerate(content.get("images", ()), start=1) if isinstance(pair[1], dict))
-    rows, images = array("d"), {one["id"]: (n, one) for n, one in valid if isinstance(one.get("id"), int | str)}
+    # The dataset check reads an id as text too.
+    valid = (image for image in content.get("images", ()) if isinstance(image, dict))
+    rows, images = array("d"), {str(image["id"]): image for image in valid if isinstance(image.get("id"), int | str)}
     for entry in content.get("annotations", ()):
         # The dataset check reports invalid entries.
         with contextlib.suppress(KeyError, TypeError, ValueError):
             left, top, width, height = map(float, entry["bbox"])
-            number, image = images[entry["image_id"]]
+            image = images[str(entry["image_id"])]
             if not entry.get("iscrowd"):
-                rows.extend((left, top, width, height, float(image["height"]), float(image["width"]), number))
-    objects = np.asarray(rows).reshape(-1, 7)
+                rows.extend((left, top, width, height, float(image["height"]), float(image["width"])))
+    objects = np.asarray(rows).reshape(-1, 6)
     return objects[np.isfinite(objects).all(axis=1) & (objects[:, 2:] > 0).all(axis=1)]
 
 
 def choose_size(
-    anchors: Anchors, objects: np.ndarray, *, sizes: Sequence[int], fit: bool, tiled: bool = False
+    anchors: Anchors, objects: np.ndarray, *, sizes: Iterable[int], fit: bool, tiled: bool = False
 ) -> tuple[int, Anchors, str]:
     """Return the first image size at which the anchors match ``TARGET_SHARE`` of the objects, or else the last one.
 
-    Objects that the anchors do not match at twice the last size either are left out of this share, except for the sizes
-    of a GPU. Sizes below ``SMALL_SIZE`` are skipped if the median side of the objects would be below ``SMALL_SIDE``.
+    Objects that are too elongated for the anchors are left out of this share. Sizes below ``SMALL_SIZE`` are skipped if
+    the median side of the objects would be below ``SMALL_SIDE``.
 
     Args:
         anchors: The anchors of the detector.
@@ -86,13 +89,12 @@ def choose_size(
     Returns:
         The shorter side of the images in pixels, the anchors, and a line of text about both.
     """
-
-    def matched(size: int) -> tuple[float, Anchors, np.ndarray]:
-        """Return the share of the objects that the anchors match, the anchors, and the boxes at an image size."""
-        sample = objects[:: math.ceil(len(objects) / _MOST_OBJECTS)]
-        height, width = sample[:, 4], sample[:, 5]
+    number = len(objects)
+    objects = objects[:: math.ceil(number / _MOST_OBJECTS)]
+    height, width = objects[:, 4], objects[:, 5]
+    for size in sizes:
         scale = np.minimum(size / np.minimum(height, width), LONGER_SIDE * size / np.maximum(height, width))
-        boxes, candidates = sample[:, :4] * (1 if tiled else scale[:, None]), [anchors]
+        boxes, candidates = objects[:, :4] * (1 if tiled else scale[:, None]), [anchors]
         if fit:
             quantiles = (np.arange(len(anchors.ratios)) + 0.5) / len(anchors.ratios)
             ratios = np.quantile(boxes[:, 3] / boxes[:, 2], quantiles).clip(0.05, 20).round(2).tolist()
@@ -100,19 +102,16 @@ def choose_size(
             candidates = [anchors._replace(sizes=levels, ratios=ratios) for levels in scaled]
         pairs = [(_best_ious(one, boxes), one) for one in candidates]
         ious, chosen = max(pairs, key=lambda pair: (round(np.mean(pair[0] >= MATCH_IOU), 2), pair[0].mean()))
-        return np.mean(ious >= MATCH_IOU), chosen, boxes
-
-    possible = TARGET_SHARE * matched(2 * sizes[-1])[0]
-    target = TARGET_SHARE if sizes == IMAGE_SIZES["cuda"] else possible
-    for size in sizes:
-        share, chosen, boxes = matched(size)
+        share = np.mean(ious >= MATCH_IOU)
+        factors = np.log(boxes[:, 3, None] / boxes[:, 2, None] / chosen.ratios)
+        target = TARGET_SHARE * np.mean(abs(factors).min(axis=1) <= math.log(_MOST_ELONGATED))
         small, median, large = np.percentile(np.sqrt(boxes[:, 2] * boxes[:, 3]), (10, 50, 90))
         if share >= target and (size >= SMALL_SIZE or median >= SMALL_SIDE):
             break
     matching = "fitted anchors match" if fit else "the model's anchors match"
-    advice = ". A larger --image-size matches more, and needs more --epochs" if share < possible else ""
+    advice = ". A larger --image-size matches more, and needs more --epochs" if share < target else ""
     text = (
-        f"objects in the training images: {len(objects):,}, with a side of {small:.0f} to {large:.0f} pixels "
+        f"objects in the training images: {number:,}, with a side of {small:.0f} to {large:.0f} pixels "
         f"(median {median:.0f}) at image size {size}; {matching} {share:.1%} of them (IoU {MATCH_IOU}){advice}"
     )
     return size, chosen, text

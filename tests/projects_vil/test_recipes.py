@@ -8,7 +8,7 @@ import torch
 
 from projects_vil import load_config, recipes, train
 from projects_vil.checkpoint import read_zoo
-from projects_vil.config import config_path
+from projects_vil.config import config_items, config_path
 from projects_vil.recipes import STARTER, STARTER_WEIGHTS
 
 
@@ -42,8 +42,7 @@ def test_the_default_recipe_for_own_photos(start, capsys):
     # The user's values are kept.
     given = {"SOLVER.WEIGHT_DECAY": 0.5, "INPUT.MIN_SIZE_TRAIN": (64,), "INPUT.MIN_SIZE_TEST": 64}
     cfg = start(epochs=7, batch=16, **given)
-    assert (cfg.SOLVER.EPOCHS, cfg.SOLVER.WEIGHT_DECAY, cfg.INPUT.MIN_SIZE_TEST) == (7, 0.5, 64)
-    assert cfg.INPUT.MIN_SIZE_TRAIN == (64,)
+    assert cfg.SOLVER.EPOCHS == 7 and given.items() <= dict(config_items(cfg)).items()
     rates = [start(batch=batch).SOLVER.BASE_LR for batch in (1, 4, 16)]
     assert rates[0] == rates[1] == pytest.approx(rates[2] / 2)
     assert start(**{"SOLVER.MAX_ITER": 400}).SOLVER.WARMUP_ITERS == 20
@@ -57,12 +56,12 @@ def test_the_objects_determine_the_image_size_and_the_epochs(start, tmp_path, ca
     path = tmp_path / "mine/annotations/instances_train.json"
     content = json.loads(path.read_text())
     for entry in content["annotations"]:
-        entry["bbox"][2:] = 4, 4
+        entry["bbox"][2:], entry["image_id"] = (4, 4), str(entry["image_id"])
     path.write_text(json.dumps(content))
     sizes = [start(**options).INPUT.MIN_SIZE_TEST for options in ({}, {"epochs": 3}, {"epochs": 100})]
     assert sizes[0] == sizes[1] == max(recipes.IMAGE_SIZES["cpu"]) < sizes[2]
     assert "A larger --image-size matches more" in capsys.readouterr().out
-    content["annotations"] = [entry for entry in content["annotations"] if entry["image_id"] % 2]
+    content["annotations"] = [entry for entry in content["annotations"] if int(entry["image_id"]) % 2]
     path.write_text(json.dumps(content))
     own, every = (start(**{"DATALOADER.FILTER_EMPTY_ANNOTATIONS": skip}).SOLVER.EPOCHS for skip in (True, False))
     assert own == 2 * every == 90

@@ -26,11 +26,10 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         found.classes += [label for label, label_type in own.items() if label_type not in ("skeleton", "tag")]
         for image in content.iter("image"):
             name, subset = image.get("name", ""), image.get("subset", "")
-            with found.collecting_errors(f"{path}: {name}"):
-                size = tuple(map(int, numbers(image.get, f"{path}: {name}", "height", "width")))
-                shapes = [_shape(shape, own, f"{path}: {name}: {shape.tag}") for shape in image]
-                names, split = (os.path.join(subset, name),), split_of([subset]) or split_of_file(path, files)
-                yield Record(path, names, size, split=split, objects=found.objects_of(shapes, path))
+            size = tuple(map(int, numbers(image.get, f"{path}: {name}", "height", "width")))
+            shapes = [_shape(shape, own, f"{path}: {name}: {shape.tag}") for shape in image]
+            names, split = (os.path.join(subset, name),), split_of([subset]) or split_of_file(path, files)
+            yield Record(path, names, size, split=split, objects=found.objects_of(shapes, path))
 
 
 def _shape(shape: ElementTree.Element, labels: dict[str, Any], location: str) -> Shape:

@@ -130,7 +130,7 @@ def read_dataset(
     records = [*_READERS[name](files, index, found)] if name in _READERS else None
     if found.errors:
         first, *others = found.errors
-        more = f" More errors are in {first_of(others, 5)}." if others else ""
+        more = f" More errors are in {first_of([repr(path) for path in others], 5)}." if others else ""
         raise ConfigError(f"{found.errors[first]}{more}")
     parts = find_coco(files, index, found) if records is None else _to_coco(source, records, found, index, extracted)
     found.unused["text files with labels of YOLO"] = yolo.label_files(index.files) if name != "YOLO" else []
@@ -291,7 +291,7 @@ def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[
         # A file that is no JSON at all has a better message.
         for path in [path for path in others if path.lower().endswith(".json")][:1]:
             read_json(path)
-        files = f"only files of type {_types(own)}" if own else "no files"
+        files = f"but files of type {_types(own)}" if own else "because it is empty"
         raise ConfigError(f"'{source}' has no annotations of a known format, {files}. Use {_KNOWN}.")
     if len(found) > 1:
         each = " and ".join(f"{name} ({os.path.relpath(files[0], root)})" for name, files in found.items())

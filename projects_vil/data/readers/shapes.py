@@ -55,8 +55,8 @@ class Annotations:
         Args:
             shapes: The shapes. The values are points ``x0, y0, x1, y1, ...`` in pixels. An ellipse has the
                 arguments of :func:`ellipse` instead. A mask has its pixels (H, W), its left side and its top.
-                Polygons with the same label and group are parts of one object. A box around them in their group is
-                not another object.
+                Polygons with the same label and group are parts of one object. A box in their group with the same
+                sides (to 2 pixels) is not another object.
             path: The annotation file.
         """
         objects, groups = [], defaultdict(list)
@@ -76,7 +76,7 @@ class Annotations:
                 self.noted[f"skipped {shape_type}{f' of {num_points} points' * has_points}"].append(path)
         parts = {key: polygon_object(key[0], polygons) for key, polygons in groups.items()}
         # Some programs write the polygons and the box of an object in one group.
-        others = [a for key, a in objects if key not in parts or not np.allclose(a["bbox"], parts[key]["bbox"], atol=1)]
+        others = [a for key, a in objects if key not in parts or not np.allclose(a["bbox"], parts[key]["bbox"], atol=2)]
         return others + [*parts.values()]
 
 

@@ -56,7 +56,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         yield Record(labels[image] or image, (), sizes[image], split=split, objects=own, file=image)
         if any(max(one["bbox"][2:]) > 2 * max(sizes[image]) for one in own):
             found.noted[_LARGE].append(str(labels[image]))
-    if 2 * len(found.noted[_LARGE]) >= (sum(map(bool, rows.values())) or 1):
+    if not found.errors and 2 * len(found.noted[_LARGE]) >= (sum(map(bool, rows.values())) or 1):
         first = found.noted[_LARGE][0]
         raise ConfigError(f"{first} and other {_LARGE}. Divide pixels by the size of the image. Remove track ids.")
     if unknown and not found.errors:
@@ -120,7 +120,7 @@ def _count_labels(labels: dict[str, str | None], index: FileIndex, found: Annota
     used, without = {*filter(None, labels.values())}, [image for image, label in labels.items() if label is None]
     found.read += used
     if without:
-        found.notes.append(f"{len(without):,} of {len(labels):,} images have no label file, so they have no objects")
+        found.notes.append(f"images without a label file, which have no objects: {len(without):,} of {len(labels):,}")
     texts = [file for file in index.files if file.lower().endswith(".txt") and file not in used]
     # An image without objects has an empty file.
     folders = {*map(os.path.dirname, used)}
