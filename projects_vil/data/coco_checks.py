@@ -535,7 +535,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("category_name_not_text", "fixed", "categories whose name is a number", convert("name", str), "read as text"),
         ("duplicate_category_name", "note", "categories with the same or a similar name", None,
          "different classes; if it is a typing mistake, correct the name in the annotations"),
-        ("category_without_objects", "note", "categories without objects", None, "not learned from this file, no AP in its evaluation"),
+        ("category_without_objects", "note", "categories without objects", None, "no AP, not learned from this file"),
     ),
     "images": (
         ("invalid_image_entry", "error", "images without an id and a file_name", remove, _WITH_OBJECTS),
