@@ -272,7 +272,7 @@ def test_an_evaluation_with_changes_keeps_the_results_of_the_run(trained_run, da
     assert evaluate(f"run/{last}.pth") == plain == json.loads(file.read_bytes())
 
 
-def test_a_resume_continues_the_same_run_only(data, request):
+def test_a_resume_continues_the_same_run_only(data, request, capsys):
     images = sorted((data / "train").iterdir())
     voc, other = (write_voc(data.parent / name, images[:6], left=left) for name, left in (("voc", 2), ("other", 3)))
     options = {"config": CONFIGS["retinanet"], "output": "run", **KEYS, "SOLVER.MAX_ITER": 1}
@@ -305,7 +305,7 @@ def test_a_resume_continues_the_same_run_only(data, request):
     assert not list(Path("typo").iterdir()) and not Path("rnu").exists()
     assert "has no run to resume" in message(train, voc, resume=True, **(options | {"output": None}))
     started = train(voc, batch=2, resume=True, **(options | {"output": "typo"}))
-    assert (started.folder / "model_final.pth").exists()
+    assert (started.folder / "model_final.pth").exists() and "so a new run starts" in capsys.readouterr().out
     # With a model or a detector, it is the first start of a job on COCO.
     started = request.getfixturevalue("started")
     for given in ({"model": TINY}, {"detector": "faster_rcnn"}):
