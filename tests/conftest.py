@@ -50,12 +50,18 @@ def pytest_sessionfinish():
 
 @pytest.fixture(autouse=True)
 def unchanged_process():
-    """Keep the loggers and signal handlers. With several threads, small models take four times as long."""
+    """Keep the loggers and signal handlers, and start autograd.
+
+    With several threads, small models take four times as long.
+    """
     import torch
 
     from tests.projects_vil.helpers import loggers_and_signals_as_before
 
     torch.set_num_threads(1)
+    # FakeTensorMode, which torch.export uses, adds a device. If autograd starts afterward, it starts a thread for this
+    # device, and a forked process cannot use autograd.
+    torch.zeros((), requires_grad=True).backward()
     with loggers_and_signals_as_before():
         yield
 

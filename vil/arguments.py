@@ -243,7 +243,9 @@ class ToolParser(argparse.ArgumentParser):
             return f". Write {value}" if value else f". Write the path without '{flag}'"
         if (hint := self._key_hint(name, value)) or word.startswith("-"):
             no_option = ". This command has no such option" * (name != other_name)
-            return hint or no_option or closest(flag, self._option_string_actions, cutoff=0.7)
+            options = self._option_string_actions
+            starts = [option for option in options if option.startswith(flag)]
+            return hint or no_option or closest(flag, starts or options, cutoff=0 if starts else 0.7)
         names = [str(action.metavar) for action in self._actions if not action.option_strings]
         return f". The command takes only {' and '.join(names)}. Quote a path that has spaces" * bool(names)
 

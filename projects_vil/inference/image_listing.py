@@ -26,7 +26,7 @@ ARCHIVES = (".tar", ".tar.gz", ".tgz")
 TABLES = (".csv", ".parquet")
 LISTS = (".txt", *TABLES)
 COLUMNS = ("path", "file_name", "url", "image", "image_url")  # the default columns of tables, in order of preference
-FORMATS = f"Supported formats: {', '.join((*IMAGE_SUFFIXES, *LISTS, *ARCHIVES))}."
+FORMATS = f"Give images, such as .jpg or .png, or a list ({', '.join(LISTS)}) or tar files of images."
 # Photos of other types, such as HEIC or camera raw, are in the results as skipped. Documents are other files.
 LISTED = (*IMAGE_SUFFIXES, *UNSUPPORTED_SUFFIXES.difference(VIDEO_SUFFIXES, (".svg", ".dcm", ".pdf")))
 MAX_MEMBER_SIZE = 2**30  # bytes of an image in a tar file

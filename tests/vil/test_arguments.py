@@ -177,6 +177,7 @@ def test_short_forms_are_their_keys(tmp_path):
         ("my photos", "'photos'. The command takes only DATA. Quote"),
         ("cudnn_benchmark True", "Write CUDNN_BENCHMARK VALUE"),
         ("--epochs=12 --resum", "SOLVER.EPOCHS 12; unknown argument '--resum'. Did you mean '--resume'?"),
+        ("--fr 0.2", "Unknown argument '--fr'. Did you mean '--fraction'?"),
         ("--kind yolo", "Choose from retinanet, mask_rcnn, faster_rcnn"),
         ("--kind fasterrcnn", "Did you mean 'faster_rcnn'?"),
         ("--kind Pascal", "Did you mean 'voc'?"),
