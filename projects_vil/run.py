@@ -376,7 +376,7 @@ def evaluate(
             print(f"{dataset.line()}\nevaluated: {evaluated}; in the results it is '{folder.name}_{test}'", flush=True)
             dataset.contents.clear()  # frees its memory
             # Classes are matched by name to the classes of the checkpoint, or else of its training dataset.
-            labels = [name for _, name in read_categories(str(dataset.splits[test][0])) or ()]
+            labels = list((read_categories(str(dataset.splits[test][0])) or {}).values())
             classes = None if predictions else _write_classes(cfg.MODEL.WEIGHTS, folder / DATA_FOLDER, data, labels)
             if classes is not None:
                 dataset = dataclasses.replace(dataset, splits=dataset.splits | {CLASSES: (classes, folder)})

@@ -182,7 +182,7 @@ class Checkpointer(DetectionCheckpointer):
             known["input"] = InputFormat(self.cfg.INPUT.FORMAT, mean, std)
             _, categories = catalog.model_classes(self.cfg)
             if categories:
-                known["category_ids"], known["classes"] = zip(*categories, strict=True)
+                known |= {"category_ids": tuple(categories), "classes": tuple(categories.values())}
         return CheckpointMetadata(**known)
 
     def _load_file(self, filename: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     (name,) = cfg.DATASETS.TEST
     catalog.check_files(name)
     metadata, folder = MetadataCatalog.get(name), str(Path(cfg.OUTPUT_DIR) / "inference")
-    categories = dict(catalog.read_categories(metadata.json_file) or ())
+    categories = catalog.read_categories(metadata.json_file) or {}
     metadata.thing_classes = list(categories.values())
     matches: dict[Labels, dict[int, int | None]] = {}
     limit, check = cfg.TEST.DETECTIONS_PER_IMAGE, cfg.DATASETS.CHECK
