@@ -42,7 +42,7 @@ from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.files import read_json
 from projects_vil.inference import Detector
 from projects_vil.modeling import TIMM_PREFIX, check_timm_name
-from projects_vil.recipes import best_weights, default_model, size_values, tile_values, with_recipe
+from projects_vil.recipes import SIZE_KEYS, best_weights, default_model, size_values, tile_values, with_recipe
 from projects_vil.utils import cleanup_on_failure, run_lock
 from vil.choices import DETECTORS, IMAGE_SIZES, NAMES_OF_OTHERS, RECIPES, SCHEDULES
 
@@ -289,7 +289,7 @@ def train(
             # Models of timm with a tag start from its weights.
             is_pretrained = cfg.MODEL.WEIGHTS or "." in cfg.MODEL.TRANSFORMER.VARIANT
             recipe = recipe or ("finetune" if is_pretrained else "scratch")
-            fixed = given.keys() - (size_values(1).keys() if pixels else ())
+            fixed = given.keys() - (SIZE_KEYS if pixels else ())
             cfg = with_recipe(cfg, recipe, dataset.contents["train"] if dataset else {}, given=fixed, **options)
         dataset = None  # frees its memory during the training
         check_setup(cfg, processes=processes.world_size, resume=resume, overridden=given)

@@ -631,7 +631,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
 
 def _draw_attention(args: argparse.Namespace) -> list[str]:
     """Draw the attention of one token in one block as a heat map per head."""
-    from projects_vil.visualization import draw_attention
+    from projects_vil.visualization.inspection import draw_attention
 
     cfg, output = _load_config(args.parser, args, "drawings")
     position = {"stage": args.stage, "block": args.block, "point": args.point}
@@ -642,7 +642,7 @@ def _draw_data(args: argparse.Namespace) -> list[str]:
     """Draw the first augmented training samples, exactly as the model receives them."""
     from projects_vil.data import register_datasets
     from projects_vil.engine import check_values
-    from projects_vil.visualization import draw_samples
+    from projects_vil.visualization.predictions import draw_samples
 
     args.weights = args.weights or (args.model and "none")  # samples do not need the weights of the run
     cfg, output = _load_config(args.parser, args, "drawings")
@@ -653,7 +653,7 @@ def _draw_data(args: argparse.Namespace) -> list[str]:
 
 def _draw_offsets(args: argparse.Namespace) -> list[str]:
     """Draw the image positions that LIT's deformable token merging samples, as in figure 2 of the paper."""
-    from projects_vil.visualization import draw_offsets
+    from projects_vil.visualization.inspection import draw_offsets
 
     cfg, output = _load_config(args.parser, args, "drawings")
     tokens = {"num_points": args.points, "point": args.point}
@@ -664,7 +664,7 @@ def _draw_results(args: argparse.Namespace) -> list[str]:
     """Draw the predictions of a run next to the ground truth."""
     from projects_vil.config import load_config
     from projects_vil.data import load_dataset, register_datasets
-    from projects_vil.visualization import draw_results, predictions_file
+    from projects_vil.visualization.predictions import draw_results, predictions_file
 
     run = Path(args.run)
     cfg = load_config(run / "config.yaml", args.overrides)

@@ -15,9 +15,9 @@ from torch import nn
 from backbones import ConfigError
 from backbones.attention.sliding_chunk import sample_shifts
 from backbones.errors import check_choice, check_packages, check_replaceable
-from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
 from projects_vil.config import CONFIG_FILE, is_panoptic, is_segmentor, with_overrides
+from projects_vil.data import AUGMENTATIONS, CHECK_MODES, check_files, class_order, register_datasets
 from projects_vil.engine.hooks import SERVICES
 from projects_vil.evaluation import EVALUATION_FILE, check_metric
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
@@ -25,10 +25,10 @@ from projects_vil.solver import LR_SCHEDULERS, build_lr_scheduler, build_optimiz
 from vil.choices import DTYPES
 
 _CHOICES: dict[str, Collection[str]] = {
-    "DATASETS.CHECK": data.CHECK_MODES,
+    "DATASETS.CHECK": CHECK_MODES,
     "FLOAT32_PRECISION": ("", "highest", "high", "medium"),
     "INFERENCE.DTYPE": ("auto", *DTYPES),
-    "INPUT.AUGMENTATION": data.AUGMENTATIONS,
+    "INPUT.AUGMENTATION": AUGMENTATIONS,
     "INPUT.CROP.TYPE": ("relative_range", "relative", "absolute", "absolute_range"),
     "INPUT.FORMAT": ("RGB", "BGR"),
     "SOLVER.AMP.DTYPE": ("auto", "bfloat16", "float16"),
@@ -103,13 +103,13 @@ def check_setup(
         ConfigError: For the first mistake.
     """
     check_values(cfg, () if eval_only else overridden)
-    data.register_datasets(cfg)
+    register_datasets(cfg)
     is_lazy, model = model is not None, build_on_meta(cfg) if model is None else model
     if not (cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN):
         raise ConfigError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty. Set it to the name of a dataset.")
     for name in (*cfg.DATASETS.TEST, *(() if eval_only else cfg.DATASETS.TRAIN)):
-        data.check_files(name)
-        data.class_order(cfg, name)
+        check_files(name)
+        class_order(cfg, name)
     if not eval_only:
         _check_training(cfg, model, processes=processes)
         if not is_lazy:

@@ -32,9 +32,9 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from backbones import ConfigError
 from backbones.errors import GENERATOR, check_replaceable, counted
 from backbones.files import write_text
-from projects_vil import data
 from projects_vil.checkpoint import Checkpointer, remove_run
 from projects_vil.config import CONFIG_FILE, set_precision, with_overrides
+from projects_vil.data import register_datasets
 from projects_vil.engine.auto_micro_batch import choose_micro_batches
 from projects_vil.engine.checks import check_output_dir
 from projects_vil.engine.trainer import Trainer
@@ -180,7 +180,7 @@ def run_training(
     Raises:
         ConfigError: If another run uses ``OUTPUT_DIR``, or if one finished there after this run started.
     """
-    data.register_datasets(cfg)
+    register_datasets(cfg)
     is_main, logger = comm.is_main_process(), logging.getLogger(__name__)
     with run_lock(cfg.OUTPUT_DIR) if is_main else contextlib.nullcontext():
         comm.synchronize()
@@ -204,10 +204,6 @@ def run_training(
         cfg = with_overrides(cfg, values)
         _set_up_run(cfg, eval_only=False)
         solver = cfg.SOLVER
-        if resume and is_new:
-            weights = cfg.MODEL.WEIGHTS
-            start = f"from '{weights}'" if weights else "with random weights (MODEL.WEIGHTS is empty)"
-            logger.warning("%s has no checkpoint to --resume from. Training starts %s.", cfg.OUTPUT_DIR, start)
         if solver.WARMUP_ITERS >= solver.MAX_ITER:
             logger.warning("The learning rate never reaches BASE_LR: SOLVER.WARMUP_ITERS is not below MAX_ITER.")
         logger.info(
@@ -230,7 +226,7 @@ def run_evaluation(cfg: CfgNode, trainer: type[Trainer], resume: bool) -> None:
         trainer: Builds and evaluates the model.
         resume: Evaluate the last checkpoint in ``OUTPUT_DIR`` instead of ``MODEL.WEIGHTS``.
     """
-    data.register_datasets(cfg)
+    register_datasets(cfg)
     log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
     trainer.read_datasets(cfg, train=False)
     _set_up_run(cfg, eval_only=True)

@@ -29,9 +29,11 @@ from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention
 from backbones.errors import one_line
 from backbones.files import write_text
-from projects_vil import data, evaluation, solver
+from projects_vil import evaluation, solver
 from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer
 from projects_vil.config import with_overrides
+from projects_vil.data.build import build_test_loader, build_train_loader, derived_seed, seed_all
+from projects_vil.data.records import read_datasets
 from projects_vil.engine import hooks
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
 from projects_vil.files import read_json
@@ -375,11 +377,11 @@ class Trainer(DefaultTrainer):
 
     log_period = 20
     averaged: hooks.ExponentialAverage | None = None
-    read_datasets = staticmethod(data.read_datasets)
+    read_datasets = staticmethod(read_datasets)
     build_optimizer = staticmethod(solver.build_optimizer)
     build_lr_scheduler = staticmethod(solver.build_lr_scheduler)
-    build_train_loader = staticmethod(data.build_train_loader)
-    build_test_loader = staticmethod(data.build_test_loader)
+    build_train_loader = staticmethod(build_train_loader)
+    build_test_loader = staticmethod(build_test_loader)
     build_evaluator = staticmethod(evaluation.build_evaluator)
     dump_config = staticmethod(CfgNode.dump)
 
@@ -457,7 +459,7 @@ class Trainer(DefaultTrainer):
     def run_step(self) -> None:
         """Train on a batch, and wait for the device if metrics, a checkpoint or an evaluation follow."""
         # Stochastic depth, sampled proposals and other random numbers then need no state in the checkpoint.
-        data.seed_all(data.derived_seed("iteration", self.seed, self.iter, comm.get_rank()))
+        seed_all(derived_seed("iteration", self.seed, self.iter, comm.get_rank()))
         super().run_step()
         done = self.iter + 1
         periods = (self.cfg.SOLVER.CHECKPOINT_PERIOD, self.cfg.TEST.EVAL_PERIOD)
@@ -659,7 +661,7 @@ class Trainer(DefaultTrainer):
             dataset_results[LOSS_TASK] = validation_loss(cfg, model, name)
         if comm.is_main_process():
             # Imports Matplotlib, which takes a tenth of the start of a run.
-            from projects_vil.visualization import draw_evaluation
+            from projects_vil.visualization.predictions import draw_evaluation
 
             write_results(cfg, results)
             # After the last iteration the storage's iteration is one higher.

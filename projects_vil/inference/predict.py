@@ -371,7 +371,7 @@ def _write_drawing(folder: Path, source: Path, entry: dict, drawn: np.ndarray) -
         name += ".png"
         while (source / name).exists():
             name += ".png"
-    from projects_vil.visualization import write_image
+    from projects_vil.visualization.drawing import write_image
 
     write_image(folder / name, drawn)
 

@@ -30,7 +30,7 @@ from projects_vil.files import read_json
 from projects_vil.report import figures
 from projects_vil.report.coco_metrics import DetectionMetrics, confusion_matrix, evaluate_detections
 from projects_vil.report.figures import TASK_NAMES
-from projects_vil.visualization import predictions_file
+from projects_vil.visualization.predictions import predictions_file
 
 REPORT_FILE = "report.html"
 CONFIG, METRICS, EVALUATION, LOG = "config.yaml", "metrics.json", "evaluation.json", "log.txt"
