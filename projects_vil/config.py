@@ -23,6 +23,7 @@ from vil.choices import CONFIGS, DEVICES
 CONFIG_FILE = "config.yaml"
 # Meta-architectures that can be exported and can predict.
 DETECTORS = ("RetinaNet", "GeneralizedRCNN")
+SCORE_THRESHOLDS = ("MODEL.RETINANET.SCORE_THRESH_TEST", "MODEL.ROI_HEADS.SCORE_THRESH_TEST")
 _EVAL = "tag:yaml.org,2002:python/object/apply:eval"
 _ARITHMETIC = (
     *(ast.Expression, ast.List, ast.Tuple, ast.ListComp, ast.comprehension, ast.Name, ast.Load, ast.Store),
@@ -313,10 +314,6 @@ def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
             # yacs takes no whole number for a float.
             value = float(value)
         _set_value(cfg, key, value, known)
-    for name, node in (("RETINANET", cfg.MODEL.RETINANET), ("ROI_HEADS", cfg.MODEL.ROI_HEADS)):
-        for key in ("SCORE_THRESH_TEST", "NMS_THRESH_TEST"):
-            if not 0 <= node[key] <= 1:
-                raise ConfigError(f"MODEL.{name}.{key} is {node[key]}. It must be 0 to 1.")
     cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = map(os.path.expanduser, (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS))
     cfg.freeze()
     return cfg
@@ -346,6 +343,8 @@ def _set_value(cfg: CfgNode, key: str, value: Any, known: Collection[str]) -> No
             is_cut = str(value).startswith(("[", "("))
             hint = " A comma, a quote or a bracket is missing." if is_cut else f' Write "({text},)".'
         raise ConfigError(f"{key} is {text}. It must be {expected}.{hint}") from error
+    if name in ("SCORE_THRESH_TEST", "NMS_THRESH_TEST") and not 0 <= node[name] <= 1:
+        raise ConfigError(f"{key} is {node[name]}. It must be 0 to 1.")
 
 
 def with_overrides(cfg: CfgNode, values: Mapping[str, object], *, keep: Collection[str] = ()) -> CfgNode:

@@ -70,7 +70,7 @@ def with_recipe(
     # Training skips images without objects unless the config uses them.
     used = {str(one.get("image_id")) for one in entries_of(content, "annotations") if not one.get("iscrowd")}
     number = len(used if used and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS else content.get("images", ()))
-    is_auto = image_size == "auto" or not (image_size or is_paper or keep_anchors or given & size_values(1).keys())
+    is_auto = image_size == "auto" or not (image_size or is_paper or keep_anchors or given & SIZE_KEYS)
     batch, size, values = cfg.SOLVER.IMS_PER_BATCH, cfg.INPUT.MIN_SIZE_TEST, {}
     if "SOLVER.IMS_PER_BATCH" not in given:
         batch = batch if is_paper else num_processes * max(_BATCH[device] // num_processes, 1)
@@ -78,7 +78,8 @@ def with_recipe(
     if len(objects) and (is_auto or not is_paper):
         # The heads of a pretrained detector need the anchors of its config.
         keep_anchors |= is_zoo_name(cfg.MODEL.WEIGHTS) and zoo_entry(cfg.MODEL.WEIGHTS).config is not None
-        chosen = cfg.SOLVER.EPOCHS * number or cfg.SOLVER.MAX_ITER * batch * ("SOLVER.MAX_ITER" in given)
+        iterations = cfg.SOLVER.MAX_ITER if "SOLVER.MAX_ITER" in given else 0
+        chosen = cfg.SOLVER.EPOCHS * number or iterations * batch
         is_long = device == "cpu" and chosen > max(_IMAGES[device], _EPOCHS[device][0] * number)
         own_sizes = _SCRATCH_SIZES if device == "cpu" and recipe == "scratch" else IMAGE_SIZES[device]
         sizes = (_SIZES_OF_LONG_RUNS if is_long else own_sizes) if is_auto else [size]
@@ -96,8 +97,8 @@ def with_recipe(
         if recipe == "finetune":
             rate = cfg.SOLVER.BASE_LR if "SOLVER.BASE_LR" in given else values["SOLVER.BASE_LR"]
             values["SOLVER.BASE_LR_END"] = _LAST_RATE_FACTOR * rate
-        is_off = any(key in given and not cfg.TEST[key[5:]] for key in ("TEST.EVAL_PERIOD", "TEST.BEST_METRIC"))
-        if is_off or not cfg.DATASETS.TEST:
+        used = {"TEST.EVAL_PERIOD": cfg.TEST.EVAL_PERIOD, "TEST.BEST_METRIC": cfg.TEST.BEST_METRIC}
+        if not cfg.DATASETS.TEST or not all(used[key] for key in used.keys() & given):
             values |= {"TEST.BEST_METRIC": "", "SOLVER.EARLY_STOPPING_PATIENCE": 0}
         if content:
             images = _IMAGES[device] * (_SCRATCH_FACTOR[device] if recipe == "scratch" else 1)
@@ -145,6 +146,9 @@ def anchors_of(cfg: CfgNode) -> Anchors:
     heads = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.RPN
     strides = [2 ** int(name.removeprefix("p")) for name in heads.IN_FEATURES]
     return Anchors(generator.SIZES, generator.ASPECT_RATIOS[0], strides, generator.OFFSET)
+
+
+SIZE_KEYS = {"INPUT.MIN_SIZE_TRAIN", "INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TRAIN", "INPUT.MAX_SIZE_TEST"}
 
 
 def size_values(size: int) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.files import read_json
 from projects_vil.inference import Detector
 from projects_vil.modeling import TIMM_PREFIX, check_timm_name
-from projects_vil.recipes import best_weights, default_model, size_values, tile_values, with_recipe
+from projects_vil.recipes import SIZE_KEYS, best_weights, default_model, size_values, tile_values, with_recipe
 from projects_vil.utils import cleanup_on_failure, run_lock
 from vil.choices import DETECTORS, IMAGE_SIZES, NAMES_OF_OTHERS, RECIPES, SCHEDULES
 
@@ -250,10 +250,8 @@ def train(
         # A new run would train from the start. Without DATA, it would train the default model on COCO.
         runs = [path for path in output.parent.glob("*") if checkpoints_of(path) and (path / CONFIG_FILE).exists()]
         newest = f", such as '{max(runs, key=os.path.getmtime)}'" if runs else ""
-        raise ConfigError(
-            f"'{output}' has no run to resume. Give the output directory of a run with --output{newest}. "
-            "To start a new run, omit --resume."
-        )
+        advice = f"Give the output directory of a run with --output{newest}. To start a new run, omit --resume."
+        raise ConfigError(f"'{output}' has no run to resume. {advice}")
     elif resume:
         print(f"'{output}' has no run to resume, so a new run starts", flush=True)
     # Errors of the arguments come before the data, which may take long to read.
@@ -273,9 +271,8 @@ def train(
             if number and number < 20:
                 print(f"    the AP of {counted(number, 'validation image')} is not reliable: add more", flush=True)
             if cfg.MODEL.MASK_ON and not dataset.has_masks:
-                raise ConfigError(
-                    f"Mask R-CNN needs masks, but '{data}' has only boxes. Use --detector faster_rcnn or retinanet."
-                )
+                advice = "Use --detector faster_rcnn or retinanet."
+                raise ConfigError(f"Mask R-CNN needs masks, but '{data}' has only boxes. {advice}")
             values = _register(dataset, output.name) | {number_of_classes(cfg)[0]: len(dataset.classes)}
             if config is None and "MODEL.WEIGHTS" not in given and recipe != "scratch":
                 values["MODEL.WEIGHTS"] = best_weights(cfg)
@@ -289,7 +286,7 @@ def train(
             # Models of timm with a tag start from its weights.
             is_pretrained = cfg.MODEL.WEIGHTS or "." in cfg.MODEL.TRANSFORMER.VARIANT
             recipe = recipe or ("finetune" if is_pretrained else "scratch")
-            fixed = given.keys() - (size_values(1).keys() if pixels else ())
+            fixed = given.keys() - (SIZE_KEYS if pixels else ())
             cfg = with_recipe(cfg, recipe, dataset.contents["train"] if dataset else {}, given=fixed, **options)
         dataset = None  # frees its memory during the training
         check_setup(cfg, processes=processes.world_size, resume=resume, overridden=given)
@@ -376,7 +373,7 @@ def evaluate(
             print(f"{dataset.line()}\nevaluated: {evaluated}; in the results it is '{folder.name}_{test}'", flush=True)
             dataset.contents.clear()  # frees its memory
             # Classes are matched by name to the classes of the checkpoint, or else of its training dataset.
-            labels = [name for _, name in read_categories(str(dataset.splits[test][0])) or ()]
+            labels = list((read_categories(str(dataset.splits[test][0])) or {}).values())
             classes = None if predictions else _write_classes(cfg.MODEL.WEIGHTS, folder / DATA_FOLDER, data, labels)
             if classes is not None:
                 dataset = dataclasses.replace(dataset, splits=dataset.splits | {CLASSES: (classes, folder)})
@@ -407,10 +404,9 @@ def _write_classes(weights: str, folder: Path, data: str | Path, labels: Sequenc
     if names is None:
         return None
     if unknown := [name for name in labels if name not in names]:
-        raise ConfigError(
-            f"'{data}' has classes that the model does not have: {first_of(list(map(repr, unknown)), 5)}"
-            f"{closest(unknown[0], names) or '.'} Rename or remove them. The model has {first_of(names, 5)}."
-        )
+        listed = f"{first_of(list(map(repr, unknown)), 5)}{closest(unknown[0], names) or '.'} Rename or remove them."
+        advice = f"The model has {first_of(names, 5)}."
+        raise ConfigError(f"'{data}' has classes that the model does not have: {listed} {advice}")
     path = folder / f"{CLASSES}.json"
     check_replaceable(path, advice="Choose another output directory.")
     categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]

@@ -84,11 +84,10 @@ def dataset_categories(
         names: Class names that the dataset must have, in this order; None for any names.
     """
     for dataset in datasets:
-        pairs = categories_of(dataset) if dataset in MetadataCatalog.list() else ()
-        if pairs and len(pairs) == number:
-            ids, found = zip(*pairs, strict=True)
-            if names in (None, found):
-                return Categories(ids, found, MetadataCatalog.get(dataset).get("thing_colors"))
+        classes = categories_of(dataset) if dataset in MetadataCatalog.list() else {}
+        found = tuple(classes.values())
+        if found and len(found) == number and names in (None, found):
+            return Categories(tuple(classes), found, MetadataCatalog.get(dataset).get("thing_colors"))
     return None
 
 

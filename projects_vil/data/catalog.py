@@ -10,7 +10,7 @@ import mmap
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ SHAPES_CLASSES = ("circle", "square", "triangle")
 SHAPES_SEM_SEG_CLASSES = ("background", *SHAPES_CLASSES)
 # The colors in visualizations match the images: red circles, green squares and blue triangles.
 SHAPES_COLORS = [(255, 80, 80), (80, 255, 80), (90, 150, 255)]
-BACKGROUND_COLOR = (90, 90, 90)
 PANOPTIC_EVALUATOR = "coco_panoptic_seg"
 # The registered built-in datasets, and the value of datasets_root() for them.
 _built_in: set[str] = set()
@@ -74,7 +73,7 @@ def register_built_in_datasets() -> None:
             if f"{name}_{split}" in _built_in:
                 _register_ade20k(f"{name}_{split}", images, labels, classes)
         if f"shapes_sem_seg_{split}" in _built_in:
-            MetadataCatalog.get(f"shapes_sem_seg_{split}").stuff_colors = [BACKGROUND_COLOR, *SHAPES_COLORS]
+            MetadataCatalog.get(f"shapes_sem_seg_{split}").stuff_colors = [(90, 90, 90), *SHAPES_COLORS]
 
 
 def register_datasets(cfg: CfgNode) -> None:
@@ -221,16 +220,14 @@ def check_files(name: str) -> None:
             continue
         # If json_file is a folder, read_coco raises a better error later.
         if not (os.path.exists(path) if key == "json_file" else os.path.isdir(path)):
-            raise ConfigError(
-                f"The {description} '{path}' of {name!r} does not exist. Correct the path, set DETECTRON2_DATASETS "
-                f"(now '{datasets_root()}') to the folder with coco/, or give another dataset."
-            )
+            advice = f"Correct the path, or set DETECTRON2_DATASETS (now '{datasets_root()}') to the folder with coco/."
+            raise ConfigError(f"The {description} '{path}' of {name!r} does not exist. {advice}")
         if key == "json_file" and not os.path.isdir(path):
             check_file(path, f"{description} of {name}")
 
 
-def read_categories(annotations: str | None) -> tuple[tuple[int, str], ...] | None:
-    """Return the id and name of each category of a COCO file, sorted by id as in detectron2.
+def read_categories(annotations: str | None) -> dict[int, str] | None:
+    """Return the names of the categories of a COCO file by id, sorted by id as in detectron2.
 
     Returns:
         The categories, or None if there is no valid file.
@@ -241,24 +238,24 @@ def read_categories(annotations: str | None) -> tuple[tuple[int, str], ...] | No
 
 
 @functools.lru_cache(maxsize=16)
-def _read_categories(path: Path, size: int, time: int) -> tuple[tuple[int, str], ...] | None:
+def _read_categories(path: Path, size: int, time: int) -> dict[int, str] | None:
     """Read the categories without parsing the whole file. This takes about one second for COCO's 450 MB file."""
     try:
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                (start,) = [match.end() - 1 for match in re.finditer(rb'"categories"\s*:\s*\[', content)]
-                text = content[start : start + 2**20].decode(errors="ignore")
+                (match,) = re.finditer(rb'"categories"\s*:\s*(?=\[)', content)
+                text = content[match.end() : match.end() + 2**20].decode(errors="ignore")
             entries = json.JSONDecoder().raw_decode(text)[0]
         except ValueError:
             entries = read_json(path)["categories"]
         categories = {int(entry["id"]): str(entry["name"]) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
-    return tuple(sorted(categories.items())) if len(categories) == len(entries) else None
+    return dict(sorted(categories.items())) if len(categories) == len(entries) else None
 
 
-def categories_of(name: str, *, stuff: bool = False) -> Sequence[tuple[int, str]]:
-    """Return the id and name of each class of a dataset, in the order of the model. Without known classes it is empty.
+def categories_of(name: str, *, stuff: bool = False) -> Mapping[int, str]:
+    """Return the classes of a dataset by id, in the order of the model. Without known classes it is empty.
 
     Args:
         name: Name of a dataset in detectron2's catalog.
@@ -268,28 +265,28 @@ def categories_of(name: str, *, stuff: bool = False) -> Sequence[tuple[int, str]
     known, index_of = metadata.get(f"{group}_classes"), metadata.get(f"{group}_dataset_id_to_contiguous_id")
     # detectron2 sets both when it loads a COCO file, not when it registers one.
     if known and index_of:
-        return [(category_id, known[index]) for category_id, index in sorted(index_of.items(), key=lambda i: i[1])]
+        return {category_id: known[index] for category_id, index in sorted(index_of.items(), key=lambda i: i[1])}
     categories = None if stuff else read_categories(metadata.get("json_file"))
-    return categories or list(enumerate(known or (), start=0 if stuff else 1))
+    return categories or dict(enumerate(known or (), start=0 if stuff else 1))
 
 
 def class_names(cfg: CfgNode, name: str) -> list[str] | None:
     """Return the class names of a dataset from its metadata or its COCO file, or None if they are unknown."""
-    return [label for _, label in categories_of(name, stuff=is_segmentor(cfg))] or None
+    return list(categories_of(name, stuff=is_segmentor(cfg)).values()) or None
 
 
-def model_classes(cfg: CfgNode) -> tuple[str | None, Sequence[tuple[int, str]]]:
-    """Return the name of the reference dataset, and the id and name of each class in the order of the model's outputs.
+def model_classes(cfg: CfgNode) -> tuple[str | None, Mapping[int, str]]:
+    """Return the name of the reference dataset, and the model's classes by id, in the order of its outputs.
 
     The reference dataset is the first dataset of ``DATASETS.TRAIN`` and ``DATASETS.TEST``, in this order, that has the
     model's number of classes. Without such a dataset, the name is None and there are no classes.
     """
     names, (_, number) = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST), number_of_classes(cfg)
     for name in names:
-        categories = categories_of(name, stuff=is_segmentor(cfg)) if name in MetadataCatalog.list() else ()
+        categories = categories_of(name, stuff=is_segmentor(cfg)) if name in MetadataCatalog.list() else {}
         if categories and len(categories) == number:
             return name, categories
-    return None, ()
+    return None, {}
 
 
 def class_order(cfg: CfgNode, name: str) -> list[int] | None:
@@ -312,7 +309,7 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
     classes, (reference, categories) = class_names(cfg, name), model_classes(cfg)
     if classes is None:
         return None
-    ours = [label for _, label in categories]
+    ours = list(categories.values())
     key, number = number_of_classes(cfg)
     if len(classes) != number and (reference is None or name in cfg.DATASETS.TRAIN or is_segmentor(cfg)):
         raise ConfigError(f"{key} is {number}, but {name!r} has {len(classes)} classes. Set {key} {len(classes)}.")

@@ -116,8 +116,9 @@ class CocoFile:
 
     def findings(self, *severities: str) -> list["Check"]:
         """Return the checks with findings, sorted by severity and by their order in ``CHECKS``."""
-        checks = [check for check in CHECKS.values() if self.found.get(check.name)]
-        return [check for severity in severities or SEVERITIES for check in checks if check.severity == severity]
+        severities = severities or SEVERITIES
+        found = [check for check in CHECKS.values() if check.severity in severities and self.found.get(check.name)]
+        return sorted(found, key=lambda check: severities.index(check.severity))
 
     def unfixable(self) -> "Check | None":
         """Return the first error that has no fix, or None."""
@@ -364,7 +365,8 @@ def find_in_boxes(file: CocoFile) -> Findings:
     indices, boxes, areas = np.asarray(indices), np.asarray(boxes).reshape(-1, 4), np.asarray(areas)
     for name, where in _box_problems(file, indices, boxes):
         yield from ((name, index, file.annotations[index]["bbox"]) for index in indices[where].tolist())
-    most = np.array([2.0 * height * width or math.inf for height, width in file.sizes])[file.image_of[indices]]
+    # Images of unknown size have no limit.
+    most = 2 * np.prod(np.where(file.sizes, file.sizes, math.inf), axis=1)[file.image_of[indices]]
     is_valid = (areas >= 0) & (areas <= np.fmax(most, boxes[:, 2:].prod(1))) & ~misfits_box(areas, *abs(boxes[:, 2:].T))
     for index in indices[~is_valid].tolist():
         yield "missing_or_invalid_area", index, f"area {_shortened(file.annotations[index].get('area'))}"

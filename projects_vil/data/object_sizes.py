@@ -56,9 +56,11 @@ def objects_of(content: Mapping[str, Any]) -> np.ndarray:
     Args:
         content: The content of a COCO file.
     """
-    # The dataset check reads an id as text too.
-    valid = (image for image in content.get("images", ()) if isinstance(image, dict))
-    rows, images = array("d"), {str(image["id"]): image for image in valid if isinstance(image.get("id"), int | str)}
+    rows, images = array("d"), {}
+    for image in content.get("images", ()):
+        if isinstance(image, dict) and isinstance(image.get("id"), int | str):
+            # The dataset check reads an id as text too.
+            images[str(image["id"])] = image
     for entry in content.get("annotations", ()):
         # The dataset check reports invalid entries.
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -98,8 +100,9 @@ def choose_size(
         if fit:
             quantiles = (np.arange(len(anchors.ratios)) + 0.5) / len(anchors.ratios)
             ratios = np.quantile(boxes[:, 3] / boxes[:, 2], quantiles).clip(0.05, 20).round(2).tolist()
-            scaled = ([[round(factor * side, 1) for side in level] for level in anchors.sizes] for factor in _FACTORS)
-            candidates = [anchors._replace(sizes=levels, ratios=ratios) for levels in scaled]
+            # (factors, levels, anchors per position). Detectors need the same number on all levels.
+            scaled = np.multiply.outer(_FACTORS, anchors.sizes).round(1).tolist()
+            candidates = [anchors._replace(sizes=sizes_of_levels, ratios=ratios) for sizes_of_levels in scaled]
         pairs = [(_best_ious(one, boxes), one) for one in candidates]
         ious, chosen = max(pairs, key=lambda pair: (round(np.mean(pair[0] >= MATCH_IOU), 2), pair[0].mean()))
         share = np.mean(ious >= MATCH_IOU)

@@ -19,8 +19,9 @@ Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]
 
 def entries_of(content: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
     """Yield the valid entries of a list of a COCO file: dicts, and for images those with a file name."""
-    entries = (entry for entry in content.get(key) or () if isinstance(entry, dict))
-    yield from entries if key != "images" else (entry for entry in entries if isinstance(entry.get("file_name"), str))
+    for entry in content.get(key) or ():
+        if isinstance(entry, dict) and (key != "images" or isinstance(entry.get("file_name"), str)):
+            yield entry
 
 
 def images_of(content: dict[str, Any], root: Path) -> list[tuple[dict[str, Any], str]]:
@@ -50,9 +51,9 @@ def divide(content: dict[str, Any], splits: dict[str, str]) -> dict[str, dict[st
     """Return the content of a COCO file by split. The keys of ``splits`` are image ids as text."""
     parts, first = {split: dict(content) for split in splits.values()}, next(iter(splits.values()))
     for key, id_key in (("images", "id"), ("annotations", "image_id")):
-        entries = content.get(key, [])
-        ids = (str(entry.get(id_key)) if isinstance(entry, dict) else None for entry in entries)
-        owners = [splits.get(number, first) for number in ids]
+        entries, owners = content.get(key, []), []
+        for entry in entries:
+            owners.append(splits.get(str(entry.get(id_key)), first) if isinstance(entry, dict) else first)
         for split, part in parts.items():
             part[key] = like(entries, itertools.compress(entries, map(split.__eq__, owners)))
     return parts
@@ -78,9 +79,12 @@ def find_copies(parts: Parts) -> dict[str, str]:
 
     If there is a validation split, only copies in different splits are found.
     """
-    files = [(split, path) for split, (content, _, root) in parts.items() for _, path in images_of(content, root)]
-    files = [(split if "val" in parts else path, path) for split, path in files if os.path.isfile(path)]
-    groups = [[(owner, path) for owner, path in files if os.access(path, os.R_OK)]]
+    files = []
+    for split, (content, _, root) in parts.items():
+        for _, path in images_of(content, root):
+            if os.path.isfile(path) and os.access(path, os.R_OK):
+                files.append((split if "val" in parts else path, path))
+    groups = [files]
     # Empty files are no copies. Most files of the same size differ in their last bytes.
     for key in (os.path.getsize, _last_bytes, content_hash):
         found = defaultdict(list)

@@ -15,9 +15,9 @@ from torch import nn
 from backbones import ConfigError
 from backbones.attention.sliding_chunk import sample_shifts
 from backbones.errors import check_choice, check_packages, check_replaceable
-from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
 from projects_vil.config import CONFIG_FILE, is_panoptic, is_segmentor, with_overrides
+from projects_vil.data import AUGMENTATIONS, CHECK_MODES, check_files, class_order, register_datasets
 from projects_vil.engine.hooks import SERVICES
 from projects_vil.evaluation import EVALUATION_FILE, check_metric
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta
@@ -25,10 +25,10 @@ from projects_vil.solver import LR_SCHEDULERS, build_lr_scheduler, build_optimiz
 from vil.choices import DTYPES
 
 _CHOICES: dict[str, Collection[str]] = {
-    "DATASETS.CHECK": data.CHECK_MODES,
+    "DATASETS.CHECK": CHECK_MODES,
     "FLOAT32_PRECISION": ("", "highest", "high", "medium"),
     "INFERENCE.DTYPE": ("auto", *DTYPES),
-    "INPUT.AUGMENTATION": data.AUGMENTATIONS,
+    "INPUT.AUGMENTATION": AUGMENTATIONS,
     "INPUT.CROP.TYPE": ("relative_range", "relative", "absolute", "absolute_range"),
     "INPUT.FORMAT": ("RGB", "BGR"),
     "SOLVER.AMP.DTYPE": ("auto", "bfloat16", "float16"),
@@ -103,13 +103,13 @@ def check_setup(
         ConfigError: For the first mistake.
     """
     check_values(cfg, () if eval_only else overridden)
-    data.register_datasets(cfg)
+    register_datasets(cfg)
     is_lazy, model = model is not None, build_on_meta(cfg) if model is None else model
     if not (cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN):
         raise ConfigError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty. Set it to the name of a dataset.")
     for name in (*cfg.DATASETS.TEST, *(() if eval_only else cfg.DATASETS.TRAIN)):
-        data.check_files(name)
-        data.class_order(cfg, name)
+        check_files(name)
+        class_order(cfg, name)
     if not eval_only:
         _check_training(cfg, model, processes=processes)
         if not is_lazy:
@@ -146,10 +146,8 @@ def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
         if Path(cfg.MODEL.WEIGHTS).resolve() in [path.resolve() for path in (*saved, folder / BEST_CHECKPOINT)]:
             raise ConfigError(f"OVERWRITE_OUTPUT_DIR would delete MODEL.WEIGHTS '{cfg.MODEL.WEIGHTS}'. {_OTHER_FOLDER}")
     elif saved and not resume:
-        raise ConfigError(
-            f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' has checkpoints of another run, such as '{saved[0].name}'. Continue that "
-            "run with --resume, choose another output directory, or add OVERWRITE_OUTPUT_DIR True to the command."
-        )
+        text = f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' has checkpoints of another run, such as '{saved[0].name}'"
+        raise ConfigError(f"{text}. Add --resume or OVERWRITE_OUTPUT_DIR True, or choose another output directory.")
     if resume and saved and (folder / CONFIG_FILE).exists():
         _check_resumed(cfg, folder / CONFIG_FILE)
     return resume and bool(saved)
@@ -181,10 +179,8 @@ def _check_resumed(cfg: CfgNode, path: Path) -> None:
     ]
     for key, value, began in compared:
         if value != began:
-            raise ConfigError(
-                f"{key} is {value}, but the run in '{path.parent}' began with {began}. Set it to {began}, "
-                "or choose another OUTPUT_DIR."
-            )
+            text = f"{key} is {value}, but the run in '{path.parent}' began with {began}"
+            raise ConfigError(f"{text}. Set it to {began}, or choose another OUTPUT_DIR.")
 
 
 def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int) -> None:

@@ -32,9 +32,9 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from backbones import ConfigError
 from backbones.errors import GENERATOR, check_replaceable, counted
 from backbones.files import write_text
-from projects_vil import data
 from projects_vil.checkpoint import Checkpointer, remove_run
 from projects_vil.config import CONFIG_FILE, set_precision, with_overrides
+from projects_vil.data import register_datasets
 from projects_vil.engine.auto_micro_batch import choose_micro_batches
 from projects_vil.engine.checks import check_output_dir
 from projects_vil.engine.trainer import Trainer
@@ -180,7 +180,7 @@ def run_training(
     Raises:
         ConfigError: If another run uses ``OUTPUT_DIR``, or if one finished there after this run started.
     """
-    data.register_datasets(cfg)
+    register_datasets(cfg)
     is_main, logger = comm.is_main_process(), logging.getLogger(__name__)
     with run_lock(cfg.OUTPUT_DIR) if is_main else contextlib.nullcontext():
         comm.synchronize()
@@ -204,17 +204,11 @@ def run_training(
         cfg = with_overrides(cfg, values)
         _set_up_run(cfg, eval_only=False)
         solver = cfg.SOLVER
-        if resume and is_new:
-            weights = cfg.MODEL.WEIGHTS
-            start = f"from '{weights}'" if weights else "with random weights (MODEL.WEIGHTS is empty)"
-            logger.warning("%s has no checkpoint to --resume from. Training starts %s.", cfg.OUTPUT_DIR, start)
         if solver.WARMUP_ITERS >= solver.MAX_ITER:
             logger.warning("The learning rate never reaches BASE_LR: SOLVER.WARMUP_ITERS is not below MAX_ITER.")
-        logger.info(
-            f"training {cfg.MODEL.META_ARCHITECTURE} with {cfg.MODEL.TRANSFORMER.VARIANT} on {cfg.MODEL.DEVICE} in "
-            f"{counted(comm.get_world_size(), 'process')}: {solver.MAX_ITER} iterations. The config, the model and the "
-            f"environment are in {cfg.OUTPUT_DIR}/log.txt"
-        )
+        model = f"{cfg.MODEL.META_ARCHITECTURE} with {cfg.MODEL.TRANSFORMER.VARIANT} on {cfg.MODEL.DEVICE}"
+        length = f"{solver.MAX_ITER} iterations in {counted(comm.get_world_size(), 'process')}"
+        logger.info(f"training {model}: {length}. {cfg.OUTPUT_DIR}/log.txt has the config and the environment.")
         trainer = trainer_class(cfg)
         trainer.resume_or_load(resume=resume)
         # The checkpoint of a resumed run is loaded first. If that fails, config.yaml is unchanged.
@@ -230,7 +224,7 @@ def run_evaluation(cfg: CfgNode, trainer: type[Trainer], resume: bool) -> None:
         trainer: Builds and evaluates the model.
         resume: Evaluate the last checkpoint in ``OUTPUT_DIR`` instead of ``MODEL.WEIGHTS``.
     """
-    data.register_datasets(cfg)
+    register_datasets(cfg)
     log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
     trainer.read_datasets(cfg, train=False)
     _set_up_run(cfg, eval_only=True)
@@ -403,10 +397,8 @@ def _rendezvous(env: DistributedEnv, url: str, timeout: float) -> Store:
             missing = [str(one) for one in machines if is_ours and not store.check([f"{key} {one * size}"])]
             whom = f"machine rank{'s' * (len(missing) > 1)} {', '.join(missing) or 0} of {len(machines)} at {url}"
             if waited > timeout:
-                raise ConfigError(
-                    f"No answer from {whom} after {timeout:g} s. Start all machines within --dist-timeout, and check "
-                    "the firewall."
-                )
+                advice = "Start all machines within --dist-timeout, and check the firewall."
+                raise ConfigError(f"No answer from {whom} after {timeout:g} s. {advice}")
             print(f"waiting for {whom}: {waited:.0f} of {timeout:g} s", file=sys.stderr, flush=True)
             notice *= 2
         time.sleep(0.1)

@@ -16,8 +16,8 @@ from torch import nn
 
 from backbones import ConfigError
 from backbones.errors import check_file, closest, one_line
-from projects_vil import data
 from projects_vil.config import choose_device, config_items, default_config
+from projects_vil.data import class_order, load_dataset, read_records
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.launch import Processes, launch, run_evaluation, run_training
 from projects_vil.engine.trainer import Trainer
@@ -172,8 +172,8 @@ def load_records(
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = filter_empty
     cfg.DATASETS.CHECK = check
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (tuple(names), ()) if train else (tuple(classes_of), tuple(names))
-    data.read_records(cfg, names, train=train)
-    return data.load_dataset(cfg, names, train=train)
+    read_records(cfg, names, train=train)
+    return load_dataset(cfg, names, train=train)
 
 
 def lazy_options(cfg: DictConfig, model: nn.Module) -> CfgNode:
@@ -239,7 +239,7 @@ def lazy_trainer(lazy: DictConfig) -> type[Trainer]:
 
         @classmethod
         def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
-            return CheckedEvaluator([instantiate(lazy.dataloader.evaluator)], data.class_order(cfg, dataset_name))
+            return CheckedEvaluator([instantiate(lazy.dataloader.evaluator)], class_order(cfg, dataset_name))
 
         @staticmethod
         def dump_config(cfg: CfgNode) -> str:

@@ -29,9 +29,11 @@ from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention
 from backbones.errors import one_line
 from backbones.files import write_text
-from projects_vil import data, evaluation, solver
+from projects_vil import evaluation, solver
 from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer
 from projects_vil.config import with_overrides
+from projects_vil.data.build import build_test_loader, build_train_loader, derived_seed, seed_all
+from projects_vil.data.records import read_datasets
 from projects_vil.engine import hooks
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
 from projects_vil.files import read_json
@@ -42,7 +44,6 @@ from projects_vil.utils import stop_requests, terminate, terminating_between_cal
 _logger = logging.getLogger(__name__)
 # Keys of parameter groups that a resumed run takes from its config.
 _RATES = {"initial_lr": "learning rate", "weight_decay": "weight decay", "momentum": "momentum"}
-NONFINITE_FILE = "nonfinite.json"
 # Limit of consecutive overflows under float16 loss scaling. From any scale, 32 halvings lead below 1.
 MAX_OVERFLOWS = 32
 
@@ -113,7 +114,7 @@ class TrainStep(SimpleTrainer):
     ) -> None:
         super().__init__(model, data_loader, optimizer)
         self.module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self.nonfinite_file = Path(output_dir) / NONFINITE_FILE
+        self.nonfinite_file = Path(output_dir) / "nonfinite.json"
         self.accumulation_steps = accumulation_steps
         self.precision = precision
         self.max_nonfinite_steps = max_nonfinite_steps
@@ -295,15 +296,11 @@ class TrainStep(SimpleTrainer):
             self.write_nonfinite(step.iteration, entry | {"is_skipped": is_skipped, "processes": processes})
         # The first process that raises ends the others.
         comm.synchronize()
-        message = (
-            f"The step of iteration {step.iteration} is not finite: {reason} (learning rate {step.learning_rate:g}). "
-            f"Its images and losses are in {self.nonfinite_file}."
-        )
+        message = f"The step of iteration {step.iteration} is not finite: {reason} (learning rate "
+        message += f"{step.learning_rate:g}). Its images and losses are in {self.nonfinite_file}."
         if not is_skipped:
-            raise ConfigError(
-                f"{message} No weight has changed. --resume from the last checkpoint with a lower SOLVER.BASE_LR, or "
-                f"skip such steps with SOLVER.MAX_NONFINITE_STEPS {max(2 * self.max_nonfinite_steps, 10)}."
-            )
+            advice = "--resume with a lower SOLVER.BASE_LR, or with SOLVER.MAX_NONFINITE_STEPS"
+            raise ConfigError(f"{message} No weight has changed. {advice} {max(2 * self.max_nonfinite_steps, 10)}.")
         _logger.warning(f"{message} Skipped {self.skipped} of {self.max_nonfinite_steps} (SOLVER.MAX_NONFINITE_STEPS).")
 
     def write_nonfinite(self, iteration: int, *new: dict[str, Any]) -> None:
@@ -326,10 +323,8 @@ class TrainStep(SimpleTrainer):
         """
         own, saved = self.optimizer.state_dict()["param_groups"], state_dict.get("optimizer")
         if saved is None or _group_types(saved["param_groups"]) != _group_types(own):
-            raise ConfigError(
-                "The optimizer state of the checkpoint does not fit SOLVER.OPTIMIZER, LR_MULTIPLIERS or FREEZE_AT. "
-                "Resume with its config.yaml, or start from its weights (MODEL.WEIGHTS) in another OUTPUT_DIR."
-            )
+            text = "The optimizer state of the checkpoint does not fit SOLVER.OPTIMIZER, LR_MULTIPLIERS or FREEZE_AT"
+            raise ConfigError(f"{text}. Resume with its config.yaml, or set MODEL.WEIGHTS in another OUTPUT_DIR.")
         pairs = list(zip(saved["param_groups"], own, strict=True))
         changed = [name for key, name in _RATES.items() if any(old.get(key) != new.get(key) for old, new in pairs)]
         if changed:
@@ -375,11 +370,11 @@ class Trainer(DefaultTrainer):
 
     log_period = 20
     averaged: hooks.ExponentialAverage | None = None
-    read_datasets = staticmethod(data.read_datasets)
+    read_datasets = staticmethod(read_datasets)
     build_optimizer = staticmethod(solver.build_optimizer)
     build_lr_scheduler = staticmethod(solver.build_lr_scheduler)
-    build_train_loader = staticmethod(data.build_train_loader)
-    build_test_loader = staticmethod(data.build_test_loader)
+    build_train_loader = staticmethod(build_train_loader)
+    build_test_loader = staticmethod(build_test_loader)
     build_evaluator = staticmethod(evaluation.build_evaluator)
     dump_config = staticmethod(CfgNode.dump)
 
@@ -457,7 +452,7 @@ class Trainer(DefaultTrainer):
     def run_step(self) -> None:
         """Train on a batch, and wait for the device if metrics, a checkpoint or an evaluation follow."""
         # Stochastic depth, sampled proposals and other random numbers then need no state in the checkpoint.
-        data.seed_all(data.derived_seed("iteration", self.seed, self.iter, comm.get_rank()))
+        seed_all(derived_seed("iteration", self.seed, self.iter, comm.get_rank()))
         super().run_step()
         done = self.iter + 1
         periods = (self.cfg.SOLVER.CHECKPOINT_PERIOD, self.cfg.TEST.EVAL_PERIOD)
@@ -560,10 +555,9 @@ class Trainer(DefaultTrainer):
         waited = comm.all_gather(self._best and self._best.evaluations_since_best)[0]
         if waited >= self.cfg.SOLVER.EARLY_STOPPING_PATIENCE:
             self._saving.save("model_final", finished=True)
-            _logger.info(
-                f"Stopped early after iteration {self.iter}: the last {waited} evaluations did not improve "
-                f"{self.cfg.TEST.BEST_METRIC}. To continue, raise SOLVER.EARLY_STOPPING_PATIENCE and use --resume."
-            )
+            reason = f"the last {waited} evaluations did not improve {self.cfg.TEST.BEST_METRIC}"
+            advice = "To continue, raise SOLVER.EARLY_STOPPING_PATIENCE and use --resume."
+            _logger.info(f"Stopped early after iteration {self.iter}: {reason}. {advice}")
             raise StoppedEarly
 
     def stop_signal(self) -> int:
@@ -659,7 +653,7 @@ class Trainer(DefaultTrainer):
             dataset_results[LOSS_TASK] = validation_loss(cfg, model, name)
         if comm.is_main_process():
             # Imports Matplotlib, which takes a tenth of the start of a run.
-            from projects_vil.visualization import draw_evaluation
+            from projects_vil.visualization.predictions import draw_evaluation
 
             write_results(cfg, results)
             # After the last iteration the storage's iteration is one higher.

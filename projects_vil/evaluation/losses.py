@@ -12,8 +12,8 @@ from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 from torch import nn
 
-from projects_vil import data
 from projects_vil.config import with_overrides
+from projects_vil.data import Mapper, SharedRecords, class_order, derived_seed, in_order, load_dataset, seed_all
 from projects_vil.data.build import make_test_loader
 from projects_vil.modeling import MicroBatches
 
@@ -39,18 +39,18 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
     Raises:
         ConfigError: See :func:`projects_vil.data.load_dataset`.
     """
-    records = data.load_dataset(cfg, [dataset_name], train=False)
-    order = data.class_order(cfg, dataset_name)
-    records = records if order is None else data.in_order(records, order)
-    records = data.SharedRecords(record | {_POSITION: position} for position, record in enumerate(records))
-    mapper = data.Mapper(_as_for_testing(cfg), is_train=True)
+    records = load_dataset(cfg, [dataset_name], train=False)
+    order = class_order(cfg, dataset_name)
+    records = records if order is None else in_order(records, order)
+    records = SharedRecords(record | {_POSITION: position} for position, record in enumerate(records))
+    mapper = Mapper(_as_for_testing(cfg), is_train=True)
     loader = make_test_loader(records, mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
     sums: dict[str, float] = defaultdict(float)
     batches = MicroBatches(model)
     # In iteration 0 detectron2 would draw images (VIS_PERIOD).
     with EventStorage(start_iter=1), _with_losses(model):
         for images in loader:
-            data.seed_all(data.derived_seed("image", images[0][_POSITION]))
+            seed_all(derived_seed("image", images[0][_POSITION]))
             try:
                 losses = model(images)
             except FloatingPointError:  # detectron2 found non-finite proposals

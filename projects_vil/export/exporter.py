@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from backbones import ConfigError
 from backbones.errors import check_choice, check_output_folder, check_packages, check_replaceable, check_whole
 from projects_vil.checkpoint import load_detector
-from projects_vil.config import with_overrides
+from projects_vil.config import SCORE_THRESHOLDS, with_overrides
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import FORMATS, check_format, log_step
 from projects_vil.export.metadata import describe_model, metadata_path
@@ -33,7 +33,6 @@ from vil.choices import INPUT_DTYPES
 
 # The dtypes of the network. An int8 file is quantized from fp32.
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
-_SCORE_THRESHOLDS = ("MODEL.RETINANET.SCORE_THRESH_TEST", "MODEL.ROI_HEADS.SCORE_THRESH_TEST")
 # The size of the tracing example. The parity check uses other sizes.
 EXAMPLE_SIZE = (160, 224)
 
@@ -95,10 +94,8 @@ def export_detector(
         raise ConfigError(f"opset has no effect on {file_format}. Leave it out, or use format onnx.")
     evaluate = evaluate or is_int8
     if size is not None and evaluate:
-        raise ConfigError(
-            "image_size has no effect with precision int8 or evaluate, because images of DATASETS.TEST have other "
-            "sizes. Leave out one of them."
-        )
+        text = "image_size has no effect with precision int8 or evaluate, because DATASETS.TEST has other sizes"
+        raise ConfigError(f"{text}. Leave out one of them.")
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
@@ -153,7 +150,7 @@ def export_detector(
         options = {"evaluate": evaluate, "accept_drop": accept_drop}
         with log_step("parity check"):
             report = check_export(cfg, reference, ExportedModel(new), compared, **options)
-        low_threshold = with_overrides(cfg, dict.fromkeys(_SCORE_THRESHOLDS, 0.0))
+        low_threshold = with_overrides(cfg, dict.fromkeys(SCORE_THRESHOLDS, 0.0))
         has_detections = any(row["detections"] + row["detections_exported"] for row in report["images"])
         if not (has_detections or is_int8 or low_threshold == cfg):
             # Without detections, compare the candidates of a second file that has no score threshold.

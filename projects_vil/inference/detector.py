@@ -17,9 +17,9 @@ from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 
 from backbones import ConfigError
-from backbones.errors import check_whole, first_of
+from backbones.errors import check_whole, counted, first_of
 from projects_vil.checkpoint import Categories, find_model, find_weights
-from projects_vil.config import Overrides, add_values, as_mapping, choose_device, load_config
+from projects_vil.config import SCORE_THRESHOLDS, Overrides, add_values, as_mapping, choose_device, load_config
 from projects_vil.data.image_files import upright_pixels
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead
@@ -72,7 +72,7 @@ class Detections:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{number} {name}" for name, number in Counter(self.names).most_common())
-        return f"<{len(self)} detection{'' if len(self) == 1 else 's'}{': ' if counts else ''}{counts}>"
+        return f"<{counted(len(self), 'detection')}{': ' if counts else ''}{counts}>"
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -132,11 +132,11 @@ class Detections:
         drawn = self[self.scores >= threshold]
         pairs = zip(drawn.to_coco(0), drawn.classes.tolist(), strict=True)
         results = [result | {"category_id": index} for result, index in pairs]
-        pixels = self.source.read()
+        pixels, _ = self.source.decode()
         side = max(pixels.shape[:2])
         scale, label_size = max(longer_side / side, 1), max(side / LABEL_SIDE, 1)
         # Imports Matplotlib, which most uses of a detector do not need.
-        from projects_vil.visualization import draw_instances
+        from projects_vil.visualization.drawing import draw_instances
 
         return draw_instances(pixels, results, self.categories.metadata, scale=scale, label_size=label_size)
 
@@ -229,6 +229,7 @@ class Detector(HubMixin):
         source = Path(source).expanduser()
         check_threshold(score_threshold)
         device = None if device is None else str(device)
+        weights = weights and os.fspath(weights)
         given = add_values(as_mapping(overrides), {"MODEL.WEIGHTS": weights, "MODEL.DEVICE": device})
         weights, device = given.get("MODEL.WEIGHTS"), given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
@@ -243,24 +244,20 @@ class Detector(HubMixin):
             runner = ExportedRunner(Path(path), device=device or "cpu", score_threshold=score_threshold)
             return cls(runner, draw_threshold=score_threshold)
         config, weights = find_model(source, weights)
-        cfg = load_config(config, {key: str(value) for key, value in given.items()})
-        cfg.defrost()
-        cfg.MODEL.DEVICE = "cuda" if device is None else cfg.MODEL.DEVICE
-        cfg.INFERENCE.DTYPE = str(dtype or cfg.INFERENCE.DTYPE).removeprefix("torch.")
+        values = {"MODEL.DEVICE": "cuda"} | given
+        if dtype is not None:
+            values["INFERENCE.DTYPE"] = str(dtype).removeprefix("torch.")
         if score_threshold is not None:
-            cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
-        cfg = choose_device(cfg, requested=device is not None)
+            values |= dict.fromkeys(SCORE_THRESHOLDS, float(score_threshold))
+        cfg = choose_device(load_config(config, values), requested=device is not None)
         file = os.fspath(weights or cfg.MODEL.WEIGHTS)
         file = file if os.path.exists(file) else find_weights(file)
         return cls(EagerRunner(cfg, file, tta=tta), draw_threshold=score_threshold)
 
     def __repr__(self) -> str:
-        runner, number = self.runner, len(self.names)
-        return (
-            f"<{runner.architecture} with {runner.backbone} on {runner.device}, {number} class{'es' * (number > 1)} "
-            f"({first_of(self.names, 3)}), weights {runner.weights}, score threshold {runner.score_threshold:g}, "
-            f"draw threshold {self.draw_threshold:g}>"
-        )
+        runner, classes = self.runner, f"{counted(len(self.names), 'class')} ({first_of(self.names, 3)})"
+        model = f"{runner.architecture} with {runner.backbone} on {runner.device}, {classes}, weights {runner.weights}"
+        return f"<{model}, score threshold {runner.score_threshold:g}, draw threshold {self.draw_threshold:g}>"
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -91,10 +91,6 @@ class ImageSource:
         log_damaged(damaged)
         return pixels, damaged
 
-    def read(self) -> np.ndarray:
-        """Return the upright image (H, W, 3) uint8 RGB. Raises UnreadableImage."""
-        return self.decode()[0]
-
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:

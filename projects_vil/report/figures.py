@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from projects_vil.data import read_image
 from projects_vil.evaluation import LOSS_TASK
 from projects_vil.report.coco_metrics import DetectionMetrics
-from projects_vil.visualization import Canvas
+from projects_vil.visualization.drawing import Canvas
 
 SIZE = (5.2, 3.3)  # inches of 72 points, so that text is legible on a phone
 # Color-blind safe, with a contrast of at least 3 on white. Further curves have other line styles.

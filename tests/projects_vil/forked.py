@@ -20,7 +20,7 @@ from torch.multiprocessing import start_processes
 import projects_vil.analysis
 import projects_vil.export
 import projects_vil.inference
-import projects_vil.visualization  # noqa: F401
+import projects_vil.visualization.predictions  # noqa: F401
 
 # Garbage collections of the forked processes leave out what is imported here.
 gc.freeze()

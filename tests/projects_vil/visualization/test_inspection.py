@@ -7,9 +7,8 @@ import torch
 
 from backbones.backbone import BackboneSettings
 from backbones.lit import LIT, LITStage, LITVariant
-from projects_vil.visualization import draw_attention
 from projects_vil.visualization.attention import AttentionWeights
-from projects_vil.visualization.inspection import plot_attention, plot_offsets, sampling_positions
+from projects_vil.visualization.inspection import draw_attention, plot_attention, plot_offsets, sampling_positions
 from tests.backbones.helpers import random_images
 from tests.projects_vil.helpers import message, small_config
 from tests.selection import slow_except

@@ -20,9 +20,8 @@ from backbones.errors import GENERATOR
 from projects_vil.config import load_config
 from projects_vil.data import IGNORED_LABEL, label_reader, load_dataset, register_datasets
 from projects_vil.engine import Trainer
-from projects_vil.visualization import draw_evaluation, draw_instances, draw_results, draw_samples, write_image
-from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH, sheet
-from projects_vil.visualization.predictions import MIN_SAMPLE_SIDE, draw_sample
+from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH, draw_instances, sheet, write_image
+from projects_vil.visualization.predictions import draw_evaluation, draw_results, draw_sample, draw_samples
 from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import panoptic_config
 from tests.selection import slow_except
@@ -186,7 +185,7 @@ def test_samples_are_the_first_images_of_a_run(shapes, tmp_path, detector):
         assert path.name == f"{index:04d}_{Path(sample['file_name']).stem}.png"
         drawn = read(path)
         assert (drawn == draw_sample(cfg, sample)).all()
-        assert max(drawn.shape[0] - 2 * HEADER - GAP, drawn.shape[1] - GAP) == pytest.approx(MIN_SAMPLE_SIDE, abs=2)
+        assert max(drawn.shape[0] - 2 * HEADER - GAP, drawn.shape[1] - GAP) == pytest.approx(640, abs=2)
     others = draw_samples(cfg, tmp_path / "others", number=4, seed=12)
     assert [path.read_bytes() for path in others] != [path.read_bytes() for path in paths]
 
