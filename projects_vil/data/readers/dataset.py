@@ -124,7 +124,7 @@ def read_dataset(
     if images is not None and not Path(images).is_dir():
         raise ConfigError(f"'{images}' (--images) is not a folder. Give the folder with the images.")
     source = Path(source)
-    name, files, index = _detect_format(source, None if images is None else Path(images))
+    name, files, index = _detect_format(source, images)
     extracted = os.path.abspath(extracted or Path(folder, "images"))
     found = Annotations()
     records = [*_READERS[name](files, index, found)] if name in _READERS else None
@@ -196,7 +196,7 @@ def _count_unused(source: Path, parts: Parts, index: FileIndex, read: set[str], 
     used = {path for content, _, root in parts.values() for _, path in images_of(content, root)}
     known = used.union(read, *unused.values())
     below = tuple(os.path.join(root, "") for _, _, root in parts.values()) if source.is_file() else ""
-    others = [path for path in index.all_files if path not in known and path.startswith(below)]
+    others = [path for path in index.files if path not in known and path.startswith(below)]
     unused["images that the annotations do not name"] += filter(is_image, others)
     unsupported = [path for path in others if not is_image(path)]
     unused[f"files of an unsupported type, {_types(unsupported)}"] += unsupported
@@ -253,7 +253,7 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
     return parts
 
 
-def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[str], FileIndex]:
+def _detect_format(source: Path, images: str | Path | None) -> tuple[str, list[str], FileIndex]:
     """Detect the format of a dataset from the content of its files.
 
     Args:

@@ -6,16 +6,15 @@ import os
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from backbones import ConfigError
-from backbones.errors import GENERATOR
 from projects_vil.data.image_files import is_image, size_or_none
-from projects_vil.files import content_hash
+from projects_vil.files import content_hash, walk
 
 SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
 SPLITS |= {"validation": "val", "validate": "val", "test": "test", "testing": "test"}
@@ -25,27 +24,6 @@ _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "jso
 ANNOTATION_FOLDERS = {"annotations", "annotation", "annots", "labels", "label", "labeltxt", "json", "xml"}
 # Label Studio adds eight hexadecimal digits to the names of uploaded files.
 _UPLOAD_PREFIX = re.compile(r"(?<![^/\\])[0-9a-f]{8}-(?=[^/\\]*$)")
-
-
-def walk(root: str | Path) -> Iterator[str]:
-    """Yield all files in a folder in sorted order, except hidden files and files of training runs.
-
-    Links are followed, and each folder is visited once.
-    """
-    seen = set()
-    for parent, folders, names in os.walk(root, followlinks=True):
-        if _is_run(parent, names) or os.path.realpath(parent) in seen:
-            folders.clear()
-            continue
-        seen.add(os.path.realpath(parent))
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
-        yield from (os.path.join(parent, name) for name in sorted(names) if not name.startswith("."))
-
-
-def _is_run(folder: str, names: list[str]) -> bool:
-    train = Path(folder, "data", "train.json")
-    is_converted = "log.txt" in names and train.is_file() and GENERATOR.encode() in train.read_bytes()[:200]
-    return is_converted or {"log.txt", "config.yaml"} <= {*names}
 
 
 def read_lines(path: str) -> list[str]:
@@ -141,21 +119,18 @@ class FileIndex:
         root: The folder of the dataset.
         image_root: The folder ``images``, or ``root``.
         is_given: Whether ``images`` is given.
-        files: All files below ``root``, sorted.
+        files: All files below ``root`` and ``images``, sorted.
         images: The keys are the image files below ``images``, or else below ``root``, sorted.
-        all_files: All files below ``root`` and ``images``, sorted.
     """
 
-    def __init__(self, root: Path, images: Path | None = None) -> None:
-        self.root = os.path.abspath(root)
-        self.files = list(walk(self.root))
-        self.is_given, self.image_root = images is not None, os.path.abspath(images or root)
-        below = self.files if images is None else list(walk(self.image_root))
+    def __init__(self, root: Path, images: str | Path | None = None) -> None:
+        self.root, self.image_root = os.path.abspath(root), os.path.abspath(images or root)
+        self.is_given, below = images is not None, [*walk(self.image_root)]
         self.images = dict.fromkeys(filter(is_image, below))
+        self.files = below if images is None else sorted({*below, *walk(self.root)})
         # Label Studio writes percent codes into the names of label files. Windows hides the suffix of a.txt.txt.
         self._by_path = {normalized(re.sub(r"(?i)(\.\w+)\1$", r"\1", unquote(path))): path for path in self.files}
         self._by_path |= {normalized(path): path for path in (*self.files, *set(map(os.path.dirname, self.files)))}
-        self.all_files = self.files if images is None else sorted({*self.files, *below})
         folders = [self.folders_of(os.path.join(path, "")) for path in set(map(os.path.dirname, self.images))]
         # The folders that have images in them or in their subfolders. The cache does not refer to the index, which
         # would then stay in memory.

@@ -4,7 +4,6 @@ import base64
 import io
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -18,11 +17,9 @@ from projects_vil.data.readers.shapes import Annotations, Shape, number
 from projects_vil.files import read_json
 
 
-def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
-    """Yield the images of a dataset in LabelMe's format, which has one JSON file per image."""
-    for path in files:
-        with found.collecting_errors(path):
-            yield _record(path, index, found)
+def read(files: list[str], index: FileIndex, found: Annotations) -> list[Record]:
+    """Return the images of a dataset in LabelMe's format, which has one JSON file per image."""
+    return [found.attempt(path, _record, path, index, found) for path in files]
 
 
 def _record(path: str, index: FileIndex, found: Annotations) -> Record:
@@ -42,8 +39,7 @@ def _record(path: str, index: FileIndex, found: Annotations) -> Record:
 
 
 def _shape(shape: dict[str, Any], path: str) -> Shape:
-    label = str("" if shape["label"] is None else shape["label"]).strip()
-    shape_type = shape.get("shape_type") or "polygon"
+    label, shape_type = shape["label"], shape.get("shape_type") or "polygon"
     values = [number(value, f"{path}: {label}") for point in shape["points"] for value in point[:2]]
     if shape_type == "mask" and shape.get("mask") and len(values) == 4:
         with Image.open(io.BytesIO(base64.b64decode(shape["mask"]))) as image:

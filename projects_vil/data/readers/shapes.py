@@ -4,7 +4,7 @@ import contextlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,8 @@ from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 
-# The shape type, the label, the group or None, and the values of the shape
-Shape = tuple[str, str, Any, list]
+# The shape type, the label, the group, and the values of the shape. The label and the group may be None.
+Shape = tuple[str, Any, Any, list]
 
 
 @dataclass
@@ -41,11 +41,10 @@ class Annotations:
     notes: list[str] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
 
-    @contextlib.contextmanager
-    def collecting_errors(self, path: str) -> Iterator[None]:
-        """Add an error in the block to ``errors``, so that the other files are read too."""
+    def attempt(self, path: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of a function. If it fails, add the error to ``errors``, so that other files are read."""
         try:
-            yield
+            return function(*args)
         except ConfigError as error:
             self.errors.setdefault(path, str(error))
 
@@ -61,6 +60,7 @@ class Annotations:
         """
         objects, groups = [], defaultdict(list)
         for index, (shape_type, label, group, values) in enumerate(shapes):
+            label = "" if label is None else str(label).strip()
             num_points, key = len(values) // 2, (label, f"shape {index}" if group in (None, "", "0") else group)
             if shape_type == "mask" and values and isinstance(values[0], np.ndarray) and values[0].any():
                 rle = mask_util.encode(np.asfortranarray(values[0], np.uint8))

@@ -4,7 +4,6 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,14 +18,12 @@ _LISTS = [re.compile(rf"(.*?){folder}({'|'.join(SPLITS)})(?:_list)?\.txt", re.I)
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
-def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
-    """Yield the images of a dataset in Pascal VOC's format, which has one XML file per image."""
+def read(files: list[str], index: FileIndex, found: Annotations) -> list[Record]:
+    """Return the images of a dataset in Pascal VOC's format, which has one XML file per image."""
     # The classes of PaddleDetection
     found.read += [path for path in index.files if path.endswith("/label_list.txt")][:1]
     found.classes += [name for path in found.read for name in read_names(path)]
-    for path in _read_lists(files, index, found):
-        with found.collecting_errors(path):
-            yield _record(path, found)
+    return [found.attempt(path, _record, path, found) for path in _read_lists(files, index, found)]
 
 
 def _record(path: str, found: Annotations) -> Record:

@@ -12,9 +12,9 @@ import yaml
 from backbones import ConfigError
 from backbones.errors import counted
 from projects_vil.data.image_files import is_image, read_sizes
-from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, split_of, stem_of, walk
+from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, split_of, stem_of
 from projects_vil.data.readers.shapes import Annotations, box_object, number, polygon_object
-from projects_vil.files import content_hash
+from projects_vil.files import content_hash, walk
 
 # Files with one class name per line: of labelImg, Darknet and CVAT, Roboflow. Other names are used without these files.
 _CLASS_FILES = r"classes(\.txt)+|obj\.names|_darknet\.labels", r"(predefined_classes|labels|names)(\.txt)+|.+\.names"
@@ -35,7 +35,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     if len(files) > 1 and (class_files(files) != files or len({(*read_lines(path),) for path in files}) > 1):
         raise ConfigError(f"'{index.root}' has several YOLO files, '{files[0]}' and '{files[1]}'. Give one file.")
     path = files[0]
-    data = _settings(path)
+    data = settings_of(path) or {}
     found.classes = names = _names(path, data.get("names"), data.get("nc"), index, found) if data else []
     splits = _splits(path, data, index, found)
     labels = _labels(splits, index)
@@ -50,12 +50,11 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     end = 5 if is_pose else None
     unknown: dict[str, list[str]] = defaultdict(list)
     for image, split in [(image, split) for split, own in splits.items() for image in own if image in labels]:
-        own: list[dict[str, Any]] = []
-        with found.collecting_errors(labels[image] or image):
-            own = [_object(row[:end], names, sizes[image], line, unknown) for row, line in rows[image]]
-        yield Record(labels[image] or image, (), sizes[image], split=split, objects=own, file=image)
-        if any(max(one["bbox"][2:]) > 2 * max(sizes[image]) for one in own):
-            found.noted[_LARGE].append(str(labels[image]))
+        label, size = labels[image] or image, sizes[image]
+        own = [found.attempt(label, _object, row[:end], names, size, line, unknown) for row, line in rows[image]]
+        yield Record(label, (), size, split=split, objects=own, file=image)
+        if any(one and max(one["bbox"][2:]) > 2 * max(size) for one in own):
+            found.noted[_LARGE].append(label)
     if not found.errors and 2 * len(found.noted[_LARGE]) >= (sum(map(bool, rows.values())) or 1):
         first = found.noted[_LARGE][0]
         raise ConfigError(f"{first} and other {_LARGE}. Divide pixels by the size of the image. Remove track ids.")
@@ -147,7 +146,15 @@ def _lists(index: FileIndex, root: str) -> dict[str | None, list[str]]:
 
 
 def settings_of(path: str) -> dict[str, Any] | None:
-    """Return the content of a YAML file, or None if it is not the YAML file of a YOLO dataset."""
+    """Return the settings of a YOLO dataset from a YAML file or Darknet's .data file, or None for another file.
+
+    A file with class names has only the setting ``names``.
+    """
+    if class_files([path]):
+        return {"names": path}
+    if path.endswith(".data"):
+        settings = (map(str.strip, line.split("=", 1)) for line in read_lines(path) if "=" in line)
+        return {"names": "obj.names"} | dict(settings)
     try:
         # All values are text, because YAML has other ideas of names such as "on" and "007".
         data = yaml.load(Path(path).read_text(encoding="utf-8-sig"), yaml.BaseLoader)
@@ -172,16 +179,6 @@ def label_files(files: list[str]) -> list[str]:
     firsts = [(path, next(_rows(path), ([], ""))[0]) for path in files if path.lower().endswith(".txt")]
     rows = [(path, row) for path, row in firsts if all(map(_NUMBER.fullmatch, row[:5]))]
     return [path for path, row in rows if len(row) in (9, 10) or (row[4:] and re.fullmatch(r"-?\d+(\.0*)?", row[0]))]
-
-
-def _settings(path: str) -> dict[str, Any]:
-    """Return the settings of a dataset from a settings file, or only ``names`` for a file with class names."""
-    if class_files([path]):
-        return {"names": path}
-    if path.endswith(".data"):
-        settings = (map(str.strip, line.split("=", 1)) for line in read_lines(path) if "=" in line)
-        return {"names": "obj.names"} | dict(settings)
-    return settings_of(path) or {}
 
 
 def _names(path: str, names: Any, count: Any, index: FileIndex, found: Annotations) -> list[str]:
@@ -271,9 +268,8 @@ def _rows(label: str) -> Iterator[tuple[list[str], str]]:
 
 def _is_label(row: list[str], names: list[str]) -> bool:
     """Return whether a row is a label, perhaps with faults, and not a text such as ``2 cats on a mat``."""
-    are_values = [_VALUE.fullmatch(word) is not None for word in row]
-    has_class = are_values[0] or row[0] in names
-    return row[0] in map(str, range(len(names))) or sum(are_values) > 2 or (has_class and are_values[1:2] == [True])
+    are_values = [_VALUE.fullmatch(word) is not None for word in row[1:]]
+    return row[0] in map(str, range(len(names))) or 2 * sum(are_values) > len(are_values)
 
 
 def _are_poses(rows: list[list[str]]) -> bool:
