@@ -88,7 +88,8 @@ class Record:
             ends with a period stands for an image with any suffix.
         size: The height and width in pixels, or None if they are unknown.
         is_only: Whether the annotation file has no other image.
-        split: The split of the annotation. By default, the folders of the annotation file and of the image decide.
+        split: The split of the annotation. By default, the folders of the annotation file and of the image decide. If
+            ``is_only`` is false, the image is not in a folder of another split.
         hint: A path of the image that is often outdated, or an empty text. It decides only what nothing else decides.
         objects: COCO annotations without ids, and with ``label``, the class name. Instead of a box, an object may have
             ``mask``: RLE, and its left and top position in the image.
@@ -228,7 +229,7 @@ class FileIndex:
 
     def _ranked(self, record: Record, name: str, written: Set[str]) -> tuple[tuple, list[str]] | None:
         parts, folders, ranked = parts_of(name), self.folders_of(record.annotation), defaultdict(list)
-        split = split_of(parts[:-1]) or record.split or self._split_of(folders)
+        split = split_of(parts[:-1]) or (not record.is_only and record.split) or self._split_of(folders)
         own_folders = {*folders} & self._image_folder_names - ANNOTATION_FOLDERS
         for path in self.by_name.get(parts[-1], ()):
             own = self.folders_of(path)

@@ -3,9 +3,7 @@
 import base64
 import io
 import math
-import os
 from pathlib import Path, PureWindowsPath
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -28,7 +26,7 @@ def _record(path: str, index: FileIndex, found: Annotations) -> Record:
     # This class of paths has both kinds of slashes. The path is outdated if the files were renamed.
     written = normalized(PureWindowsPath(name).name)
     is_other = written in index.by_name and stem_of(written) != normalized(stem)
-    other = os.path.join(os.path.dirname(path), stem + PureWindowsPath(name).suffix)
+    other = str(Path(path).with_name(stem + PureWindowsPath(name).suffix))
     if is_other and other in index.images:
         raise ConfigError(f"'{path}' has imagePath '{name}', but there is also the image '{other}'. Correct one.")
     with explained_errors(path, "is not a valid LabelMe file", "Repair or remove it."):
@@ -38,7 +36,7 @@ def _record(path: str, index: FileIndex, found: Annotations) -> Record:
     return Record(path, names, size, True, objects=found.objects_of(shapes, path))
 
 
-def _shape(shape: dict[str, Any], path: str) -> Shape:
+def _shape(shape: dict, path: str) -> Shape:
     label, shape_type = shape["label"], shape.get("shape_type") or "polygon"
     values = [number(value, f"{path}: {label}") for point in shape["points"] for value in point[:2]]
     if shape_type == "mask" and shape.get("mask") and len(values) == 4:
@@ -57,7 +55,7 @@ def write_image(path: str, index: FileIndex, folder: str) -> str | None:
         suffix = (Image.open(io.BytesIO(image)).format or "").lower()
     except (ConfigError, ValueError, TypeError, OSError):
         return None
-    output = Path(folder, f"{os.path.splitext(os.path.relpath(path, index.root))[0]}.{suffix}")
+    output = Path(folder, Path(path).relative_to(index.root).with_suffix(f".{suffix}"))
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(image)
     return str(output)

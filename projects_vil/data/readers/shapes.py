@@ -25,7 +25,6 @@ class Annotations:
 
     Attributes:
         classes: The class names, if the format defines their order.
-        listed: The split of each annotation file that a list of the dataset names.
         read: The other files that are read: files of one image, lists and class names.
         unused: The annotation files that are not used, by reason.
         noted: The files of each choice and each skipped entry, by description.
@@ -34,7 +33,6 @@ class Annotations:
     """
 
     classes: list[str] = field(default_factory=list)
-    listed: dict[str, str] = field(default_factory=dict)
     read: list[str] = field(default_factory=list)
     unused: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     noted: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))

@@ -23,10 +23,10 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> list[Record]
     # The classes of PaddleDetection
     found.read += [path for path in index.files if path.endswith("/label_list.txt")][:1]
     found.classes += [name for path in found.read for name in read_names(path)]
-    return [found.attempt(path, _record, path, found) for path in _read_lists(files, index, found)]
+    return [found.attempt(file, _record, file, split, found) for file, split in _read_lists(files, index, found)]
 
 
-def _record(path: str, found: Annotations) -> Record:
+def _record(path: str, split: str | None, found: Annotations) -> Record:
     annotation, stem = parse_xml(path, found), Path(path).stem
     name = annotation.findtext("filename", "").strip()
     # The name in the file is often outdated, so an image with the stem of the annotation has priority. If it has
@@ -40,11 +40,11 @@ def _record(path: str, found: Annotations) -> Record:
     objects = [_object(entry, offset, path, found) for entry in entries]
     found.noted["skipped objects without a box or a polygon"] += [path] * objects.count(None)
     sides = (number(annotation.findtext(f"size/{side}") or 0, f"{path}: size") for side in ("height", "width"))
-    return Record(path, names, size_of(*map(int, sides)), True, hint=hint, objects=[*filter(None, objects)])
+    return Record(path, names, size_of(*map(int, sides)), True, split, hint, [*filter(None, objects)])
 
 
-def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[str]:
-    """Read the lists of the splits, and return the annotation files to read."""
+def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[tuple[str, str | None]]:
+    """Read the lists of the splits, and return the annotation files to read with their splits, or None."""
     splits, by_stem = defaultdict(dict), defaultdict(list)
     for file in files:
         for stem in {Path(file).stem, stem_of(file)}:
@@ -67,15 +67,15 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
             other = listed.setdefault(file, split)
             if other != split and (name != "trainval" or other == "test"):
                 raise ConfigError(f"'{root}' lists '{Path(file).stem}' for {other} and for {name}. Remove one.")
-    found.listed = {file: split for listed in splits.values() for file, split in listed.items()}
-    found.noted["skipped images of lists without annotations"] += sorted(found.listed.keys() - {*files})
-    used = found.listed.keys() & {*files}
+    by_file = {file: split for listed in splits.values() for file, split in listed.items()}
+    found.noted["skipped images of lists without annotations"] += sorted(by_file.keys() - {*files})
+    used = by_file.keys() & {*files}
     found.notes += [f"splits from lists such as '{lists[0][0]}'"] if used and not kinds[0] else []
     # Without a list of training images, they are the images that no list names.
     below = tuple(root + os.sep for root, listed in splits.items() if "train" in map(listed.get, used))
     unlisted = {file for file in files if file.startswith(below)} - used
     found.unused["annotation files that no list names"] += sorted(unlisted)
-    return sorted({*files} - unlisted)
+    return [(file, by_file.get(file)) for file in sorted({*files} - unlisted)]
 
 
 def _files_in(path: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:

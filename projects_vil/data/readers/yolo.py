@@ -46,8 +46,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         # A text file without labels is, for example, a caption. JSON and XML are errors.
         if own and not _MARKUP.match(own[0][0][0]) and not any(_is_label(row, names) for row, _ in own):
             labels[image], rows[image] = None, []
-    is_pose = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
-    end = 5 if is_pose else None
+    end = 5 if data.get("kpt_shape") or _are_poses([row for own in rows.values() for row, _ in own]) else None
     unknown: dict[str, list[str]] = defaultdict(list)
     for image, split in [(image, split) for split, own in splits.items() for image in own if image in labels]:
         label, size = labels[image] or image, sizes[image]
