@@ -225,12 +225,11 @@ def walk(root: str | Path) -> Iterator[str]:
     """
     seen = set()
     for parent, folders, names in os.walk(root, followlinks=True):
-        if _is_run(parent, names) or os.path.realpath(parent) in seen:
-            folders.clear()
-            continue
-        seen.add(os.path.realpath(parent))
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
-        yield from (os.path.join(parent, name) for name in sorted(names) if not name.startswith("."))
+        folder = os.path.realpath(parent)
+        is_read = folder not in seen and not _is_run(parent, names)
+        seen.add(folder)
+        folders[:] = sorted(name for name in folders if is_read and not name.startswith((".", "__MACOSX")))
+        yield from (os.path.join(parent, name) for name in sorted(names) if is_read and not name.startswith("."))
 
 
 def _is_run(folder: str, names: list[str]) -> bool:

@@ -18,8 +18,8 @@ from projects_vil.data.image_files import is_image, read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
 from projects_vil.data.readers.coco import find_coco
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record, split_of, stem_of
-from projects_vil.data.readers.shapes import Annotations, in_image
-from projects_vil.data.segmentation import count_masks
+from projects_vil.data.readers.shapes import Annotations
+from projects_vil.data.segmentation import count_masks, in_image
 from projects_vil.data.splits import Parts, compare_splits, entries_of, find_copies, images_of, save_coco, split_by_hash
 from projects_vil.files import paused_garbage_collection, read_json
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import cv2
 import numpy as np
-from PIL import Image
 from pycocotools import mask as mask_util
 
 from backbones import ConfigError
@@ -110,17 +109,6 @@ def polygon_object(label: str, polygons: list[list[float]]) -> dict[str, Any]:
     area = sum(cv2.contourArea(np.float32(points).reshape(-1, 2)) for points in polygons)
     # The area of a line is 0, which the dataset check reports.
     return box | {"area": max(area, 0.002 * box["area"]), "segmentation": polygons}
-
-
-def in_image(one: dict[str, Any], size: tuple[int, int] | None) -> dict[str, Any] | None:
-    """Return an object with its ``mask`` as RLE of an image (height, width), or None if no pixel is in the image."""
-    crop, left, top = one.pop("mask")
-    # Height and width are swapped, because RLE counts along columns.
-    image = Image.new("L", size or (1, 1))
-    image.paste(Image.fromarray(mask_util.decode(crop).T), (top, left))
-    rle = mask_util.encode(np.asarray(image).T)
-    one |= {"bbox": mask_util.toBbox(rle).tolist(), "area": float(mask_util.area(rle))}
-    return one | {"segmentation": rle | {"counts": rle["counts"].decode()}} if one["area"] else None
 
 
 def ellipse(x: float, y: float, radius_x: float, radius_y: float, degrees: float = 0) -> list[float]:
