@@ -25,9 +25,8 @@ def _record(path: str, index: FileIndex, found: Annotations) -> Record:
     name = str(content.get("imagePath") or f"{stem}.jpg")
     # This class of paths has both kinds of slashes. The path is outdated if the files were renamed.
     written = normalized(PureWindowsPath(name).name)
-    is_other = written in index.by_name and stem_of(written) != normalized(stem)
     other = str(Path(path).with_name(stem + PureWindowsPath(name).suffix))
-    if is_other and other in index.images:
+    if stem_of(written) != normalized(stem) and written in index.by_name and other in index.images:
         raise ConfigError(f"'{path}' has imagePath '{name}', but there is also the image '{other}'. Correct one.")
     with explained_errors(path, "is not a valid LabelMe file", "Repair or remove it."):
         shapes = [_shape(shape, path) for shape in content["shapes"]]

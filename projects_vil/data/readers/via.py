@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from backbones import ConfigError
 from backbones.errors import explained_errors
@@ -29,14 +28,14 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         yield Record(path, (name,), split=split_of_file(path, files), objects=found.objects_of(shapes, path))
 
 
-def images_of(content: dict[str, Any]) -> dict[str, Any]:
+def images_of(content: dict) -> dict:
     """Return the entries of the images of a VIA file by their keys, or an empty dict for another format."""
     images = content.get("_via_img_metadata", content)
     entries = [entry for entry in images.values() if isinstance(entry, dict)] if isinstance(images, dict) else []
     return images if any({"filename", "regions"} <= entry.keys() for entry in entries) else {}
 
 
-def _parsed(path: str, key: str, entry: Any) -> tuple[str, list[list[dict]]]:
+def _parsed(path: str, key: str, entry: dict) -> tuple[str, list[list[dict]]]:
     """Return the name of an image, and the shape and the attributes of each region."""
     with explained_errors(path, f"has the invalid entry {key!r}", "Correct its filename and regions."):
         regions = entry["regions"] or []
@@ -45,7 +44,7 @@ def _parsed(path: str, key: str, entry: Any) -> tuple[str, list[list[dict]]]:
         return str(entry["filename"]), parts
 
 
-def _shape(shape: dict[str, Any], label: Any, location: str) -> Shape:
+def _shape(shape: dict, label: object, location: str) -> Shape:
     name = str(shape.get("name"))
     if isinstance(label, dict):
         # A checkbox has a dict from the value to whether it is checked.

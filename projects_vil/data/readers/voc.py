@@ -5,7 +5,6 @@ import os
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from backbones import ConfigError
@@ -99,7 +98,7 @@ def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
     return before.split()[:1]
 
 
-def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotations) -> dict[str, Any] | None:
+def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotations) -> dict | None:
     label, box, rotated = entry.findtext("name", "").strip(), entry.find("bndbox"), entry.find("robndbox")
     location, one = f"{path}: {label!r}", {}
     found.noted["objects with several boxes (only the first is used)"] += [path] * (len(entry.findall("bndbox")) > 1)

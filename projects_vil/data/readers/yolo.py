@@ -250,8 +250,7 @@ def _label_paths(image: str) -> list[str]:
     """Return the paths that the label file of an image may have: below labels/ instead of images/, or next to it."""
     # Some programs keep the suffix of the image: a.jpg.txt
     bases = os.path.splitext(image)[0], image
-    folders = r"\1labels/", r"\1labelTxt/"
-    paths = [re.sub("(?i)(.*/)(jpeg)?images/", folder, base) for base in bases for folder in folders]
+    paths = [re.sub("(?i)(.*/)(jpeg)?images/", rf"\1{to}/", base) for base in bases for to in ("labels", "labelTxt")]
     return [f"{path}.txt" for path in dict.fromkeys((*paths, *bases))]
 
 
@@ -279,9 +278,8 @@ def _are_poses(rows: list[list[str]]) -> bool:
 
 def _object(row: list[str], names: list[str], size: tuple[int, int], location: str, unknown: dict) -> dict[str, Any]:
     """Return the object of a row. If its class is not in ``names``, add the location to ``unknown``."""
-    is_dota = len(row) in (9, 10) and not _NUMBER.fullmatch(row[8])
-    if is_dota or (len(row) == 10 and row[8] in names):
-        # Four corners in pixels, the class and the difficulty
+    # DOTA has four corners in pixels, the class and perhaps the difficulty.
+    if len(row) in (9, 10) and (not _NUMBER.fullmatch(row[8]) or (len(row) == 10 and row[8] in names)):
         if names and row[8] not in names:
             unknown[repr(row[8])].append(location)
         return box_object(row[8], [number(word, location) for word in row[:8]])
