@@ -50,10 +50,10 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     unknown: dict[str, list[str]] = defaultdict(list)
     for image, split in [(image, split) for split, own in splits.items() for image in own if image in labels]:
         label, size = labels[image] or image, sizes[image]
-        own = [found.attempt(label, _object, row[:end], names, size, line, unknown) for row, line in rows[image]]
+        objects = (_object(row[:end], names, size, line, unknown) for row, line in rows[image])
+        own = found.attempt(label, list, objects) or []
+        found.noted[_LARGE] += [label] * any(max(one["bbox"][2:]) > 2 * max(size) for one in own)
         yield Record(label, (), size, split=split, objects=own, file=image)
-        if any(one and max(one["bbox"][2:]) > 2 * max(size) for one in own):
-            found.noted[_LARGE].append(label)
     if not found.errors and 2 * len(found.noted[_LARGE]) >= (sum(map(bool, rows.values())) or 1):
         first = found.noted[_LARGE][0]
         raise ConfigError(f"{first} and other {_LARGE}. Divide pixels by the size of the image. Remove track ids.")
@@ -266,8 +266,8 @@ def _rows(label: str) -> Iterator[tuple[list[str], str]]:
 
 def _is_label(row: list[str], names: list[str]) -> bool:
     """Return whether a row is a label, perhaps with faults, and not a text such as ``2 cats on a mat``."""
-    are_values = [_VALUE.fullmatch(word) is not None for word in row[1:]]
-    return row[0] in map(str, range(len(names))) or 2 * sum(are_values) > len(are_values)
+    num_values = sum(_VALUE.fullmatch(word) is not None for word in row)
+    return row[0] in map(str, range(len(names))) or 2 * num_values > len(row)
 
 
 def _are_poses(rows: list[list[str]]) -> bool:
