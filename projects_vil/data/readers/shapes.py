@@ -16,6 +16,8 @@ from backbones import ConfigError
 
 # The shape type, the label, the group, and the values of the shape. The label and the group may be None.
 Shape = tuple[str, Any, Any, list]
+# The points of a square and of a circle around the origin, as complex numbers. Four points of the circle are on axes.
+CORNERS, CIRCLE = np.array([-1 - 1j, 1 - 1j, 1 + 1j, -1 + 1j]), np.exp(2j * np.pi * np.arange(48) / 48)
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Annotations:
 
         Args:
             shapes: The shapes. The values are points ``x0, y0, x1, y1, ...`` in pixels. An ellipse has the
-                arguments of :func:`ellipse` instead. A mask has its pixels (H, W), its left side and its top.
+                arguments of :func:`placed` instead. A mask has its pixels (H, W), its left side and its top.
                 Polygons with the same label and group are parts of one object. A box in their group with the same
                 sides (to 2 pixels) is not another object.
             path: The annotation file.
@@ -65,7 +67,7 @@ class Annotations:
             elif shape_type in ("rectangle", "box", "rotation", "oriented_rectangle") and num_points in (2, 4):
                 objects.append((key, box_object(label, values)))
             elif shape_type == "ellipse" and len(values) in (4, 5):
-                objects.append((None, polygon_object(label, [ellipse(*values)])))
+                objects.append((None, polygon_object(label, [placed(CIRCLE, *values)])))
             elif shape_type in ("polygon", "quadrilateral") and num_points >= 3 and not len(values) % 2:
                 groups[key].append(values)
             else:
@@ -111,20 +113,8 @@ def polygon_object(label: str, polygons: list[list[float]]) -> dict[str, Any]:
     return box | {"area": max(area, 0.002 * box["area"]), "segmentation": polygons}
 
 
-def ellipse(x: float, y: float, radius_x: float, radius_y: float, degrees: float = 0) -> list[float]:
-    """Return an ellipse as a polygon, rotated clockwise about its center (x, y)."""
-    # Four of the points are the ends of the axes.
-    angles = np.linspace(0, 2 * np.pi, 48, endpoint=False)
-    return _placed(radius_x * np.cos(angles) + 1j * radius_y * np.sin(angles), x, y, degrees)
-
-
-def rotated_box(x: float, y: float, width: float, height: float, degrees: float) -> list[float]:
-    """Return the corners of a rectangle, rotated clockwise about its center (x, y)."""
-    corners = np.array([-width, width, width, -width]) + 1j * np.array([-height, -height, height, height])
-    return _placed(corners / 2, x, y, degrees)
-
-
-def _placed(points: np.ndarray, x: float, y: float, degrees: float) -> list[float]:
-    """Return complex points (N), rotated clockwise in the image about the origin, which is then moved to (x, y)."""
+def placed(shape: np.ndarray, x: float, y: float, radius_x: float, radius_y: float, degrees: float = 0) -> list[float]:
+    """Return the points of ``CORNERS`` or ``CIRCLE`` in pixels: scaled, rotated clockwise, and moved to (x, y)."""
+    points = (radius_x * shape.real + 1j * radius_y * shape.imag) * np.exp(1j * math.radians(degrees)) + complex(x, y)
     # Rounding removes the error of the sine of 90 degrees.
-    return (points * np.exp(1j * math.radians(degrees)) + complex(x, y)).view(float).round(6).tolist()
+    return points.view(float).round(6).tolist()

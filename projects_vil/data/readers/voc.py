@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 from backbones import ConfigError
 from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, size_of, stem_of
-from projects_vil.data.readers.shapes import Annotations, box_object, number, numbers, polygon_object, rotated_box
+from projects_vil.data.readers.shapes import CORNERS, Annotations, box_object, number, numbers, placed, polygon_object
 
 # Lists of images, lists of a class, and lists elsewhere. The first kind that exists is used.
 _FOLDERS = ("/imagesets(?:/main)?/", "/imagesets(?:/main)?/[^/]+_", "/(?:splits?/)?")
@@ -109,8 +109,8 @@ def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotatio
         # Some programs count from 0 and write 0.
         one = box_object(label, [max(left - offset, 0), max(top - offset, 0), right, bottom])
     elif rotated is not None:
-        *sides, angle = numbers(rotated.findtext, location, "cx", "cy", "w", "h", "angle")
-        one = box_object(label, rotated_box(*sides, math.degrees(angle)))
+        x, y, width, height, angle = numbers(rotated.findtext, location, "cx", "cy", "w", "h", "angle")
+        one = box_object(label, placed(CORNERS, x, y, width / 2, height / 2, math.degrees(angle)))
     # LabelMe's web tool writes points, and RectLabel and Roboflow write x1, y1, x2, ... beside a box.
     points = [value for point in entry.iter("pt") for value in numbers(point.findtext, location, "x", "y")]
     if points and entry.findtext("type", "").strip() == "bounding_box":
