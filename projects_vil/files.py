@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 
 from backbones import ConfigError
-from backbones.errors import FULL_DISK, check_file
+from backbones.errors import FULL_DISK, GENERATOR, check_file
 
 # The long lists of JSON files of at least this number of bytes are stored as bytes, which need less memory, but more
 # time for each access. The annotations of COCO's 118,287 training images have 470 MB.
@@ -216,3 +216,23 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     finally:
         if is_new and not any(folder.iterdir()):
             folder.rmdir()
+
+
+def walk(root: str | Path) -> Iterator[str]:
+    """Yield all files in a folder in sorted order, except hidden files and files of training runs.
+
+    Links are followed, and each folder is visited once.
+    """
+    seen = set()
+    for parent, folders, names in os.walk(root, followlinks=True):
+        folder = os.path.realpath(parent)
+        is_read = folder not in seen and not _is_run(parent, names)
+        seen.add(folder)
+        folders[:] = sorted(name for name in folders if is_read and not name.startswith((".", "__MACOSX")))
+        yield from (os.path.join(parent, name) for name in sorted(names) if is_read and not name.startswith("."))
+
+
+def _is_run(folder: str, names: list[str]) -> bool:
+    train = Path(folder, "data", "train.json")
+    is_converted = "log.txt" in names and train.is_file() and GENERATOR.encode() in train.read_bytes()[:200]
+    return is_converted or {"log.txt", "config.yaml"} <= {*names}

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from pycocotools import mask as mask_util
 
 # Coordinates are invalid if their distance from the image is more than this multiple of its longer side.
@@ -68,6 +69,17 @@ def rle_of(segmentation: Any, height: int, width: int) -> dict[str, Any]:
         return mask_util.merge(mask_util.frPyObjects(segmentation, height, width))
     is_compressed = not isinstance(segmentation["counts"], list)
     return segmentation if is_compressed else mask_util.frPyObjects(segmentation, height, width)
+
+
+def in_image(one: dict[str, Any], size: tuple[int, int] | None) -> dict[str, Any] | None:
+    """Return an object with its ``mask`` as RLE of an image (height, width), or None if no pixel is in the image."""
+    crop, left, top = one.pop("mask")
+    # Height and width are swapped, because RLE counts along columns.
+    image = Image.new("L", size or (1, 1))
+    image.paste(Image.fromarray(mask_util.decode(crop).T), (top, left))
+    rle = mask_util.encode(np.asarray(image).T)
+    one |= {"bbox": mask_util.toBbox(rle).tolist(), "area": float(mask_util.area(rle))}
+    return one | {"segmentation": rle | {"counts": rle["counts"].decode()}} if one["area"] else None
 
 
 def box_of(segmentation: Any, height: int, width: int) -> list[float] | None:

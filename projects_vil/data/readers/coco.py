@@ -85,9 +85,8 @@ def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[s
     sizes = {name: size_of(entry.get("height"), entry.get("width")) for name, entry in entries.items()}
     records = [Record(path, (name,), size, split=split) for name, size in sizes.items()]
     index.find_images(records)
-    found = {record.names[0]: record.file for record in records if record.file}
-    if not found:
+    names = {one.names[0]: os.path.relpath(one.file, index.image_root) for one in records if one.file}
+    if not names:
         where = f"such as '{next(iter(entries), 'those without file_name')}', below '{index.image_root}'"
         raise ConfigError(f"Cannot find the images of '{path}', {where}. Give their folder with --images.")
-    names = {name: os.path.relpath(path, index.image_root) for name, path in found.items()}
     return with_file_names(content, names), None, Path(index.image_root)

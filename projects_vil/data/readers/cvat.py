@@ -1,16 +1,13 @@
 """Read files in the format 'CVAT for images 1.1'."""
 
-import os
-import re
 from collections.abc import Iterator
-from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 
 from backbones import ConfigError
 from projects_vil.data.readers.index import FileIndex, Record, split_of, split_of_file
-from projects_vil.data.readers.shapes import Annotations, Shape, number, numbers, rotated_box
+from projects_vil.data.readers.shapes import CORNERS, Annotations, Shape, number, numbers, placed
 from projects_vil.data.readers.voc import parse_xml
 
 
@@ -28,20 +25,20 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
             name, subset = image.get("name", ""), image.get("subset", "")
             size = tuple(map(int, numbers(image.get, f"{path}: {name}", "height", "width")))
             shapes = [_shape(shape, own, f"{path}: {name}: {shape.tag}") for shape in image]
-            names, split = (os.path.join(subset, name),), split_of([subset]) or split_of_file(path, files)
-            yield Record(path, names, size, split=split, objects=found.objects_of(shapes, path))
+            name, split = f"{subset}/{name}" if subset else name, split_of([subset]) or split_of_file(path, files)
+            yield Record(path, (name,), size, split=split, objects=found.objects_of(shapes, path))
 
 
-def _shape(shape: ElementTree.Element, labels: dict[str, Any], location: str) -> Shape:
+def _shape(shape: ElementTree.Element, labels: dict[str, str | None], location: str) -> Shape:
     label, values = shape.get("label", "").strip(), []
     if labels and label not in labels and shape.tag != "tag":
         raise ConfigError(f"{location} has the unknown label {label!r}. Add it to the labels of the file.")
     degrees = number(shape.get("rotation") or 0, location)
     if shape.tag == "box":
-        left, top, right, bottom = numbers(shape.get, location, "xtl", "ytl", "xbr", "ybr")
-        values = rotated_box((left + right) / 2, (top + bottom) / 2, right - left, bottom - top, degrees)
+        left, top, right, bottom = (side / 2 for side in numbers(shape.get, location, "xtl", "ytl", "xbr", "ybr"))
+        values = placed(CORNERS, left + right, top + bottom, right - left, bottom - top, degrees)
     elif shape.tag == "polygon":
-        values = [number(value, location) for value in re.split("[;,]", shape.get("points", "")) if value]
+        values = [number(value, location) for value in shape.get("points", "").replace(";", ",").split(",") if value]
     elif shape.tag == "ellipse":
         values = [*numbers(shape.get, location, "cx", "cy", "rx", "ry"), degrees]
     elif shape.tag == "mask":

@@ -18,8 +18,8 @@ from projects_vil.data.image_files import is_image, read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
 from projects_vil.data.readers.coco import find_coco
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record, split_of, stem_of
-from projects_vil.data.readers.shapes import Annotations, in_image
-from projects_vil.data.segmentation import count_masks
+from projects_vil.data.readers.shapes import Annotations
+from projects_vil.data.segmentation import count_masks, in_image
 from projects_vil.data.splits import Parts, compare_splits, entries_of, find_copies, images_of, save_coco, split_by_hash
 from projects_vil.files import paused_garbage_collection, read_json
 
@@ -124,7 +124,7 @@ def read_dataset(
     if images is not None and not Path(images).is_dir():
         raise ConfigError(f"'{images}' (--images) is not a folder. Give the folder with the images.")
     source = Path(source)
-    name, files, index = _detect_format(source, None if images is None else Path(images))
+    name, files, index = _detect_format(source, images)
     extracted = os.path.abspath(extracted or Path(folder, "images"))
     found = Annotations()
     records = [*_READERS[name](files, index, found)] if name in _READERS else None
@@ -156,7 +156,7 @@ def read_dataset(
         found.notes.insert(0, "validation images chosen by a hash of their file names")
     elif val:
         raise ConfigError(f"'{source}' already has a validation split. Leave out val_fraction.")
-    splits, contents = _write(source, Path(folder), parts, set(map(os.path.realpath, files)))
+    _write(source, Path(folder), parts, set(map(os.path.realpath, files)))
     # detectron2 sorts the classes by category id. The dataset check reads the text of an id as an integer.
     categories = [entry for entry in entries_of(content, "categories") if str(entry.get("id")).isdigit()]
     classes = tuple(str(entry.get("name")) for entry in sorted(categories, key=lambda entry: int(entry["id"])))
@@ -169,11 +169,13 @@ def read_dataset(
     found.notes += compare_splits(parts, copies)
     # Images inside annotation files may be in a temporary folder.
     notes = tuple(note.replace(extracted, index.root) for note in found.notes)
+    parts = {split: parts[split] for split in ("train", "val", "test") if split in parts}
+    splits, contents = {split: part[1:] for split, part in parts.items()}, {split: parts[split][0] for split in parts}
     return Dataset(source, name, splits, contents, classes, has_masks, notes, unused, copies)
 
 
-def _write(source: Path, folder: Path, parts: Parts, read: set[str]) -> tuple[dict[str, tuple], dict[str, dict]]:
-    """Write the splits that have no file yet. Return the file and image folder of each split, and its content."""
+def _write(source: Path, folder: Path, parts: Parts, read: set[str]) -> None:
+    """Write the splits that have no file yet, and set their files."""
     # "info" comes first because check_replaceable reads only the beginning of a file. Error messages name the source.
     info = {"info": {"description": GENERATOR, SOURCE: os.path.abspath(source)}}
     written = {split: folder / f"{split}.json" for split, (_, path, _) in parts.items() if path is None}
@@ -181,14 +183,9 @@ def _write(source: Path, folder: Path, parts: Parts, read: set[str]) -> tuple[di
         check_replaceable(path, advice="Choose another output directory.")
         if os.path.realpath(path) in read:
             raise ConfigError(f"'{path}' belongs to the dataset. Choose another output directory.")
-    splits, contents = {}, {}
-    for split in [split for split in ("train", "val", "test") if split in parts]:
-        content, path, images = parts[split]
-        if path is None:
-            path, content = written[split], info | content | info
-            save_coco(path, content)
-        splits[split], contents[split] = (path, images), content
-    return splits, contents
+    for split, path in written.items():
+        parts[split] = info | parts[split][0] | info, path, parts[split][2]
+        save_coco(path, parts[split][0])
 
 
 def _count_unused(source: Path, parts: Parts, index: FileIndex, read: set[str], unused: dict[str, list[str]]) -> None:
@@ -196,7 +193,7 @@ def _count_unused(source: Path, parts: Parts, index: FileIndex, read: set[str], 
     used = {path for content, _, root in parts.values() for _, path in images_of(content, root)}
     known = used.union(read, *unused.values())
     below = tuple(os.path.join(root, "") for _, _, root in parts.values()) if source.is_file() else ""
-    others = [path for path in index.all_files if path not in known and path.startswith(below)]
+    others = [path for path in index.files if path not in known and path.startswith(below)]
     unused["images that the annotations do not name"] += filter(is_image, others)
     unsupported = [path for path in others if not is_image(path)]
     unused[f"files of an unsupported type, {_types(unsupported)}"] += unsupported
@@ -242,7 +239,7 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
     categories = [{"id": index, "name": label} for label, index in ids.items()]
     root, parts = Path(os.path.commonpath([os.path.dirname(record.file) for record in records])), {}
     for number, record in enumerate(records, start=1):
-        split = found.listed.get(record.annotation) or record.split or index.split_of(record.annotation, record.file)
+        split = record.split or index.split_of(record.annotation, record.file)
         empty: dict[str, Any] = {"images": [], "annotations": [], "categories": categories}
         content, _, _ = parts.setdefault(split or "train", (empty, None, root))
         image = {"id": number, "file_name": Path(record.file).relative_to(root).as_posix()}
@@ -253,7 +250,7 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
     return parts
 
 
-def _detect_format(source: Path, images: Path | None = None) -> tuple[str, list[str], FileIndex]:
+def _detect_format(source: Path, images: str | Path | None) -> tuple[str, list[str], FileIndex]:
     """Detect the format of a dataset from the content of its files.
 
     Args:

@@ -6,16 +6,15 @@ import os
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from backbones import ConfigError
-from backbones.errors import GENERATOR
 from projects_vil.data.image_files import is_image, size_or_none
-from projects_vil.files import content_hash
+from projects_vil.files import content_hash, walk
 
 SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
 SPLITS |= {"validation": "val", "validate": "val", "test": "test", "testing": "test"}
@@ -25,27 +24,6 @@ _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "jso
 ANNOTATION_FOLDERS = {"annotations", "annotation", "annots", "labels", "label", "labeltxt", "json", "xml"}
 # Label Studio adds eight hexadecimal digits to the names of uploaded files.
 _UPLOAD_PREFIX = re.compile(r"(?<![^/\\])[0-9a-f]{8}-(?=[^/\\]*$)")
-
-
-def walk(root: str | Path) -> Iterator[str]:
-    """Yield all files in a folder in sorted order, except hidden files and files of training runs.
-
-    Links are followed, and each folder is visited once.
-    """
-    seen = set()
-    for parent, folders, names in os.walk(root, followlinks=True):
-        if _is_run(parent, names) or os.path.realpath(parent) in seen:
-            folders.clear()
-            continue
-        seen.add(os.path.realpath(parent))
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
-        yield from (os.path.join(parent, name) for name in sorted(names) if not name.startswith("."))
-
-
-def _is_run(folder: str, names: list[str]) -> bool:
-    train = Path(folder, "data", "train.json")
-    is_converted = "log.txt" in names and train.is_file() and GENERATOR.encode() in train.read_bytes()[:200]
-    return is_converted or {"log.txt", "config.yaml"} <= {*names}
 
 
 def read_lines(path: str) -> list[str]:
@@ -110,7 +88,8 @@ class Record:
             ends with a period stands for an image with any suffix.
         size: The height and width in pixels, or None if they are unknown.
         is_only: Whether the annotation file has no other image.
-        split: The split of the annotation. By default, the folders of the annotation file and of the image decide.
+        split: The split of the annotation. By default, the folders of the annotation file and of the image decide. If
+            ``is_only`` is false, the image is not in a folder of another split.
         hint: A path of the image that is often outdated, or an empty text. It decides only what nothing else decides.
         objects: COCO annotations without ids, and with ``label``, the class name. Instead of a box, an object may have
             ``mask``: RLE, and its left and top position in the image.
@@ -141,21 +120,18 @@ class FileIndex:
         root: The folder of the dataset.
         image_root: The folder ``images``, or ``root``.
         is_given: Whether ``images`` is given.
-        files: All files below ``root``, sorted.
+        files: All files below ``root`` and ``images``, sorted.
         images: The keys are the image files below ``images``, or else below ``root``, sorted.
-        all_files: All files below ``root`` and ``images``, sorted.
     """
 
-    def __init__(self, root: Path, images: Path | None = None) -> None:
-        self.root = os.path.abspath(root)
-        self.files = list(walk(self.root))
-        self.is_given, self.image_root = images is not None, os.path.abspath(images or root)
-        below = self.files if images is None else list(walk(self.image_root))
+    def __init__(self, root: Path, images: str | Path | None = None) -> None:
+        self.root, self.image_root = os.path.abspath(root), os.path.abspath(images or root)
+        self.is_given, below = images is not None, [*walk(self.image_root)]
         self.images = dict.fromkeys(filter(is_image, below))
+        self.files = below if images is None else sorted({*below, *walk(self.root)})
         # Label Studio writes percent codes into the names of label files. Windows hides the suffix of a.txt.txt.
         self._by_path = {normalized(re.sub(r"(?i)(\.\w+)\1$", r"\1", unquote(path))): path for path in self.files}
         self._by_path |= {normalized(path): path for path in (*self.files, *set(map(os.path.dirname, self.files)))}
-        self.all_files = self.files if images is None else sorted({*self.files, *below})
         folders = [self.folders_of(os.path.join(path, "")) for path in set(map(os.path.dirname, self.images))]
         # The folders that have images in them or in their subfolders. The cache does not refer to the index, which
         # would then stay in memory.
@@ -226,14 +202,13 @@ class FileIndex:
             # Images that fit another record better are left out.
             paths = [path for path in paths if path not in owners or owners[path][0] <= rank]
             paths = self._without_copies(paths, record) if len(paths) > 1 else paths
-            if not paths:
-                continue
             if len(paths) > 1:
                 raise ConfigError(f"{record} matches both '{paths[0]}' and '{paths[1]}'. Rename one, or use --images.")
-            _, owner = owners.setdefault(paths[0], (rank, record))
-            if owner is not record:
-                raise ConfigError(f"The image '{paths[0]}' has two annotations: {owner} and {record}. Remove one.")
-            record.file = paths[0]
+            for path in paths:
+                _, owner = owners.setdefault(path, (rank, record))
+                if owner is not record:
+                    raise ConfigError(f"The image '{path}' has two annotations: {owner} and {record}. Remove one.")
+                record.file = path
 
     def _matches(self, record: Record, written: Set[str]) -> tuple[tuple, list[str]]:
         """Return how well the best images fit a record, and these images. ``written``: folders in the file."""
@@ -253,7 +228,7 @@ class FileIndex:
 
     def _ranked(self, record: Record, name: str, written: Set[str]) -> tuple[tuple, list[str]] | None:
         parts, folders, ranked = parts_of(name), self.folders_of(record.annotation), defaultdict(list)
-        split = split_of(parts[:-1]) or record.split or self._split_of(folders)
+        split = split_of(parts[:-1]) or (not record.is_only and record.split) or self._split_of(folders)
         own_folders = {*folders} & self._image_folder_names - ANNOTATION_FOLDERS
         for path in self.by_name.get(parts[-1], ()):
             own = self.folders_of(path)
@@ -275,8 +250,7 @@ class FileIndex:
 
     def _without_copies(self, paths: list[str], record: Record) -> list[str]:
         """Return the images that fit a record best by their size, their content and the hint."""
-        if record.size is not None:
-            paths = [path for path in paths if size_or_none(path) == record.size] or paths
+        paths = [path for path in paths if record.size is None or size_or_none(path) == record.size] or paths
         # One of several equal images, unless they are in several splits
         if len({self.split_of(path) for path in paths} - {None}) < 2 and len(set(map(content_hash, paths))) == 1:
             return sorted(paths, key=lambda path: self.split_of(path) is None)[:1]

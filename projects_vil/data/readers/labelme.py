@@ -3,10 +3,7 @@
 import base64
 import io
 import math
-import os
-from collections.abc import Iterator
 from pathlib import Path, PureWindowsPath
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -18,11 +15,9 @@ from projects_vil.data.readers.shapes import Annotations, Shape, number
 from projects_vil.files import read_json
 
 
-def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
-    """Yield the images of a dataset in LabelMe's format, which has one JSON file per image."""
-    for path in files:
-        with found.collecting_errors(path):
-            yield _record(path, index, found)
+def read(files: list[str], index: FileIndex, found: Annotations) -> list[Record]:
+    """Return the images of a dataset in LabelMe's format, which has one JSON file per image."""
+    return [found.attempt(path, _record, path, index, found) for path in files]
 
 
 def _record(path: str, index: FileIndex, found: Annotations) -> Record:
@@ -30,9 +25,8 @@ def _record(path: str, index: FileIndex, found: Annotations) -> Record:
     name = str(content.get("imagePath") or f"{stem}.jpg")
     # This class of paths has both kinds of slashes. The path is outdated if the files were renamed.
     written = normalized(PureWindowsPath(name).name)
-    is_other = written in index.by_name and stem_of(written) != normalized(stem)
-    other = os.path.join(os.path.dirname(path), stem + PureWindowsPath(name).suffix)
-    if is_other and other in index.images:
+    other = str(Path(path).with_name(stem + PureWindowsPath(name).suffix))
+    if stem_of(written) != normalized(stem) and written in index.by_name and other in index.images:
         raise ConfigError(f"'{path}' has imagePath '{name}', but there is also the image '{other}'. Correct one.")
     with explained_errors(path, "is not a valid LabelMe file", "Repair or remove it."):
         shapes = [_shape(shape, path) for shape in content["shapes"]]
@@ -41,9 +35,8 @@ def _record(path: str, index: FileIndex, found: Annotations) -> Record:
     return Record(path, names, size, True, objects=found.objects_of(shapes, path))
 
 
-def _shape(shape: dict[str, Any], path: str) -> Shape:
-    label = str("" if shape["label"] is None else shape["label"]).strip()
-    shape_type = shape.get("shape_type") or "polygon"
+def _shape(shape: dict, path: str) -> Shape:
+    label, shape_type = shape["label"], shape.get("shape_type") or "polygon"
     values = [number(value, f"{path}: {label}") for point in shape["points"] for value in point[:2]]
     if shape_type == "mask" and shape.get("mask") and len(values) == 4:
         with Image.open(io.BytesIO(base64.b64decode(shape["mask"]))) as image:
@@ -61,7 +54,7 @@ def write_image(path: str, index: FileIndex, folder: str) -> str | None:
         suffix = (Image.open(io.BytesIO(image)).format or "").lower()
     except (ConfigError, ValueError, TypeError, OSError):
         return None
-    output = Path(folder, f"{os.path.splitext(os.path.relpath(path, index.root))[0]}.{suffix}")
+    output = Path(folder, Path(path).relative_to(index.root).with_suffix(f".{suffix}"))
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(image)
     return str(output)

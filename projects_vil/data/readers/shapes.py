@@ -4,19 +4,20 @@ import contextlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import cv2
 import numpy as np
-from PIL import Image
 from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 
-# The shape type, the label, the group or None, and the values of the shape
-Shape = tuple[str, str, Any, list]
+# The shape type, the label, the group, and the values of the shape. The label and the group may be None.
+Shape = tuple[str, Any, Any, list]
+# The points of a square and of a circle around the origin, as complex numbers. Four points of the circle are on axes.
+CORNERS, CIRCLE = np.array([-1 - 1j, 1 - 1j, 1 + 1j, -1 + 1j]), np.exp(2j * np.pi * np.arange(48) / 48)
 
 
 @dataclass
@@ -25,7 +26,6 @@ class Annotations:
 
     Attributes:
         classes: The class names, if the format defines their order.
-        listed: The split of each annotation file that a list of the dataset names.
         read: The other files that are read: files of one image, lists and class names.
         unused: The annotation files that are not used, by reason.
         noted: The files of each choice and each skipped entry, by description.
@@ -34,18 +34,16 @@ class Annotations:
     """
 
     classes: list[str] = field(default_factory=list)
-    listed: dict[str, str] = field(default_factory=dict)
     read: list[str] = field(default_factory=list)
     unused: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     noted: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     notes: list[str] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
 
-    @contextlib.contextmanager
-    def collecting_errors(self, path: str) -> Iterator[None]:
-        """Add an error in the block to ``errors``, so that the other files are read too."""
+    def attempt(self, path: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of a function. If it fails, add the error to ``errors``, so that other files are read."""
         try:
-            yield
+            return function(*args)
         except ConfigError as error:
             self.errors.setdefault(path, str(error))
 
@@ -54,13 +52,14 @@ class Annotations:
 
         Args:
             shapes: The shapes. The values are points ``x0, y0, x1, y1, ...`` in pixels. An ellipse has the
-                arguments of :func:`ellipse` instead. A mask has its pixels (H, W), its left side and its top.
+                arguments of :func:`placed` instead. A mask has its pixels (H, W), its left side and its top.
                 Polygons with the same label and group are parts of one object. A box in their group with the same
                 sides (to 2 pixels) is not another object.
             path: The annotation file.
         """
         objects, groups = [], defaultdict(list)
         for index, (shape_type, label, group, values) in enumerate(shapes):
+            label = "" if label is None else str(label).strip()
             num_points, key = len(values) // 2, (label, f"shape {index}" if group in (None, "", "0") else group)
             if shape_type == "mask" and values and isinstance(values[0], np.ndarray) and values[0].any():
                 rle = mask_util.encode(np.asfortranarray(values[0], np.uint8))
@@ -68,7 +67,7 @@ class Annotations:
             elif shape_type in ("rectangle", "box", "rotation", "oriented_rectangle") and num_points in (2, 4):
                 objects.append((key, box_object(label, values)))
             elif shape_type == "ellipse" and len(values) in (4, 5):
-                objects.append((None, polygon_object(label, [ellipse(*values)])))
+                objects.append((None, polygon_object(label, [placed(CIRCLE, *values)])))
             elif shape_type in ("polygon", "quadrilateral") and num_points >= 3 and not len(values) % 2:
                 groups[key].append(values)
             else:
@@ -114,31 +113,8 @@ def polygon_object(label: str, polygons: list[list[float]]) -> dict[str, Any]:
     return box | {"area": max(area, 0.002 * box["area"]), "segmentation": polygons}
 
 
-def in_image(one: dict[str, Any], size: tuple[int, int] | None) -> dict[str, Any] | None:
-    """Return an object with its ``mask`` as RLE of an image (height, width), or None if no pixel is in the image."""
-    crop, left, top = one.pop("mask")
-    # Height and width are swapped, because RLE counts along columns.
-    image = Image.new("L", size or (1, 1))
-    image.paste(Image.fromarray(mask_util.decode(crop).T), (top, left))
-    rle = mask_util.encode(np.asarray(image).T)
-    one |= {"bbox": mask_util.toBbox(rle).tolist(), "area": float(mask_util.area(rle))}
-    return one | {"segmentation": rle | {"counts": rle["counts"].decode()}} if one["area"] else None
-
-
-def ellipse(x: float, y: float, radius_x: float, radius_y: float, degrees: float = 0) -> list[float]:
-    """Return an ellipse as a polygon, rotated clockwise about its center (x, y)."""
-    # Four of the points are the ends of the axes.
-    angles = np.linspace(0, 2 * np.pi, 48, endpoint=False)
-    return _placed(radius_x * np.cos(angles) + 1j * radius_y * np.sin(angles), x, y, degrees)
-
-
-def rotated_box(x: float, y: float, width: float, height: float, degrees: float) -> list[float]:
-    """Return the corners of a rectangle, rotated clockwise about its center (x, y)."""
-    corners = np.array([-width, width, width, -width]) + 1j * np.array([-height, -height, height, height])
-    return _placed(corners / 2, x, y, degrees)
-
-
-def _placed(points: np.ndarray, x: float, y: float, degrees: float) -> list[float]:
-    """Return complex points (N), rotated clockwise in the image about the origin, which is then moved to (x, y)."""
+def placed(shape: np.ndarray, x: float, y: float, radius_x: float, radius_y: float, degrees: float = 0) -> list[float]:
+    """Return the points of ``CORNERS`` or ``CIRCLE`` in pixels: scaled, rotated clockwise, and moved to (x, y)."""
+    points = (radius_x * shape.real + 1j * radius_y * shape.imag) * np.exp(1j * math.radians(degrees)) + complex(x, y)
     # Rounding removes the error of the sine of 90 degrees.
-    return (points * np.exp(1j * math.radians(degrees)) + complex(x, y)).view(float).round(6).tolist()
+    return points.view(float).round(6).tolist()

@@ -4,14 +4,12 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from backbones import ConfigError
 from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, size_of, stem_of
-from projects_vil.data.readers.shapes import Annotations, box_object, number, numbers, polygon_object, rotated_box
+from projects_vil.data.readers.shapes import CORNERS, Annotations, box_object, number, numbers, placed, polygon_object
 
 # Lists of images, lists of a class, and lists elsewhere. The first kind that exists is used.
 _FOLDERS = ("/imagesets(?:/main)?/", "/imagesets(?:/main)?/[^/]+_", "/(?:splits?/)?")
@@ -19,17 +17,15 @@ _LISTS = [re.compile(rf"(.*?){folder}({'|'.join(SPLITS)})(?:_list)?\.txt", re.I)
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
-def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
-    """Yield the images of a dataset in Pascal VOC's format, which has one XML file per image."""
+def read(files: list[str], index: FileIndex, found: Annotations) -> list[Record]:
+    """Return the images of a dataset in Pascal VOC's format, which has one XML file per image."""
     # The classes of PaddleDetection
     found.read += [path for path in index.files if path.endswith("/label_list.txt")][:1]
     found.classes += [name for path in found.read for name in read_names(path)]
-    for path in _read_lists(files, index, found):
-        with found.collecting_errors(path):
-            yield _record(path, found)
+    return [found.attempt(file, _record, file, split, found) for file, split in _read_lists(files, index, found)]
 
 
-def _record(path: str, found: Annotations) -> Record:
+def _record(path: str, split: str | None, found: Annotations) -> Record:
     annotation, stem = parse_xml(path, found), Path(path).stem
     name = annotation.findtext("filename", "").strip()
     # The name in the file is often outdated, so an image with the stem of the annotation has priority. If it has
@@ -43,11 +39,11 @@ def _record(path: str, found: Annotations) -> Record:
     objects = [_object(entry, offset, path, found) for entry in entries]
     found.noted["skipped objects without a box or a polygon"] += [path] * objects.count(None)
     sides = (number(annotation.findtext(f"size/{side}") or 0, f"{path}: size") for side in ("height", "width"))
-    return Record(path, names, size_of(*map(int, sides)), True, hint=hint, objects=[*filter(None, objects)])
+    return Record(path, names, size_of(*map(int, sides)), True, split, hint, [*filter(None, objects)])
 
 
-def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[str]:
-    """Read the lists of the splits, and return the annotation files to read."""
+def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[tuple[str, str | None]]:
+    """Read the lists of the splits, and return the annotation files to read with their splits, or None."""
     splits, by_stem = defaultdict(dict), defaultdict(list)
     for file in files:
         for stem in {Path(file).stem, stem_of(file)}:
@@ -70,15 +66,15 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
             other = listed.setdefault(file, split)
             if other != split and (name != "trainval" or other == "test"):
                 raise ConfigError(f"'{root}' lists '{Path(file).stem}' for {other} and for {name}. Remove one.")
-    found.listed = {file: split for listed in splits.values() for file, split in listed.items()}
-    found.noted["skipped images of lists without annotations"] += sorted(found.listed.keys() - {*files})
-    used = found.listed.keys() & {*files}
+    by_file = {file: split for listed in splits.values() for file, split in listed.items()}
+    found.noted["skipped images of lists without annotations"] += sorted(by_file.keys() - {*files})
+    used = by_file.keys() & {*files}
     found.notes += [f"splits from lists such as '{lists[0][0]}'"] if used and not kinds[0] else []
     # Without a list of training images, they are the images that no list names.
     below = tuple(root + os.sep for root, listed in splits.items() if "train" in map(listed.get, used))
     unlisted = {file for file in files if file.startswith(below)} - used
     found.unused["annotation files that no list names"] += sorted(unlisted)
-    return sorted({*files} - unlisted)
+    return [(file, by_file.get(file)) for file in sorted({*files} - unlisted)]
 
 
 def _files_in(path: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
@@ -102,7 +98,7 @@ def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
     return before.split()[:1]
 
 
-def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotations) -> dict[str, Any] | None:
+def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotations) -> dict | None:
     label, box, rotated = entry.findtext("name", "").strip(), entry.find("bndbox"), entry.find("robndbox")
     location, one = f"{path}: {label!r}", {}
     found.noted["objects with several boxes (only the first is used)"] += [path] * (len(entry.findall("bndbox")) > 1)
@@ -113,8 +109,8 @@ def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotatio
         # Some programs count from 0 and write 0.
         one = box_object(label, [max(left - offset, 0), max(top - offset, 0), right, bottom])
     elif rotated is not None:
-        *sides, angle = numbers(rotated.findtext, location, "cx", "cy", "w", "h", "angle")
-        one = box_object(label, rotated_box(*sides, math.degrees(angle)))
+        x, y, width, height, angle = numbers(rotated.findtext, location, "cx", "cy", "w", "h", "angle")
+        one = box_object(label, placed(CORNERS, x, y, width / 2, height / 2, math.degrees(angle)))
     # LabelMe's web tool writes points, and RectLabel and Roboflow write x1, y1, x2, ... beside a box.
     points = [value for point in entry.iter("pt") for value in numbers(point.findtext, location, "x", "y")]
     if points and entry.findtext("type", "").strip() == "bounding_box":

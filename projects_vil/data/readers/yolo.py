@@ -12,9 +12,9 @@ import yaml
 from backbones import ConfigError
 from backbones.errors import counted
 from projects_vil.data.image_files import is_image, read_sizes
-from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, split_of, stem_of, walk
+from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, split_of, stem_of
 from projects_vil.data.readers.shapes import Annotations, box_object, number, polygon_object
-from projects_vil.files import content_hash
+from projects_vil.files import content_hash, walk
 
 # Files with one class name per line: of labelImg, Darknet and CVAT, Roboflow. Other names are used without these files.
 _CLASS_FILES = r"classes(\.txt)+|obj\.names|_darknet\.labels", r"(predefined_classes|labels|names)(\.txt)+|.+\.names"
@@ -35,7 +35,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     if len(files) > 1 and (class_files(files) != files or len({(*read_lines(path),) for path in files}) > 1):
         raise ConfigError(f"'{index.root}' has several YOLO files, '{files[0]}' and '{files[1]}'. Give one file.")
     path = files[0]
-    data = _settings(path)
+    data = settings_of(path) or {}
     found.classes = names = _names(path, data.get("names"), data.get("nc"), index, found) if data else []
     splits = _splits(path, data, index, found)
     labels = _labels(splits, index)
@@ -46,16 +46,14 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         # A text file without labels is, for example, a caption. JSON and XML are errors.
         if own and not _MARKUP.match(own[0][0][0]) and not any(_is_label(row, names) for row, _ in own):
             labels[image], rows[image] = None, []
-    is_pose = data.get("kpt_shape") is not None or _are_poses([row for own in rows.values() for row, _ in own])
-    end = 5 if is_pose else None
+    end = 5 if data.get("kpt_shape") or _are_poses([row for own in rows.values() for row, _ in own]) else None
     unknown: dict[str, list[str]] = defaultdict(list)
     for image, split in [(image, split) for split, own in splits.items() for image in own if image in labels]:
-        own: list[dict[str, Any]] = []
-        with found.collecting_errors(labels[image] or image):
-            own = [_object(row[:end], names, sizes[image], line, unknown) for row, line in rows[image]]
-        yield Record(labels[image] or image, (), sizes[image], split=split, objects=own, file=image)
-        if any(max(one["bbox"][2:]) > 2 * max(sizes[image]) for one in own):
-            found.noted[_LARGE].append(str(labels[image]))
+        label, size = labels[image] or image, sizes[image]
+        objects = (_object(row[:end], names, size, line, unknown) for row, line in rows[image])
+        own = found.attempt(label, list, objects) or []
+        found.noted[_LARGE] += [label] * any(max(one["bbox"][2:]) > 2 * max(size) for one in own)
+        yield Record(label, (), size, split=split, objects=own, file=image)
     if not found.errors and 2 * len(found.noted[_LARGE]) >= (sum(map(bool, rows.values())) or 1):
         first = found.noted[_LARGE][0]
         raise ConfigError(f"{first} and other {_LARGE}. Divide pixels by the size of the image. Remove track ids.")
@@ -147,7 +145,15 @@ def _lists(index: FileIndex, root: str) -> dict[str | None, list[str]]:
 
 
 def settings_of(path: str) -> dict[str, Any] | None:
-    """Return the content of a YAML file, or None if it is not the YAML file of a YOLO dataset."""
+    """Return the settings of a YOLO dataset from a YAML file or Darknet's .data file, or None for another file.
+
+    A file with class names has only the setting ``names``.
+    """
+    if class_files([path]):
+        return {"names": path}
+    if path.endswith(".data"):
+        settings = (map(str.strip, line.split("=", 1)) for line in read_lines(path) if "=" in line)
+        return {"names": "obj.names"} | dict(settings)
     try:
         # All values are text, because YAML has other ideas of names such as "on" and "007".
         data = yaml.load(Path(path).read_text(encoding="utf-8-sig"), yaml.BaseLoader)
@@ -172,16 +178,6 @@ def label_files(files: list[str]) -> list[str]:
     firsts = [(path, next(_rows(path), ([], ""))[0]) for path in files if path.lower().endswith(".txt")]
     rows = [(path, row) for path, row in firsts if all(map(_NUMBER.fullmatch, row[:5]))]
     return [path for path, row in rows if len(row) in (9, 10) or (row[4:] and re.fullmatch(r"-?\d+(\.0*)?", row[0]))]
-
-
-def _settings(path: str) -> dict[str, Any]:
-    """Return the settings of a dataset from a settings file, or only ``names`` for a file with class names."""
-    if class_files([path]):
-        return {"names": path}
-    if path.endswith(".data"):
-        settings = (map(str.strip, line.split("=", 1)) for line in read_lines(path) if "=" in line)
-        return {"names": "obj.names"} | dict(settings)
-    return settings_of(path) or {}
 
 
 def _names(path: str, names: Any, count: Any, index: FileIndex, found: Annotations) -> list[str]:
@@ -254,8 +250,7 @@ def _label_paths(image: str) -> list[str]:
     """Return the paths that the label file of an image may have: below labels/ instead of images/, or next to it."""
     # Some programs keep the suffix of the image: a.jpg.txt
     bases = os.path.splitext(image)[0], image
-    folders = r"\1labels/", r"\1labelTxt/"
-    paths = [re.sub("(?i)(.*/)(jpeg)?images/", folder, base) for base in bases for folder in folders]
+    paths = [re.sub("(?i)(.*/)(jpeg)?images/", rf"\1{to}/", base) for base in bases for to in ("labels", "labelTxt")]
     return [f"{path}.txt" for path in dict.fromkeys((*paths, *bases))]
 
 
@@ -271,9 +266,8 @@ def _rows(label: str) -> Iterator[tuple[list[str], str]]:
 
 def _is_label(row: list[str], names: list[str]) -> bool:
     """Return whether a row is a label, perhaps with faults, and not a text such as ``2 cats on a mat``."""
-    are_values = [_VALUE.fullmatch(word) is not None for word in row]
-    has_class = are_values[0] or row[0] in names
-    return row[0] in map(str, range(len(names))) or sum(are_values) > 2 or (has_class and are_values[1:2] == [True])
+    num_values = sum(_VALUE.fullmatch(word) is not None for word in row)
+    return row[0] in map(str, range(len(names))) or 2 * num_values > len(row)
 
 
 def _are_poses(rows: list[list[str]]) -> bool:
@@ -284,9 +278,8 @@ def _are_poses(rows: list[list[str]]) -> bool:
 
 def _object(row: list[str], names: list[str], size: tuple[int, int], location: str, unknown: dict) -> dict[str, Any]:
     """Return the object of a row. If its class is not in ``names``, add the location to ``unknown``."""
-    is_dota = len(row) in (9, 10) and not _NUMBER.fullmatch(row[8])
-    if is_dota or (len(row) == 10 and row[8] in names):
-        # Four corners in pixels, the class and the difficulty
+    # DOTA has four corners in pixels, the class and perhaps the difficulty.
+    if len(row) in (9, 10) and (not _NUMBER.fullmatch(row[8]) or (len(row) == 10 and row[8] in names)):
         if names and row[8] not in names:
             unknown[repr(row[8])].append(location)
         return box_object(row[8], [number(word, location) for word in row[:8]])
