@@ -3,6 +3,7 @@
 A dataset is a COCO file, a folder of label images in ADE20K's dataset format, or both.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -243,7 +244,7 @@ def read_categories(annotations: str | None) -> tuple[tuple[int, str], ...] | No
 @functools.lru_cache(maxsize=16)
 def _read_categories(path: Path, size: int, time: int) -> tuple[tuple[int, str], ...] | None:
     """Read the categories without parsing the whole file. This takes about one second for COCO's 450 MB file."""
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 (start,) = [match.end() - 1 for match in re.finditer(rb'"categories"\s*:\s*\[', content)]
@@ -252,9 +253,7 @@ def _read_categories(path: Path, size: int, time: int) -> tuple[tuple[int, str],
         except ValueError:
             entries = read_json(path)["categories"]
         categories = {int(entry["id"]): str(entry["name"]) for entry in entries}
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        return None
-    return tuple(sorted(categories.items())) if len(categories) == len(entries) else None
+        return tuple(sorted(categories.items())) if len(categories) == len(entries) else None
 
 
 def categories_of(name: str, *, stuff: bool = False) -> Sequence[tuple[int, str]]:
