@@ -88,6 +88,6 @@ def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[s
     found = {record.names[0]: record.file for record in records if record.file}
     if not found:
         where = f"such as '{next(iter(entries), 'those without file_name')}', below '{index.image_root}'"
-        raise ConfigError(f"Cannot find the images of '{path}', {where}. Give their folder with --images.")
+        raise ConfigError(f"Cannot find the images of '{path}', {where}. Give --images, or unpack archives.")
     names = {name: os.path.relpath(path, index.image_root) for name, path in found.items()}
     return with_file_names(content, names), None, Path(index.image_root)
