@@ -3,6 +3,7 @@
 A dataset is a COCO file, a folder of label images in ADE20K's dataset format, or both.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -240,7 +241,7 @@ def read_categories(annotations: str | None) -> dict[int, str] | None:
 @functools.lru_cache(maxsize=16)
 def _read_categories(path: Path, size: int, time: int) -> dict[int, str] | None:
     """Read the categories without parsing the whole file. This takes about one second for COCO's 450 MB file."""
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 (match,) = re.finditer(rb'"categories"\s*:\s*(?=\[)', content)
@@ -249,9 +250,8 @@ def _read_categories(path: Path, size: int, time: int) -> dict[int, str] | None:
         except ValueError:
             entries = read_json(path)["categories"]
         categories = {int(entry["id"]): str(entry["name"]) for entry in entries}
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        return None
-    return dict(sorted(categories.items())) if len(categories) == len(entries) else None
+        return dict(sorted(categories.items())) if len(categories) == len(entries) else None
+    return None
 
 
 def categories_of(name: str, *, stuff: bool = False) -> Mapping[int, str]:

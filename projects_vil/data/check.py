@@ -40,8 +40,7 @@ def check_dataset(
         ConfigError: If the dataset cannot be read, or if ``report`` is one of its annotation files.
     """
     with tempfile.TemporaryDirectory() as folder:
-        extracted = None if fixed is None else Path(fixed, "images")
-        dataset = read_dataset(data, folder, val=0, images=images, extracted=extracted)
+        dataset = read_dataset(data, folder, val=0, images=images, extracted=fixed and Path(fixed, "images"))
         if options.get("masks") is None:
             options["masks"] = dataset.has_masks
         if report and os.path.realpath(report) in map(os.path.realpath, (data, *dict(dataset.splits.values()))):

@@ -23,7 +23,7 @@ from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 from backbones.errors import counted
-from projects_vil.data.image_files import missing_files, read_sizes
+from projects_vil.data.image_files import is_rotated, missing_files, read_sizes
 from projects_vil.data.readers import SOURCE, read_coco
 from projects_vil.data.segmentation import FAR, box_of, check_segmentation, count_masks, has_mask, rectangle, rle_of
 from projects_vil.files import like, paused_garbage_collection
@@ -36,8 +36,6 @@ _LARGEST = 1e100
 _NO_BOX = [math.nan] * 4
 # A class may be a typing mistake if it has at most this fraction of the objects of a class with a similar name.
 _RARE, _SIMILAR = 0.05, 0.87
-# The check for [left, top, right, bottom] boxes needs at least this many boxes and this fraction beyond their images.
-_MIN_BOXES, _BEYOND_FRACTION = 20, 0.2
 # The images of a file with at most this many images are always decoded.
 _NUM_DECODED = 2000
 _EXAMPLE_KEYS = {
@@ -217,11 +215,9 @@ class CocoFile:
 
 def as_int(value: object) -> int | None:
     """Return an id as an integer, or None if it is not a whole number or the text of one."""
-    try:
-        number = int(value) if type(value) in (int, float, str) else None
-    except (ValueError, OverflowError):
-        return None
-    return number if type(value) is str or number == value else None
+    with contextlib.suppress(ValueError, OverflowError):
+        if type(value) is str or (type(value) in (int, float) and int(value) == value):
+            return int(value)
 
 
 # -- find: yield findings as (name of a check, index, value) ---------------------------------------
@@ -287,7 +283,10 @@ def find_in_files(file: CocoFile) -> Findings:
         elif size not in (None, file.sizes[index]):
             factors = " and ".join(f"{side / other:.3g}" for side, other in zip(size, file.sizes[index], strict=True))
             value = f"(height, width) is {size} in the file, {file.sizes[index]} in the annotations: {factors} times"
-            yield "image_size_mismatch", index, value
+            # Both sizes are plausible if EXIF rotates the file.
+            is_swapped = size == file.sizes[index][::-1] and not is_rotated(opened[index])
+            yield "missing_image_size" if is_swapped else "image_size_mismatch", index, value
+            file.sizes[index] = size if is_swapped else file.sizes[index]
 
 
 def find_in_annotations(file: CocoFile) -> Findings:
@@ -402,19 +401,22 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
     x, y = file.mask_points[indices].T
     is_beside = (abs(2 * x - left - right) > 2 * wide + 2) | (abs(2 * y - top - bottom) > 2 * high + 2)
     yield "bbox_misfits_mask", valid & is_beside
+    is_many = valid.sum() >= 20
+    # Of 20 or more boxes, one in five is beyond its image. Of two or more, half are beyond it by a tenth of a side.
+    far_beyond = (left < -widths / 10) | (top < -heights / 10) | (right > 1.1 * widths) | (bottom > 1.1 * heights)
+    is_wrong = beyond[valid].mean() >= 0.2 if is_many else valid.sum() > 1 and far_beyond[valid].mean() >= 0.5
     # If labels of YOLO have corners, the reader takes the first corner for the center.
     for x1, y1 in ((left, top), (left + wide / 2, top + high / 2)):
         as_corners = (wide > x1) & (high > y1) & (wide <= widths + 1) & (high <= heights + 1) & (x1 >= -1)
         as_corners &= ~((x < x1 - 1) | (x > wide + 1) | (y < y1 - 1) | (y > high + 1))
-        if valid.sum() >= _MIN_BOXES and beyond[valid].mean() >= _BEYOND_FRACTION and as_corners[valid].mean() > 0.99:
+        if is_wrong and as_corners[valid].mean() > 0.99:
             yield "boxes_in_xyxy_format", beyond
             break
     else:
         # Boxes with a mask are compared with the mask.
-        if valid.sum() >= _MIN_BOXES / 2 and (beyond & np.isnan(x))[valid].mean() >= 0.5:
+        if valid.sum() >= 10 and (beyond & np.isnan(x))[valid].mean() >= 0.5:
             yield "boxes_in_unknown_format", beyond
     # Percent are spread over the first 100 pixels of larger images.
-    is_many = valid.sum() >= _MIN_BOXES
     limit = 100 if is_many and min(np.ptp(right[valid]), np.ptp(bottom[valid])) > 50 else 1
     if ((right <= limit) & (bottom <= limit) & (np.minimum(heights, widths) > max(2 * limit, 10)))[valid].all():
         yield "boxes_in_normalized_coordinates", valid
@@ -545,12 +547,12 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
          "one of equal entries is kept, and different entries are removed with their objects"),
         ("mixed_image_id_types", "error", "images in a file with both text ids and number ids",
          lambda file, index, entry: entry | {"id": index + 1}, "the new id is the position in the file"),
-        ("missing_image_size", "fixed", "images without height and width", set_file_size, "read from the file"),
+        ("missing_image_size", "fixed", "images without a valid height and width", set_file_size, "read from the file"),
         ("duplicate_file_name", "note", "images with a repeated file_name", None, "used as two images"),
         ("missing_image_file", "error", "images whose file is missing", remove, _WITH_OBJECTS),
         ("unreadable_image_file", "error", "images whose file cannot be read", remove, _WITH_OBJECTS),
         ("damaged_image_file", "note", "images whose file is damaged", None, "the decoded part is used"),
-        ("image_size_mismatch", "error", "images whose size differs from the annotation", remove,
+        ("image_size_mismatch", "error", "images whose size, after EXIF rotation, differs from the annotation", remove,
          f"{_WITH_OBJECTS}; to keep them, use the annotated images, or correct the size if the boxes fit the file"),
         ("image_without_objects", "note", "images without objects", None,
          "used in evaluation, and in training only if DATALOADER.FILTER_EMPTY_ANNOTATIONS is False"),
@@ -558,11 +560,9 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
     "annotations": (
         ("invalid_annotation_entry", "error", "annotations that are not JSON objects", remove, _OUT),
         ("unknown_image_id", "error", "annotations with an unknown image_id", remove, _OUT),
-        ("image_id_type_mismatch", "fixed", "annotations whose image_id has another type than the id of the image",
-         set_image_id, "read as the id of the image"),
+        ("image_id_type_mismatch", "fixed", "image_ids of another type than the id", set_image_id, "read as the id"),
         ("unknown_category_id", "error", "annotations with an unknown category_id", remove, _OUT),
-        ("category_id_type_mismatch", "fixed", "annotations whose category_id is text or has a decimal point",
-         convert("category_id", as_int), _INT),
+        ("category_id_type_mismatch", "fixed", "non-integer category_ids", convert("category_id", as_int), _INT),
         ("missing_iscrowd", "fixed", "annotations whose iscrowd is missing or text",
          convert("iscrowd", lambda crowd: int(crowd or 0)), "read as an integer, or as 0"),
         ("invalid_iscrowd", "error", "annotations whose iscrowd is neither 0 nor 1", remove, _OUT),
@@ -585,7 +585,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("bbox_exceeds_image", "note", "boxes more than a pixel beyond the image", None, "clipped in training only"),
         ("duplicate_object", "note", "objects with the box, category and mask of another one", None, "used separately"),
         ("missing_segmentation", "fixed", "objects without a mask in a file with masks", valid_mask, "read as the box"),
-        ("flat_segmentation", "fixed", "segmentations that are one list of numbers", valid_mask, "read as one polygon"),
+        ("flat_segmentation", "fixed", "segmentations with unusual brackets", valid_mask, "read as polygons or RLE"),
         ("invalid_segmentation", "error", "segmentations that are neither valid polygons nor RLE", valid_mask, _MASK),
         ("empty_mask", "error", "masks without a polygon of three points in the image", valid_mask, _MASK),
         ("polygon_far_outside_image", "error", "masks with a polygon ten sides outside the image", valid_mask, _MASK),

@@ -50,8 +50,10 @@ def check_segmentation(segmentation: Any, height: int, width: int) -> tuple[list
         return ([problem], None) if problem else ([], segmentation)
     if not isinstance(segmentation, list):
         return ["invalid_segmentation"], None
-    if len(segmentation) >= 6 and all(type(number) in (int, float) for number in segmentation):
-        problems, valid = check_segmentation([segmentation], height, width)
+    is_polygon = len(segmentation) >= 6 and all(type(number) in (int, float) for number in segmentation)
+    if is_polygon or (len(segmentation) == 1 and isinstance(segmentation[0], dict)):
+        other = [segmentation] if is_polygon else segmentation[0]
+        problems, valid = check_segmentation(other, height, width)
         return ["flat_segmentation", *problems], valid
     found = [_polygon_problem(polygon, height, width) for polygon in segmentation]
     if not any(found):

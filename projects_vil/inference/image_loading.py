@@ -299,10 +299,9 @@ def _request(url: str, stop: threading.Event, method: str = "cat_file") -> Any:
 
 
 def _read_size(numbered: tuple[int, ImageSource]) -> tuple[int, int] | None:
-    try:
+    # _load reports the error.
+    with contextlib.suppress(UnreadableImage):
         return numbered[1].read_size()
-    except UnreadableImage:
-        return None  # _load reports the error
 
 
 def _load(numbered: tuple[int, ImageSource], runner: Runner, *, keep_pixels: bool) -> Loaded | Skipped:

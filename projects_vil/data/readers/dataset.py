@@ -33,8 +33,9 @@ _OTHER_FORMATS = {
     "JSON Lines": r"\A.*\.(jsonl|ndjson)", "Label Studio's JSON": '"[a-z]+labels"', "BDD100K": '"box2d"',
     "Supervisely": '"classTitle"', "VoTT": '"boundingBox"', "CreateML": r'"coordinates"\s*:\s*\{',
     "COCO's results of a detector": r'\A.*\n\[\s*\{\s*"(image|category)_id"', "KITTI": r"^[a-zA-Z]\w*( -?[\d.]+){14}",
-    "WIDER FACE": r"\.jpg\s+\d+\s([\d.]+ ){4}", "VisDrone or MOT": r"^\d+,(-?[\d.]+,){6,}",
+    "WIDER FACE": r"\.jpg\s+\d+\s([\d.]+ ){4}", "VisDrone or MOT": r"^\d+,(-?[\d.]+,){6,}", "Cityscapes": '"imgHeight"',
     "VIA 3": r'"fid_list"', "Datumaro": r'"label_id"', "JSON or XML in a text file": r"\A.*\.txt\n\s*[{\[<]",
+    "COCO without images or categories": '"image_id"', "an archive to unpack": r"\A.*\.(zip|tar|t?gz|bz2|xz|7z|rar)\n",
 }
 # fmt: on
 _KNOWN = "*.json of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml of Pascal VOC or CVAT"
@@ -281,14 +282,13 @@ def _detect_format(source: Path, images: str | Path | None) -> tuple[str, list[s
         if labels := darknet or yolo.class_files(own) or [p for p in yolo.label_files(own) if not _other_format(p)][:1]:
             found["YOLO"] = labels
     if not found:
-        for path, name in ((path, _other_format(path)) for path in own if not is_image(path)):
-            if name:
-                text = f"'{source}' is in a format that is not supported: {name} (first file: '{path}')."
-                raise ConfigError(f"{text} Export or convert it to COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA.")
+        for path, name in ((p, name) for p in own if not is_image(p) and (name := _other_format(p))):
+            text = f"'{source}' is in a format that is not supported: {name} (first file: '{path}')."
+            raise ConfigError(f"{text} Export or convert it to COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA.")
         # A file that is no JSON at all has a better message.
         for path in [path for path in others if path.lower().endswith(".json")][:1]:
             read_json(path)
-        files = f"but files of type {_types(own)}" if own else "because it is empty"
+        files = f"but files of type {_types(own)}, such as '{min(own, key=is_image)}'" if own else "because it is empty"
         raise ConfigError(f"'{source}' has no annotations of a known format, {files}. Use {_KNOWN}.")
     if len(found) > 1:
         each = " and ".join(f"{name} ({os.path.relpath(files[0], root)})" for name, files in found.items())

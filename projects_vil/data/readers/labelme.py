@@ -50,9 +50,10 @@ def _shape(shape: dict, path: str) -> Shape:
 def write_image(path: str, index: FileIndex, folder: str) -> str | None:
     """Write the image that is inside a JSON file, and return its path, or None if there is no valid image."""
     try:
-        image = base64.b64decode(read_json(path).get("imageData"), validate=True)
+        # Other programs write a data URL, or several lines.
+        image = base64.b64decode(read_json(path).get("imageData").rpartition(",")[2])
         suffix = (Image.open(io.BytesIO(image)).format or "").lower()
-    except (ConfigError, ValueError, TypeError, OSError):
+    except (ConfigError, ValueError, AttributeError, OSError):
         return None
     output = Path(folder, Path(path).relative_to(index.root).with_suffix(f".{suffix}"))
     output.parent.mkdir(parents=True, exist_ok=True)
