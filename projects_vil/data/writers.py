@@ -152,10 +152,10 @@ def write_dataset(parts: dict[str, tuple[dict, Path]], output: str | Path, outpu
 
 
 def _shared_categories(lists: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the categories of all splits, with new ids unless all splits have the same ids and names."""
+    """Return the categories of all splits, with new ids unless all splits have the same ids and unique names."""
     pairs = [sorted((category["id"], category["name"]) for category in categories) for categories in lists]
-    if any(other != pairs[0] for other in pairs):
-        names = dict.fromkeys(name for categories in pairs for _, name in categories)
+    names = dict.fromkeys(name for categories in pairs for _, name in categories)
+    if any(other != pairs[0] for other in pairs) or len(names) < len(pairs[0]):
         return [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
     return sorted(lists[0], key=lambda category: category["id"])
 

@@ -77,7 +77,7 @@ def _splits(path: str, data: dict[str, Any], index: FileIndex, found: Annotation
     splits = splits or _lists(index, bases[0] if written else index.root)
     for split, entries in reversed(splits.items()):
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
-            place = _existing(entry, bases, index)
+            place = _existing(entry, bases, index) or (bases[0] if entry == written else None)
             own = _images(place or os.path.join(index.root, entry), split, index, found)
             # Roboflow may name a test split that does not exist.
             if not own and split not in ("test", None):
