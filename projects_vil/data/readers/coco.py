@@ -88,5 +88,5 @@ def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[s
     names = {one.names[0]: os.path.relpath(one.file, index.image_root) for one in records if one.file}
     if not names:
         where = f"such as '{next(iter(entries), 'those without file_name')}', below '{index.image_root}'"
-        raise ConfigError(f"Cannot find the images of '{path}', {where}. Give --images, or unpack archives.")
+        raise ConfigError(f"Cannot find the images of '{path}', {where}. Use --images DIR, or unpack archives.")
     return with_file_names(content, names), None, Path(index.image_root)
