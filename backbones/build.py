@@ -184,7 +184,7 @@ def height_and_width(name: str, size: int | Sequence[int]) -> tuple[int, int]:
     Raises:
         ConfigError: If ``size`` is neither.
     """
-    match size if isinstance(size, Sequence) else (size, size):
-        case [int(height), int(width)] if min(height, width) >= 1:
-            return height, width
-    raise ConfigError(f"{name}={size!r} is not an image size. Give one side, or height and width, in pixels.")
+    pair = tuple(size) if isinstance(size, Sequence) else (size, size)
+    if len(pair) != 2 or not all(isinstance(side, int) and side >= 1 for side in pair):
+        raise ConfigError(f"{name}={size!r} is not an image size. Give one side, or height and width, in pixels.")
+    return pair

@@ -217,11 +217,15 @@ def convert_tensors(
             if fitted[key] is not piece:
                 report.resized[key] = (old, new)
             elif old != new:
-                shapes = f"'{official_name}' has shape {old}, but '{key}' of {name} has shape {new}"
-                raise ConfigError(f"{shapes}. Check the variant and its options.")
+                raise ConfigError(
+                    f"'{official_name}' has shape {old}, but '{key}' of {name} has shape {new}. Check the variant, its "
+                    "chunk sizes, global tokens, attention and token merging."
+                )
             if key in converted and not torch.equal(converted[key], fitted[key]):
-                different = f"'{official_name}' and another tensor have different values for '{key}'"
-                raise ConfigError(f"{different}. For separate global projections, set shared_projections=False.")
+                raise ConfigError(
+                    f"'{official_name}' and another tensor have different values for '{key}'. For separate projections "
+                    "of global tokens set shared_projections=False."
+                )
         tied = [key for key in fitted if key in converted]
         if tied:
             report.tied[official_name] = tied[0]
@@ -249,7 +253,10 @@ def check_names(name: str, unexpected: Sequence[str], missing: Sequence[str]) ->
     lists = {"unexpected names": unexpected, "missing parameters": missing}
     parts = [f"{description}: {first_of(names, 5)}" for description, names in lists.items() if names]
     if parts:
-        raise ConfigError(f"The checkpoint does not match {name} ({'; '.join(parts)}). Check the model options.")
+        raise ConfigError(
+            f"The checkpoint does not match {name} ({'; '.join(parts)}). Check the variant, its sizes and its global "
+            "tokens."
+        )
 
 
 def _check_weight(name: str, tensor: Tensor) -> None:

@@ -250,8 +250,10 @@ def train(
         # A new run would train from the start. Without DATA, it would train the default model on COCO.
         runs = [path for path in output.parent.glob("*") if checkpoints_of(path) and (path / CONFIG_FILE).exists()]
         newest = f", such as '{max(runs, key=os.path.getmtime)}'" if runs else ""
-        advice = f"Give the output directory of a run with --output{newest}. To start a new run, omit --resume."
-        raise ConfigError(f"'{output}' has no run to resume. {advice}")
+        raise ConfigError(
+            f"'{output}' has no run to resume. Give the output directory of a run with --output{newest}. "
+            "To start a new run, omit --resume."
+        )
     elif resume:
         print(f"'{output}' has no run to resume, so a new run starts", flush=True)
     # Errors of the arguments come before the data, which may take long to read.
@@ -271,8 +273,9 @@ def train(
             if number and number < 20:
                 print(f"    the AP of {counted(number, 'validation image')} is not reliable: add more", flush=True)
             if cfg.MODEL.MASK_ON and not dataset.has_masks:
-                advice = "Use --detector faster_rcnn or retinanet."
-                raise ConfigError(f"Mask R-CNN needs masks, but '{data}' has only boxes. {advice}")
+                raise ConfigError(
+                    f"Mask R-CNN needs masks, but '{data}' has only boxes. Use --detector faster_rcnn or retinanet."
+                )
             values = _register(dataset, output.name) | {number_of_classes(cfg)[0]: len(dataset.classes)}
             if config is None and "MODEL.WEIGHTS" not in given and recipe != "scratch":
                 values["MODEL.WEIGHTS"] = best_weights(cfg)
@@ -404,9 +407,10 @@ def _write_classes(weights: str, folder: Path, data: str | Path, labels: Sequenc
     if names is None:
         return None
     if unknown := [name for name in labels if name not in names]:
-        listed = f"{first_of(list(map(repr, unknown)), 5)}{closest(unknown[0], names) or '.'} Rename or remove them."
-        advice = f"The model has {first_of(names, 5)}."
-        raise ConfigError(f"'{data}' has classes that the model does not have: {listed} {advice}")
+        raise ConfigError(
+            f"'{data}' has classes that the model does not have: {first_of(list(map(repr, unknown)), 5)}"
+            f"{closest(unknown[0], names) or '.'} Rename or remove them. The model has {first_of(names, 5)}."
+        )
     path = folder / f"{CLASSES}.json"
     check_replaceable(path, advice="Choose another output directory.")
     categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]

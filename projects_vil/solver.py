@@ -17,6 +17,7 @@ from backbones import ConfigError
 from backbones.errors import check_choice, closest, one_line
 from projects_vil.config import with_overrides
 
+OPTIMIZERS = ("ADAMW", "SGD")
 LR_SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR", "WarmupPolyLR")
 # Modules with SOLVER.WEIGHT_DECAY_NORM. detectron2 has the same list, local to a function. Batch and instance norms are
 # subclasses of _NormBase.
@@ -79,8 +80,10 @@ def parameter_groups(
                 raise ConfigError(f"{_LR_MULTIPLIERS} has {entry!r}. Use pairs, such as [['*.stages.0.*', 0.1]].")
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not fnmatch.filter(names, pattern):
-            hint = closest(pattern, names) or "."
-            raise ConfigError(f"{pattern!r} in {_LR_MULTIPLIERS} matches no trainable parameter{hint} Correct it.")
+            raise ConfigError(
+                f"The pattern {pattern!r} in {_LR_MULTIPLIERS} matches no trainable parameter"
+                f"{closest(pattern, names) or '.'} Correct it, or set [] for no patterns."
+            )
     layer_factors = {} if layer_decay == 1 else layer_decay_factors(model, layer_decay)
     no_decay: set[nn.Parameter] = set()
     for module in model.modules():
@@ -150,7 +153,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
         ConfigError: For an unknown ``SOLVER.OPTIMIZER``, and see :func:`parameter_groups`.
     """
     solver, clip = cfg.SOLVER, cfg.SOLVER.CLIP_GRADIENTS
-    check_choice("SOLVER.OPTIMIZER", solver.OPTIMIZER, ("ADAMW", "SGD"))
+    check_choice("SOLVER.OPTIMIZER", solver.OPTIMIZER, OPTIMIZERS)
     groups = parameter_groups(model, **{key.lower(): solver[key] for key in _GROUP_KEYS})
     options = {"lr": solver.BASE_LR, "fused": True if next(model.parameters()).is_cuda else None}
     if solver.OPTIMIZER == "ADAMW":
@@ -207,8 +210,9 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
         try:
             return build_detectron2_lr_scheduler(cfg, optimizer)
         except (ValueError, AssertionError) as error:
-            advice = "Check SOLVER.STEPS, MAX_ITER and WARMUP_ITERS."
-            raise ConfigError(f"Invalid schedule ({one_line(error)}). {advice}") from error
+            raise ConfigError(
+                f"Invalid schedule ({one_line(error)}). Check SOLVER.STEPS, MAX_ITER and WARMUP_ITERS."
+            ) from error
     end = solver.BASE_LR_END / solver.BASE_LR
     schedule = WarmupParamScheduler(
         lambda where: end + (1 - end) * max(1 - where, 0.0) ** solver.POLY_LR_POWER,

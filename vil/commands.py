@@ -71,7 +71,8 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.add("data", _DATA, nargs="?", type=dataset_path, metavar="DATA")
     parser.add("--epochs", "passes over the training images (default: by recipe, images and device)", type=positive)
     parser.add("--batch", "images per iteration (default: by recipe and device)", type=positive)
-    parser.add("--image-size", "shorter side of the images, or auto (default)", type=image_size, metavar="PX")
+    size_help = "shorter side of the images in pixels, or auto (default): chosen from the sizes of the objects"
+    parser.add("--image-size", size_help, type=image_size, metavar="PX")
     parser.add("--tiles", "train and predict in tiles of N x N pixels, for small objects", type=positive)
     parser.add("--output", "output directory (default: output/DATA_MODEL_DETECTOR)", type=output_folder, metavar="DIR")
     parser.add("--device", _DEVICE, metavar="DEVICE")
@@ -79,18 +80,23 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     parser.section("Model")
     parser.add("--model", f"{_VARIANT} (default: a small model with ImageNet weights)", metavar="NAME")
     parser.add("--detector", "detector (default retinanet)", choices=choices.DETECTORS)
-    parser.add("--weights", "run, checkpoint, name in the zoo, or none (default: the best available)", metavar="FILE")
+    weights_help = "output directory of a run, checkpoint, name in the model zoo, or none (default: the best available)"
+    parser.add("--weights", weights_help, metavar="FILE")
     config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
     parser.add("--config", config_help, type=config_name, metavar="NAME")
     parser.section("Training")
-    recipe_help = "finetune (default), scratch (default with random weights), or paper: the values of the config "
-    recipe_help += "(default with --config, or without DATA)"
+    recipe_help = (
+        "optimizer, schedule and augmentation: finetune (default with pretrained weights), scratch (default with "
+        "random weights), or paper (keeps the values of the config; default with --config, or without DATA)"
+    )
     parser.add("--recipe", recipe_help, choices=choices.RECIPES)
     parser.add("--lr", "learning rate (config key SOLVER.BASE_LR)", type=float, metavar="RATE")
-    parser.add("--schedule", "1x (default), or 3x_ms (longer, with several image sizes)", choices=choices.SCHEDULES)
+    schedule_help = "1x (default), or 3x_ms (several image sizes, and three times the iterations on COCO)"
+    parser.add("--schedule", schedule_help, choices=choices.SCHEDULES)
     parser.section("Data")
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
-    parser.add("--val-fraction", "fraction for validation if DATA has none (default 0.2)", type=fraction, metavar="F")
+    val_help = "fraction of the images for validation if DATA has no validation images (default 0.2)"
+    parser.add("--val-fraction", val_help, type=fraction, metavar="F")
     parser.add("--workers", "data loader processes (default: at most 4)", type=not_negative)
     add_process_arguments(parser)
     args = parser.parse_args(words)
@@ -230,19 +236,21 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--track", "track objects through a video or a folder of frames", action="store_true")
     annotations_help = "COCO file of images in the folder INPUT: predict only these images, and use the ids of the file"
     parser.add("--annotations", annotations_help, type=existing_path, metavar="FILE")
-    formats = choices.PREDICTION_FORMATS
-    parser.add("--format", "coco (default), or parquet (part files, no drawings)", dest="file_format", choices=formats)
+    format_help = "format of the results: coco (default), or parquet (part files, no drawings)"
+    parser.add("--format", format_help, dest="file_format", choices=choices.PREDICTION_FORMATS)
     parser.add("--part-size", f"images (rows) per Parquet file (default {choices.PART_SIZE})", type=positive)
     parser.add("--shard", "predict only shard I (from 0) of N; needs --format parquet", type=shard, metavar="I/N")
-    parser.add("--column", "paths or URLs in a table (default: path, file_name, url, image, image_url)", metavar="NAME")
+    column_help = "column of INPUT with paths or URLs (default: path, file_name, url, image or image_url)"
+    parser.add("--column", column_help, metavar="NAME")
     parser.add("--ray", "predict with Ray (RAY_ADDRESS, or this machine) to Parquet files", action="store_true")
     workers_help = "minimum and maximum number of Ray workers (default: 1 and one per GPU, or CPU cores minus 1)"
     parser.add("--ray-workers", workers_help, nargs=2, type=positive, metavar=("MIN", "MAX"))
     parser.add("--workers-per-gpu", "with --ray: workers that share a GPU (default 1)", type=positive, metavar="N")
     parser.add("--no-drawings", "do not write drawings", dest="drawings", action="store_false")
-    least = choices.SCORE_THRESHOLD
-    parser.add("--score-threshold", f"minimum score in drawings and labels (default {least})", type=float, metavar="T")
-    parser.add("--save-labels", "also write the detections as a dataset to DIR/dataset", choices=choices.LABEL_FORMATS)
+    threshold_help = f"minimum score of detections in drawings and labels (default {choices.SCORE_THRESHOLD})"
+    parser.add("--score-threshold", threshold_help, type=float, metavar="T")
+    labels_help = "also write detections and images as a dataset to DIR/dataset, for correction in an annotation tool"
+    parser.add("--save-labels", labels_help, choices=choices.LABEL_FORMATS)
     args = parser.parse_args(words)
     positional = [word for word in (args.model, *args.input) if word]
     model, source, weights = args.config_file, args.named_input, args.weights
@@ -292,8 +300,10 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--precision", "model precision (default fp32)", choices=precisions, default="fp32")
     parser.add("--input-dtype", "dtype of the images (default uint8)", choices=dtypes, default="uint8")
     parser.add("--batched", "export a model with batches as input (B, 3, H, W)", action="store_true")
-    parser.add("--fixed-detections", "return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros", action="store_true")
-    parser.add("--image-size", "the only input size (default: any); not with --evaluate or int8", dest="size", **_SIZE)
+    fixed_help = "always return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"
+    parser.add("--fixed-detections", fixed_help, action="store_true")
+    size_help = "the only input size (default: any size); not with --evaluate or int8"
+    parser.add("--image-size", size_help, dest="size", **_SIZE)
     parser.add("--opset", "ONNX opset, at least 18 (default 20)", type=positive)
     parity = {"dest": "images", "nargs": "+", "type": existing_path, "default": [], "metavar": "FILE"}
     parser.add("--parity-images", "images for the parity check (default: validation and synthetic ones)", **parity)

@@ -61,10 +61,13 @@ class LinformerAttention(TokenAttention):
         self.project_length = nn.Parameter(torch.empty(length, num_features).uniform_(-bound, bound))
 
     def _attend(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
-        size = tuple(size)
+        height, width = size
         # A traced size is a tensor. The graph would keep the result of its comparison.
-        if not tracing.is_tracing() and size != self.map_size:
-            raise ConfigError(f"Linformer needs {self.map_size} tokens, not {size}. Set img_size of create_classifier.")
+        if not tracing.is_tracing() and (height, width) != self.map_size:
+            raise ConfigError(
+                f"Linformer needs feature maps of {self.map_size[0]} x {self.map_size[1]} tokens, but this one has "
+                f"{height} x {width}. Set img_size of create_classifier to this image size."
+            )
         # (B, K, C) each
         key, value = (self.project_length.T @ self.key_value(tokens)).chunk(2, dim=2)
         query = self.query(self._queries(tokens))

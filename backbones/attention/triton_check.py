@@ -129,8 +129,12 @@ def automatic_backend(device: torch.device, dtype: torch.dtype, channels: int) -
 @functools.cache
 def suggest_tuning(device: torch.device) -> None:
     """Log, once per device, that the Triton kernels could be tried."""
-    advice = "To measure and use the faster ones, run vil benchmark --tune --models NAME with the --dtype of the run."
-    logger.info("The Triton kernels may be faster on this GPU (%s) than PyTorch's attention. %s", device, advice)
+    logger.info(
+        "The attention backend is PyTorch's. The Triton kernels may be faster on this GPU (%s). To measure and use the "
+        "faster ones, run vil benchmark --tune --models NAME with the --dtype of the run. To use them at once, set "
+        "MODEL.TRANSFORMER.ATTENTION_BACKEND triton (in Python attention_backend='triton').",
+        device,
+    )
 
 
 def choices_file() -> Path:

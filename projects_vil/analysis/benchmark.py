@@ -116,8 +116,10 @@ class BenchmarkCase:
         model.train(self._trains)
         shifted = model if "shift" in suffixes else None
         if shifted is not None and not (self._trains and sample_shifts(model, seed=None)):
-            advice = "Choose a variant with sliding chunks, and measure a backward pass or a training step."
-            raise ConfigError(f"'{self.name}' cannot use random shifts. {advice}")
+            raise ConfigError(
+                f"'{self.name}' cannot use random shifts. Choose a variant with sliding chunks, and measure a backward "
+                "pass or a training step."
+            )
         optimizer = build_optimizer(cfg, model) if self.part == "train-step" else None
         return self._step(module, inputs, optimizer, shifted)
 

@@ -164,8 +164,10 @@ class Checkpointer(DetectionCheckpointer):
         elif path:
             check_file(path, "weights file", key="MODEL.WEIGHTS")
         if path.endswith(EXPORT_SUFFIXES):
-            advice = "Run it with 'vil predict', or evaluate it with 'vil export --evaluate'."
-            raise ConfigError(f"MODEL.WEIGHTS must be a checkpoint, but '{path}' is an exported model. {advice}")
+            raise ConfigError(
+                f"MODEL.WEIGHTS must be a checkpoint, but '{path}' is an exported model. Run it with 'vil predict', or "
+                "evaluate it with 'vil export --evaluate'."
+            )
         self._path = path
         return super().load(path, *args, **kwargs)
 
@@ -189,7 +191,10 @@ class Checkpointer(DetectionCheckpointer):
         if not any(name.removeprefix("module.").startswith(BACKBONE_PREFIX) for name in state_dict):
             contents = self._convert(contents, state_dict)
         if "model" not in contents:
-            raise ConfigError(f"'{self._path}' is not a checkpoint of this project or an official one. Use another.")
+            raise ConfigError(
+                f"'{self._path}' is not a checkpoint of a detector or a classifier of this project, or an official "
+                "checkpoint. Use another file."
+            )
         # Loading changes both dicts. A copy keeps the versions of modules.
         return contents | {"model": copy.copy(contents["model"])}
 
@@ -202,8 +207,10 @@ class Checkpointer(DetectionCheckpointer):
         if official is None and not is_classifier(state_dict):
             return contents
         if backbone is None:
-            text = f"'{self._path}' has weights of a transformer, but the model has another backbone"
-            raise ConfigError(f"{text}. Use a checkpoint of this model.")
+            raise ConfigError(
+                f"'{self._path}' has weights of a transformer, but the model has another backbone. Use a checkpoint of "
+                "this model."
+            )
         hint = ""
         try:
             if official is None:
@@ -231,8 +238,10 @@ class Checkpointer(DetectionCheckpointer):
         state_dict, saved = checkpoint["model"], CheckpointMetadata.from_contents(checkpoint)
         for name, value in (*state_dict.items(), *(average or {}).items()):
             if not isinstance(value, Tensor) or not value.isfinite().all():
-                text = f"'{name}' in '{self._path}' is not a tensor of finite values"
-                raise ConfigError(f"{text}. Use an older checkpoint. To resume from an older one, remove this file.")
+                raise ConfigError(
+                    f"'{name}' in '{self._path}' is not a tensor of finite values. Use an older checkpoint. To resume "
+                    "from an older one, remove this file."
+                )
         consume_prefix_in_state_dict_if_present(state_dict, "module.")
         self._check_metadata(saved)
         # The one difference between the RetinaNets of mmdetection and detectron2 that no weight shows
@@ -408,8 +417,9 @@ def last_checkpoints(folder: str | Path) -> list[Path]:
     if any(path.name == name for path in files):
         files.sort(key=lambda path: path.name != name)
     elif len(files) > 1:
-        text = "%s does not name a checkpoint in its folder (%r). The newest complete one is used."
-        logging.getLogger(__name__).warning(text, tag, name[:80])
+        logging.getLogger(__name__).warning(
+            "%s does not name a checkpoint in its folder (%r). The newest complete one is used.", tag, name[:80]
+        )
         # model_final.pth is sorted before numbered checkpoints.
         files.sort(key=lambda path: path.name, reverse=True)
     return files
@@ -487,8 +497,10 @@ def read_last_checkpoint(folder: str | Path) -> tuple[Path, dict[str, Any]] | No
             return path, contents
         logging.getLogger(__name__).warning("skipped a checkpoint: '%s' has no training state to resume from.", path)
     if candidates:
-        found = f"any of the {len(candidates)} checkpoints in '{folder}'"
-        raise ConfigError(f"Cannot resume from {found}. Remove them, or choose another OUTPUT_DIR.")
+        raise ConfigError(
+            f"Cannot resume from any of the {len(candidates)} checkpoints in '{folder}'. Remove them to start again, "
+            "or choose another OUTPUT_DIR."
+        )
     if tag.is_file():
         raise ConfigError(f"The checkpoint in '{tag}' does not exist. Restore it, or remove '{tag}' to start again.")
     return None

@@ -152,7 +152,10 @@ def convert_file(
     source = find_weights(str(source))
     official = detect_format(read_checkpoint(source))
     if official is None:
-        raise ConfigError(f"'{source}' is not an official checkpoint of ViL, Transformer-LS, LIT or LITv2. Use one.")
+        raise ConfigError(
+            f"'{source}' is not an official checkpoint. Use a checkpoint of vision-longformer, "
+            "VisionLongformerForObjectDetection, transformer-ls, LIT or LITv2."
+        )
     try:
         converted = convert_official(official, variant, img_size=img_size, chunk_size=chunk_size, classifier=classifier)
     except ConfigError as error:

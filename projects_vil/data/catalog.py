@@ -32,6 +32,7 @@ SHAPES_CLASSES = ("circle", "square", "triangle")
 SHAPES_SEM_SEG_CLASSES = ("background", *SHAPES_CLASSES)
 # The colors in visualizations match the images: red circles, green squares and blue triangles.
 SHAPES_COLORS = [(255, 80, 80), (80, 255, 80), (90, 150, 255)]
+BACKGROUND_COLOR = (90, 90, 90)
 PANOPTIC_EVALUATOR = "coco_panoptic_seg"
 # The registered built-in datasets, and the value of datasets_root() for them.
 _built_in: set[str] = set()
@@ -74,7 +75,7 @@ def register_built_in_datasets() -> None:
             if f"{name}_{split}" in _built_in:
                 _register_ade20k(f"{name}_{split}", images, labels, classes)
         if f"shapes_sem_seg_{split}" in _built_in:
-            MetadataCatalog.get(f"shapes_sem_seg_{split}").stuff_colors = [(90, 90, 90), *SHAPES_COLORS]
+            MetadataCatalog.get(f"shapes_sem_seg_{split}").stuff_colors = [BACKGROUND_COLOR, *SHAPES_COLORS]
 
 
 def register_datasets(cfg: CfgNode) -> None:
@@ -221,8 +222,10 @@ def check_files(name: str) -> None:
             continue
         # If json_file is a folder, read_coco raises a better error later.
         if not (os.path.exists(path) if key == "json_file" else os.path.isdir(path)):
-            advice = f"Correct the path, or set DETECTRON2_DATASETS (now '{datasets_root()}') to the folder with coco/."
-            raise ConfigError(f"The {description} '{path}' of {name!r} does not exist. {advice}")
+            raise ConfigError(
+                f"The {description} '{path}' of {name!r} does not exist. Correct the path, set DETECTRON2_DATASETS "
+                f"(now '{datasets_root()}') to the folder with coco/, or give another dataset."
+            )
         if key == "json_file" and not os.path.isdir(path):
             check_file(path, f"{description} of {name}")
 

@@ -74,9 +74,10 @@ def _measure(cfg: CfgNode, sizes: list[int], limit: float) -> tuple[int, str]:
         if peaks[size] > limit:
             break
     if peaks[1] > limit:
-        memory = f"{peaks[1] / 1e9:.2f} GB (inf: more than all), and {limit / 1e9:.2f} GB are free"
-        advice = "Lower INPUT.MIN_SIZE_TRAIN, or set MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING True."
-        raise ConfigError(f"A training step of an image needs {memory}. {advice}")
+        raise ConfigError(
+            f"A training step of an image needs {peaks[1] / 1e9:.2f} GB (inf: more than all), and {limit / 1e9:.2f} GB "
+            "are free. Lower INPUT.MIN_SIZE_TRAIN, or set MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING True."
+        )
     measured = ", ".join(f"{size}: {peak / 1e9:.2f} GB" for size, peak in peaks.items())
     chosen = max(size for size, peak in peaks.items() if peak <= limit)
     return chosen, f"measured: {measured}; limit {limit / 1e9:.2f} GB"

@@ -146,8 +146,10 @@ def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
         if Path(cfg.MODEL.WEIGHTS).resolve() in [path.resolve() for path in (*saved, folder / BEST_CHECKPOINT)]:
             raise ConfigError(f"OVERWRITE_OUTPUT_DIR would delete MODEL.WEIGHTS '{cfg.MODEL.WEIGHTS}'. {_OTHER_FOLDER}")
     elif saved and not resume:
-        text = f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' has checkpoints of another run, such as '{saved[0].name}'"
-        raise ConfigError(f"{text}. Add --resume or OVERWRITE_OUTPUT_DIR True, or choose another output directory.")
+        raise ConfigError(
+            f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' has checkpoints of another run, such as '{saved[0].name}'. Continue that "
+            "run with --resume, choose another output directory, or add OVERWRITE_OUTPUT_DIR True to the command."
+        )
     if resume and saved and (folder / CONFIG_FILE).exists():
         _check_resumed(cfg, folder / CONFIG_FILE)
     return resume and bool(saved)
@@ -179,8 +181,10 @@ def _check_resumed(cfg: CfgNode, path: Path) -> None:
     ]
     for key, value, began in compared:
         if value != began:
-            text = f"{key} is {value}, but the run in '{path.parent}' began with {began}"
-            raise ConfigError(f"{text}. Set it to {began}, or choose another OUTPUT_DIR.")
+            raise ConfigError(
+                f"{key} is {value}, but the run in '{path.parent}' began with {began}. Set it to {began}, "
+                "or choose another OUTPUT_DIR."
+            )
 
 
 def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int) -> None:

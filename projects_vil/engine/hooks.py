@@ -172,8 +172,9 @@ class PeriodicCheckpointer(HookBase):
         if done >= max_iter:
             self.save("model_final")
         elif stop:
-            text = "%s: saved after iteration %d; continue with --resume"
-            logging.getLogger(__name__).warning(text, signal.Signals(stop).name, self.trainer.iter)
+            logging.getLogger(__name__).warning(
+                "%s: saved after iteration %d; continue with --resume", signal.Signals(stop).name, self.trainer.iter
+            )
             # No rank exits while rank 0 still writes.
             comm.synchronize()
             raise SystemExit(128 + stop)

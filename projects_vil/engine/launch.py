@@ -206,9 +206,11 @@ def run_training(
         solver = cfg.SOLVER
         if solver.WARMUP_ITERS >= solver.MAX_ITER:
             logger.warning("The learning rate never reaches BASE_LR: SOLVER.WARMUP_ITERS is not below MAX_ITER.")
-        model = f"{cfg.MODEL.META_ARCHITECTURE} with {cfg.MODEL.TRANSFORMER.VARIANT} on {cfg.MODEL.DEVICE}"
-        length = f"{solver.MAX_ITER} iterations in {counted(comm.get_world_size(), 'process')}"
-        logger.info(f"training {model}: {length}. {cfg.OUTPUT_DIR}/log.txt has the config and the environment.")
+        logger.info(
+            f"training {cfg.MODEL.META_ARCHITECTURE} with {cfg.MODEL.TRANSFORMER.VARIANT} on {cfg.MODEL.DEVICE} in "
+            f"{counted(comm.get_world_size(), 'process')}: {solver.MAX_ITER} iterations. The config, the model and the "
+            f"environment are in {cfg.OUTPUT_DIR}/log.txt"
+        )
         trainer = trainer_class(cfg)
         trainer.resume_or_load(resume=resume)
         # The checkpoint of a resumed run is loaded first. If that fails, config.yaml is unchanged.
@@ -397,8 +399,10 @@ def _rendezvous(env: DistributedEnv, url: str, timeout: float) -> Store:
             missing = [str(one) for one in machines if is_ours and not store.check([f"{key} {one * size}"])]
             whom = f"machine rank{'s' * (len(missing) > 1)} {', '.join(missing) or 0} of {len(machines)} at {url}"
             if waited > timeout:
-                advice = "Start all machines within --dist-timeout, and check the firewall."
-                raise ConfigError(f"No answer from {whom} after {timeout:g} s. {advice}")
+                raise ConfigError(
+                    f"No answer from {whom} after {timeout:g} s. Start all machines within --dist-timeout, and check "
+                    "the firewall."
+                )
             print(f"waiting for {whom}: {waited:.0f} of {timeout:g} s", file=sys.stderr, flush=True)
             notice *= 2
         time.sleep(0.1)

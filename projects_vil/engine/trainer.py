@@ -44,6 +44,7 @@ from projects_vil.utils import stop_requests, terminate, terminating_between_cal
 _logger = logging.getLogger(__name__)
 # Keys of parameter groups that a resumed run takes from its config.
 _RATES = {"initial_lr": "learning rate", "weight_decay": "weight decay", "momentum": "momentum"}
+NONFINITE_FILE = "nonfinite.json"
 # Limit of consecutive overflows under float16 loss scaling. From any scale, 32 halvings lead below 1.
 MAX_OVERFLOWS = 32
 
@@ -114,7 +115,7 @@ class TrainStep(SimpleTrainer):
     ) -> None:
         super().__init__(model, data_loader, optimizer)
         self.module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self.nonfinite_file = Path(output_dir) / "nonfinite.json"
+        self.nonfinite_file = Path(output_dir) / NONFINITE_FILE
         self.accumulation_steps = accumulation_steps
         self.precision = precision
         self.max_nonfinite_steps = max_nonfinite_steps
@@ -296,11 +297,15 @@ class TrainStep(SimpleTrainer):
             self.write_nonfinite(step.iteration, entry | {"is_skipped": is_skipped, "processes": processes})
         # The first process that raises ends the others.
         comm.synchronize()
-        message = f"The step of iteration {step.iteration} is not finite: {reason} (learning rate "
-        message += f"{step.learning_rate:g}). Its images and losses are in {self.nonfinite_file}."
+        message = (
+            f"The step of iteration {step.iteration} is not finite: {reason} (learning rate {step.learning_rate:g}). "
+            f"Its images and losses are in {self.nonfinite_file}."
+        )
         if not is_skipped:
-            advice = "--resume with a lower SOLVER.BASE_LR, or with SOLVER.MAX_NONFINITE_STEPS"
-            raise ConfigError(f"{message} No weight has changed. {advice} {max(2 * self.max_nonfinite_steps, 10)}.")
+            raise ConfigError(
+                f"{message} No weight has changed. --resume from the last checkpoint with a lower SOLVER.BASE_LR, or "
+                f"skip such steps with SOLVER.MAX_NONFINITE_STEPS {max(2 * self.max_nonfinite_steps, 10)}."
+            )
         _logger.warning(f"{message} Skipped {self.skipped} of {self.max_nonfinite_steps} (SOLVER.MAX_NONFINITE_STEPS).")
 
     def write_nonfinite(self, iteration: int, *new: dict[str, Any]) -> None:
@@ -323,8 +328,10 @@ class TrainStep(SimpleTrainer):
         """
         own, saved = self.optimizer.state_dict()["param_groups"], state_dict.get("optimizer")
         if saved is None or _group_types(saved["param_groups"]) != _group_types(own):
-            text = "The optimizer state of the checkpoint does not fit SOLVER.OPTIMIZER, LR_MULTIPLIERS or FREEZE_AT"
-            raise ConfigError(f"{text}. Resume with its config.yaml, or set MODEL.WEIGHTS in another OUTPUT_DIR.")
+            raise ConfigError(
+                "The optimizer state of the checkpoint does not fit SOLVER.OPTIMIZER, LR_MULTIPLIERS or FREEZE_AT. "
+                "Resume with its config.yaml, or start from its weights (MODEL.WEIGHTS) in another OUTPUT_DIR."
+            )
         pairs = list(zip(saved["param_groups"], own, strict=True))
         changed = [name for key, name in _RATES.items() if any(old.get(key) != new.get(key) for old, new in pairs)]
         if changed:
@@ -555,9 +562,10 @@ class Trainer(DefaultTrainer):
         waited = comm.all_gather(self._best and self._best.evaluations_since_best)[0]
         if waited >= self.cfg.SOLVER.EARLY_STOPPING_PATIENCE:
             self._saving.save("model_final", finished=True)
-            reason = f"the last {waited} evaluations did not improve {self.cfg.TEST.BEST_METRIC}"
-            advice = "To continue, raise SOLVER.EARLY_STOPPING_PATIENCE and use --resume."
-            _logger.info(f"Stopped early after iteration {self.iter}: {reason}. {advice}")
+            _logger.info(
+                f"Stopped early after iteration {self.iter}: the last {waited} evaluations did not improve "
+                f"{self.cfg.TEST.BEST_METRIC}. To continue, raise SOLVER.EARLY_STOPPING_PATIENCE and use --resume."
+            )
             raise StoppedEarly
 
     def stop_signal(self) -> int:

@@ -92,6 +92,8 @@ def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:
             what = ". On LVIS, AP also needs detections" if math.isnan(ap) else " of this size or class"
             lines.append(f"{task}: {names} undefined (nan, or -1 in COCO's table): no ground truth{what}")
         if ap < _LOW_AP:
-            reasons = "few iterations, another class order, or boxes that are not left, top, width, height in pixels"
-            lines.append(f"{task}: AP is {ap:.3f}: possible reasons are {reasons}")
+            lines.append(
+                f"{task}: AP is {ap:.3f}: possible reasons are few iterations, a different class order than in the "
+                "weights, or boxes that are not left, top, width, height in pixels"
+            )
     return lines

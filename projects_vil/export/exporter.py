@@ -94,8 +94,10 @@ def export_detector(
         raise ConfigError(f"opset has no effect on {file_format}. Leave it out, or use format onnx.")
     evaluate = evaluate or is_int8
     if size is not None and evaluate:
-        text = "image_size has no effect with precision int8 or evaluate, because DATASETS.TEST has other sizes"
-        raise ConfigError(f"{text}. Leave out one of them.")
+        raise ConfigError(
+            "image_size has no effect with precision int8 or evaluate, because images of DATASETS.TEST have other "
+            "sizes. Leave out one of them."
+        )
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)

@@ -42,8 +42,10 @@ def read_metadata(path: Path) -> dict | None:
     for name, digest in ({path.name: metadata.get("sha256")} | metadata.get("other_files", {})).items():
         check_file(path.with_name(name), "file", key=f"part of {path}")
         if digest not in (None, content_hash(path.with_name(name))):
-            advice = "Export the model again, or delete sha256 from the metadata if you changed the file."
-            raise ConfigError(f"The SHA-256 of '{path.with_name(name)}' differs from {file.name}. {advice}")
+            raise ConfigError(
+                f"The SHA-256 of '{path.with_name(name)}' differs from {file.name}. Export the model again, or delete "
+                "sha256 from the metadata if you changed the file yourself."
+            )
     return metadata
 
 
@@ -56,8 +58,10 @@ def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None
         what: The image or the argument, for the message.
     """
     if min(size) < sides[0] or max(size) > sides[1]:
-        text = f"{what}: the image has {size[0]} x {size[1]} pixels"
-        raise ConfigError(f"{text}, but the model accepts sides from {sides[0]} to {sides[1]}. Resize it.")
+        raise ConfigError(
+            f"{what}: the image has {size[0]} x {size[1]} pixels, but the model accepts sides from {sides[0]} to "
+            f"{sides[1]}. Resize it."
+        )
 
 
 # -- writing ---------------------------------------------------------------------------------------

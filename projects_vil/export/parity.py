@@ -20,7 +20,7 @@ from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from backbones.errors import counted, explained_errors
+from backbones.errors import explained_errors
 from projects_vil.data import build_test_loader, check_files, read_image, register_datasets, size_for_testing
 from projects_vil.evaluation import build_evaluator
 from projects_vil.export.formats import FORMATS, check_onnx
@@ -356,8 +356,10 @@ def describe_report(report: dict) -> str:
         lines.append("No detection exceeds the score threshold, so the images were compared without a score threshold.")
     lines += _advice(report)
     if not any(row["detections"] or row["detections_exported"] for row in report["images"]):
-        advice = "Use other images, or lower SCORE_THRESH_TEST of the detection head."
-        lines.append(f"NOT CHECKED: no detection exceeds the score threshold on these images. {advice}")
+        lines.append(
+            "NOT CHECKED: no detection exceeds the score threshold on these images. Use other images, or lower "
+            "SCORE_THRESH_TEST of the detection head."
+        )
     for row in report.get("evaluation", ()):
         verdict = f"{'equal' if row['ok'] else 'NOT EQUAL'} within {AP_TOLERANCE}"
         if report["precision"] == "int8":
@@ -368,8 +370,10 @@ def describe_report(report: dict) -> str:
         lines.append(f"{nodes}; passes strict shape inference")
     opset = f", opset {report['opset']}" if report["opset"] else ""
     latency = report["latency"]
-    file = f"{report['file']}: {report['bytes'] / 1e6:.1f} MB{opset}, {report['precision']}; {report['runtime']}"
-    times = "{height} x {width}: {exported_ms:.1f} ms, eager {eager_ms:.1f} ms (medians)".format(**latency)
-    speed = f"{latency['ratio']:.2f} times as fast ({counted(latency['threads'], 'thread')})"
-    lines.append(f"{file}, {times}: {speed}")
+    lines.append(
+        f"{report['file']}: {report['bytes'] / 1e6:.1f} MB{opset}, {report['precision']}; {report['runtime']}, "
+        f"{latency['height']} x {latency['width']}: {latency['exported_ms']:.1f} ms, eager "
+        f"{latency['eager_ms']:.1f} ms (medians): {latency['ratio']:.2f} times as fast "
+        f"({latency['threads']} thread{'' if latency['threads'] == 1 else 's'})"
+    )
     return "\n".join(lines)

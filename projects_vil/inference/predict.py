@@ -287,9 +287,11 @@ def _write_coco(
             first = f"'{skipped[0].name}' ({skipped[0].reason})"
             raise ConfigError(f"No input can be read: {counted(len(skipped), 'file')}, such as {first}. Check them.")
         skipped.sort(key=lambda item: item.index)
-        reasons = [{"file_name": item.name, "reason": item.reason} for item in skipped]
-        tail = json.dumps({"categories": detector.categories.to_coco(), "skipped": reasons})
-        images_file.write(f"], {tail[1:]}")
+        tail = {
+            "categories": detector.categories.to_coco(),
+            "skipped": [{"file_name": item.name, "reason": item.reason} for item in skipped],
+        }
+        images_file.write("], " + json.dumps(tail)[1:])
     total = counted(num_detections, "detection")
     lines = [f"{counted(num_images, source.unit)}, {total}" + f", {counted(len(tracks), 'track')}" * bool(tracker)]
     if writer is not None and num_detections:

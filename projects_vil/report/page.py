@@ -32,6 +32,7 @@ from projects_vil.report.coco_metrics import DetectionMetrics, confusion_matrix,
 from projects_vil.report.figures import TASK_NAMES
 from projects_vil.visualization.predictions import predictions_file
 
+REPORT_FILE = "report.html"
 CONFIG, METRICS, EVALUATION, LOG = "config.yaml", "metrics.json", "evaluation.json", "log.txt"
 MAX_CONFUSED = 12  # classes in the confusion matrix
 MAX_WARNING_LINES = 6
@@ -80,7 +81,7 @@ def write_report(
     """
     folder = Path(folder)
     check_whole("num_images", num_images, least=0)
-    path = folder / "report.html" if output is None else Path(output)
+    path = folder / REPORT_FILE if output is None else Path(output)
     run = read_run(folder, overrides)
     if run.cfg is not None:
         with run.omit_on_error("evaluation on the datasets"):
@@ -175,8 +176,11 @@ def _datasets(run: RunFolder, *, num_images: int) -> list[dict[str, Any]]:
 def _summary(tasks: dict[str, dict[str, Any]], metrics: DetectionMetrics | None) -> dict[str, Any]:
     """Return the table with the AP or mIoU of each task, and notes."""
     columns = [name for name in _METRICS if any(name in values for values in tasks.values())]
-    rows = {TASK_NAMES.get(task, task): tasks[task] for task in tasks if task != LOSS_TASK}
-    summary = [(name, [values.get(column) for column in columns]) for name, values in rows.items()]
+    summary = [
+        (TASK_NAMES.get(task, task), [values.get(name) for name in columns])
+        for task, values in tasks.items()
+        if task != LOSS_TASK
+    ]
     notes = []
     if metrics is not None:
         number, small, medium, large = metrics.num_objects.sum(axis=0).tolist()
