@@ -67,6 +67,22 @@ def test_same_padding_equals_timm_and_does_not_depend_on_the_size():
     torch.export.export(ours, (images,), dynamic_shapes=({2: height, 3: width},))
 
 
+def test_training_on_a_cpu_uses_channels_last():
+    """Depthwise convolutions then compute their gradients faster. The feature maps are those of evaluation."""
+    options = {"norm": "FrozenBN", "drop_path_rate": 0.0}
+    model = TimmBackbone("timm:tf_efficientnet_lite0", out_features=STAGES[1:3], **options).double()
+    depthwise = next(module for module in model.modules() if isinstance(module, nn.Conv2d) and module.groups > 1)
+    inputs, outputs = [], []
+    depthwise.register_forward_hook(lambda _, args, output: inputs.append(args[0]))
+    images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    for is_training in (True, False):
+        outputs.append(model.train(is_training)(images))
+    assert [x.is_contiguous(memory_format=torch.channels_last) for x in inputs] == [True, False]
+    for stage, x in outputs[0].items():
+        assert x.is_contiguous()
+        torch.testing.assert_close(x, outputs[1][stage])
+
+
 @timm.models.register_model
 def vit_without_class_token(pretrained: bool = False, **options) -> nn.Module:
     """detectron2's ViT has no class token."""
