@@ -68,19 +68,13 @@ def test_same_padding_equals_timm_and_does_not_depend_on_the_size():
 
 
 def test_training_on_a_cpu_uses_channels_last():
-    """Depthwise convolutions then compute their gradients faster. The feature maps are those of evaluation."""
-    options = {"norm": "FrozenBN", "drop_path_rate": 0.0}
-    model = TimmBackbone("timm:tf_efficientnet_lite0", out_features=STAGES[1:3], **options).double()
-    depthwise = next(module for module in model.modules() if isinstance(module, nn.Conv2d) and module.groups > 1)
-    inputs, outputs = [], []
-    depthwise.register_forward_hook(lambda _, args, output: inputs.append(args[0]))
-    images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    """The gradients of depthwise convolutions are faster in this format."""
+    model, inputs = TimmBackbone("timm:tf_efficientnet_lite0", out_features=STAGES[1:2]), []
+    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    first.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     for is_training in (True, False):
-        outputs.append(model.train(is_training)(images))
+        assert model.train(is_training)(torch.randn(2, 3, 64, 96))[STAGES[1]].is_contiguous()
     assert [x.is_contiguous(memory_format=torch.channels_last) for x in inputs] == [True, False]
-    for stage, x in outputs[0].items():
-        assert x.is_contiguous()
-        torch.testing.assert_close(x, outputs[1][stage])
 
 
 @timm.models.register_model
