@@ -27,9 +27,8 @@ FORMATS = list(NAMES)
 @pytest.fixture
 def source(shapes):
     """Return the contents and image folders by split. The first training image has no objects."""
-    contents = {
-        split: json.loads((shapes / f"annotations/instances_{split}.json").read_text()) for split in ("train", "val")
-    }
+    files = {split: shapes / f"annotations/instances_{split}.json" for split in ("train", "val")}
+    contents = {split: json.loads(file.read_text()) for split, file in files.items()}
     first = contents["train"]["images"][0]["id"]
     contents["train"]["annotations"] = [a for a in contents["train"]["annotations"] if a["image_id"] != first]
     return contents, {split: shapes / split for split in contents}
