@@ -74,7 +74,8 @@ def read_json(path: str | Path, *, what: str = "file", lists: Iterable[str] = ()
         raise ConfigError(f"'{path}' has an unpaired surrogate: {near}. Replace it by a valid character.") from error
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"Cannot read '{path}': {reason}. Check its permissions, or save it as UTF-8.") from error
+        advice = "Check the file and its permissions." if isinstance(error, OSError) else "Save it as UTF-8."
+        raise ConfigError(f"Cannot read '{path}': {reason}. {advice}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"'{path}' is not valid JSON: {error}. Fix the file.") from error
 

@@ -97,8 +97,8 @@ def with_recipe(
         if recipe == "finetune":
             rate = cfg.SOLVER.BASE_LR if "SOLVER.BASE_LR" in given else values["SOLVER.BASE_LR"]
             values["SOLVER.BASE_LR_END"] = _LAST_RATE_FACTOR * rate
-        used = {"TEST.EVAL_PERIOD": cfg.TEST.EVAL_PERIOD, "TEST.BEST_METRIC": cfg.TEST.BEST_METRIC}
-        if not cfg.DATASETS.TEST or not all(used[key] for key in used.keys() & given):
+        switches = {"TEST.EVAL_PERIOD": cfg.TEST.EVAL_PERIOD, "TEST.BEST_METRIC": cfg.TEST.BEST_METRIC}
+        if not cfg.DATASETS.TEST or not all(switches[key] for key in switches.keys() & given):
             values |= {"TEST.BEST_METRIC": "", "SOLVER.EARLY_STOPPING_PATIENCE": 0}
         if content:
             images = _IMAGES[device] * (_SCRATCH_FACTOR[device] if recipe == "scratch" else 1)

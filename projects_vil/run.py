@@ -255,7 +255,7 @@ def train(
             "To start a new run, omit --resume."
         )
     elif resume:
-        print(f"'{output}' has no run to resume, so a new run starts", flush=True)
+        print(f"warning: '{output}' has no run to resume, so a new run starts", flush=True)
     # Errors of the arguments come before the data, which may take long to read.
     check_values(cfg)
     cfg = choose_device(cfg, requested="MODEL.DEVICE" in given)

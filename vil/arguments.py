@@ -241,11 +241,12 @@ class ToolParser(argparse.ArgumentParser):
             return f". Write {same} {values}".rstrip()
         if any(name == action.dest and not action.option_strings for action in self._actions):
             return f". Write {value}" if value else f". Write the path without '{flag}'"
+        starts = [option for option in self._option_string_actions if option.startswith(flag)]
+        if starts and word.startswith("--") and name == other_name:
+            return closest(flag, starts, cutoff=0)
         if (hint := self._key_hint(name, value)) or word.startswith("-"):
             no_option = ". This command has no such option" * (name != other_name)
-            options = self._option_string_actions
-            starts = [option for option in options if option.startswith(flag)]
-            return hint or no_option or closest(flag, starts or options, cutoff=0 if starts else 0.7)
+            return hint or no_option or closest(flag, self._option_string_actions, cutoff=0.7)
         names = [str(action.metavar) for action in self._actions if not action.option_strings]
         return f". The command takes only {' and '.join(names)}. Quote a path that has spaces" * bool(names)
 

@@ -224,7 +224,7 @@ def check_files(name: str) -> None:
         if not (os.path.exists(path) if key == "json_file" else os.path.isdir(path)):
             raise ConfigError(
                 f"The {description} '{path}' of {name!r} does not exist. Correct the path, set DETECTRON2_DATASETS "
-                f"(now '{datasets_root()}') to the folder with coco/, or give another dataset."
+                f"(now '{datasets_root()}') to the folder with the datasets, or give another dataset."
             )
         if key == "json_file" and not os.path.isdir(path):
             check_file(path, f"{description} of {name}")

@@ -40,7 +40,8 @@ def check_dataset(
         ConfigError: If the dataset cannot be read, or if ``report`` is one of its annotation files.
     """
     with tempfile.TemporaryDirectory() as folder:
-        dataset = read_dataset(data, folder, val=0, images=images, extracted=fixed and Path(fixed, "images"))
+        extracted = None if fixed is None else Path(fixed, "images")
+        dataset = read_dataset(data, folder, val=0, images=images, extracted=extracted)
         if options.get("masks") is None:
             options["masks"] = dataset.has_masks
         if report and os.path.realpath(report) in map(os.path.realpath, (data, *dict(dataset.splits.values()))):

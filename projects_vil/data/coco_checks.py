@@ -23,7 +23,7 @@ from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 from backbones.errors import counted
-from projects_vil.data.image_files import is_rotated, missing_files, read_sizes
+from projects_vil.data.image_files import missing_files, read_sizes
 from projects_vil.data.readers import SOURCE, read_coco
 from projects_vil.data.segmentation import FAR, box_of, check_segmentation, count_masks, has_mask, rectangle, rle_of
 from projects_vil.files import like, paused_garbage_collection
@@ -218,6 +218,7 @@ def as_int(value: object) -> int | None:
     with contextlib.suppress(ValueError, OverflowError):
         if type(value) is str or (type(value) in (int, float) and int(value) == value):
             return int(value)
+    return None
 
 
 # -- find: yield findings as (name of a check, index, value) ---------------------------------------
@@ -283,10 +284,7 @@ def find_in_files(file: CocoFile) -> Findings:
         elif size not in (None, file.sizes[index]):
             factors = " and ".join(f"{side / other:.3g}" for side, other in zip(size, file.sizes[index], strict=True))
             value = f"(height, width) is {size} in the file, {file.sizes[index]} in the annotations: {factors} times"
-            # Both sizes are plausible if EXIF rotates the file.
-            is_swapped = size == file.sizes[index][::-1] and not is_rotated(opened[index])
-            yield "missing_image_size" if is_swapped else "image_size_mismatch", index, value
-            file.sizes[index] = size if is_swapped else file.sizes[index]
+            yield "image_size_mismatch", index, value
 
 
 def find_in_annotations(file: CocoFile) -> Findings:
@@ -402,8 +400,9 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
     is_beside = (abs(2 * x - left - right) > 2 * wide + 2) | (abs(2 * y - top - bottom) > 2 * high + 2)
     yield "bbox_misfits_mask", valid & is_beside
     is_many = valid.sum() >= 20
-    # Of 20 or more boxes, one in five is beyond its image. Of two or more, half are beyond it by a tenth of a side.
-    far_beyond = (left < -widths / 10) | (top < -heights / 10) | (right > 1.1 * widths) | (bottom > 1.1 * heights)
+    # With 20 boxes or more, a fifth must exceed the image. With fewer, half must exceed it by a quarter of a side,
+    # because boxes of objects at the border may exceed it too.
+    far_beyond = (left < -widths / 4) | (top < -heights / 4) | (right > 1.25 * widths) | (bottom > 1.25 * heights)
     is_wrong = beyond[valid].mean() >= 0.2 if is_many else valid.sum() > 1 and far_beyond[valid].mean() >= 0.5
     # If labels of YOLO have corners, the reader takes the first corner for the center.
     for x1, y1 in ((left, top), (left + wide / 2, top + high / 2)):
@@ -547,7 +546,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
          "one of equal entries is kept, and different entries are removed with their objects"),
         ("mixed_image_id_types", "error", "images in a file with both text ids and number ids",
          lambda file, index, entry: entry | {"id": index + 1}, "the new id is the position in the file"),
-        ("missing_image_size", "fixed", "images without a valid height and width", set_file_size, "read from the file"),
+        ("missing_image_size", "fixed", "images without height and width", set_file_size, "read from the file"),
         ("duplicate_file_name", "note", "images with a repeated file_name", None, "used as two images"),
         ("missing_image_file", "error", "images whose file is missing", remove, _WITH_OBJECTS),
         ("unreadable_image_file", "error", "images whose file cannot be read", remove, _WITH_OBJECTS),
@@ -560,9 +559,11 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
     "annotations": (
         ("invalid_annotation_entry", "error", "annotations that are not JSON objects", remove, _OUT),
         ("unknown_image_id", "error", "annotations with an unknown image_id", remove, _OUT),
-        ("image_id_type_mismatch", "fixed", "image_ids of another type than the id", set_image_id, "read as the id"),
+        ("image_id_type_mismatch", "fixed", "annotations whose image_id has another type than the id of the image",
+         set_image_id, "read as the id of the image"),
         ("unknown_category_id", "error", "annotations with an unknown category_id", remove, _OUT),
-        ("category_id_type_mismatch", "fixed", "non-integer category_ids", convert("category_id", as_int), _INT),
+        ("category_id_type_mismatch", "fixed", "annotations whose category_id is text or has a decimal point",
+         convert("category_id", as_int), _INT),
         ("missing_iscrowd", "fixed", "annotations whose iscrowd is missing or text",
          convert("iscrowd", lambda crowd: int(crowd or 0)), "read as an integer, or as 0"),
         ("invalid_iscrowd", "error", "annotations whose iscrowd is neither 0 nor 1", remove, _OUT),
@@ -585,7 +586,8 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("bbox_exceeds_image", "note", "boxes more than a pixel beyond the image", None, "clipped in training only"),
         ("duplicate_object", "note", "objects with the box, category and mask of another one", None, "used separately"),
         ("missing_segmentation", "fixed", "objects without a mask in a file with masks", valid_mask, "read as the box"),
-        ("flat_segmentation", "fixed", "segmentations with unusual brackets", valid_mask, "read as polygons or RLE"),
+        ("flat_segmentation", "fixed", "segmentations that are one list of numbers, or RLE in a list", valid_mask,
+         "read as one polygon, or as RLE"),
         ("invalid_segmentation", "error", "segmentations that are neither valid polygons nor RLE", valid_mask, _MASK),
         ("empty_mask", "error", "masks without a polygon of three points in the image", valid_mask, _MASK),
         ("polygon_far_outside_image", "error", "masks with a polygon ten sides outside the image", valid_mask, _MASK),

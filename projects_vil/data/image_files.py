@@ -208,12 +208,6 @@ def size_or_none(path: str) -> tuple[int, int] | None:
         return read_size(path)
 
 
-def is_rotated(path: str) -> bool:
-    """Return whether the EXIF orientation of an image swaps its height and width."""
-    with _opened(path) as image:
-        return image.size != read_size(path)[::-1]
-
-
 def is_image(path: str) -> bool:
     """Return whether a file has the suffix of an image that can be read."""
     return path.lower().endswith(IMAGE_SUFFIXES)

@@ -100,9 +100,8 @@ def choose_size(
         if fit:
             quantiles = (np.arange(len(anchors.ratios)) + 0.5) / len(anchors.ratios)
             ratios = np.quantile(boxes[:, 3] / boxes[:, 2], quantiles).clip(0.05, 20).round(2).tolist()
-            # (factors, levels, anchors per position). Detectors need the same number on all levels.
-            scaled = np.multiply.outer(_FACTORS, anchors.sizes).round(1).tolist()
-            candidates = [anchors._replace(sizes=sizes_of_levels, ratios=ratios) for sizes_of_levels in scaled]
+            scaled = ([[round(factor * side, 1) for side in level] for level in anchors.sizes] for factor in _FACTORS)
+            candidates = [anchors._replace(sizes=levels, ratios=ratios) for levels in scaled]
         pairs = [(_best_ious(one, boxes), one) for one in candidates]
         ious, chosen = max(pairs, key=lambda pair: (round(np.mean(pair[0] >= MATCH_IOU), 2), pair[0].mean()))
         share = np.mean(ious >= MATCH_IOU)

@@ -54,7 +54,7 @@ def check_segmentation(segmentation: Any, height: int, width: int) -> tuple[list
     if is_polygon or (len(segmentation) == 1 and isinstance(segmentation[0], dict)):
         other = [segmentation] if is_polygon else segmentation[0]
         problems, valid = check_segmentation(other, height, width)
-        return ["flat_segmentation", *problems], valid
+        return problems if valid is None else ["flat_segmentation", *problems], valid
     found = [_polygon_problem(polygon, height, width) for polygon in segmentation]
     if not any(found):
         return [], segmentation

@@ -204,6 +204,10 @@ def run_training(
         cfg = with_overrides(cfg, values)
         _set_up_run(cfg, eval_only=False)
         solver = cfg.SOLVER
+        if resume and is_new:
+            weights = cfg.MODEL.WEIGHTS
+            start = f"from '{weights}'" if weights else "with random weights (MODEL.WEIGHTS is empty)"
+            logger.warning("%s has no checkpoint to --resume from. Training starts %s.", cfg.OUTPUT_DIR, start)
         if solver.WARMUP_ITERS >= solver.MAX_ITER:
             logger.warning("The learning rate never reaches BASE_LR: SOLVER.WARMUP_ITERS is not below MAX_ITER.")
         logger.info(

@@ -87,6 +87,7 @@ class TimmBackbone(Backbone):
             if not any(isinstance(module, nn.BatchNorm2d) for module in self.net.modules()):
                 raise ConfigError(f"{name} has no batch norm. Leave out MODEL.TRANSFORMER.NORM.")
             self.net = _BATCH_NORMS[norm](self.net)
+        self._is_depthwise = any(isinstance(one, nn.Conv2d) and one.groups > 1 for one in self.net.modules())
         if activation_checkpointing:
             self.net.model.set_grad_checkpointing(True)
         for parameter in [parameter for key, parameter in self.net.named_parameters() if key in frozen]:
@@ -104,10 +105,10 @@ class TimmBackbone(Backbone):
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """(B, 3, H, W), with H and W multiples of 32 -> {stage: (B, C, H / stride, W / stride)}."""
-        # On a CPU, the gradients of depthwise convolutions are faster in channels_last (docs/benchmarks.md).
-        is_trained_on_cpu = self.training and images.device.type == "cpu"
-        features = self.net(images.contiguous(memory_format=torch.channels_last) if is_trained_on_cpu else images)
-        features = [x.contiguous() if is_trained_on_cpu else contiguous_for_export(x) for x in features]
+        # On a CPU, the gradients of depthwise convolutions are computed faster in channels_last (docs/benchmarks.md).
+        is_channels_last = self.training and self._is_depthwise and images.device.type == "cpu"
+        features = self.net(images.contiguous(memory_format=torch.channels_last) if is_channels_last else images)
+        features = [x.contiguous() if is_channels_last else contiguous_for_export(x) for x in features]
         return dict(zip(self.stages, features, strict=True))
 
     def output_shape(self) -> dict[str, ShapeSpec]:

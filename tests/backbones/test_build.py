@@ -201,7 +201,6 @@ def test_unknown_names_and_keywords(name, options, hint):
         ("vil_tiny", {"drop_path_rate": -0.1}),
         ("vil_tiny", {"chunk_size": 0}),
         ("vil_tiny", {"chunk_size": (7, 7, 7)}),
-        ("evit_full_16_tiny", {"chunk_size": 7}),
         ("global_tiny", {"global_tokens": 0}),
         ("vil_tiny", {"projection_rank": 8}),
         ("vil_tiny", {"attention": "performer"}),

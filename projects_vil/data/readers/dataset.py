@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from backbones.errors import GENERATOR, check_replaceable, counted, first_of
+from backbones.errors import GENERATOR, check_replaceable, counted, first_of, pip_install
 from projects_vil.data.image_files import is_image, read_sizes
 from projects_vil.data.readers import cvat, labelme, via, voc, yolo
 from projects_vil.data.readers.coco import find_coco
@@ -33,11 +33,13 @@ _OTHER_FORMATS = {
     "JSON Lines": r"\A.*\.(jsonl|ndjson)", "Label Studio's JSON": '"[a-z]+labels"', "BDD100K": '"box2d"',
     "Supervisely": '"classTitle"', "VoTT": '"boundingBox"', "CreateML": r'"coordinates"\s*:\s*\{',
     "COCO's results of a detector": r'\A.*\n\[\s*\{\s*"(image|category)_id"', "KITTI": r"^[a-zA-Z]\w*( -?[\d.]+){14}",
-    "WIDER FACE": r"\.jpg\s+\d+\s([\d.]+ ){4}", "VisDrone or MOT": r"^\d+,(-?[\d.]+,){6,}", "Cityscapes": '"imgHeight"',
+    "WIDER FACE": r"\.jpg\s+\d+\s([\d.]+ ){4}", "VisDrone or MOT": r"^\d+,(-?[\d.]+,){6,}",
+    "Cityscapes": r'(?s)"imgHeight".*"polygon"', "an archive to unpack": r"\A.*\.(zip|tar|t?gz|bz2|xz|7z|rar)\n",
     "VIA 3": r'"fid_list"', "Datumaro": r'"label_id"', "JSON or XML in a text file": r"\A.*\.txt\n\s*[{\[<]",
-    "COCO without images or categories": '"image_id"', "an archive to unpack": r"\A.*\.(zip|tar|t?gz|bz2|xz|7z|rar)\n",
+    "COCO without images or categories": r'(?s)"annotations".*"image_id"',
 }
 # fmt: on
+_ADVICE = {"COCO without images or categories": "Add these lists.", "an archive to unpack": "Unpack it."}
 _KNOWN = "*.json of COCO, LabelMe or VIA, data.yaml or classes.txt of YOLO, or *.xml of Pascal VOC or CVAT"
 
 
@@ -81,8 +83,10 @@ class Dataset:
         first = f"{self.source} is {self.format}: {numbers}, boxes{' and masks' * self.has_masks}; {sizes}"
         # A missing image may be counted twice: in a list, and with its label file.
         missing = max([len(paths) for reason, paths in self.unused.items() if "missing" in reason], default=0)
-        number = f"{'warning: ' * (missing > used)}{missing:,} of {missing + used:,} images are missing"
+        number = f"warning: {missing:,} of {missing + used:,} images are missing"
         advice = [f"{number}. Add them, or give their folder with --images"] * (missing > 0)
+        if any(".hei" in reason for reason in self.unused):
+            advice.append(f"warning: HEIC photos are not used. {pip_install('pillow-heif')}")
         return "\n    ".join([first, *self.notes, *_counts(self.unused), *advice])
 
 
@@ -176,7 +180,7 @@ def read_dataset(
 
 
 def _write(source: Path, folder: Path, parts: Parts, read: set[str]) -> None:
-    """Write the splits that have no file yet, and set their files."""
+    """Write the splits that have no file yet, and store the paths in ``parts``."""
     # "info" comes first because check_replaceable reads only the beginning of a file. Error messages name the source.
     info = {"info": {"description": GENERATOR, SOURCE: os.path.abspath(source)}}
     written = {split: folder / f"{split}.json" for split, (_, path, _) in parts.items() if path is None}
@@ -194,7 +198,7 @@ def _count_unused(source: Path, parts: Parts, index: FileIndex, read: set[str], 
     used = {path for content, _, root in parts.values() for _, path in images_of(content, root)}
     known = used.union(read, *unused.values())
     below = tuple(os.path.join(root, "") for _, _, root in parts.values()) if source.is_file() else ""
-    others = [path for path in index.files if path not in known and path.startswith(below)]
+    others = [path for path in index.all_files if path not in known and path.startswith(below)]
     unused["images that the annotations do not name"] += filter(is_image, others)
     unsupported = [path for path in others if not is_image(path)]
     unused[f"files of an unsupported type, {_types(unsupported)}"] += unsupported
@@ -233,7 +237,7 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
             found.unused[f"files of {name}, which is not supported"] += [path] * bool(name)
         details = "; ".join([*found.notes, *_counts(found.unused)]) or "the annotations are empty"
         what = f"box or polygon in its {counted(len(records), 'image')}" if records else "image of its annotations"
-        advice = "Annotate objects, move label files, or give the folder of missing images with --images."
+        advice = "Annotate objects, move label files, unpack archives, or give the folder of the images with --images."
         raise ConfigError(f"'{source}' has no {what} ({details}). {advice}")
     labels = *filter(None, found.classes), *sorted({one["label"] for record in records for one in record.objects})
     ids = {label: index for index, label in enumerate(dict.fromkeys(labels), start=1)}
@@ -282,9 +286,12 @@ def _detect_format(source: Path, images: str | Path | None) -> tuple[str, list[s
         if labels := darknet or yolo.class_files(own) or [p for p in yolo.label_files(own) if not _other_format(p)][:1]:
             found["YOLO"] = labels
     if not found:
-        for path, name in ((p, name) for p in own if not is_image(p) and (name := _other_format(p))):
+        named = {name: path for path in reversed(own) if not is_image(path) and (name := _other_format(path))}
+        if named:
+            name, path = min(named.items(), key=lambda item: (item[0] in _ADVICE, item[1]))
+            advice = _ADVICE.get(name, "Export or convert it to COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA.")
             text = f"'{source}' is in a format that is not supported: {name} (first file: '{path}')."
-            raise ConfigError(f"{text} Export or convert it to COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA.")
+            raise ConfigError(f"{text} {advice}")
         # A file that is no JSON at all has a better message.
         for path in [path for path in others if path.lower().endswith(".json")][:1]:
             read_json(path)

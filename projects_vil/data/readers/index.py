@@ -88,8 +88,8 @@ class Record:
             ends with a period stands for an image with any suffix.
         size: The height and width in pixels, or None if they are unknown.
         is_only: Whether the annotation file has no other image.
-        split: The split of the annotation. By default, the folders of the annotation file and of the image decide. If
-            ``is_only`` is false, the image is not in a folder of another split.
+        split: The split of the annotation. By default, the folders of the annotation file and of the image decide. An
+            image in the folder of another split is not used, unless ``is_only`` is true.
         hint: A path of the image that is often outdated, or an empty text. It decides only what nothing else decides.
         objects: COCO annotations without ids, and with ``label``, the class name. Instead of a box, an object may have
             ``mask``: RLE, and its left and top position in the image.
@@ -120,15 +120,17 @@ class FileIndex:
         root: The folder of the dataset.
         image_root: The folder ``images``, or ``root``.
         is_given: Whether ``images`` is given.
-        files: All files below ``root`` and ``images``, sorted.
+        files: All files below ``root``, sorted.
         images: The keys are the image files below ``images``, or else below ``root``, sorted.
+        all_files: All files below ``root`` and ``images``, sorted.
     """
 
     def __init__(self, root: Path, images: str | Path | None = None) -> None:
         self.root, self.image_root = os.path.abspath(root), os.path.abspath(images or root)
-        self.is_given, below = images is not None, [*walk(self.image_root)]
+        self.is_given, self.files = images is not None, list(walk(self.root))
+        below = self.files if images is None else list(walk(self.image_root))
         self.images = dict.fromkeys(filter(is_image, below))
-        self.files = below if images is None else sorted({*below, *walk(self.root)})
+        self.all_files = self.files if images is None else sorted({*self.files, *below})
         # Label Studio writes percent codes into the names of label files. Windows hides the suffix of a.txt.txt.
         self._by_path = {normalized(re.sub(r"(?i)(\.\w+)\1$", r"\1", unquote(path))): path for path in self.files}
         self._by_path |= {normalized(path): path for path in (*self.files, *set(map(os.path.dirname, self.files)))}

@@ -51,7 +51,7 @@ def write_image(path: str, index: FileIndex, folder: str) -> str | None:
     """Write the image that is inside a JSON file, and return its path, or None if there is no valid image."""
     try:
         # Other programs write a data URL, or several lines.
-        image = base64.b64decode(read_json(path).get("imageData").rpartition(",")[2])
+        image = base64.b64decode("".join(read_json(path).get("imageData").rpartition(",")[2].split()), validate=True)
         suffix = (Image.open(io.BytesIO(image)).format or "").lower()
     except (ConfigError, ValueError, AttributeError, OSError):
         return None

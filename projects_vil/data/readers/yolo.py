@@ -75,9 +75,11 @@ def _splits(path: str, data: dict[str, Any], index: FileIndex, found: Annotation
     splits: dict[str | None, Any] = {split: data[key] for key, split in reversed(SPLITS.items()) if data.get(key)}
     # With only class names, lists of images decide, or else the folders of the images.
     splits = splits or _lists(index, bases[0] if written else index.root)
+    # Some files repeat an outdated path of the dataset.
+    are_path = all(PureWindowsPath(str(entry)) == PureWindowsPath(written) for entry in splits.values())
     for split, entries in reversed(splits.items()):
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
-            place = _existing(entry, bases, index) or (bases[0] if entry == written else None)
+            place = _existing(entry, bases, index) or (bases[0] if are_path else None)
             own = _images(place or os.path.join(index.root, entry), split, index, found)
             # Roboflow may name a test split that does not exist.
             if not own and split not in ("test", None):
@@ -266,8 +268,9 @@ def _rows(label: str) -> Iterator[tuple[list[str], str]]:
 
 def _is_label(row: list[str], names: list[str]) -> bool:
     """Return whether a row is a label, perhaps with faults, and not a text such as ``2 cats on a mat``."""
-    num_values = sum(_VALUE.fullmatch(word) is not None for word in row)
-    return row[0] in map(str, range(len(names))) or 2 * num_values > len(row)
+    are_values = [_VALUE.fullmatch(word) is not None for word in row]
+    has_class = are_values[0] or row[0] in names
+    return row[0] in map(str, range(len(names))) or sum(are_values) > 2 or (has_class and are_values[1:2] == [True])
 
 
 def _are_poses(rows: list[list[str]]) -> bool:

@@ -219,7 +219,7 @@ def test_sources_of_a_run_give_the_same_detections(detector, trained_run, photos
     assert detector.categories == Categories((1, 2, 3), ("circle", "square", "triangle"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert detector.runner.cfg.MODEL.DEVICE == device and detector.runner.weights == final
-    expected, overrides = detector(photos[0]), ["MODEL.WEIGHTS", str(final)]
+    expected, overrides = detector(photos[0]), ["MODEL.WEIGHTS", final, "TEST.DETECTIONS_PER_IMAGE", np.int64(100)]
     for other in (
         Detector.load(str(final)),
         Detector.load(trained_run / "config.yaml", overrides={"MODEL.TRANSFORMER.ATTENTION_BACKEND": "sdpa"}),
