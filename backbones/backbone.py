@@ -59,7 +59,7 @@ class Variant:
     @property
     def stage_names(self) -> tuple[str, ...]:
         """Names of the stages, from the largest feature map: ``"stage1"``, ..."""
-        return tuple(map("stage{}".format, range(1, len(self.stages) + 1)))
+        return tuple(f"stage{number}" for number in range(1, len(self.stages) + 1))
 
     @property
     def strides(self) -> tuple[int, ...]:

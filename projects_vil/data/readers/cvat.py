@@ -35,8 +35,9 @@ def _shape(shape: ElementTree.Element, labels: dict[str, str | None], location: 
         raise ConfigError(f"{location} has the unknown label {label!r}. Add it to the labels of the file.")
     degrees = number(shape.get("rotation") or 0, location)
     if shape.tag == "box":
-        left, top, right, bottom = (side / 2 for side in numbers(shape.get, location, "xtl", "ytl", "xbr", "ybr"))
-        values = placed(CORNERS, left + right, top + bottom, right - left, bottom - top, degrees)
+        left, top, right, bottom = numbers(shape.get, location, "xtl", "ytl", "xbr", "ybr")
+        center = (left + right) / 2, (top + bottom) / 2
+        values = placed(CORNERS, *center, (right - left) / 2, (bottom - top) / 2, degrees)
     elif shape.tag == "polygon":
         values = [number(value, location) for value in shape.get("points", "").replace(";", ",").split(",") if value]
     elif shape.tag == "ellipse":

@@ -175,7 +175,8 @@ def read_dataset(
     # Images inside annotation files may be in a temporary folder.
     notes = tuple(note.replace(extracted, index.root) for note in found.notes)
     parts = {split: parts[split] for split in ("train", "val", "test") if split in parts}
-    splits, contents = {split: part[1:] for split, part in parts.items()}, {split: parts[split][0] for split in parts}
+    splits = {split: part[1:] for split, part in parts.items()}
+    contents = {split: part[0] for split, part in parts.items()}
     return Dataset(source, name, splits, contents, classes, has_masks, notes, unused, copies)
 
 

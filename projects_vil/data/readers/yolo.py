@@ -52,7 +52,8 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         label, size = labels[image] or image, sizes[image]
         objects = (_object(row[:end], names, size, line, unknown) for row, line in rows[image])
         own = found.attempt(label, list, objects) or []
-        found.noted[_LARGE] += [label] * any(max(one["bbox"][2:]) > 2 * max(size) for one in own)
+        if any(max(one["bbox"][2:]) > 2 * max(size) for one in own):
+            found.noted[_LARGE].append(label)
         yield Record(label, (), size, split=split, objects=own, file=image)
     if not found.errors and 2 * len(found.noted[_LARGE]) >= (sum(map(bool, rows.values())) or 1):
         first = found.noted[_LARGE][0]

@@ -135,27 +135,7 @@ def test_every_file_is_counted_and_no_object_is_on_another_image(name, seed, tmp
 
 # -- datasets after public bug reports -------------------------------------------------------------
 
-# The images of each split, the objects of each class, and some boxes. From the README files of the datasets.
-CASES = {
-    "coco_backslashes": ({"train": 3}, {"cat": 3}),
-    "coco_bom": ({"train": 3}, {"cat": 3}),
-    "coco_flat_segmentation": ({"train": 3}, {"cat": 3}),
-    "cvat_rotated_box": ({"train": 2}, {"cat": 4}, ("cat", [50, 20, 20, 40])),
-    "cvat_two_tasks": ({"train": 4}, {"cat": 2, "dog": 2}),
-    "lm_circles": ({"train": 3}, {"cat": 3, "dog": 3}, ("dog", [20, 20, 20, 20])),
-    "lm_label_spaces": ({"train": 2}, {"cat": 2}),
-    "lm_photo_before_shapes": ({"train": 3}, {"cat": 121}),
-    "lm_without_sizes": ({"train": 3}, {"cat": 3}),
-    "voc_gb2312": ({"train": 2}, {"\u732b": 2}),
-    "voc_lists_with_suffix": ({"train": 3, "val": 1}, {"cat": 4}),
-    "voc_object_without_box": ({"train": 2}, {"cat": 2}),
-    "voc_polygons_of_web_labelme": ({"train": 2}, {"cat": 2}),
-    "voc_same_stems_lowercase": ({"train": 3, "val": 3}, {"cat": 3, "dog": 3}, ("dog", [60, 40, 40, 30])),
-    "yolo_duplicate_lines": ({"train": 3}, {"cat": 5}),
-    "yolo_heic_mpo": ({"train": 10}, {"cat": 10}),
-    "yolo_labels_beside_in_images": ({"train": 8, "val": 4}, {"cat": 8, "dog": 4}, ("dog", [60, 40, 40, 30])),
-    "yolo_list_bom": ({"train": 3}, {"cat": 3}),
-}
+CASES = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.real_data
@@ -172,8 +152,10 @@ def test_datasets_after_public_bug_reports(name, tmp_path):
         sizes[path.stem] = len(content["images"])
         assert all((tmp_path / "fixed" / image["file_name"]).is_file() for image in content["images"])
         objects.update(names[annotation["category_id"]] for annotation in content["annotations"])
-        boxes += [(names[annotation["category_id"]], annotation["bbox"]) for annotation in content["annotations"]]
-    assert (sizes, objects) == CASES[name][:2] and all(box in boxes for box in CASES[name][2:])
+        boxes += [[names[annotation["category_id"]], annotation["bbox"]] for annotation in content["annotations"]]
+    expected_sizes, expected_objects, *expected_boxes = CASES[name]
+    assert (sizes, objects) == (expected_sizes, expected_objects)
+    assert all(box in boxes for box in expected_boxes)
 
 
 # -- one small dataset per kind of file ------------------------------------------------------------
