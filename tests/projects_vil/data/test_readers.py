@@ -15,6 +15,7 @@ import yaml
 from PIL import Image
 
 from projects_vil.data import check_dataset, convert_dataset, read_dataset, write_fixed
+from projects_vil.data.readers import Dataset
 from tests.projects_vil.helpers import message
 from vil.choices import LABEL_FORMATS
 from vil.cli import _main as run
@@ -258,6 +259,12 @@ def test_splits_with_other_categories_keep_their_names(tmp_path, output_format, 
         found[split] = sorted(names[one["category_id"]] for one in content["annotations"])
         assert len({*names.values()}) == len(names)
     assert found == splits
+
+
+def test_heic_photos_have_the_package_that_reads_them():
+    unused = {"files of an unsupported type, .heic (1)": ["a.heic"]}
+    lines = Dataset(Path("a"), "YOLO", {}, {}, ("cat",), has_masks=False, unused=unused).line()
+    assert "warning: HEIC photos are not used. Run `pip install pillow-heif" in lines.replace("'", "")
 
 
 # -- missing images and ties -----------------------------------------------------------------------
