@@ -252,7 +252,8 @@ def test_splits_with_other_categories_keep_their_names(tmp_path, output_format, 
         }
         for name in (split, "copy"):
             (tmp_path / "data" / split / f"{name}.json").write_text(json.dumps(content))
-    convert_dataset(tmp_path / "data", tmp_path / "converted", output_format)
+    lines = convert_dataset(tmp_path / "data", tmp_path / "converted", output_format)
+    assert ("categories with the same name are one class" in lines) == (train == ["cat", "cat"])
     found = {}
     for split, content in read_dataset(tmp_path / "converted", tmp_path / "out", val=0).contents.items():
         names = {category["id"]: category["name"] for category in content["categories"]}
