@@ -233,7 +233,7 @@ class Detector(HubMixin):
         weights, device = given.get("MODEL.WEIGHTS"), given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's best or last checkpoint
-        path = weights if str(weights).endswith(EXPORT_SUFFIXES) else source
+        path = weights if weights and str(weights).endswith(EXPORT_SUFFIXES) else source
         if str(path).endswith(EXPORT_SUFFIXES):
             options = {"weights": bool(weights) and weights != path, "dtype": dtype, "tta": tta}
             options |= {key: key not in ("MODEL.WEIGHTS", "MODEL.DEVICE") for key in given}
