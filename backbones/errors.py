@@ -1,4 +1,4 @@
-"""The exception for user mistakes, and checks that raise it."""
+"""The exception for user mistakes, checks that raise it, and the exit after a signal."""
 
 import contextlib
 import difflib
@@ -7,8 +7,13 @@ import importlib.metadata
 import importlib.util
 import re
 import shlex
+import signal
+import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 # A file with this text in its first bytes was written by this project and may be replaced.
 GENERATOR = "written by vil-detectron2"
@@ -165,3 +170,21 @@ def check_whole(name: str, value: object, *, least: int = 1) -> None:
     """Raise a :class:`ConfigError` unless the argument ``name`` is a whole number of at least ``least``."""
     if type(value) is not int or value < least:
         raise ConfigError(f"{name}={value!r} is not valid. Give a whole number of at least {least}.")
+
+
+def terminate(number: int, frame: FrameType | None = None) -> NoReturn:
+    """Raise ``SystemExit`` with the exit status 128 + ``number``. This is a signal handler.
+
+    Python ignores exceptions in destructors. If the signal interrupts a destructor, it is therefore sent again.
+    """
+    hook, main = sys.unraisablehook, threading.main_thread().ident
+
+    def send_again(unraisable: "sys.UnraisableHookArgs") -> None:
+        if isinstance(unraisable.exc_value, SystemExit):
+            threading.Timer(0.1, signal.pthread_kill, (main, number)).start()
+        else:
+            hook(unraisable)
+
+    if frame is not None:
+        sys.unraisablehook = send_again
+    raise SystemExit(128 + number)

@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -24,6 +24,7 @@ from torch import nn
 from tqdm.contrib import DummyTqdmFile
 
 from backbones import ConfigError
+from backbones.errors import terminate
 
 # SIGINT: Ctrl-C. SIGTERM: a scheduler. SIGHUP: a closed terminal. SIGUSR1 and SIGXCPU: the time limit is near.
 _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
@@ -178,11 +179,6 @@ def cleanup_on_failure(folder: Path) -> Iterator[None]:
 
 
 # -- signals ---------------------------------------------------------------------------------------
-
-
-def terminate(number: int, frame: FrameType | None = None) -> NoReturn:
-    """Raise ``SystemExit`` with the exit status 128 + ``number``. This is a signal handler."""
-    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager

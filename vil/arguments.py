@@ -30,6 +30,7 @@ from backbones.errors import (
     closest,
     find_os_error,
     printable,
+    terminate,
 )
 from vil import choices
 
@@ -529,7 +530,7 @@ def _exit_on_signals() -> Iterator[None]:
         for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU"):
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) == signal.SIG_DFL:
-                signal.signal(number, lambda number, frame: sys.exit(128 + number))
+                signal.signal(number, terminate)
                 restored.callback(signal.signal, number, signal.SIG_DFL)
         yield
 

@@ -30,7 +30,7 @@ from torch.distributed import DistNetworkError, FileStore, PrefixStore, Store, T
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from backbones import ConfigError
-from backbones.errors import GENERATOR, check_replaceable, counted
+from backbones.errors import GENERATOR, check_replaceable, counted, terminate
 from backbones.files import write_text
 from projects_vil.checkpoint import Checkpointer, remove_run
 from projects_vil.config import CONFIG_FILE, set_precision, with_overrides
@@ -46,7 +46,6 @@ from projects_vil.utils import (
     log_run,
     run_lock,
     stop_requests,
-    terminate,
     terminating_between_calls,
 )
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention
-from backbones.errors import one_line
+from backbones.errors import one_line, terminate
 from backbones.files import write_text
 from projects_vil import evaluation, solver
 from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer
@@ -39,7 +39,7 @@ from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_los
 from projects_vil.files import read_json
 from projects_vil.modeling import MicroBatches, amp_dtype, autocast_detector, eval_dtype, use_sync_free_parts
 from projects_vil.modeling.tiles import TiledDetector
-from projects_vil.utils import stop_requests, terminate, terminating_between_calls
+from projects_vil.utils import stop_requests, terminating_between_calls
 
 _logger = logging.getLogger(__name__)
 # Keys of parameter groups that a resumed run takes from its config.

@@ -13,7 +13,7 @@ import pytest
 import torch
 from detectron2.utils import logger as detectron2_logger
 
-from backbones import ConfigError
+from backbones import ConfigError, errors
 from projects_vil import utils
 
 # -- logs ------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path, monkeypatch
 def handlers():
     """Set handlers for all stop signals, even if they are ignored, as under nohup or in a background job."""
     for number in utils.STOP_SIGNALS:
-        signal.signal(number, utils.terminate)
+        signal.signal(number, errors.terminate)
 
 
 @pytest.mark.parametrize("number", utils.STOP_SIGNALS)
@@ -101,7 +101,7 @@ def test_a_deferred_signal_takes_effect_at_the_end(handlers, number):
             os.kill(os.getpid(), number)
             done.append("the rest")
         done.append("more")
-    assert done == ["the rest"] and caught.value.code == 128 + number and signal.getsignal(number) is utils.terminate
+    assert done == ["the rest"] and caught.value.code == 128 + number and signal.getsignal(number) is errors.terminate
 
 
 def test_a_signal_ends_the_process_between_two_calls_of_a_model(handlers, monkeypatch):

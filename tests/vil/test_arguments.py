@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from unittest import mock
 
 import pytest
@@ -225,6 +226,13 @@ def train(function, *args) -> None:
     torch.multiprocessing.start_processes(function, args, nprocs=1, start_method="fork")
 
 
+class Interrupted:
+    """Python ignores exceptions in this destructor."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+
 @pytest.mark.parametrize(
     "main, status, name",
     [
@@ -239,9 +247,11 @@ def train(function, *args) -> None:
         (lambda: fail(0, KeyboardInterrupt()), 130, "interrupted"),
         (lambda: signal.raise_signal(signal.SIGTERM), 143, "SIGTERM"),
         (lambda: signal.raise_signal(signal.SIGHUP), 129, "SIGHUP"),
+        (lambda: Interrupted() and time.sleep(60), 143, "SIGTERM"),
     ],
 )
-def test_errors_that_a_user_can_fix_are_one_line(capsys, main, status, name):
+def test_errors_that_a_user_can_fix_are_one_line(capsys, monkeypatch, main, status, name):
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     # The defaults, even if the tests were started by a program that ignores signals, such as nohup.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
