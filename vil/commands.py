@@ -139,7 +139,7 @@ def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
         vil train photos --config output/photos_tune/best.yaml --epochs 50
     """
     parser.add("data", _DATA, type=existing_path, metavar="DATA")
-    parser.add("--trials", "number of trials, including interrupted ones (default 20)", type=positive, default=20)
+    parser.add("--trials", "number of trials, with failed and earlier trials (default 20)", type=positive, default=20)
     parser.add("--output", "output directory (default: output/DATA_tune)", type=output_folder, metavar="DIR")
     parser.add("--epochs", "epochs of each trial (default: as for vil train)", type=positive)
     parser.add("--device", _DEVICE, metavar="DEVICE")
