@@ -184,8 +184,8 @@ def add_vil_config(cfg: CfgNode) -> None:
     # applied to training images before all other transforms.
     cfg.INPUT.ALBUMENTATIONS = ""
 
-    # Check of COCO files before training and evaluation: "error" stops at errors, "warn" logs them and skips the
-    # affected annotations and images, "off" does not check.
+    # Check of COCO files before training and evaluation: "error" stops at errors, "warn" logs them and fixes or
+    # removes the affected entries for this run, "off" does not check.
     cfg.DATASETS.CHECK = "error"
     # COCO-format datasets to register, each as [name, annotation file, image folder].
     cfg.DATASETS.COCO = []

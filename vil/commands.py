@@ -526,8 +526,6 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     +long_short (long-short attention in all stages), +sdpa or +triton (attention backend), or +KEY=VALUE for a config
     key of MODEL.TRANSFORMER, such as +ATTENTION_BACKEND=reference.
 
-    If --image-size is repeated, the command also prints how time and memory grow with the number of pixels.
-
     --tune measures forward and backward passes of backbones with PyTorch's attention and with the Triton kernels on a
     GPU. It stores the faster backend in ~/.cache/vil-detectron2 as the choice of ATTENTION_BACKEND auto, for this type
     of GPU, this --dtype and the installed versions of torch and Triton.
