@@ -1,4 +1,4 @@
-"""The backbones in detectron2: importing this package registers their builders."""
+"""detectron2 extension for efficient vision transformers. Importing this package registers the builders."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -51,8 +51,8 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.MODEL.TRANSFORMER.VARIANT = "vil_tiny_rpb"
     # Input stages of the FPN. Empty for the stages in MODEL.FPN.IN_FEATURES.
     cfg.MODEL.TRANSFORMER.OUT_FEATURES = []
-    # Stochastic depth rate of the last block. The rate grows linearly from 0 at the first block. None is the rate of
-    # the variant, or 0.1 for models of timm with stochastic depth.
+    # Stochastic depth rate of the last block. The rate grows linearly from 0 at the first block. None sets
+    # the rate of the variant, or 0.1 for models of timm with stochastic depth.
     cfg.MODEL.TRANSFORMER.DROP_PATH = None
     # Largest image side in pixels. It sizes the position tables that are resized once, when weights are loaded.
     cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE = 1333
@@ -79,7 +79,7 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.MODEL.TRANSFORMER.PROJECTION_RANK = []
     # ViL: whether local and global tokens share their projections, as in the released models.
     cfg.MODEL.TRANSFORMER.SHARED_PROJECTIONS = None
-    # LIT: "deformable" or "uniform" token merging. Uniform merging has no offsets: also empty SOLVER.LR_MULTIPLIERS.
+    # LIT: "deformable" or "uniform" token merging. Uniform merging needs SOLVER.LR_MULTIPLIERS [].
     cfg.MODEL.TRANSFORMER.TOKEN_MERGING = ""
     # Batch norm of LIT's and LITv2's token merging, CvT's projections and models of timm: "BN", "FrozenBN" or "SyncBN".
     cfg.MODEL.TRANSFORMER.NORM = ""
@@ -184,8 +184,8 @@ def add_vil_config(cfg: CfgNode) -> None:
     # applied to training images before all other transforms.
     cfg.INPUT.ALBUMENTATIONS = ""
 
-    # Check of COCO files before training and evaluation: "error" stops at errors, "warn" logs them and skips the
-    # affected annotations and images, "off" does not check.
+    # Check of COCO files before training and evaluation: "error" stops at errors, "warn" logs them and fixes or
+    # removes the affected entries for this run, "off" does not check.
     cfg.DATASETS.CHECK = "error"
     # COCO-format datasets to register, each as [name, annotation file, image folder].
     cfg.DATASETS.COCO = []

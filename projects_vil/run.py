@@ -72,7 +72,7 @@ class Run:
 
     @property
     def results(self) -> dict[str, Any]:
-        """The evaluation of this detector, as dataset -> task -> metric in percent. It is empty without one."""
+        """The results in ``evaluation.json``: dataset -> task -> metric in percent. Empty without an evaluation."""
         path = self.folder / EVALUATION_FILE
         return read_json(path) if path.is_file() else {}
 
@@ -111,7 +111,7 @@ def train(
     """Train a detector and return its run. An argument that is None keeps the value of the config.
 
     Args:
-        data: A folder or a file in COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA format. None is the datasets of the
+        data: A folder or a file in COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA format. None uses the datasets of the
             config. Other formats are converted to COCO format in ``OUTPUT_DIR/data``.
         model: A variant, or ``"timm:NAME"`` for a model of timm. The default with ``data`` is
             ``"timm:tf_efficientnet_lite0"`` with ImageNet weights, a small ViL for random weights, or the model of
@@ -125,8 +125,8 @@ def train(
             (default with ``config``, or without ``data``). See docs/training.md.
         epochs: Passes over the training images. The default with ``data`` depends on the recipe, the number of images
             and the device.
-        batch: Images per iteration. The learning rate is scaled to it unless ``lr`` is given. By default the batch size
-            of the recipe, split by gradient accumulation if the memory requires it.
+        batch: Images per iteration. The learning rate is scaled to it unless ``lr`` is given. The default is the batch
+            size of the recipe, split by gradient accumulation if it does not fit into the memory.
         lr: Learning rate (``SOLVER.BASE_LR``).
         image_size: Shorter side of the training and test images in pixels; the longer side is at most 5/3 of it.
             ``"auto"`` is the smallest size at which the anchors match 98 % of the objects, and the default with
@@ -317,9 +317,9 @@ def evaluate(
     Args:
         model: Output directory of a run, name of the model zoo, checkpoint next to its ``config.yaml``, or a resolved
             config; None with ``predictions``.
-        data: Evaluated on its test images, else its validation images, else all images. Test images without
-            annotations are not used. Classes are matched by name and may be missing. None for ``DATASETS.TEST`` of the
-            config.
+        data: Dataset in a format of :func:`train`. Its test images are used, else its validation images, else all
+            images. Test images without annotations are not used. Classes are matched by name, and some may be missing.
+            None uses ``DATASETS.TEST`` of the config.
         images: The folder with the images, if it is not the folder of ``data``.
         predictions: Parquet files of ``vil predict``, or folders of them, to evaluate instead of a model.
         output: Folder for the results. The default is the output directory of the run. With ``data``, ``overrides`` or
@@ -335,6 +335,9 @@ def evaluate(
 
     Raises:
         ConfigError: For a mistake in the arguments, the data or a file.
+
+    Example:
+        >>> results = evaluate("output/mine", data="more_photos")
     """
     if data is None and images is not None:
         raise ConfigError("Without data, images has no effect. Give data, or remove it.")
@@ -494,7 +497,7 @@ def _choose_config(
     A variant without a config of its own has the base recipe of its family.
     """
     if config is not None and (model or detector or schedule):
-        raise ConfigError("The config also sets the model, the detector and the schedule. Remove it or the others.")
+        raise ConfigError("The config also sets model, detector and schedule. Remove config, or remove the others.")
     if isinstance(config, CfgNode):
         return config, ""
     if config is not None:

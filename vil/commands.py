@@ -139,7 +139,7 @@ def tune(parser: ConfigToolParser, words: Sequence[str]) -> None:
         vil train photos --config output/photos_tune/best.yaml --epochs 50
     """
     parser.add("data", _DATA, type=existing_path, metavar="DATA")
-    parser.add("--trials", "number of trials, including interrupted ones (default 20)", type=positive, default=20)
+    parser.add("--trials", "number of trials, with failed and earlier trials (default 20)", type=positive, default=20)
     parser.add("--output", "output directory (default: output/DATA_tune)", type=output_folder, metavar="DIR")
     parser.add("--epochs", "epochs of each trial (default: as for vil train)", type=positive)
     parser.add("--device", _DEVICE, metavar="DEVICE")
@@ -525,8 +525,6 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     A model name can have suffixes: +checkpointing (activation checkpointing), +shift (random-shift training),
     +long_short (long-short attention in all stages), +sdpa or +triton (attention backend), or +KEY=VALUE for a config
     key of MODEL.TRANSFORMER, such as +ATTENTION_BACKEND=reference.
-
-    If --image-size is repeated, the command also prints how time and memory grow with the number of pixels.
 
     --tune measures forward and backward passes of backbones with PyTorch's attention and with the Triton kernels on a
     GPU. It stores the faster backend in ~/.cache/vil-detectron2 as the choice of ATTENTION_BACKEND auto, for this type

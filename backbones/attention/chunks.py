@@ -35,7 +35,7 @@ class WindowInputs(NamedTuple):
         query: (B, M, H, W, D).
         key: (B, M, H, W, D).
         value: (B, M, H, W, D).
-        global_key: (B, M, G, D), keys that all tokens see, or None.
+        global_key: (B, M, G, D), keys that all tokens attend to, or None.
         global_value: (B, M, G, D), or None.
         local_bias: (M or 1, P, S), positions in a chunk by positions in its window, row by row, or None.
         global_bias: (M or 1, G), or None.

@@ -63,7 +63,7 @@ def write_fixed(files: Mapping[str, CocoFile], output: str | Path | None) -> lis
         output: A new folder, or None to write nothing.
 
     Raises:
-        ConfigError: If an error cannot be fixed. If there are errors and ``output`` is None.
+        ConfigError: If an error cannot be fixed, or if there are errors and ``output`` is None.
     """
     for file in filter(CocoFile.unfixable, files.values()):
         raise file.error()
@@ -101,7 +101,7 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
     for what in ("images", "annotations", "categories"):
         if file.dataset.get(what) and not dataset.get(what):
             reason = next(map(file.describe, file.findings("error")), "no error")
-            raise ConfigError(f"A fixed copy of '{file.path}' would have none of the {what} ({reason}). Repair it.")
+            raise ConfigError(f"A fixed copy of '{file.path}' would have no {what} ({reason}). Repair the file.")
     num_masks = 0 if file.masks else count_masks(dataset.get("annotations", ()))[0]
     save_coco(output, without_masks(dataset) if num_masks else dataset)
     left = ", ".join(counted(len(dataset.get(f"{name}s", ())), name) for name in ("image", "annotation"))

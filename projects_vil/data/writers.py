@@ -147,7 +147,7 @@ def write_dataset(parts: dict[str, tuple[dict, Path]], output: str | Path, outpu
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             (partial / name).write_text(text, encoding="utf-8")
         partial.rename(output)
-    lines = [f"left out, because the format has none: {number:,} {what}" for what, number in (+skipped).items()]
+    lines = [f"left out, not supported by the format: {number:,} {what}" for what, number in (+skipped).items()]
     if len(categories) < max(len(content["categories"]) for content, _ in parts.values()):
         lines.append("categories with the same name are one class")
     return [f"wrote {output}: {counted(len(images), 'image')} in format {output_format}", *lines]

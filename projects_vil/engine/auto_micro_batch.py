@@ -75,7 +75,7 @@ def _measure(cfg: CfgNode, sizes: list[int], limit: float) -> tuple[int, str]:
             break
     if peaks[1] > limit:
         raise ConfigError(
-            f"A training step of an image needs {peaks[1] / 1e9:.2f} GB (inf: more than all), and {limit / 1e9:.2f} GB "
+            f"A training step of one image needs {peaks[1] / 1e9:.2f} GB (inf: out of memory); {limit / 1e9:.2f} GB "
             "are free. Lower INPUT.MIN_SIZE_TRAIN, or set MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING True."
         )
     measured = ", ".join(f"{size}: {peak / 1e9:.2f} GB" for size, peak in peaks.items())

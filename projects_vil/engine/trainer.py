@@ -303,7 +303,7 @@ class TrainStep(SimpleTrainer):
         )
         if not is_skipped:
             raise ConfigError(
-                f"{message} No weight has changed. --resume from the last checkpoint with a lower SOLVER.BASE_LR, or "
+                f"{message} No weight has changed. Resume (--resume) with a lower SOLVER.BASE_LR, or "
                 f"skip such steps with SOLVER.MAX_NONFINITE_STEPS {max(2 * self.max_nonfinite_steps, 10)}."
             )
         _logger.warning(f"{message} Skipped {self.skipped} of {self.max_nonfinite_steps} (SOLVER.MAX_NONFINITE_STEPS).")
@@ -509,8 +509,8 @@ class Trainer(DefaultTrainer):
     def train(self) -> OrderedDict | None:
         """Train until ``SOLVER.MAX_ITER`` and return the last evaluation; return None after early stopping.
 
-        SIGINT (Ctrl-C), SIGTERM and SIGHUP save a checkpoint after the current iteration and exit with 128 plus the
-        number of the signal. A second Ctrl-C ends a single process at once.
+        SIGINT (Ctrl-C), SIGTERM, SIGHUP, SIGUSR1 and SIGXCPU save a checkpoint after the current iteration and exit
+        with 128 plus the number of the signal. A second Ctrl-C ends a single process at once.
         """
         is_single, notice = comm.get_world_size() == 1, ""
         if comm.is_main_process():

@@ -1,4 +1,4 @@
-"""The parity check: an exported model must give the detections of the detectron2 detector that it was made from.
+"""The parity check: an exported model must return the same detections as its detectron2 detector.
 
 :func:`check_export` compares both and returns the report. :func:`describe_report` formats it.
 """

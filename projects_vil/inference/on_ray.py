@@ -210,7 +210,7 @@ def _check_versions(output: Path, versions: dict[str, list | None]) -> None:
     before = ChainMap(*map(read_json, output.glob(VERSIONS_FILES)))
     if changed := [name for name, version in versions.items() if version and version != before.get(name, version)]:
         text = f"{first_of(changed, 5)} changed after the prediction to '{output}' began"
-        raise ConfigError(f"{text}, and its rows may be of the old images. Choose another output directory.")
+        raise ConfigError(f"{text}, and its rows may describe the old images. Choose another output directory.")
     if new := {name: version for name, version in versions.items() if version and name not in before}:
         # Several tasks may write at the same time.
         text = json.dumps(new)

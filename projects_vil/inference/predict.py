@@ -137,7 +137,7 @@ def predict(
     """
     check_choice("file_format", file_format or "coco", PREDICTION_FORMATS)
     if ray and file_format == "coco":
-        raise ConfigError("--ray writes Parquet files, so that --format coco has no effect. Leave out one of them.")
+        raise ConfigError("--ray writes Parquet files, so --format coco has no effect. Leave out one of them.")
     flag = "--ray" if ray else f"--format {file_format or 'coco'}"
     for name, value, *flags in (
         ("annotations", annotations, "--format coco"),

@@ -65,7 +65,7 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
     Raises:
         ConfigError: If the results are empty, damaged, or of another dataset.
     """
-    with explained_errors(results, "is damaged, or is of another dataset", "Evaluate again."):
+    with explained_errors(results, "is damaged, or belongs to another dataset", "Evaluate again."):
         detections = read_json(results)
         if detections == []:
             raise ConfigError(f"'{results}' is empty: no detection is above the score threshold. Train longer.")

@@ -172,7 +172,7 @@ def _predictions_by_image(path: Path, dataset_name: str, images: list, key: str)
     name = "stuff" if key == "file_name" else "thing"
     indices = metadata.get(f"{name}_dataset_id_to_contiguous_id") or range(len(metadata.get(f"{name}_classes")))
     by_image: dict[Any, list[dict]] = {image: [] for image in images}
-    with explained_errors(path, f"is damaged or not for {dataset_name!r}", "Evaluate again."):
+    with explained_errors(path, f"is damaged, or does not belong to {dataset_name!r}", "Evaluate again."):
         for item in read_json(path, what="results file of an evaluation"):
             by_image[item[key]].append(item | {"category_id": indices[item["category_id"]]})
     return by_image

@@ -20,7 +20,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     keys = {key for _, _, regions in images for _, attributes in regions for key in attributes}
     named = [key for name in _CLASS_KEYS for key in sorted(keys) if key.lower() == name]
     if not named and len(keys) > 1:
-        raise ConfigError(f"'{files[0]}' has the attributes {sorted(keys)}. Rename the one of the class to 'class'.")
+        raise ConfigError(f"'{files[0]}' has the attributes {sorted(keys)}. Rename the class attribute to 'class'.")
     key, default = next(iter((*named, *keys)), None), "" if keys else "object"
     found.notes += ["regions have no attributes, so the class is 'object'"] if not keys else []
     for path, name, regions in images:
