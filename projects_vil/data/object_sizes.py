@@ -113,8 +113,8 @@ def choose_size(
     matching = "fitted anchors match" if fit else "the model's anchors match"
     advice = ". A larger --image-size matches more, and needs more --epochs" if share < target else ""
     text = (
-        f"objects in the training images: {number:,}, with a side of {small:.0f} to {large:.0f} pixels "
-        f"(median {median:.0f}) at image size {size}; {matching} {share:.1%} of them (IoU {MATCH_IOU}){advice}"
+        f"objects in the training images: {number:,}; 80% of them have a side of {small:.0f} to {large:.0f} pixels "
+        f"(median {median:.0f}) at image size {size}; {matching} {share:.1%} of all (IoU {MATCH_IOU}){advice}"
     )
     return size, chosen, text
 

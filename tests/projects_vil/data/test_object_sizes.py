@@ -41,7 +41,7 @@ def test_the_share_of_matched_objects_equals_detectron2s_anchors(base, fit):
     boxes[:, 2:] += boxes[:, :2]
     best = pairwise_iou(Boxes(boxes.float()), anchors).max(dim=1).values
     share = (best >= MATCH_IOU).double().mean().item()
-    assert (chosen == own) != fit and re.search(rf": 40, .* match {share:.1%} of them", text)
+    assert (chosen == own) != fit and re.search(rf": 40; .* match {share:.1%} of all", text)
 
 
 def test_the_smallest_size_that_matches_the_objects():
