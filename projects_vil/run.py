@@ -509,7 +509,7 @@ def _choose_config(
     schedule = schedule or SCHEDULES[0]
     check_choice("schedule", schedule, SCHEDULES)
     if model in DETECTORS or Path(model).suffix in (".pt", ".pth", ".onnx", ".safetensors", ".yaml"):
-        raise ConfigError(f"'{model}' is not a backbone. Use detector, weights or config (--detector, ...).")
+        raise ConfigError(f"'{model}' is not the name of a backbone. Give it as --detector, --weights or --config.")
     if model not in VARIANTS and timm.is_model(model):
         raise ConfigError(f"'{model}' is a model of timm. Write {TIMM_PREFIX}{model}.")
     # An unknown name raises an error.
@@ -553,6 +553,8 @@ def _register(dataset: Dataset, name: str, *, train: str = "train", test: str = 
             DatasetCatalog.remove(own)
             MetadataCatalog.remove(own)
         _registered.add(own)
+        # The advice of errors names it.
+        MetadataCatalog.get(own).source = str(dataset.source)
         entries.append([own, *map(os.path.abspath, files)])
     return {
         "DATASETS.COCO": entries,

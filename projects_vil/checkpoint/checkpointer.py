@@ -418,7 +418,7 @@ def last_checkpoints(folder: str | Path) -> list[Path]:
         files.sort(key=lambda path: path.name != name)
     elif len(files) > 1:
         logging.getLogger(__name__).warning(
-            "%s does not name a checkpoint in its folder (%r). The newest complete one is used.", tag, name[:80]
+            "%s is missing or names no checkpoint in its folder (%r). The newest one is used.", tag, name[:80]
         )
         # model_final.pth is sorted before numbered checkpoints.
         files.sort(key=lambda path: path.name, reverse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from backbones.errors import counted
+from backbones.errors import counted, first_of
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import Dataset, read_dataset
 from projects_vil.data.segmentation import count_masks
@@ -53,6 +53,17 @@ def check_dataset(
             # The file was temporary: it was converted from another format.
             file.path = f"{data} ({split})" if len(files) > 1 else str(data)
     return dataset, files
+
+
+def check_training(files: Mapping[str, CocoFile]) -> None:
+    """Raise a :class:`ConfigError` if a detector cannot be trained on the checked files."""
+    train, val = files["train"], files.get("val", files["train"])
+    if train.dataset.get("annotations") == []:
+        raise ConfigError(f"The training images of '{train.path}' have no objects. Annotate them.")
+    ours, theirs = ([str(one.get("name")) for one in entries_of(f.dataset, "categories")] for f in (train, val))
+    if unknown := [repr(name) for name in theirs if name not in ours]:
+        text = f"'{val.path}' has classes that do not exist in '{train.path}': {first_of(unknown, 5)}"
+        raise ConfigError(f"{text}. Rename or remove them.")
 
 
 def write_fixed(files: Mapping[str, CocoFile], output: str | Path | None) -> list[str]:

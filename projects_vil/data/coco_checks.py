@@ -158,19 +158,23 @@ class CocoFile:
             lines.append(f"    {'fix' if check.severity == 'error' else 'effect'}: {check.effect}")
         return lines
 
-    def error(self) -> ConfigError:
-        """Return a :class:`ConfigError` with the first error and advice."""
+    def error(self, source: str | None = None) -> ConfigError:
+        """Return a :class:`ConfigError` with the first error and advice.
+
+        Args:
+            source: The dataset of the file. By default the one that is written in the file, or the file.
+        """
         info = self.dataset.get("info")
-        source = info.get(SOURCE) if isinstance(info, dict) else None
+        source = info.get(SOURCE, source) if isinstance(info, dict) else source
         data = [self.path, "--images", self.image_root] if source is None else [str(source)]
         if (check := self.unfixable()) is not None:
             text = f"'{data[0]}' has {self.describe(check)}. There is no automatic fix, so {check.effect}."
-            return ConfigError(f"{text} If this is a false alarm, set DATASETS.CHECK off.")
+            return ConfigError(f"{text} If this is a false alarm, train with DATASETS.CHECK off.")
         errors = self.findings("error")
         more = f" and {len(errors) - 1} more type{'s' * (len(errors) > 2)} of errors" if len(errors) > 1 else ""
         command = shlex.join([*data, *([] if self.masks else ["--boxes"])])
         text = f"'{data[0]}' has {self.describe(errors[0])}{more}. Run 'vil check {command}' to list all errors"
-        advice = "add --fix OUT for a fixed copy. Or set DATASETS.CHECK warn to fix only this run."
+        advice = "add --fix OUT for a fixed copy. Or train with DATASETS.CHECK warn, which fixes only the run."
         return ConfigError(f"{text}, and {advice}")
 
     def to_json(self) -> dict[str, Any]:
@@ -597,7 +601,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("ignore_flag", "error", "annotations with ignore, which detectron2 does not support",
          lambda file, index, entry: entry | {"iscrowd": 1, "ignore": 0},
          "changed to a crowd (iscrowd 1): ignored in training and evaluation"),
-        ("invalid_annotation_id", "fixed", "annotations without an id above 0", new_id, "read with a new id"),
+        ("invalid_annotation_id", "note", "annotations without an id above 0", new_id, "read with a new id"),
         ("duplicate_annotation_id", "error", "annotations whose id is not unique", new_id_unless_equal,
          "an equal annotation is removed, and a different one gets a new id"),
         ("missing_or_invalid_area", "fixed", "annotations whose area is missing or does not fit the box",

@@ -366,7 +366,7 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dic
     file = CocoFile(path, metadata.image_root, masks=masks, dataset=dataset)
     findings = file.findings()
     if file.findings("error") and (check == "error" or file.unfixable() is not None):
-        raise file.error()
+        raise file.error(metadata.get("source"))
     for finding in findings:
         level = logging.INFO if finding.severity == "note" else logging.WARNING
         log_first_n(level, f"{file.path}: {file.describe(finding)}: {finding.effect}", name=__name__, key="message")

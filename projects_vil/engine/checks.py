@@ -148,7 +148,7 @@ def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
     elif saved and not resume:
         raise ConfigError(
             f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' has checkpoints of another run, such as '{saved[0].name}'. Continue that "
-            "run with --resume, choose another output directory, or add OVERWRITE_OUTPUT_DIR True to the command."
+            "run with --resume (resume=True), choose another output directory, or set OVERWRITE_OUTPUT_DIR True."
         )
     if resume and saved and (folder / CONFIG_FILE).exists():
         _check_resumed(cfg, folder / CONFIG_FILE)

@@ -500,7 +500,7 @@ class Trainer(DefaultTrainer):
             self._is_unfinished = not contents.get("finished", True)
             _logger.info("Resuming %s at iteration %d", path, self.start_iter)
             if self.start_iter >= self.max_iter:
-                _logger.warning("The run already has %d iterations: nothing is trained.", self.start_iter)
+                _logger.warning("The run has all %d iterations: nothing is trained. Raise --epochs.", self.start_iter)
         if self.averaged is not None and not self.checkpointer.has_average:
             self.averaged.module.load_state_dict(model.state_dict())
             if path is not None:

@@ -190,9 +190,9 @@ def check_freeze_at(freeze_at: int, name: str, num_stages: int) -> None:
 
 def check_timm_name(name: str) -> None:
     """Raise a :class:`ConfigError` unless timm has the model ``"timm:NAME"``."""
-    model = name.removeprefix(TIMM_PREFIX)
-    if not timm.is_model(model):
-        raise ConfigError(f"Unknown timm model {name!r}{closest(model, timm.list_models()) or '. Check its name.'}")
+    if not timm.is_model(name.removeprefix(TIMM_PREFIX)):
+        models = [f"{TIMM_PREFIX}{model}" for model in timm.list_models()]
+        raise ConfigError(f"Unknown timm model {name!r}{closest(name, models) or '. Check its name.'}")
 
 
 def _create(name: str, **options: object) -> nn.Module:

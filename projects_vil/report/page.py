@@ -124,7 +124,7 @@ def read_run(folder: Path, overrides: Overrides = ()) -> RunFolder:
     if len(run.metrics) < len(lines):
         run.omitted.append(f"{len(lines) - len(run.metrics)} of {len(lines)} lines of {METRICS} are damaged")
     damaged = explained_errors(folder / EVALUATION, "is damaged", "Evaluate again.")
-    with run.omit_on_error("metrics of the evaluation"), damaged:
+    with run.omit_on_error("metrics of the evaluation, which vil eval computes"), damaged:
         run.evaluation = dict(read_json(folder / EVALUATION))
     return run
 

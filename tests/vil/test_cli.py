@@ -63,6 +63,23 @@ def test_check_replaces_no_annotations_and_writes_no_empty_dataset(shapes, tmp_p
     assert status == 1 and "would have no annotations" in err and not list(tmp_path.glob("fixed/*.json"))
 
 
+def test_check_fails_for_what_stops_the_training(shapes, tmp_path):
+    shutil.copytree(shapes, tmp_path / "mine")
+    files = [tmp_path / f"mine/annotations/instances_{split}.json" for split in ("val", "train")]
+    val, train = (json.loads(file.read_text()) for file in files)
+    val["categories"] = [entry | {"name": f"my {entry['name']}"} for entry in train["categories"]]
+    broken = {"annotations": [entry | {"bbox": None} for entry in train["annotations"]]}
+    for change, named in (({}, "'my circle'"), ({"annotations": []}, "no objects"), (broken, "four finite numbers")):
+        for file, content in zip(files, (val, train | change), strict=True):
+            file.write_text(json.dumps(content))
+        for command in ("check", "train"):
+            status, out, err = vil(command, tmp_path / "mine")
+            assert status == 1 and named in out + err, command
+        val["categories"] = train["categories"]
+    # The advice has the dataset, not one of its files.
+    assert f"vil check {tmp_path / 'mine'} " in err
+
+
 @pytest.mark.parametrize(
     ("tasks", "expected"),
     [

@@ -30,8 +30,9 @@ def test_the_log_and_metrics_json(tmp_path):
     assert json.loads((tmp_path / "metrics.json").read_text().splitlines()[-1])["gradient_norm"] == 3.0
 
 
-def test_a_line_per_epoch_in_a_terminal(capsys):
+def test_a_line_per_epoch_in_a_terminal(capsys, monkeypatch):
     """Three images in batches of two: the epochs end after iterations 2 and 3."""
+    monkeypatch.setenv("COLUMNS", "200")
     bar, cfg = ProgressBar(3), small_config("retinanet", "SOLVER.IMS_PER_BATCH", "2")
     with EventStorage(0) as storage:
         for iteration in range(3):
