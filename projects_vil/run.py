@@ -254,7 +254,7 @@ def train(
             f"'{output}' has no run to resume. Give the output directory of a run with --output{newest}. "
             "To start a new run, omit --resume."
         )
-    elif resume:
+    elif resume and not is_resumed:
         print(f"warning: '{output}' has no run to resume, so a new run starts", flush=True)
     # Errors of the arguments come before the data, which may take long to read.
     check_values(cfg)
