@@ -49,7 +49,7 @@ class EagerRunner:
         check_choice("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, DETECTORS)
         check_choice("INFERENCE.DTYPE", cfg.INFERENCE.DTYPE, ("auto", *DTYPES))
         set_precision(cfg)
-        self.detector, self.categories = load_detector(cfg, weights, device=cfg.MODEL.DEVICE, as_datasets=False)
+        self.detector, self.categories = load_detector(cfg, weights, as_datasets=False)
         if self.detector.device.type == "cuda":
             use_sync_free_parts(self.detector)
         self.cfg, self.tta = cfg, tta
