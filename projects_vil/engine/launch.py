@@ -11,7 +11,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -157,9 +156,7 @@ def save_config(cfg: CfgNode, trainer: type[Trainer]) -> None:
         write_text(Path(cfg.OUTPUT_DIR) / CONFIG_FILE, f"# {GENERATOR}\n{trainer.dump_config(cfg)}")
 
 
-def run_training(
-    cfg: CfgNode, trainer_class: type[Trainer], resume: bool, overridden: Collection[str] = ()
-) -> OrderedDict | None:
+def run_training(cfg: CfgNode, trainer_class: type[Trainer], resume: bool, overridden: Collection[str] = ()) -> None:
     """Train in one process. ``OUTPUT_DIR`` is locked against other runs by rank 0, and the other processes wait for it.
 
     Args:
@@ -167,9 +164,6 @@ def run_training(
         trainer_class: Trainer of the run. It is built from the config with the final schedule and seed.
         resume: Continue from the last checkpoint.
         overridden: Config keys that the user set for this run.
-
-    Returns:
-        The results of the best checkpoint, or of the last evaluation without ``TEST.BEST_METRIC``, or ``None``.
 
     Raises:
         ConfigError: If another run uses ``OUTPUT_DIR``, or if one finished there after this run started.
@@ -213,7 +207,8 @@ def run_training(
         trainer.resume_or_load(resume=resume)
         # The checkpoint of a resumed run is loaded first. If that fails, config.yaml is unchanged.
         save_config(trainer.cfg, trainer_class)
-        return trainer.evaluate_best(trainer.train())
+        trainer.train()
+        trainer.evaluate_best()
 
 
 def run_evaluation(cfg: CfgNode, trainer: type[Trainer], resume: bool) -> None:
