@@ -164,9 +164,9 @@ def size_values(size: int) -> dict[str, Any]:
 
 
 def tile_values(size: int) -> dict[str, Any]:
-    """Return the config keys, in addition to the image size, of tiles with a side of ``size`` pixels."""
+    """Return the config keys of tiles with a side of ``size`` pixels, which is also the image size."""
     crop = {"INPUT.CROP.ENABLED": True, "INPUT.CROP.TYPE": "absolute", "INPUT.CROP.SIZE": [size, size]}
-    return crop | {"TEST.TILE_SIZE": size}
+    return size_values(size) | crop | {"TEST.TILE_SIZE": size}
 
 
 def default_model(weights: str, *, is_random: bool) -> str:

@@ -181,8 +181,7 @@ def train(
         "SOLVER.EPOCHS": epochs,
         "SOLVER.IMS_PER_BATCH": batch,
         "SOLVER.BASE_LR": None if lr is None else float(lr),
-        **(size_values(pixels) if pixels else {}),
-        **(tile_values(tiles) if tiles else {}),
+        **(tile_values(tiles) if tiles else size_values(pixels) if pixels else {}),
         "DATALOADER.NUM_WORKERS": workers,
         "MODEL.WEIGHTS": weights and os.fspath(weights),
         "MODEL.DEVICE": None if device is None else str(device),
@@ -358,8 +357,7 @@ def evaluate(
     parts = ["evaluation", *([_name(data)] if data else []), *changes]
     default = root / "_".join(parts) if len(parts) > 1 else root
     folder = Path(given.pop("OUTPUT_DIR", None) or default).expanduser()
-    trained = cfg
-    cfg = with_overrides(merge_overrides(trained, given), {"OUTPUT_DIR": str(folder)})
+    cfg = with_overrides(merge_overrides(cfg, given), {"OUTPUT_DIR": str(folder)})
     if changes and folder == default:
         print(f"The results may differ from the results of the run, so they are written to '{folder}'.", flush=True)
     if not predictions:
@@ -382,7 +380,7 @@ def evaluate(
                 dataset = dataclasses.replace(dataset, splits=dataset.splits | {CLASSES: (classes, folder)})
             values = _register(dataset, folder.name, train=CLASSES if classes else "train", test=test)
             if classes is None and not predictions:
-                values["DATASETS.TRAIN"] = trained.DATASETS.TRAIN
+                del values["DATASETS.TRAIN"]
             cfg = with_overrides(cfg, values, keep=given)
         if predictions:
             launch(functools.partial(evaluate_predictions, cfg, predictions), processes)
