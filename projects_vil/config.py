@@ -21,8 +21,8 @@ from vil.choices import CONFIGS, DEVICES
 
 # The resolved config of a run, in OUTPUT_DIR.
 CONFIG_FILE = "config.yaml"
-# Meta-architectures that can be exported and can predict.
-DETECTORS = ("RetinaNet", "GeneralizedRCNN")
+# Meta-architectures that can be exported and can predict, also in tiles.
+DETECTOR_ARCHITECTURES = ("RetinaNet", "GeneralizedRCNN")
 SCORE_THRESHOLDS = ("MODEL.RETINANET.SCORE_THRESH_TEST", "MODEL.ROI_HEADS.SCORE_THRESH_TEST")
 _EVAL = "tag:yaml.org,2002:python/object/apply:eval"
 _ARITHMETIC = (
