@@ -84,9 +84,8 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
         ConfigError: For an invalid key of ``MODEL.TRANSFORMER``, or an unknown stage in ``MODEL.FPN.IN_FEATURES``.
     """
     node, backbone_class = cfg.MODEL.TRANSFORMER, TimmBackbone
-    values = {option: node[option.upper()] for option in sorted(OPTIONS)}
     # The variant sets empty values.
-    options = {option: value for option, value in values.items() if value not in ("", [], None)}
+    options = {key: node[key.upper()] for key in sorted(OPTIONS) if node[key.upper()] not in ("", [], None)}
     if not node.VARIANT.startswith(TIMM_PREFIX):
         backbone_class, options["max_img_size"] = TransformerBackbone, node.MAX_IMG_SIZE
     try:
