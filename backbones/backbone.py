@@ -368,10 +368,7 @@ class Backbone(nn.Module, abc.ABC):
     def freeze_stages(self, number: int) -> None:
         """Freeze the first ``number`` stages: no gradients, no stochastic depth, no new batch statistics."""
         self.num_frozen_stages = number
-        for stage in self.stages[:number]:
-            stage.requires_grad_(False)
-            for block in stage.blocks:
-                block.drop_path_rate = 0.0
+        self.stages[:number].requires_grad_(False)
         self.train(self.training)
 
     def train(self, mode: bool = True) -> "Backbone":

@@ -21,8 +21,8 @@ from vil.choices import CONFIGS, DEVICES
 
 # The resolved config of a run, in OUTPUT_DIR.
 CONFIG_FILE = "config.yaml"
-# Meta-architectures that can be exported and can predict.
-DETECTORS = ("RetinaNet", "GeneralizedRCNN")
+# Meta-architectures that can be exported and can predict, also in tiles.
+DETECTOR_ARCHITECTURES = ("RetinaNet", "GeneralizedRCNN")
 SCORE_THRESHOLDS = ("MODEL.RETINANET.SCORE_THRESH_TEST", "MODEL.ROI_HEADS.SCORE_THRESH_TEST")
 _EVAL = "tag:yaml.org,2002:python/object/apply:eval"
 _ARITHMETIC = (
@@ -248,14 +248,11 @@ def load_config(path: str | Path, overrides: Overrides = ()) -> CfgNode:
         version = loaded.get("VERSION", cfg.VERSION)
         if version != cfg.VERSION:
             raise ConfigError(f"VERSION is {version}. It must be {cfg.VERSION}. Rename the keys of old files.")
-        known = dict(config_items(cfg))
         for key, value in loaded.items():
-            if value == {} and isinstance(known.get(key), CfgNode):
-                continue
             if key in ("OUTPUT_DIR", "MODEL.WEIGHTS") and isinstance(value, str):
                 # A name such as "2024" would be parsed as a number.
                 value = repr(value)
-            _set_value(cfg, key, value, known)
+            _set_value(cfg, key, value)
     except Exception as error:
         reason = str(error)
         if isinstance(error, (AttributeError, TypeError)):
@@ -303,36 +300,39 @@ def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
     if cfg.INPUT.COLOR_AUG_SSD:
         # PointRend's key means the same as this project's.
         cfg.INPUT.PHOTOMETRIC_DISTORTION, cfg.INPUT.COLOR_AUG_SSD = True, False
-    known = dict(config_items(cfg))
     for key, value in overrides.items():
         if key == "MODEL.DEVICE":
             # A number is a GPU, as in torch.device(0).
             value = repr(f"cuda:{value}" if str(value).isdecimal() else str(value))
         if key == "INPUT.COLOR_AUG_SSD":
             key = "INPUT.PHOTOMETRIC_DISTORTION"
-        if isinstance(known.get(key), float) and re.fullmatch(r"[+-]?\d+", str(value)):
-            # yacs takes no whole number for a float.
-            value = float(value)
-        _set_value(cfg, key, value, known)
+        _set_value(cfg, key, value)
     cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = map(os.path.expanduser, (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS))
     cfg.freeze()
     return cfg
 
 
-def _set_value(cfg: CfgNode, key: str, value: Any, known: Collection[str]) -> None:
-    """Set a key in ``known`` to a value of its type. A string is parsed, and None and other sequences are accepted.
+def _set_value(cfg: CfgNode, key: str, value: Any) -> None:
+    """Set a key to a value of its type. A string is parsed. None, other sequences and an empty section are accepted.
 
     Raises:
         ConfigError: For an unknown key or a value of the wrong type.
     """
-    if key not in known:
-        key = str(key)
+    section, _, name = str(key).rpartition(".")
+    try:
+        node = attrgetter(section)(cfg) if section else cfg
+        old = node[name]
+    except (AttributeError, KeyError, TypeError) as error:
+        key, known = str(key), [known for known, _ in config_items(cfg)]
         hint = closest(key, known) or closest(key.upper(), known) or ". Check its spelling."
-        raise ConfigError(f"Config key '{key}' does not exist{hint}")
-    section, _, name = key.rpartition(".")
-    node = attrgetter(section)(cfg) if section else cfg
+        raise ConfigError(f"Config key '{key}' does not exist{hint}") from error
+    if value == {} and isinstance(old, CfgNode):
+        return
+    if isinstance(old, float) and re.fullmatch(r"[+-]?\d+", str(value)):
+        # yacs takes no whole number for a float.
+        value = float(value)
     # yacs replaces None by a value of any type. The number of steps may also be "auto".
-    old = None if key == "SOLVER.GRADIENT_ACCUMULATION_STEPS" else node[name]
+    old = None if key == "SOLVER.GRADIENT_ACCUMULATION_STEPS" else old
     value = CfgNode._decode_cfg_value(value)
     try:
         node[name] = _check_and_coerce_cfg_value_type(value, old, name, key)

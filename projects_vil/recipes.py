@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Set
 from typing import Any
 
-import torch
 from detectron2.config import CfgNode
 
 from backbones import ConfigError
@@ -57,7 +56,7 @@ def with_recipe(
     """Return a config with the image size, the anchors and the recipe for a dataset, and print them.
 
     Args:
-        cfg: The config of the run.
+        cfg: The config of the run, with an available device.
         recipe: ``"finetune"`` or ``"scratch"`` (``configs/base/recipe_*.yaml``), or ``"paper"`` to keep the config.
         content: The content of the COCO file of the training images; empty without a dataset.
         image_size: Shorter side of the images in pixels; ``"auto"`` to choose it from the objects; None for the size of
@@ -67,7 +66,7 @@ def with_recipe(
         keep_anchors: Whether the weights are a detector with the image size and the anchors of the config.
         low_rate: Whether the weights are a detector of the same classes, which needs a low learning rate.
     """
-    device = "cuda" if cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available() else "cpu"
+    device = cfg.MODEL.DEVICE.partition(":")[0]
     is_paper, objects = recipe == "paper", objects_of(content)
     # Training skips images without objects unless the config uses them.
     used = {str(one.get("image_id")) for one in entries_of(content, "annotations") if not one.get("iscrowd")}
@@ -165,9 +164,9 @@ def size_values(size: int) -> dict[str, Any]:
 
 
 def tile_values(size: int) -> dict[str, Any]:
-    """Return the config keys, in addition to the image size, of tiles with a side of ``size`` pixels."""
+    """Return the config keys of tiles with a side of ``size`` pixels, which is also the image size."""
     crop = {"INPUT.CROP.ENABLED": True, "INPUT.CROP.TYPE": "absolute", "INPUT.CROP.SIZE": [size, size]}
-    return crop | {"TEST.TILE_SIZE": size}
+    return size_values(size) | crop | {"TEST.TILE_SIZE": size}
 
 
 def default_model(weights: str, *, is_random: bool) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 import operator
@@ -180,8 +181,7 @@ def train(
         "SOLVER.EPOCHS": epochs,
         "SOLVER.IMS_PER_BATCH": batch,
         "SOLVER.BASE_LR": None if lr is None else float(lr),
-        **(size_values(pixels) if pixels else {}),
-        **(tile_values(tiles) if tiles else {}),
+        **(tile_values(tiles) if tiles else size_values(pixels) if pixels else {}),
         "DATALOADER.NUM_WORKERS": workers,
         "MODEL.WEIGHTS": weights and os.fspath(weights),
         "MODEL.DEVICE": None if device is None else str(device),
@@ -193,7 +193,6 @@ def train(
         check_choice("recipe", recipe, RECIPES)
     elif data is None or config is not None:
         recipe = "paper"
-    processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
     # -- the config of the model, and the output directory --
     if model is not None and is_random:
         # timm would load the weights of the tag.
@@ -254,12 +253,12 @@ def train(
             f"'{output}' has no run to resume. Give the output directory of a run with --output{newest}. "
             "To start a new run, omit --resume."
         )
-    elif resume:
+    elif resume and not is_resumed:
         print(f"warning: '{output}' has no run to resume, so a new run starts", flush=True)
     # Errors of the arguments come before the data, which may take long to read.
     check_values(cfg)
     cfg = choose_device(cfg, requested="MODEL.DEVICE" in given)
-    processes.check(cfg.MODEL.DEVICE)
+    processes = Processes(cfg.MODEL.DEVICE, num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
     with cleanup_on_failure(output):
         dataset: Dataset | None = None
         options: dict[str, Any] = {"image_size": image_size, "num_processes": processes.world_size}
@@ -293,7 +292,7 @@ def train(
             cfg = with_recipe(cfg, recipe, dataset.contents["train"] if dataset else {}, given=fixed, **options)
         dataset = None  # frees its memory during the training
         check_setup(cfg, processes=processes.world_size, resume=resume, overridden=given)
-        launch(run_training, (cfg, Trainer, resume, tuple(given)), processes, device=cfg.MODEL.DEVICE)
+        launch(functools.partial(run_training, cfg, Trainer, resume, tuple(given)), processes)
     return Run(output)
 
 
@@ -342,7 +341,6 @@ def evaluate(
     if data is None and images is not None:
         raise ConfigError("Without data, images has no effect. Give data, or remove it.")
     given = add_values(_overrides_of(evaluate, overrides), {"OUTPUT_DIR": output})
-    processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
     # With another checkpoint or overrides, evaluation.json of the run keeps its results.
     changes: list[str] = []
     if isinstance(model, CfgNode):
@@ -362,13 +360,13 @@ def evaluate(
     parts = ["evaluation", *([_name(data)] if data else []), *changes]
     default = root / "_".join(parts) if len(parts) > 1 else root
     folder = Path(given.pop("OUTPUT_DIR", None) or default).expanduser()
-    trained = cfg
-    cfg = with_overrides(merge_overrides(trained, given), {"OUTPUT_DIR": str(folder)})
+    cfg = with_overrides(merge_overrides(cfg, given), {"OUTPUT_DIR": str(folder)})
     if changes and folder == default:
         print(f"The results may differ from the results of the run, so they are written to '{folder}'.", flush=True)
     if not predictions:
         cfg = choose_device(cfg, requested="MODEL.DEVICE" in given)
-    processes.check("cpu" if predictions else cfg.MODEL.DEVICE)
+    device = "cpu" if predictions else cfg.MODEL.DEVICE
+    processes = Processes(device, num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
     with cleanup_on_failure(folder):
         if data is not None:
             dataset = read_dataset(data, folder / DATA_FOLDER, val=0, images=images)
@@ -385,13 +383,13 @@ def evaluate(
                 dataset = dataclasses.replace(dataset, splits=dataset.splits | {CLASSES: (classes, folder)})
             values = _register(dataset, folder.name, train=CLASSES if classes else "train", test=test)
             if classes is None and not predictions:
-                values["DATASETS.TRAIN"] = trained.DATASETS.TRAIN
+                del values["DATASETS.TRAIN"]
             cfg = with_overrides(cfg, values, keep=given)
         if predictions:
-            launch(evaluate_predictions, (cfg, predictions), processes, device="cpu")
+            launch(functools.partial(evaluate_predictions, cfg, predictions), processes)
         else:
             check_setup(cfg, processes=processes.world_size, eval_only=True, resume=resume)
-            launch(run_evaluation, (cfg, Trainer, resume), processes, device=cfg.MODEL.DEVICE)
+            launch(functools.partial(run_evaluation, cfg, Trainer, resume), processes)
     return Run(folder).results
 
 

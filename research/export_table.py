@@ -122,10 +122,10 @@ def export_table(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _load(name: str, args: argparse.Namespace) -> tuple[CfgNode, Path, bool]:
     """Return config and weights of a trained run, or random weights, and whether they are trained."""
-    run = Path(args.runs or "", name)
+    run, on_cpu = Path(args.runs or "", name), args.overrides | {"MODEL.DEVICE": "cpu"}
     if args.runs and (run / "model_final.pth").is_file():
-        return load_config(run / "config.yaml", args.overrides), run / "model_final.pth", True
-    cfg = load_config(CONFIGS / f"{name}_shapes.yaml", args.overrides | {"MODEL.DEVICE": "cpu"})
+        return load_config(run / "config.yaml", on_cpu), run / "model_final.pth", True
+    cfg = load_config(CONFIGS / f"{name}_shapes.yaml", on_cpu)
     weights = Path(args.output, name, "random.pth")
     weights.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"model": untrained_detector(cfg).state_dict()}, weights)

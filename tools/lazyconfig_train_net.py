@@ -20,10 +20,9 @@ def main() -> None:
     parser.add_argument("opts", nargs="*", metavar="key=value", help="overrides of the config, in any position")
     args = parser.parse_args()
 
-    from projects_vil.engine import Processes, run_lazy_config
+    from projects_vil.engine import run_lazy_config
 
-    processes = Processes(**keywords(args, "eval_only", "opts", "resume"))
-    run_lazy_config(args.config_file, args.opts, processes=processes, eval_only=args.eval_only, resume=args.resume)
+    run_lazy_config(args.config_file, args.opts, **keywords(args, "opts"))
 
 
 if __name__ == "__main__":

@@ -150,10 +150,10 @@ class Checkpointer(DetectionCheckpointer):
             ConfigError: If the file is missing or unreadable, or if it does not match the model. With ``complete``,
                 also if the checkpoint was trained with another input format.
         """
-        if path and not os.path.exists(path):
-            path = find_weights(path)
-        elif not path and self.complete:
+        if not path and self.complete:
             raise ConfigError("MODEL.WEIGHTS is empty. Set it to the checkpoint of a trained detector.")
+        if not os.path.exists(path):
+            path = find_weights(path)
         if "://" in path:
             try:
                 # Keeps a copy, which detectron2 then reads
@@ -354,19 +354,13 @@ def check_weights(cfg: CfgNode, path: str, *, complete: bool = False, model: nn.
 
 
 def load_detector(
-    cfg: CfgNode,
-    weights: str | Path,
-    *,
-    device: str | torch.device = "cpu",
-    complete: bool = True,
-    as_datasets: bool = True,
+    cfg: CfgNode, weights: str | Path, *, complete: bool = True, as_datasets: bool = True
 ) -> tuple[nn.Module, Categories]:
     """Build the model of a config in eval mode, load a checkpoint into it, and return both the model and its classes.
 
     Args:
-        cfg: The config of the model. ``MODEL.DEVICE`` is ignored.
+        cfg: The config of the model, with its device.
         weights: The checkpoint. It may be empty if ``complete`` is False.
-        device: The device of the model.
         complete: Require weights for the whole model.
         as_datasets: Reorder the classes to match the config's datasets; a checkpoint with other classes raises. If
             False, the classes are the checkpoint's own. In both cases the classes of a checkpoint without metadata are
@@ -376,8 +370,8 @@ def load_detector(
         ConfigError: If the checkpoint is missing or does not match.
     """
     datasets = (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)
-    values = {} if as_datasets else {"DATASETS.TEST": (), "DATASETS.TRAIN": ()}
-    cfg = with_overrides(cfg, values | {"MODEL.DEVICE": str(device)})
+    if not as_datasets:
+        cfg = with_overrides(cfg, {"DATASETS.TEST": (), "DATASETS.TRAIN": ()})
     model = build_model(cfg)
     checkpointer = Checkpointer(model, cfg=cfg, complete=complete)
     saved = CheckpointMetadata.from_contents(checkpointer.load(str(weights)))

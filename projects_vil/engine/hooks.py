@@ -125,22 +125,19 @@ class ExponentialAverage(AveragedModel):
     """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
-        super().__init__(model)
+        super().__init__(model, device=next(model.parameters()).device)
         self.decay = decay
         self.requires_grad_(False)
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module, has_stepped: Tensor | float = 1.0) -> None:
-        """Update the average on the device.
+    def update_parameters(self, model: nn.Module, has_stepped: Tensor) -> None:
+        """Update the average without synchronizing with the device.
 
         Args:
             model: The model of the average.
-            has_stepped: Whether the last step changed the model, 1 or 0. A tensor on its device needs no
-                synchronization.
+            has_stepped: Whether the last step changed the model, 1 or 0, on the device of the model.
         """
-        averages = list(self.module.parameters())
-        has_stepped = torch.as_tensor(has_stepped, device=averages[0].device)
-        self.n_averaged = steps = self.n_averaged.to(averages[0].device)
+        averages, steps = list(self.module.parameters()), self.n_averaged
         rate = (9 / (10 + steps)).clamp(min=1 - self.decay)
         rate = torch.where(steps > 0, rate, 1.0) * has_stepped
         differences = torch._foreach_sub(list(model.parameters()), averages)

@@ -11,7 +11,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -85,6 +84,7 @@ class Processes:
     """The processes of a run, with the arguments of detectron2's ``launch``. Keep the defaults under torchrun.
 
     Attributes:
+        device: ``MODEL.DEVICE``.
         num_gpus: Number of processes on this machine: one per GPU, or any number if the device is the CPU.
         num_machines: Number of machines.
         machine_rank: Rank of this machine, from 0.
@@ -96,9 +96,11 @@ class Processes:
         is_first: Whether this process is, or starts, the process with rank 0.
 
     Raises:
-        ConfigError: If a variable of torchrun is missing or is not a number.
+        ConfigError: If the processes cannot run on this machine, or if a variable of torchrun is missing or is not a
+            number.
     """
 
+    device: str
     num_gpus: int = 1
     num_machines: int = 1
     machine_rank: int = 0
@@ -108,37 +110,28 @@ class Processes:
     def __post_init__(self) -> None:
         self.env: DistributedEnv | None = None
         self.world_size, self.is_first = self.num_gpus * self.num_machines, self.machine_rank == 0
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return
-        try:
-            self.env = env = DistributedEnv(*(int(os.environ[name.upper()]) for name in DistributedEnv._fields))
-            if env.world_size > 1:
-                _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        except (KeyError, ValueError) as error:
-            raise ConfigError(f"torchrun's variables are invalid ({error}). Use torchrun, or unset RANK.") from error
-        self.world_size, self.is_first = env.world_size, env.rank == 0
-
-    def check(self, device: str) -> None:
-        """Check that the processes can run on this machine.
-
-        Args:
-            device: ``MODEL.DEVICE``.
-
-        Raises:
-            ConfigError: If they cannot.
-        """
-        env, on_cpu = self.env, device.startswith("cpu")
-        if env is not None and (self.num_gpus != 1 or self.num_machines != 1):
-            raise ConfigError(f"torchrun has started {env.world_size} processes. Remove --num-gpus and --num-machines.")
+        here, on_cpu = self.num_gpus, self.device.startswith("cpu")
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            try:
+                self.env = env = DistributedEnv(*(int(os.environ[name.upper()]) for name in DistributedEnv._fields))
+                if env.world_size > 1:
+                    _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            except (KeyError, ValueError) as error:
+                reason = f"torchrun's variables are invalid ({error})"
+                raise ConfigError(f"{reason}. Use torchrun, or unset RANK.") from error
+            if self.world_size != 1:
+                started = f"torchrun has started {env.world_size} processes"
+                raise ConfigError(f"{started}. Remove --num-gpus and --num-machines.")
+            here, self.world_size, self.is_first = env.local_world_size, env.world_size, env.rank == 0
         if not 0 <= self.machine_rank < self.num_machines:
             raise ConfigError(f"--machine-rank is {self.machine_rank}. It must be from 0 to {self.num_machines - 1}.")
         if self.num_machines > 1 and not re.fullmatch(r"tcp://(?!127\.0\.0\.1:)[^/]+:\d{1,5}", self.dist_url):
             raise ConfigError(f"--dist-url is {self.dist_url}. Use tcp://HOST:PORT of the first machine.")
-        if self.world_size > 1 and ":" in device:
-            raise ConfigError(f"MODEL.DEVICE is {device}. With several processes, use {device.partition(':')[0]}.")
-        here = self.num_gpus if env is None else env.local_world_size
+        if self.world_size > 1 and ":" in self.device:
+            device, _, _ = self.device.partition(":")
+            raise ConfigError(f"MODEL.DEVICE is {self.device}. With several processes, use {device}.")
         available = max(os.cpu_count() or 1, 2) if on_cpu else max(torch.cuda.device_count(), 1)
-        if not 0 < here <= available and not (on_cpu and env is not None):
+        if not 0 < here <= available and not (on_cpu and self.env is not None):
             unit = "CPU cores" if on_cpu else "GPUs"
             raise ConfigError(f"--num-gpus is {here}, but this machine has {available} {unit}. Use 1 to {available}.")
 
@@ -162,9 +155,7 @@ def save_config(cfg: CfgNode, trainer: type[Trainer]) -> None:
         write_text(Path(cfg.OUTPUT_DIR) / CONFIG_FILE, f"# {GENERATOR}\n{trainer.dump_config(cfg)}")
 
 
-def run_training(
-    cfg: CfgNode, trainer_class: type[Trainer], resume: bool, overridden: Collection[str] = ()
-) -> OrderedDict | None:
+def run_training(cfg: CfgNode, trainer_class: type[Trainer], resume: bool, overridden: Collection[str] = ()) -> None:
     """Train in one process. ``OUTPUT_DIR`` is locked against other runs by rank 0, and the other processes wait for it.
 
     Args:
@@ -172,9 +163,6 @@ def run_training(
         trainer_class: Trainer of the run. It is built from the config with the final schedule and seed.
         resume: Continue from the last checkpoint.
         overridden: Config keys that the user set for this run.
-
-    Returns:
-        The results of the best checkpoint, or of the last evaluation without ``TEST.BEST_METRIC``, or ``None``.
 
     Raises:
         ConfigError: If another run uses ``OUTPUT_DIR``, or if one finished there after this run started.
@@ -218,7 +206,8 @@ def run_training(
         trainer.resume_or_load(resume=resume)
         # The checkpoint of a resumed run is loaded first. If that fails, config.yaml is unchanged.
         save_config(trainer.cfg, trainer_class)
-        return trainer.evaluate_best(trainer.train())
+        trainer.train()
+        trainer.evaluate_best()
 
 
 def run_evaluation(cfg: CfgNode, trainer: type[Trainer], resume: bool) -> None:
@@ -251,17 +240,15 @@ def run_evaluation(cfg: CfgNode, trainer: type[Trainer], resume: bool) -> None:
 # -- processes -------------------------------------------------------------------------------------
 
 
-def launch(run: Callable[..., object], arguments: tuple, processes: Processes, *, device: str) -> None:
-    """Call ``run(*arguments)`` in all processes of a run, with NCCL on GPUs or gloo on the CPU.
+def launch(run: Callable[[], object], processes: Processes) -> None:
+    """Call ``run()`` in all processes of a run, with NCCL on GPUs or gloo on the CPU.
 
     A run with one process uses the current process. If one process ends, the others end too. SIGINT, SIGTERM and
     SIGHUP are forwarded to all processes.
 
     Args:
-        run: A function that can be imported.
-        arguments: Picklable arguments of ``run``.
-        processes: The processes to start. Use the defaults under torchrun.
-        device: ``MODEL.DEVICE``.
+        run: A function that can be imported, or a ``functools.partial`` of one with picklable arguments.
+        processes: The processes to start.
 
     Raises:
         ConfigError: If ``run`` raises it in a process.
@@ -270,18 +257,18 @@ def launch(run: Callable[..., object], arguments: tuple, processes: Processes, *
         SystemExit: If a signal stopped the run, with 128 plus the number of the signal.
     """
     if processes.world_size == 1:
-        run(*arguments)
+        run()
     elif processes.env is not None:
         url = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        with _process_group(processes.env, device, url, processes.dist_timeout):
-            run(*arguments)
+        with _process_group(processes, processes.env, url):
+            run()
     else:
         with tempfile.TemporaryDirectory() as folder:
             url = processes.dist_url if processes.num_machines > 1 else f"file://{folder}/store"
-            _spawn(run, arguments, processes, device, url)
+            _spawn(run, processes, url)
 
 
-def _spawn(run: Callable[..., object], arguments: tuple, processes: Processes, device: str, url: str) -> None:
+def _spawn(run: Callable[[], object], processes: Processes, url: str) -> None:
     workers: list[BaseProcess] = []
     received: list[int] = []
 
@@ -293,7 +280,7 @@ def _spawn(run: Callable[..., object], arguments: tuple, processes: Processes, d
                 os.kill(worker.pid, signal.SIGKILL if is_second else number)
 
     with handling_signals(pass_on):
-        worker_args, count = (run, arguments, processes, device, url), processes.num_gpus
+        worker_args, count = (run, processes, url), processes.num_gpus
         # CUDA and OpenMP's threads do not survive a fork.
         with hidden_main_module():
             context = start_processes(_worker, worker_args, nprocs=count, join=False, start_method="spawn")
@@ -324,16 +311,16 @@ def _spawn(run: Callable[..., object], arguments: tuple, processes: Processes, d
             raise SystemExit(128 + received[0])
 
 
-def _worker(local_rank: int, run: Callable, arguments: tuple, processes: Processes, device: str, url: str) -> None:
+def _worker(local_rank: int, run: Callable[[], object], processes: Processes, url: str) -> None:
     # This resets the start method to the default. Otherwise data loader workers would be spawned, which takes seconds.
     multiprocessing.set_start_method(None, force=True)
     rank, count = processes.machine_rank * processes.num_gpus + local_rank, processes.num_gpus
-    env = DistributedEnv(rank, local_rank, count * processes.num_machines, count)
+    env = DistributedEnv(rank, local_rank, processes.world_size, count)
     status = None
     with handling_signals(terminate):
         try:
-            with _process_group(env, device, url, processes.dist_timeout):
-                run(*arguments)
+            with _process_group(processes, env, url):
+                run()
         except SystemExit as error:
             status = error.code
     if status is not None:
@@ -344,8 +331,8 @@ def _worker(local_rank: int, run: Callable, arguments: tuple, processes: Process
 
 
 @contextlib.contextmanager
-def _process_group(env: DistributedEnv, device: str, url: str, timeout: float) -> Iterator[None]:
-    on_gpu = not device.startswith("cpu")
+def _process_group(processes: Processes, env: DistributedEnv, url: str) -> Iterator[None]:
+    on_gpu, timeout = not processes.device.startswith("cpu"), processes.dist_timeout
     if on_gpu:
         torch.cuda.set_device(env.local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:

@@ -1,6 +1,7 @@
 """Training and evaluation with a LazyConfig, as in configs/lazy/. The trainer is the one for YAML configs."""
 
 import contextlib
+import functools
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -56,18 +57,18 @@ def run_lazy_config(
     path: str | Path,
     overrides: Sequence[str] = (),
     *,
-    processes: Processes,
     eval_only: bool = False,
     resume: bool = False,
+    **processes: Any,
 ) -> None:
     """Check a LazyConfig, then train or evaluate in all processes. The check takes about a second.
 
     Args:
         path: Path of the config. Each process reads it again, because a LazyConfig may contain functions.
         overrides: ``key=value``, or ``+key=value`` to add a key.
-        processes: Processes of the run.
         eval_only: Evaluate instead of training.
         resume: Continue from the last checkpoint in the output directory.
+        processes: Arguments of :class:`Processes`, except for the device.
 
     Raises:
         ConfigError: For a mistake in the config, in the overrides, or in a file that they name.
@@ -80,8 +81,8 @@ def run_lazy_config(
                 build_lazy_optimizer(cfg, model)  # Raises an error if a pattern matches no parameter.
         instantiate(cfg.lr_multiplier)
         options = choose_device(lazy_options(cfg, model), requested=True)
-    processes.check(options.MODEL.DEVICE)
-    check_setup(options, processes=processes.world_size, eval_only=eval_only, resume=resume, model=model)
+    run_processes = Processes(options.MODEL.DEVICE, **processes)
+    check_setup(options, processes=run_processes.world_size, eval_only=eval_only, resume=resume, model=model)
     for split in ("train", "test"):
         given = cfg.dataloader[split].mapper.image_format
         if given != model.input_format:
@@ -90,8 +91,7 @@ def run_lazy_config(
     if len(options.DATASETS.TEST) != 1:
         raise ConfigError(f"dataloader.test.dataset.names is {options.DATASETS.TEST}. It must have one dataset.")
     with cleanup_on_failure(Path(options.OUTPUT_DIR)):
-        arguments = (options, str(path), tuple(overrides), eval_only, resume)
-        launch(_run, arguments, processes, device=options.MODEL.DEVICE)
+        launch(functools.partial(_run, options, str(path), tuple(overrides), eval_only, resume), run_processes)
 
 
 def _run(options: CfgNode, path: str, overrides: Sequence[str], eval_only: bool, resume: bool) -> None:

@@ -507,7 +507,7 @@ class Trainer(DefaultTrainer):
                 _logger.warning("%s has no averaged weights: averaging starts at iteration %d.", path, self.start_iter)
 
     def train(self) -> OrderedDict | None:
-        """Train until ``SOLVER.MAX_ITER`` and return the last evaluation; return None after early stopping.
+        """Train until ``SOLVER.MAX_ITER``, or until early stopping. The result is detectron2's.
 
         SIGINT (Ctrl-C), SIGTERM, SIGHUP, SIGUSR1 and SIGXCPU save a checkpoint after the current iteration and exit
         with 128 plus the number of the signal. A second Ctrl-C ends a single process at once.
@@ -533,23 +533,20 @@ class Trainer(DefaultTrainer):
                 if hasattr(self._trainer.data_loader, "stop"):
                     self._trainer.data_loader.stop()
 
-    def evaluate_best(self, results: OrderedDict | None) -> OrderedDict | None:
+    def evaluate_best(self) -> None:
         """Evaluate ``model_best.pth`` after training, unless the last evaluation was the best.
 
         ``evaluation.json`` and the predictions then belong to the checkpoint that ``Detector.load`` loads.
-
-        Args:
-            results: The last evaluation, which is returned if it was the best, or without ``TEST.BEST_METRIC``.
         """
         best = self._best
         waited, iteration = comm.all_gather((best.evaluations_since_best, best.best_iter) if best else (0, None))[0]
         if not waited or iteration is None:
-            return results
+            return
         _logger.info("Evaluating the best checkpoint, of iteration %d", iteration)
         model = self._trainer.module if self.averaged is None else self.averaged.module
         best_checkpoint = Path(self.cfg.OUTPUT_DIR) / BEST_CHECKPOINT
         Checkpointer(model, cfg=self.cfg, complete=True).load(str(best_checkpoint), checkpointables=[])
-        return self.test(self.cfg, model)
+        self.test(self.cfg, model)
 
     def _stop_early(self) -> None:
         """Stop after ``SOLVER.EARLY_STOPPING_PATIENCE`` evaluations without a better metric, and save the model.

@@ -108,7 +108,8 @@ def export_detector(
         check_packages("Precision int8", "nncf")
     calibration = calibration_files(cfg, calibration_images) if is_int8 else []
     check_output_folder(output)
-    reference, categories = load_detector(with_overrides(cfg, {"MODEL.TRANSFORMER.COMPILE": False}), weights)
+    on_cpu = with_overrides(cfg, {"MODEL.DEVICE": "cpu", "MODEL.TRANSFORMER.COMPILE": False})
+    reference, categories = load_detector(on_cpu, weights)
     network = cast_network(copy.deepcopy(reference), precision)
     fixed_number = cfg.TEST.DETECTIONS_PER_IMAGE if fixed_detections else None
     exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)

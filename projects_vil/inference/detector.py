@@ -19,7 +19,7 @@ from detectron2.structures import Instances
 from backbones import ConfigError
 from backbones.errors import check_whole, first_of
 from projects_vil.checkpoint import Categories, find_model, find_weights
-from projects_vil.config import Overrides, add_values, as_mapping, choose_device, load_config
+from projects_vil.config import SCORE_THRESHOLDS, Overrides, add_values, as_mapping, choose_device, load_config
 from projects_vil.data.image_files import upright_pixels
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead
@@ -243,13 +243,13 @@ class Detector(HubMixin):
             runner = ExportedRunner(Path(path), device=device or "cpu", score_threshold=score_threshold)
             return cls(runner, draw_threshold=score_threshold)
         config, weights = find_model(source, weights)
+        given.setdefault("MODEL.DEVICE", "cuda")
+        if dtype is not None:
+            given["INFERENCE.DTYPE"] = str(dtype).removeprefix("torch.")
+        if score_threshold is not None:
+            given |= dict.fromkeys(SCORE_THRESHOLDS, float(score_threshold))
         # Values may be NumPy numbers or paths.
         cfg = load_config(config, {key: str(value) for key, value in given.items()})
-        cfg.defrost()
-        cfg.MODEL.DEVICE = "cuda" if device is None else cfg.MODEL.DEVICE
-        cfg.INFERENCE.DTYPE = str(dtype or cfg.INFERENCE.DTYPE).removeprefix("torch.")
-        if score_threshold is not None:
-            cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
         cfg = choose_device(cfg, requested=device is not None)
         file = os.fspath(weights or cfg.MODEL.WEIGHTS)
         file = file if os.path.exists(file) else find_weights(file)

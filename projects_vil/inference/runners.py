@@ -15,7 +15,7 @@ from torch import Tensor
 from backbones import ConfigError
 from backbones.errors import check_choice, explained_errors
 from projects_vil.checkpoint import known_categories, load_detector
-from projects_vil.config import DETECTORS, detector_name, set_precision
+from projects_vil.config import DETECTOR_ARCHITECTURES, detector_name, set_precision
 from projects_vil.data import size_for_testing
 from projects_vil.export import DAMAGED, ExportedModel, letterbox_size, pad_image, to_instances
 from projects_vil.modeling import add_tta, autocast_detector, eval_dtype, max_input_side, use_sync_free_parts
@@ -46,10 +46,10 @@ class EagerRunner:
     """
 
     def __init__(self, cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:
-        check_choice("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, DETECTORS)
+        check_choice("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, DETECTOR_ARCHITECTURES)
         check_choice("INFERENCE.DTYPE", cfg.INFERENCE.DTYPE, ("auto", *DTYPES))
         set_precision(cfg)
-        self.detector, self.categories = load_detector(cfg, weights, device=cfg.MODEL.DEVICE, as_datasets=False)
+        self.detector, self.categories = load_detector(cfg, weights, as_datasets=False)
         if self.detector.device.type == "cuda":
             use_sync_free_parts(self.detector)
         self.cfg, self.tta = cfg, tta

@@ -54,7 +54,7 @@ class TransformerBackbone(Backbone):
             options["drop_path_rate"] = get_variant(name).drop_path_rate
         # The keywords are used to convert official weights, and checkpoints store the options of the variant.
         self.options = {"out_features": tuple(out_features), **options}
-        self.variant_options = {key: value for key, value in options.items() if key in OPTIONS and value is not None}
+        self.variant_options = {key: value for key, value in options.items() if key in OPTIONS}
         self.net = create_backbone(name, **self.options)
         if freeze_at:
             check_freeze_at(freeze_at, name, len(self.net.variant.stages))
@@ -83,20 +83,17 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
     Raises:
         ConfigError: For an invalid key of ``MODEL.TRANSFORMER``, or an unknown stage in ``MODEL.FPN.IN_FEATURES``.
     """
-    node = cfg.MODEL.TRANSFORMER
-    is_timm = node.VARIANT.startswith(TIMM_PREFIX)
-    options: dict[str, object] = {}
-    for option in sorted(OPTIONS):
-        value = node[option.upper()]
-        # The variant sets empty values.
-        options[option] = None if value in ("", []) else value
+    node, backbone_class = cfg.MODEL.TRANSFORMER, TimmBackbone
+    # The variant sets empty values.
+    options = {key: node[key.upper()] for key in sorted(OPTIONS) if node[key.upper()] not in ("", [], None)}
+    if not node.VARIANT.startswith(TIMM_PREFIX):
+        backbone_class, options["max_img_size"] = TransformerBackbone, node.MAX_IMG_SIZE
     try:
-        backbone = (TimmBackbone if is_timm else TransformerBackbone)(
+        backbone = backbone_class(
             node.VARIANT,
             out_features=list(node.OUT_FEATURES or cfg.MODEL.FPN.IN_FEATURES),
             freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
             drop_path_rate=node.DROP_PATH,
-            max_img_size=None if is_timm else node.MAX_IMG_SIZE,
             activation_checkpointing=node.ACTIVATION_CHECKPOINTING,
             attention_backend=node.ATTENTION_BACKEND,
             **options,

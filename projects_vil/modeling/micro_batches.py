@@ -4,8 +4,8 @@ from detectron2.modeling import RetinaNet
 from detectron2.utils.events import get_event_storage
 from torch import nn
 
-# The attribute of detectron2's RetinaNet with the running mean of its positive anchors, and its first value.
-_NORMALIZER, _FIRST_NORMALIZER = "loss_normalizer", 100
+# The first value of RetinaNet.loss_normalizer, the running mean of its positive anchors, which is no attribute before.
+_FIRST_NORMALIZER = 100
 
 
 class MicroBatches:
@@ -27,12 +27,12 @@ class MicroBatches:
         self.total = 0
         self._model = model
         self._is_retinanet = isinstance(model, RetinaNet)
-        self._before = getattr(model, _NORMALIZER, _FIRST_NORMALIZER)
+        self._before = getattr(model, "loss_normalizer", _FIRST_NORMALIZER)
 
     def restore(self) -> None:
         """Restore the running mean from before the batch, after a micro-batch without a weight or a skipped step."""
         if self._is_retinanet:
-            setattr(self._model, _NORMALIZER, self._before)
+            self._model.loss_normalizer = self._before
 
     def weight(self, num_images: int) -> float:
         """Return the weight of the last micro-batch, and restore the running mean from before the batch."""
@@ -41,12 +41,12 @@ class MicroBatches:
             return 1.0
         positives, _ = get_event_storage().latest()["num_pos_anchors"]
         self.total += round(positives * num_images)
-        weight = getattr(self._model, _NORMALIZER, self._before)
-        setattr(self._model, _NORMALIZER, self._before)
+        weight = self._model.loss_normalizer
+        self.restore()
         return weight
 
     def divisor(self) -> float:
         """Return the divisor after the last micro-batch, and update the running mean for the whole batch."""
         if not self._is_retinanet:
             return self.total
-        return self._model._ema_update(_NORMALIZER, max(self.total, 1), _FIRST_NORMALIZER)
+        return self._model._ema_update("loss_normalizer", max(self.total, 1), _FIRST_NORMALIZER)

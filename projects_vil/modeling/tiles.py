@@ -12,6 +12,7 @@ from detectron2.structures import Boxes, Instances
 from torch import Tensor, nn
 
 from backbones import ConfigError
+from projects_vil.config import DETECTOR_ARCHITECTURES
 
 # Boxes that end at most this fraction of a tile before its edge may be cut by the edge.
 _MARGIN = 1 / 64
@@ -36,7 +37,7 @@ class TiledDetector(nn.Module):
 
     def __init__(self, cfg: CfgNode, model: nn.Module) -> None:
         super().__init__()
-        if cfg.MODEL.META_ARCHITECTURE not in ("RetinaNet", "GeneralizedRCNN") or cfg.MODEL.KEYPOINT_ON:
+        if cfg.MODEL.META_ARCHITECTURE not in DETECTOR_ARCHITECTURES or cfg.MODEL.KEYPOINT_ON:
             raise ConfigError("TEST.TILE_SIZE supports a RetinaNet or GeneralizedRCNN without keypoints. Set it to 0.")
         if not 0 <= cfg.TEST.TILE_OVERLAP <= 0.9:
             raise ConfigError(f"TEST.TILE_OVERLAP is {cfg.TEST.TILE_OVERLAP}. It must be from 0 to 0.9.")

@@ -38,7 +38,7 @@ class TimmBackbone(Backbone):
         activation_checkpointing: Recompute activations in the backward pass.
         attention_backend: ``"auto"`` or ``"sdpa"``, because timm uses PyTorch's attention.
         norm: ``"BN"`` (also None), ``"FrozenBN"`` or ``"SyncBN"``.
-        options: Options of other backbones; they must be None.
+        options: Options of other backbones, which raise an error.
 
     Raises:
         ConfigError: For an unknown model, a model without these strides or with a fixed image size, and an option that
@@ -58,8 +58,8 @@ class TimmBackbone(Backbone):
         **options: object,
     ) -> None:
         super().__init__()
-        if unknown := [option for option, value in options.items() if value is not None]:
-            raise ConfigError(f"{name} has no option {unknown[0]!r}. Leave it out: timm models have only norm.")
+        for option in options:
+            raise ConfigError(f"{name} has no option {option!r}. Leave it out: timm models have only norm.")
         check_choice("attention_backend", attention_backend, ("auto", "sdpa"))
         check_choice("norm", norm or "BN", _BATCH_NORMS)
         self.variant, self.name = name, name.removeprefix(TIMM_PREFIX)

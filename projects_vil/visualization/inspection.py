@@ -20,6 +20,7 @@ from backbones.backbone import Backbone
 from backbones.layers.token_merging import sampled_positions
 from backbones.lit import LIT
 from projects_vil.checkpoint import load_detector
+from projects_vil.config import with_overrides
 from projects_vil.data import read_for_testing
 from projects_vil.modeling import TransformerBackbone
 from projects_vil.visualization.attention import AttentionWeights, attention_weights
@@ -35,7 +36,7 @@ def load_model(cfg: CfgNode, weights: str | Path | None = None) -> tuple[nn.Modu
     Raises:
         ConfigError: If the backbone is not from this project, or if the weights are missing or do not fit.
     """
-    model, _ = load_detector(cfg, weights or "", complete=False)
+    model, _ = load_detector(with_overrides(cfg, {"MODEL.DEVICE": "cpu"}), weights or "", complete=False)
     backbone = getattr(model.backbone, "bottom_up", model.backbone)
     if not isinstance(backbone, TransformerBackbone):
         name = getattr(backbone, "variant", type(backbone).__name__)

@@ -86,9 +86,9 @@ def test_pointrends_color_augmentation(tmp_path):
 def test_file_base_and_overrides_are_merged_and_frozen(tmp_path):
     write(tmp_path, "SOLVER:\n  MAX_ITER: 7\n  BASE_LR: 0.5\nMODEL:\n  TRANSFORMER:\n    VARIANT: vil_small\n")
     leaf = tmp_path / "leaf.yaml"
-    leaf.write_text("_BASE_: config.yaml\nSOLVER:\n  BASE_LR: 0.25\n")
+    leaf.write_text("_BASE_: config.yaml\nSOLVER:\n  BASE_LR: 1\n")
     cfg = load_config(leaf, ["MODEL.TRANSFORMER.DROP_PATH", "0.3", "SOLVER.STEPS", "(1, 2)", "SOLVER.GAMMA", "1"])
-    assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.BASE_LR, cfg.SOLVER.STEPS) == (7, 0.25, (1, 2))
+    assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.BASE_LR, cfg.SOLVER.STEPS) == (7, 1, (1, 2))
     assert (cfg.SOLVER.GAMMA, type(cfg.SOLVER.GAMMA)) == (1.0, float)
     assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.TRANSFORMER.DROP_PATH) == ("vil_small", 0.3)
     assert cfg.is_frozen()

@@ -297,6 +297,8 @@ def test_a_resume_continues_the_same_run_only(data, request, capsys):
     resumed = train(output="run", resume=True, **{"SOLVER.MAX_ITER": 2, "SOLVER.BASE_LR": 1e-6})
     solver = load_config(resumed.folder / "config.yaml").SOLVER
     assert (solver.MAX_ITER, solver.BASE_LR_END) == (2, pytest.approx(2e-7))
+    train(config=load_config("run/config.yaml"), resume=True)
+    assert "a new run starts" not in capsys.readouterr().out
     # Without DATA and without a run, the default would be a new run on COCO.
     (data.parent / "work/typo").mkdir()
     for folder in ("rnu", "typo"):

@@ -53,7 +53,7 @@ def test_steps_without_effect_are_not_averaged():
             model.weight += torch.randn(5, 3)
         ours.update_parameters(model, torch.tensor(has_stepped))
         if has_stepped:
-            theirs.update_parameters(model)
+            theirs.update_parameters(model, torch.tensor(1.0))
         torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-4, atol=1e-4)
     assert ours.n_averaged == 3
 

@@ -91,9 +91,7 @@ def test_all_processes_evaluate_with_the_saved_statistics(tmp_path):
 
 
 def check(device="cpu", **changes) -> int:
-    processes = Processes(**changes)
-    processes.check(device)
-    return processes.world_size
+    return Processes(device, **changes).world_size
 
 
 TORCHRUN_SETS = {
@@ -234,7 +232,7 @@ def test_an_error_of_a_process_keeps_its_traceback(monkeypatch):
     """Also if the text of the error looks like a lost connection."""
     monkeypatch.setattr("projects_vil.engine.launch.start_processes", fork_processes)
     with pytest.raises(ProcessRaisedException, match="(?s)in refuse.*RuntimeError: Connection refused"):
-        launch(refuse, (), Processes(num_gpus=2), device="cpu")
+        launch(refuse, Processes("cpu", num_gpus=2))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from detectron2.solver import LRMultiplier
 from projects_vil import load_config
 from projects_vil.config import with_overrides
 from projects_vil.data import seed_all
-from projects_vil.engine import Processes, check_output_dir, load_records, run_lazy_config
+from projects_vil.engine import check_output_dir, load_records, run_lazy_config
 from projects_vil.engine.launch import save_config
 from projects_vil.engine.lazy import build_lazy_optimizer, lazy_options, lazy_trainer, load_lazy_config
 from projects_vil.modeling import build_on_meta
@@ -139,7 +139,7 @@ def test_a_resume_has_the_same_data_and_batch_size(shapes, tmp_path):
 def test_the_command_line(shapes, tmp_path):
     output = tmp_path / "run"
     path, overrides = arguments("mask_rcnn", f"train.output_dir={output}", "train.max_iter=2")
-    run_lazy_config(path, overrides, processes=Processes())
+    run_lazy_config(path, overrides)
     results = json.loads((output / "evaluation.json").read_text())
     assert "AP" in results["shapes_val"]["segm"]
     lines = [json.loads(line) for line in (output / "metrics.json").read_text().splitlines()]
@@ -147,7 +147,7 @@ def test_the_command_line(shapes, tmp_path):
     # The config of the run is a LazyConfig itself, with the seed of the run.
     assert load_lazy_config(output / "config.yaml").train.seed >= 0
     overrides = [f"train.init_checkpoint={output / 'model_final.pth'}", f"train.output_dir={tmp_path / 'again'}"]
-    run_lazy_config(output / "config.yaml", overrides, processes=Processes(), eval_only=True)
+    run_lazy_config(output / "config.yaml", overrides, eval_only=True)
     assert json.loads((tmp_path / "again/evaluation.json").read_text()) == results
 
 
@@ -168,5 +168,5 @@ def test_the_command_line(shapes, tmp_path):
 def test_mistakes(overrides, named, shapes, tmp_path):
     output = tmp_path / "run"
     given = arguments("retinanet", f"train.output_dir={output}", *overrides)
-    assert named in message(run_lazy_config, *given, processes=Processes())
+    assert named in message(run_lazy_config, *given)
     assert not output.exists()

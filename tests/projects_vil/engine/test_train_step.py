@@ -268,7 +268,7 @@ def test_the_synchronization_period_does_not_change_the_result(precision, tmp_pa
 def test_momentum_after_a_first_step_without_effect(sync_period, tmp_path, monkeypatch):
     """torch leaves the momentum of a fused optimizer undefined after such a step."""
     # detectron2 averages the number of positive anchors over all steps, including those without effect.
-    monkeypatch.setattr(RetinaNet, "_ema_update", lambda self, name, value, initial_value: initial_value)
+    monkeypatch.setattr(RetinaNet, "_ema_update", lambda self, name, _, first: setattr(self, name, first) or first)
     model, good = model_of("retinanet"), images_of(2)
     other, before = copy.deepcopy(model), weights_of(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=2.0**-90)

@@ -128,7 +128,7 @@ def test_keys_set_the_options_of_the_backbone():
     assert [stage.global_tokens.shape[1] for stage in stages if stage.global_tokens is not None] == [2, 1, 1]
     assert any("global_query" in name for name, _ in backbone.named_parameters())
     rates = [block.drop_path_rate for stage in stages for block in stage.blocks]
-    assert rates == pytest.approx([0, 0, 0.1, 0.15, 0.2, 0.25])
+    assert rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25])
     assert [len(stage.positions.rows) for stage in stages] == [32, 16, 8, 4]
     assert "MODEL.TRANSFORMER.MAX_IMG_SIZE" in message(backbone, images(100, 160))
     # Options of the other families.
