@@ -24,10 +24,10 @@ LR_SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGamm
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm)
 # With SOLVER.EPOCHS, the warm-up is limited to this share of the run. The limit is at least 20 iterations, or half of a
 # shorter run, because AdamW's first steps at the full rate would damage pretrained weights. An epoch of 1000 or more
-# iterations ends with an evaluation. Shorter epochs are evaluated at most every 100 iterations and 20 times.
+# iterations ends with an evaluation. Shorter epochs are evaluated at most every 200 iterations and 20 times.
 _WARMUP_SHARE, _SHORT_WARMUP = 0.05, 20
 _LONG_EPOCH = 1000
-_MIN_PERIOD = 100
+_MIN_PERIOD = 200
 _MAX_EVALUATIONS = 20
 # The keys of SOLVER that are keywords of parameter_groups.
 _GROUP_KEYS = ("BASE_LR", "WEIGHT_DECAY", "WEIGHT_DECAY_NORM", "WEIGHT_DECAY_BIAS", "BIAS_LR_FACTOR")
@@ -155,7 +155,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
     solver, clip = cfg.SOLVER, cfg.SOLVER.CLIP_GRADIENTS
     check_choice("SOLVER.OPTIMIZER", solver.OPTIMIZER, OPTIMIZERS)
     groups = parameter_groups(model, **{key.lower(): solver[key] for key in _GROUP_KEYS})
-    options = {"lr": solver.BASE_LR, "fused": True if next(model.parameters()).is_cuda else None}
+    options = {"lr": solver.BASE_LR, "fused": True}
     if solver.OPTIMIZER == "ADAMW":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, **options)
     else:
@@ -250,7 +250,7 @@ def resolve_schedule(cfg: CfgNode, num_images: int, overridden: Collection[str] 
     - ``SOLVER.STEPS`` keep their fractions of ``MAX_ITER``. Schedules without steps keep their shape anyway.
     - ``SOLVER.WARMUP_ITERS`` is limited to :func:`longest_warmup`.
     - ``TEST.EVAL_PERIOD`` and ``SOLVER.CHECKPOINT_PERIOD`` are one epoch if it has at least 1000 iterations. Otherwise
-      they are the smallest number of epochs with at least 100 iterations and at least 1/20 of all epochs.
+      they are the smallest number of epochs with at least 200 iterations and at least 1/20 of all epochs.
 
     A key in ``overridden`` keeps its value. ``SOLVER.MAX_ITER`` in it takes precedence over epochs of the config file.
     ``SOLVER.BASE_LR`` and ``BASE_LR_END`` are multiplied by ``IMS_PER_BATCH / REFERENCE_BATCH_SIZE``.

@@ -21,6 +21,18 @@ PASTE_PROBABILITY = 0.5
 MIN_VISIBLE_PIXELS = 64
 
 
+class ResizeBatch(T.ResizeShortestEdge):
+    """detectron2's resize to one of several sizes, with the same size for all images of a batch.
+
+    Images of different sizes are padded to the largest, and the model computes the padding too. The iteration, an
+    attribute of detectron2's ``AugInput``, selects the size, so that it is the same in all processes.
+    """
+
+    def get_transform(self, image: np.ndarray, iteration: int) -> T.ResizeTransform:
+        size = self.short_edge_length[iteration % len(self.short_edge_length)]
+        return T.ResizeShortestEdge(size, self.max_size, interp=self.interp).get_transform(image)
+
+
 class ResizeScale(T.ResizeScale):
     """detectron2's ``ResizeScale``, except that each side of the output has at least one pixel."""
 

@@ -36,8 +36,8 @@ from projects_vil.utils import STOP_SIGNALS
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
 # Maps a record to an input of the model.
 MapFunction = Callable[[dict[str, Any]], dict[str, Any]]
-# An image of a batch: the index of its record, and the seed of its augmentation.
-Item = tuple[int, int]
+# An image of a batch: the index of its record, the seed of its augmentation, and the iteration.
+Item = tuple[int, int, int]
 # If this many images in a row cannot be read, training stops, because the disk has probably failed.
 _MAX_UNREADABLE = 20
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EROFS)
@@ -103,11 +103,11 @@ class SeededRecords(MappedRecords):
     """
 
     def __getitem__(self, item: Item) -> dict[str, Any]:
-        (index, seed), skipped = item, {}
+        (index, seed, iteration), skipped = item, {}
         with seeded(seed):
             for _ in range(_MAX_UNREADABLE):
                 try:
-                    sample = self.mapper(self.records[index])
+                    sample = self.mapper(self.records[index] | {"iteration": iteration})
                 except UnreadableImage as error:
                     skipped[error.path] = f"{error.reason}. Another image is used instead"
                     index = random.randrange(len(self.records))
@@ -147,7 +147,7 @@ class BatchStream(Sampler[list[Item]]):
             batch.append((index, number * world_size + rank))
             if len(batch) == self.batch_size:
                 if iteration >= self.first_iteration:
-                    yield [(index, derived_seed("image", self.seed, position)) for index, position in batch]
+                    yield [(index, derived_seed("image", self.seed, number), iteration) for index, number in batch]
                 iteration += 1
                 batch.clear()
 
@@ -294,9 +294,7 @@ def make_train_loader(
         make_sampler: Returns the sampler for a seed. The default is detectron2's ``TrainingSampler``.
     """
     records = dataset if isinstance(dataset, SharedRecords) else SharedRecords(dataset)
-    groups = [0] * len(records)
-    if aspect_ratio_grouping:
-        groups = [0 if record.get("width", 0) > record.get("height", 0) else 1 for record in records]
+    groups = [aspect_ratio_grouping and one.get("width", 0) <= one.get("height", 0) for one in records]
     make_sampler = make_sampler or (lambda seed: samplers.TrainingSampler(len(records), seed=seed))
     batches = BatchStream(make_sampler, batch_size=total_batch_size // comm.get_world_size(), groups=groups)
     return Loader(SeededRecords(records, mapper), batch_sampler=batches, num_workers=num_workers)

@@ -19,7 +19,7 @@ from pycocotools import mask as mask_util
 from backbones import ConfigError
 from projects_vil.config import is_segmentor, with_overrides
 from projects_vil.data.albumentations_pipeline import AlbumentationsAugmentation
-from projects_vil.data.augmentation import boxes_of_masks, large_scale_jitter
+from projects_vil.data.augmentation import ResizeBatch, boxes_of_masks, large_scale_jitter
 from projects_vil.data.image_files import DAMAGED, IGNORED_LABEL, decode_image, read_image, read_labels, read_size
 
 
@@ -28,7 +28,8 @@ class Mapper(DatasetMapper):
 
     An image that cannot be read raises an :class:`UnreadableImage`. If only a part of an image can be decoded, the key
     ``damaged`` of the input has the file name and the damage. An image whose size differs from its record raises a
-    :class:`ConfigError`. ``INPUT.PHOTOMETRIC_DISTORTION`` is applied after detectron2's augmentations.
+    :class:`ConfigError`. ``INPUT.PHOTOMETRIC_DISTORTION`` is applied after detectron2's augmentations. If
+    ``INPUT.MIN_SIZE_TRAIN_SAMPLING`` is ``"batch"``, all images of a batch are resized to the same size.
 
     ``INPUT.MASK_FORMAT`` selects polygons or bitmaps. Masks are always bitmaps if an object of the image has RLE, or if
     images are cropped (``INPUT.CROP``, ``INPUT.AUGMENTATION``, ``recompute_boxes``). After a crop, boxes enclose the
@@ -70,6 +71,8 @@ class Mapper(DatasetMapper):
             options["albumentations"] = AlbumentationsAugmentation(cfg)
         elif not is_train and cfg.TEST.TILE_SIZE:
             cfg = with_overrides(cfg, {"INPUT.MIN_SIZE_TEST": 0})
+        sampling = cfg.INPUT.MIN_SIZE_TRAIN_SAMPLING
+        cfg = with_overrides(cfg, {"INPUT.MIN_SIZE_TRAIN_SAMPLING": "choice" if sampling == "batch" else sampling})
         options |= super().from_config(cfg, is_train)
         if not is_train:
             return options
@@ -83,6 +86,10 @@ class Mapper(DatasetMapper):
             augmentations.insert(1, T.RandomCrop_CategoryAreaConstraint(crop.TYPE, crop.SIZE, area, IGNORED_LABEL))
             if crop.PAD:
                 options |= {"padded_size": tuple(crop.SIZE), "pixel_mean": list(cfg.MODEL.PIXEL_MEAN)}
+        if sampling == "batch":
+            # detectron2's crop is before the resize.
+            index = crop.ENABLED and not is_label_model
+            augmentations[index] = ResizeBatch(cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN, "choice")
         if cfg.INPUT.PHOTOMETRIC_DISTORTION:
             # Its ranges are equal to mmsegmentation's PhotoMetricDistortion, which the official LIT segmentation uses.
             augmentations.append(ColorAugSSDTransform(img_format=cfg.INPUT.FORMAT))
@@ -115,6 +122,7 @@ class Mapper(DatasetMapper):
             image, objects, labels = self.albumentations(image, record.get("annotations", []), labels)
             record |= {"annotations": objects} if "annotations" in record else {}
         inputs = T.AugInput(image, sem_seg=labels)
+        inputs.iteration = record.pop("iteration", 0)
         transforms = self.augmentations(inputs)
         height, width = inputs.image.shape[:2]
         record["image"] = torch.from_numpy(np.ascontiguousarray(inputs.image.transpose(2, 0, 1)))

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from detectron2.layers import ShapeSpec
 from detectron2.modeling.backbone import Backbone
-from timm.layers import Conv2dSame, convert_sync_batchnorm, freeze_batch_norm_2d
+from timm.layers import Conv2dSame, FrozenBatchNormAct2d, convert_sync_batchnorm, freeze_batch_norm_2d
 from timm.models import group_parameters
 from torch import Tensor, nn
 
 from backbones import ConfigError
 from backbones.errors import check_choice, closest, counted, one_line
-from backbones.layers.tracing import contiguous_for_export
+from backbones.layers.tracing import contiguous_for_export, is_tracing
 
 TIMM_PREFIX = "timm:"
 TIMM_STAGES = {"stage1": 4, "stage2": 8, "stage3": 16, "stage4": 32}
@@ -80,13 +80,13 @@ class TimmBackbone(Backbone):
             probe = _create(name, out_indices=list(indices.values()), **self.options)
             frozen = _parameters_before(probe, freeze_at, name)
         self.net = _create(name, out_indices=[indices[stage] for stage in self.stages], **self.options)
-        for key, module in [*self.net.named_modules()]:
-            if isinstance(module, Conv2dSame):
-                self.net.set_submodule(key, _SameConv2d(module))
         if norm is not None:
             if not any(isinstance(module, nn.BatchNorm2d) for module in self.net.modules()):
                 raise ConfigError(f"{name} has no batch norm. Leave out MODEL.TRANSFORMER.NORM.")
             self.net = _BATCH_NORMS[norm](self.net)
+        for key, module in [*self.net.named_modules()]:
+            if type(module) in _REPLACED:
+                self.net.set_submodule(key, _REPLACED[type(module)](module))
         self._is_depthwise = any(isinstance(one, nn.Conv2d) and one.groups > 1 for one in self.net.modules())
         if activation_checkpointing:
             self.net.model.set_grad_checkpointing(True)
@@ -105,8 +105,8 @@ class TimmBackbone(Backbone):
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """(B, 3, H, W), with H and W multiples of 32 -> {stage: (B, C, H / stride, W / stride)}."""
-        # On a CPU, the gradients of depthwise convolutions are computed faster in channels_last (docs/benchmarks.md).
-        is_channels_last = self.training and self._is_depthwise and images.device.type == "cpu"
+        # On a CPU, depthwise convolutions and their gradients are faster in channels_last (docs/benchmarks.md).
+        is_channels_last = self._is_depthwise and images.device.type == "cpu" and not is_tracing()
         features = self.net(images.contiguous(memory_format=torch.channels_last) if is_channels_last else images)
         features = [x.contiguous() if is_channels_last else contiguous_for_export(x) for x in features]
         return dict(zip(self.stages, features, strict=True))
@@ -160,6 +160,20 @@ class TimmBackbone(Backbone):
         return {f"model.{key}": tensor for key, tensor in model.state_dict().items() if key in own}
 
 
+class _FrozenBatchNorm(FrozenBatchNormAct2d):
+    """timm's frozen batch norm, with one pass over the feature map instead of two for the scale and the shift."""
+
+    def __init__(self, norm: FrozenBatchNormAct2d) -> None:
+        super().__init__(norm.weight.numel(), norm.eps)
+        vars(self).update(vars(norm))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C, H, W)."""
+        scale = self.weight * (self.running_var + self.eps).rsqrt()
+        shift = self.bias - self.running_mean * scale
+        return self.act(self.drop(torch.addcmul(shift[:, None, None], x, scale[:, None, None])))
+
+
 class _SameConv2d(nn.Conv2d):
     """TensorFlow's "same" convolution for sides that are multiples of the stride.
 
@@ -179,6 +193,9 @@ class _SameConv2d(nn.Conv2d):
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C', H / stride, W / stride)."""
         return super().forward(F.pad(images, self.pads))
+
+
+_REPLACED = {Conv2dSame: _SameConv2d, FrozenBatchNormAct2d: _FrozenBatchNorm}
 
 
 def check_freeze_at(freeze_at: int, name: str, num_stages: int) -> None:

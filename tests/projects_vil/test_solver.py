@@ -181,9 +181,9 @@ def plan(num_images, *overrides, config=ONE_X):
     [
         # COCO images with objects. The 1x schedule of the paper has 90k iterations and steps at 60k and 80k.
         (117266, 16, 12, (87950, (58633, 78178), 1000, 7330)),
-        # 63 iterations per epoch: two epochs have 100 iterations, but a twentieth of the run is longer.
-        (1000, 16, 80, (5000, (3333, 4444), 250, 250)),
-        (50, 8, 40, (250, (167, 222), 20, 100)),
+        # 63 iterations per epoch: four epochs have 200 iterations, but a twentieth of the run is longer.
+        (1000, 16, 160, (10000, (6667, 8889), 500, 500)),
+        (50, 8, 40, (250, (167, 222), 20, 200)),
         (7, 16, 1, (1, (), 1, 1)),
         (7, 2, 1, (4, (3,), 2, 4)),
         # With 2 iterations, both steps come after the first.
@@ -217,7 +217,7 @@ def test_schedules_without_epochs_and_overrides_stay(tmp_path):
 def test_the_tool_prints_a_table_and_overrides(datasets_root, tmp_path, monkeypatch):
     tool = "../examples/plan_schedule.py"
     lines = run_tool(tool, "--images", 50, "--epochs", "20,40", "--batch", 8)[1].splitlines()
-    assert ["40", "250", "167,", "222", "20", "100", "100"] in [line.split() for line in lines]
+    assert ["40", "250", "167,", "222", "20", "200", "200"] in [line.split() for line in lines]
     assert "SOLVER.IMS_PER_BATCH 8 SOLVER.EPOCHS 40" in lines
     assert lines[-1].startswith("SOLVER.MAX_ITER 250 ") and lines[-1].endswith(" SOLVER.STEPS '(167, 222)'")
     monkeypatch.setenv("DETECTRON2_DATASETS", str(datasets_root))

@@ -30,9 +30,9 @@ def stream(*, seed=3, **options) -> BatchStream:
 def test_batches_have_one_group_resume_at_any_iteration_and_differ_by_seed():
     batches = list(islice(stream(), 30))
     assert list(islice(stream(first_iteration=17), 13)) == batches[17:]
-    assert all(len({GROUPS[index] for index, _ in batch}) == 1 for batch in batches)
-    assert {index for batch in batches for index, _ in batch} == set(range(len(GROUPS)))
-    assert len({seed for batch in batches for _, seed in batch}) == 60
+    assert all(len({GROUPS[index] for index, *_ in batch}) == 1 for batch in batches)
+    assert {index for batch in batches for index, *_ in batch} == set(range(len(GROUPS)))
+    assert len({seed for batch in batches for _, seed, _ in batch}) == 60
     assert list(islice(stream(seed=4), 30)) != batches
 
 
@@ -84,7 +84,11 @@ def test_signals_are_deferred_while_loading_processes_start(of, shapes, monkeypa
 STRONG = ["INPUT.AUGMENTATION", "lsj_copy_paste", "INPUT.LSJ.SIZE", "48"]
 
 
-@pytest.mark.parametrize("detector, keys", [("retinanet", ["INPUT.MIN_SIZE_TRAIN", "(48, 64)"]), ("mask_rcnn", STRONG)])
+SIZES = ["INPUT.MIN_SIZE_TRAIN", "(48, 64)"]
+ONE_SIZE = [*SIZES, "INPUT.MIN_SIZE_TRAIN_SAMPLING", "batch"]
+
+
+@pytest.mark.parametrize("detector, keys", [("retinanet", SIZES), ("retinanet", ONE_SIZE), ("mask_rcnn", STRONG)])
 def test_batches_do_not_depend_on_worker_processes_or_on_resuming(shapes, detector, keys):
     def images(*, workers: int, first: int, number: int) -> list[dict]:
         options = ["SOLVER.IMS_PER_BATCH", "3", "DATALOADER.NUM_WORKERS", str(workers)]
@@ -104,7 +108,9 @@ def test_batches_do_not_depend_on_worker_processes_or_on_resuming(shapes, detect
     if keys is STRONG:
         assert any("pasted_from" in sample for sample in whole)
     else:
-        assert len({sample["image"].shape for sample in whole}) > 1
+        sides = [min(sample["image"].shape[1:]) for sample in whole]
+        assert set(sides) == {48, 64}
+        assert (sides[::3] == sides[1::3] == sides[2::3]) == (keys is ONE_SIZE)
 
 
 def test_damaged_images_do_not_end_a_run(copy, caplog):
