@@ -20,17 +20,16 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def test_a_missing_machine_is_named_and_the_start_times_out(datasets_root, tmp_path):
+def test_a_start_times_out_if_a_machine_is_missing(datasets_root, tmp_path):
     runs = []
     for rank in (0, 1):
         url = f"tcp://localhost:{free_port()}"
         flags = ["--num-machines", "2", "--machine-rank", rank, "--dist-url", url, "--dist-timeout", "12"]
-        runs.append((Run(tmp_path / str(rank), datasets_root, *flags), f"machine rank {1 - rank} of 2 at {url}", url))
-    for run, missing, url in runs:
+        runs.append((Run(tmp_path / str(rank), datasets_root, *flags), url))
+    for run, url in runs:
         status, log = run.end(PATIENCE)
-        assert status == 1 and log.count(f"waiting for {missing}") == 1 and "Traceback" not in log, log
-        assert log.splitlines()[-1].startswith("error: ") and url in log.splitlines()[-1]
-        assert not run.output.exists()
+        assert status == 1 and f"waiting up to 12 s for 2 machines at {url}" in log and "Traceback" not in log, log
+        assert log.splitlines()[-1].startswith(f"error: Cannot connect to {url}: ") and not run.output.exists()
 
 
 def test_a_wrong_host_or_ctrl_c_ends_the_run(datasets_root, tmp_path):
@@ -38,7 +37,7 @@ def test_a_wrong_host_or_ctrl_c_ends_the_run(datasets_root, tmp_path):
     status, log = Run(tmp_path / "wrong", datasets_root, *flags, "tcp://first.invalid:29500").end(PATIENCE)
     assert status == 1 and "first.invalid" in log.splitlines()[-1] and "waiting" not in log, log
     run = Run(tmp_path / "run", datasets_root, *flags, f"tcp://localhost:{free_port()}")
-    run.wait_for("waiting for machine rank 0")
+    run.wait_for("waiting up to")
     os.killpg(run.process.pid, signal.SIGINT)
     status, log = run.end()
     assert status == 128 + signal.SIGINT and "Traceback" not in log, log
@@ -76,7 +75,7 @@ def test_two_machines_train_one_model(machines, datasets_root, tmp_path):
     """The second machine starts after the first one has logged that it waits."""
     flags = ["--num-machines", "2", "--dist-url", f"tcp://{HOSTS[0]}:29511", "OUTPUT_DIR", tmp_path / "run"]
     first = Run(tmp_path / "first", datasets_root, *flags, network=machines[0])
-    first.wait_for("waiting for machine rank 1 of 2")
+    first.wait_for("waiting up to")
     second = Run(tmp_path / "second", datasets_root, "--machine-rank", "1", *flags, network=machines[1])
     for run in (first, second):
         status, log = run.end(PATIENCE)
