@@ -31,6 +31,7 @@ _CHOICES: dict[str, Collection[str]] = {
     "INPUT.AUGMENTATION": AUGMENTATIONS,
     "INPUT.CROP.TYPE": ("relative_range", "relative", "absolute", "absolute_range"),
     "INPUT.FORMAT": ("RGB", "BGR"),
+    "INPUT.MIN_SIZE_TRAIN_SAMPLING": ("choice", "range", "batch"),
     "SOLVER.AMP.DTYPE": ("auto", "bfloat16", "float16"),
     "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("full_model", "norm", "value"),
     "SOLVER.LR_SCHEDULER_NAME": LR_SCHEDULERS,

@@ -174,16 +174,6 @@ def test_settings_that_do_not_fit(text, tmp_path, whole):
         assert name in message(Training, replace(SETTINGS, **changes), text, whole.output, resume=True)
 
 
-def test_gradient_accumulation_trains_as_one_batch(text, tmp_path):
-    bits = []
-    for accumulate in (1, 2):
-        settings = replace(SETTINGS, phases=PHASES[:1], dropout=0.0, accumulate=accumulate)
-        training = Training(settings, text, tmp_path / str(accumulate))
-        training.run()
-        bits.append([row["val"] for row in training.evaluations])
-    assert bits[0] == pytest.approx(bits[1], rel=1e-2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_training_learns_and_generates_a_repeated_text(text, tmp_path, name):

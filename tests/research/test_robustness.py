@@ -7,7 +7,6 @@ import json
 
 import numpy as np
 import pytest
-import timm
 import torch
 from PIL import Image
 from timm.data import RealLabelsImagenet, create_transform, resolve_model_data_config
@@ -216,16 +215,6 @@ def test_a_run_of_timm(tmp_path, classifier, arguments, size):
     averaged = load_classifier(path, averaged=True).model
     assert torch.equal(averaged.head.bias, classifier.head.bias * 0.5)
     assert "vil_small" in message(load_classifier, path, "vil_small")
-
-
-def test_tables_larger_than_the_images_stay_as_trained(tmp_path):
-    name, options = VARIANT.removesuffix("_rpb"), {"img_size": 96, "position_interpolation": "per_feature_map"}
-    trained = randomize(timm.create_model(name, num_classes=7, **options)).eval()
-    path = timm_checkpoint(tmp_path / "run.pth.tar", trained.state_dict(), model=name, model_kwargs=options)
-    loaded = load_classifier(path)
-    assert (loaded.img_size, loaded.table_img_size) == ((64, 64), (96, 96))
-    torch.testing.assert_close(logits_of(loaded.model), logits_of(trained), **FLOAT32)
-    assert load_classifier(path, img_size=64).table_img_size == (64, 64)
 
 
 def test_plain_and_official_state_dicts(tmp_path, classifier):
