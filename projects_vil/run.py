@@ -547,9 +547,9 @@ def _register(dataset: Dataset, name: str, *, train: str = "train", test: str = 
     entries = []
     for split, files in dataset.splits.items():
         own = f"{name}_{split}"
-        if own in _registered & set(DatasetCatalog.list()):
-            DatasetCatalog.remove(own)
-            MetadataCatalog.remove(own)
+        if own in _registered:
+            DatasetCatalog.pop(own, None)
+            MetadataCatalog.pop(own, None)
         _registered.add(own)
         # The advice of errors names it.
         MetadataCatalog.get(own).source = str(dataset.source)

@@ -101,7 +101,7 @@ TORCHRUN_SETS = {
 
 
 def test_the_number_of_processes(monkeypatch):
-    assert check(num_gpus=2, num_machines=3, dist_url="tcp://first:29500") == 6
+    assert check(num_gpus=2, num_machines=3, dist_url="tcp://localhost:29500") == 6
     for name, value in TORCHRUN_SETS.items():
         monkeypatch.setenv(name, value)
     assert check() == 4

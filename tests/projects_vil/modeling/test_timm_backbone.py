@@ -129,7 +129,7 @@ def test_swin_shifts_windows_in_the_last_stage():
         (VIT, ["MODEL.BACKBONE.FREEZE_AT", "2"], "test_vit has 1 stage. Use 0 to 1."),
         (SWIN, ["MODEL.TRANSFORMER.NORM", "FrozenBN"], "has no batch norm. Leave out MODEL.TRANSFORMER.NORM"),
         ("maxvit_nano_rw_256", [], "fixed image size"),
-        ("resnet19", [], "'resnet18'"),
+        ("resnet19", [], "'timm:resnet18'"),
         ("resnet18.in30k", [], "in30k"),
         (SWIN, ["MODEL.TRANSFORMER.TOKEN_MERGING", "uniform"], "no option 'token_merging'"),
         (SWIN, ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"], "attention_backend"),
