@@ -177,14 +177,12 @@ def terminate(number: int, frame: FrameType | None = None) -> NoReturn:
 
     Python ignores exceptions in destructors. If the signal interrupts a destructor, it is therefore sent again.
     """
-    hook, main = sys.unraisablehook, threading.main_thread().ident
 
     def send_again(unraisable: "sys.UnraisableHookArgs") -> None:
         if isinstance(unraisable.exc_value, SystemExit):
-            threading.Timer(0.1, signal.pthread_kill, (main, number)).start()
+            threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, number)).start()
         else:
-            hook(unraisable)
+            sys.__unraisablehook__(unraisable)
 
-    if frame is not None:
-        sys.unraisablehook = send_again
+    sys.unraisablehook = send_again
     raise SystemExit(128 + number)

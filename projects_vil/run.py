@@ -45,7 +45,7 @@ from projects_vil.inference import Detector
 from projects_vil.modeling import TIMM_PREFIX, check_timm_name
 from projects_vil.recipes import SIZE_KEYS, best_weights, default_model, size_values, tile_values, with_recipe
 from projects_vil.utils import cleanup_on_failure, run_lock
-from vil.choices import DETECTORS, IMAGE_SIZES, NAMES_OF_OTHERS, RECIPES, SCHEDULES
+from vil.choices import DETECTORS, IMAGE_SIZES, KEYS, NAMES_OF_OTHERS, RECIPES, SCHEDULES
 
 # The result of detector_name -> the detector
 _KINDS = {"RetinaNet": "retinanet", "Mask R-CNN": "mask_rcnn", "Faster R-CNN": "faster_rcnn"}
@@ -176,17 +176,11 @@ def train(
     if pixels is not None and not (isinstance(pixels, int) and least <= pixels <= most):
         argument = "tiles" if tiles else "image_size"
         raise ConfigError(f"{argument} is {pixels!r}. Give a whole number from {least} to {most}.")
-    of_arguments = {
-        "OUTPUT_DIR": output and os.fspath(output),
-        "SOLVER.EPOCHS": epochs,
-        "SOLVER.IMS_PER_BATCH": batch,
-        "SOLVER.BASE_LR": None if lr is None else float(lr),
-        **(tile_values(tiles) if tiles else size_values(pixels) if pixels else {}),
-        "DATALOADER.NUM_WORKERS": workers,
-        "MODEL.WEIGHTS": weights and os.fspath(weights),
-        "MODEL.DEVICE": None if device is None else str(device),
-    }
-    add_values(given, of_arguments)
+    arguments = {"epochs": epochs, "batch": batch, "lr": None if lr is None else float(lr), "workers": workers}
+    arguments |= {"output": output and os.fspath(output), "weights": weights and os.fspath(weights)}
+    arguments |= {"device": None if device is None else str(device)}
+    sizes = tile_values(tiles) if tiles else size_values(pixels) if pixels else {}
+    add_values(given, {KEYS[name]: value for name, value in arguments.items()} | sizes)
     if is_random := given.get("MODEL.WEIGHTS") in ("none", ""):
         given["MODEL.WEIGHTS"] = ""
     if recipe is not None:

@@ -368,7 +368,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         parser.error(f"argument --fix: '{args.fix}' already exists or is the name of a file. Give a new folder")
 
     choices.registers_builders = False
-    from projects_vil.data.check import check_dataset, check_training, write_fixed
+    from projects_vil.data.check import check_classes, check_dataset, write_fixed
     from projects_vil.data.object_sizes import IMAGE_SIZES, RETINANET, choose_size, objects_of
     from projects_vil.data.splits import split_by_hash
 
@@ -398,7 +398,6 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
                 lines.append(f"'vil train' on a {device}: {choose_size(RETINANET, objects, sizes=sizes, fit=True)[-1]}")
         splits = {split: file.to_json() for split, file in files.items()}
         write_json(args.json, {"splits": splits, "notes": dataset.notes, "unused": dataset.unused})
-        check_training(files)
         lines += write_fixed(files, args.fix)
     except BaseException:
         if args.fix:
@@ -407,6 +406,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     finally:
         # Print last, because an error of a closed pipe must not remove the fixed copy.
         show(*lines)
+    check_classes(files)
 
 
 def convert_data(parser: ToolParser, words: Sequence[str]) -> None:

@@ -24,8 +24,9 @@ MIN_VISIBLE_PIXELS = 64
 class ResizeBatch(T.ResizeShortestEdge):
     """detectron2's resize to one of several sizes, with the same size for all images of a batch.
 
-    Images of different sizes are padded to the largest, and the model computes the padding too. The iteration, an
-    attribute of detectron2's ``AugInput``, selects the size, so that it is the same in all processes.
+    Images of different sizes are padded to the largest, and the model computes the padding too. With one size, only
+    images of different aspect ratios are padded. The iteration, an attribute of detectron2's ``AugInput``, selects the
+    size, so that it is the same in all processes.
     """
 
     def get_transform(self, image: np.ndarray, iteration: int) -> T.ResizeTransform:

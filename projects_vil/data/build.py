@@ -294,7 +294,9 @@ def make_train_loader(
         make_sampler: Returns the sampler for a seed. The default is detectron2's ``TrainingSampler``.
     """
     records = dataset if isinstance(dataset, SharedRecords) else SharedRecords(dataset)
-    groups = [aspect_ratio_grouping and one.get("width", 0) <= one.get("height", 0) for one in records]
+    groups = [False] * len(records)
+    if aspect_ratio_grouping:
+        groups = [one.get("width", 0) <= one.get("height", 0) for one in records]
     make_sampler = make_sampler or (lambda seed: samplers.TrainingSampler(len(records), seed=seed))
     batches = BatchStream(make_sampler, batch_size=total_batch_size // comm.get_world_size(), groups=groups)
     return Loader(SeededRecords(records, mapper), batch_sampler=batches, num_workers=num_workers)

@@ -25,6 +25,7 @@ from backbones import ConfigError
 from backbones.errors import check_file, closest, first_of
 from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
 from projects_vil.data.image_files import IGNORED_LABEL, is_image, read_labels
+from projects_vil.data.readers.index import read_names
 from projects_vil.files import read_json
 
 # The classes of the synthetic datasets, which examples/make_shapes_dataset.py writes.
@@ -189,16 +190,11 @@ def read_classes(path: str | Path) -> list[str]:
     """Read class names from a text file with one name per line, in the order of the labels.
 
     Raises:
-        ConfigError: If the file cannot be read, if a name is repeated, or if there are not 1 to 254 names.
+        ConfigError: If there is no UTF-8 file, if a name is repeated, or if there are not 1 to 254 names.
     """
-    try:
-        names = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"Cannot read the class names in '{path}': {error}. Use a UTF-8 text file.") from error
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"'{path}' has the class name {repeated[0]!r} more than once. Name each class once.")
-    if not 1 <= len(names) < IGNORED_LABEL:
-        raise ConfigError(f"'{path}' has {len(names)} class names. Write 1 to {IGNORED_LABEL - 1} names, one per line.")
+    names = read_names(str(path))
+    if not 1 <= len({*names}) == len(names) < IGNORED_LABEL or any("\ufffd" in name for name in names):
+        raise ConfigError(f"'{path}' must have 1 to {IGNORED_LABEL - 1} different class names in UTF-8, one per line.")
     return names
 
 

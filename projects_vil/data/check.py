@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from backbones import ConfigError
-from backbones.errors import counted, first_of
+from backbones.errors import closest, counted, first_of
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.readers import Dataset, read_dataset
 from projects_vil.data.segmentation import count_masks
@@ -55,15 +55,13 @@ def check_dataset(
     return dataset, files
 
 
-def check_training(files: Mapping[str, CocoFile]) -> None:
-    """Raise a :class:`ConfigError` if a detector cannot be trained on the checked files."""
+def check_classes(files: Mapping[str, CocoFile]) -> None:
+    """Raise a :class:`ConfigError` if validation images have a class that training images lack. Training rejects it."""
     train, val = files["train"], files.get("val", files["train"])
-    if train.dataset.get("annotations") == []:
-        raise ConfigError(f"The training images of '{train.path}' have no objects. Annotate them.")
     ours, theirs = ([str(one.get("name")) for one in entries_of(f.dataset, "categories")] for f in (train, val))
-    if unknown := [repr(name) for name in theirs if name not in ours]:
-        text = f"'{val.path}' has classes that do not exist in '{train.path}': {first_of(unknown, 5)}"
-        raise ConfigError(f"{text}. Rename or remove them.")
+    if unknown := [name for name in theirs if name not in ours]:
+        text = f"'{val.path}' has classes that do not exist in '{train.path}': {first_of([*map(repr, unknown)], 5)}"
+        raise ConfigError(f"{text}{closest(unknown[0], ours) or '.'} Rename or remove them.")
 
 
 def write_fixed(files: Mapping[str, CocoFile], output: str | Path | None) -> list[str]:

@@ -511,7 +511,7 @@ class Check:
     Attributes:
         name: The name of the check.
         severity: ``"error"`` stops a run unless ``DATASETS.CHECK`` is ``"warn"``. ``"fixed"`` has only one possible
-            meaning, so the value is always fixed. ``"note"`` is harmless.
+            meaning, so the value is always fixed. ``"note"`` is harmless, with a fix or without.
         what: A description of the findings, in the plural.
         fix: The function that fixes a finding, or None.
         effect: The effect of the fix, or the meaning of a note.

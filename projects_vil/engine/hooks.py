@@ -246,9 +246,9 @@ class ProgressBar(HookBase):
         # The first iteration of this epoch, and the first one after it.
         first, end = (min(math.ceil(number * length), trainer.max_iter) for number in (epoch, epoch + 1))
         if self._bar is None:
-            # A terminal of a container may have 0 columns, and tqdm would print nothing. This is 80 then.
-            columns = shutil.get_terminal_size().columns
-            options = {"bar_format": "{desc} {bar:20} {n_fmt}/{total_fmt}{postfix}", "ncols": columns}
+            # A terminal of a container may have 0 columns, and tqdm would print nothing. This function returns 80 then.
+            options = {"ncols": shutil.get_terminal_size().columns}
+            options |= {"bar_format": "{desc} {bar:20} {n_fmt}/{total_fmt}{postfix}"}
             title = f"epoch {epoch + 1}/{math.ceil(trainer.max_iter / length)}"
             self._bar = tqdm(desc=title, total=end - first, file=sys.stdout, **options)
         histories = trainer.storage.histories()

@@ -10,12 +10,14 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import torch
 from detectron2.config import CfgNode
@@ -23,7 +25,7 @@ from detectron2.evaluation import verify_results
 from detectron2.utils import comm
 from detectron2.utils.collect_env import collect_env_info
 from detectron2.utils.env import seed_all_rng
-from torch.distributed import DistNetworkError, DistStoreError, rendezvous
+from torch.distributed import DistNetworkError, FileStore, PrefixStore, Store, TCPStore
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from backbones import ConfigError
@@ -121,14 +123,8 @@ class Processes:
             here, self.world_size, self.is_first = env.local_world_size, env.world_size, env.rank == 0
         if not 0 <= self.machine_rank < self.num_machines:
             raise ConfigError(f"--machine-rank is {self.machine_rank}. It must be from 0 to {self.num_machines - 1}.")
-        if self.num_machines > 1:
-            address = re.fullmatch(r"tcp://(?!127\.0\.0\.1:)([^/]+):(\d{1,5})", self.dist_url)
-            if address is None:
-                raise ConfigError(f"--dist-url is {self.dist_url}. Use tcp://HOST:PORT of the first machine.")
-            try:
-                socket.getaddrinfo(*address.groups())
-            except OSError as error:
-                raise ConfigError(f"--dist-url is {self.dist_url}: {error.strerror}. Check the host.") from error
+        if self.num_machines > 1 and not re.fullmatch(r"tcp://(?!127\.0\.0\.1:)[^/]+:\d{1,5}", self.dist_url):
+            raise ConfigError(f"--dist-url is {self.dist_url}. Use tcp://HOST:PORT of the first machine.")
         if self.world_size > 1 and ":" in self.device:
             device, _, _ = self.device.partition(":")
             raise ConfigError(f"MODEL.DEVICE is {self.device}. With several processes, use {device}.")
@@ -193,10 +189,6 @@ def run_training(cfg: CfgNode, trainer_class: type[Trainer], resume: bool, overr
         cfg = with_overrides(cfg, values)
         _set_up_run(cfg, eval_only=False)
         solver = cfg.SOLVER
-        if resume and is_new:
-            weights = cfg.MODEL.WEIGHTS
-            start = f"from '{weights}'" if weights else "with random weights (MODEL.WEIGHTS is empty)"
-            logger.warning("%s has no checkpoint to --resume from. Training starts %s.", cfg.OUTPUT_DIR, start)
         if solver.WARMUP_ITERS >= solver.MAX_ITER:
             logger.warning("The learning rate never reaches BASE_LR: SOLVER.WARMUP_ITERS is not below MAX_ITER.")
         logger.info(
@@ -342,23 +334,69 @@ def _process_group(processes: Processes, env: DistributedEnv, url: str) -> Itera
     # Ray Train creates the group itself.
     is_ours = not torch.distributed.is_initialized()
     if is_ours:
-        if processes.num_machines > 1 and env.local_rank == 0:
-            print(f"waiting up to {timeout:g} s for {processes.num_machines} machines at {url}", flush=True)
-        try:
-            # PyTorch waits in C++, where the signal handlers of Python have no effect.
-            with contextlib.nullcontext() if processes.env else handling_signals(signal.SIG_DFL):
-                options: dict[str, Any] = {"rank": env.rank, "world_size": env.world_size}
-                store, *_ = next(rendezvous(url, **options, timeout=timedelta(seconds=timeout)))
-        except (DistNetworkError, DistStoreError) as error:
-            reason = str(error).splitlines()[0].rstrip(".")
-            advice = "Start all machines within --dist-timeout, and check --dist-url and the firewall."
-            raise ConfigError(f"Cannot connect to {url}: {reason}. {advice}") from error
-        options["timeout"] = timedelta(seconds=max(timeout, LEAST_TIMEOUT))
-        store.set_timeout(options["timeout"])
-        torch.distributed.init_process_group("nccl" if on_gpu else "gloo", store=store, **options)
+        store, wait = _rendezvous(env, url, timeout), timedelta(seconds=max(timeout, LEAST_TIMEOUT))
+        store.set_timeout(wait)
+        options = {"store": store, "rank": env.rank, "world_size": env.world_size, "timeout": wait}
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo", **options)
     comm.create_local_process_group(env.local_world_size)
     comm.synchronize()
     yield
     # Not in a finally clause: after an exception, the other processes may never reach this line.
     if is_ours:
         torch.distributed.destroy_process_group()
+
+
+def _rendezvous(env: DistributedEnv, url: str, timeout: float) -> Store:
+    """Wait for all processes of a run and return a store that they share.
+
+    After a restart, torchrun's store still has the addresses of the old processes, and each machine counts restarts
+    separately. Therefore the first process writes a new key at each start, and all processes register with this key.
+
+    Args:
+        env: Position of this process.
+        url: ``tcp://HOST:PORT`` of the first machine, or ``file://PATH``.
+        timeout: Seconds to wait.
+
+    Raises:
+        ConfigError: If the host has no address, if the port is in use, or after the timeout.
+    """
+    whom = f"{env.world_size // env.local_world_size} machines at {url}"
+    begin, store, key, is_ours = time.monotonic(), None, "", False
+    if env.local_rank == 0 and env.local_world_size < env.world_size:
+        print(f"waiting for {whom}, at most {timeout:g} s", file=sys.stderr, flush=True)
+    while True:
+        store = store or _open_store(env, url, timeout)
+        if store is not None:
+            if env.rank == 0 and not key:
+                store.set("start", f"{env.world_size} {os.urandom(8).hex()}")
+            if store.check(["start"]) and (given := store.get("start").decode()) != key:
+                key = given
+                # If an older process with this rank has already registered, the first process writes another key.
+                is_ours = key.startswith(f"{env.world_size} ") and store.add(f"{key} {env.rank}", 1) == 1
+            if env.rank == 0 and store.check([f"{key} {rank}" for rank in range(env.world_size)]):
+                store.set(f"{key} all", "")
+            if is_ours and store.check([f"{key} all"]):
+                return PrefixStore(key, store)
+        if time.monotonic() - begin > timeout:
+            advice = "Start all machines within --dist-timeout, and check the firewall."
+            raise ConfigError(f"{timeout:g} s were not enough for {whom}. {advice}")
+        time.sleep(0.1)
+
+
+def _open_store(env: DistributedEnv, url: str, timeout: float) -> Store | None:
+    """Return the store at a URL, or ``None`` if the first process does not answer yet."""
+    address = urlsplit(url)
+    if address.scheme == "file":
+        return FileStore(address.path, env.world_size)
+    # Under torchrun, the process of torchrun serves the store.
+    is_server = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        # TCPStore waits in C++, where Ctrl-C has no effect.
+        if not is_server:
+            socket.create_connection((address.hostname, address.port), timeout=5).close()
+        options = {"is_master": is_server, "wait_for_workers": False, "timeout": timedelta(seconds=timeout)}
+        return TCPStore("localhost" if is_server else address.hostname, address.port, **options)
+    except (socket.gaierror, DistNetworkError) as error:
+        raise ConfigError(f"Cannot connect to {url}: {str(error).splitlines()[0]}. Check --dist-url.") from error
+    except OSError:
+        return None

@@ -4,7 +4,7 @@ from detectron2.modeling import RetinaNet
 from detectron2.utils.events import get_event_storage
 from torch import nn
 
-# The first value of RetinaNet.loss_normalizer, the running mean of its positive anchors, which is no attribute before.
+# The first value of RetinaNet.loss_normalizer, the running mean of its positive anchors. The first step sets it.
 _FIRST_NORMALIZER = 100
 
 

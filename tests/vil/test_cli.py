@@ -69,7 +69,7 @@ def test_check_fails_for_what_stops_the_training(shapes, tmp_path):
     val, train = (json.loads(file.read_text()) for file in files)
     val["categories"] = [entry | {"name": f"my {entry['name']}"} for entry in train["categories"]]
     broken = {"annotations": [entry | {"bbox": None} for entry in train["annotations"]]}
-    for change, named in (({}, "'my circle'"), ({"annotations": []}, "no objects"), (broken, "four finite numbers")):
+    for change, named in (({}, "'my circle'"), (broken, "four finite numbers")):
         for file, content in zip(files, (val, train | change), strict=True):
             file.write_text(json.dumps(content))
         for command in ("check", "train"):

@@ -59,10 +59,9 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         first = found.noted[_LARGE][0]
         raise ConfigError(f"{first} and other {_LARGE}. Divide pixels by the size of the image. Remove track ids.")
     if unknown and not found.errors:
-        labels = sorted(unknown, key=lambda label: (len(label), label))
-        every = ", ".join(f"{label} ({counted(len(unknown[label]), 'object')})" for label in labels)
+        every = ", ".join(f"{label} ({counted(len(lines), 'object')})" for label, lines in sorted(unknown.items()))
         advice = f"Add names to '{path}'" if data else f"Write '{index.root}/classes.txt' with one name per line"
-        raise ConfigError(f"{unknown[labels[0]][0]}: no name for class {every}. Ids start at 0. {advice}.")
+        raise ConfigError(f"{next(iter(unknown.values()))[0]}: no name for class {every}. Ids start at 0. {advice}.")
     _count_labels(labels, index, found)
 
 
@@ -86,9 +85,9 @@ def _splits(path: str, data: dict[str, Any], index: FileIndex, found: Annotation
             # Roboflow may name a test split that does not exist.
             if not own and split not in ("test", None):
                 where = f"has no images in '{index.image_root}'" if place or index.is_given else "does not exist"
-                near = [os.path.dirname(image) for image in index.images if index.split_of(image) == split][:1]
-                hint = f" Did you mean '{near[0]}'?" if near else ""
-                raise ConfigError(f"'{path}' has {entry!r} for {split}, which {where}.{hint} Correct it or add images.")
+                near = (f" Did you mean '{Path(f).parent}'?" for f in index.images if index.split_of(f) == split)
+                text = f"'{path}' has {entry!r} for {split}, which {where}.{next(near, '')}"
+                raise ConfigError(f"{text} Correct it, or add images.")
             if own and place and {*PureWindowsPath(entry).parts} - {*Path(place).parts} - _OPTIONAL:
                 found.notes.append(f"{split} is '{place}', because {entry!r} does not exist")
             # Without a list of training images, they are the images that no list names.

@@ -242,7 +242,7 @@ def test_torchrun_restarts_a_killed_process(datasets_root, tmp_path, whole_run):
     os.kill(last_child(run.process.pid), signal.SIGKILL)
     status, log = run.end(PATIENCE)
     assert status == 0, log
-    assert "has no checkpoint" in log
+    assert "has no run to resume" in log
     assert_same_run(whole_run, tmp_path / "run")
 
 
