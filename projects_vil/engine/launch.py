@@ -360,10 +360,10 @@ def _rendezvous(env: DistributedEnv, url: str, timeout: float) -> Store:
     Raises:
         ConfigError: If the host has no address, if the port is in use, or after the timeout.
     """
-    whom = f"{env.world_size // env.local_world_size} machines at {url}"
+    machines = env.world_size // env.local_world_size
     begin, store, key, is_ours = time.monotonic(), None, "", False
-    if env.local_rank == 0 and env.local_world_size < env.world_size:
-        print(f"waiting for {whom}, at most {timeout:g} s", file=sys.stderr, flush=True)
+    if env.local_rank == 0 and machines > 1:
+        print(f"waiting for {machines} machines at {url}, at most {timeout:g} s", file=sys.stderr, flush=True)
     while True:
         store = store or _open_store(env, url, timeout)
         if store is not None:
@@ -379,7 +379,7 @@ def _rendezvous(env: DistributedEnv, url: str, timeout: float) -> Store:
                 return PrefixStore(key, store)
         if time.monotonic() - begin > timeout:
             advice = "Start all machines within --dist-timeout, and check the firewall."
-            raise ConfigError(f"{timeout:g} s were not enough for {whom}. {advice}")
+            raise ConfigError(f"Not all processes connected to {url} within {timeout:g} s. {advice}")
         time.sleep(0.1)
 
 
