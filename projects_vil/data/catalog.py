@@ -190,8 +190,9 @@ def read_classes(path: str | Path) -> list[str]:
     """Read class names from a text file with one name per line, in the order of the labels.
 
     Raises:
-        ConfigError: If there is no UTF-8 file, if a name is repeated, or if there are not 1 to 254 names.
+        ConfigError: If there is no such file, or if it does not have 1 to 254 different names in UTF-8.
     """
+    check_file(path, "list of class names")
     names = read_names(str(path))
     if not 1 <= len({*names}) == len(names) < IGNORED_LABEL or any("\ufffd" in name for name in names):
         raise ConfigError(f"'{path}' must have 1 to {IGNORED_LABEL - 1} different class names in UTF-8, one per line.")

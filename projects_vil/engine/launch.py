@@ -115,8 +115,7 @@ class Processes:
                 if env.world_size > 1:
                     _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             except (KeyError, ValueError) as error:
-                reason = f"torchrun's variables are invalid ({error})"
-                raise ConfigError(f"{reason}. Use torchrun, or unset RANK.") from error
+                raise ConfigError(f"torchrun's variables are invalid ({error}). Use torchrun or unset RANK.") from error
             if self.world_size != 1:
                 started = f"torchrun has started {env.world_size} processes"
                 raise ConfigError(f"{started}. Remove --num-gpus and --num-machines.")

@@ -507,7 +507,7 @@ class Trainer(DefaultTrainer):
                 _logger.warning("%s has no averaged weights: averaging starts at iteration %d.", path, self.start_iter)
 
     def train(self) -> OrderedDict | None:
-        """Train until ``SOLVER.MAX_ITER``, or until early stopping. The result is detectron2's.
+        """Train until ``SOLVER.MAX_ITER``, and return the last evaluation. Return None after early stopping.
 
         SIGINT (Ctrl-C), SIGTERM, SIGHUP, SIGUSR1 and SIGXCPU save a checkpoint after the current iteration and exit
         with 128 plus the number of the signal. A second Ctrl-C ends a single process at once.
