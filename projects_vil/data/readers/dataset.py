@@ -15,17 +15,17 @@ from typing import Any
 from backbones import ConfigError
 from backbones.errors import GENERATOR, check_replaceable, counted, first_of, pip_install
 from projects_vil.data.image_files import is_image, read_sizes
-from projects_vil.data.readers import cvat, labelme, via, voc, yolo
+from projects_vil.data.readers import voc, yolo
 from projects_vil.data.readers.coco import find_coco
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record, split_of, stem_of
-from projects_vil.data.readers.shapes import Annotations
+from projects_vil.data.readers.shapes import Annotations, read_cvat, read_labelme, read_via, via_images, write_image
 from projects_vil.data.segmentation import count_masks, in_image
 from projects_vil.data.splits import Parts, compare_splits, entries_of, find_copies, images_of, save_coco, split_by_hash
 from projects_vil.files import paused_garbage_collection, read_json
 
 # The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
-_READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
+_READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": read_labelme, "CVAT": read_cvat, "VIA": read_via}
 # Other formats by a regular expression for their file name in lower case, a line end and the beginning of the file
 # fmt: off
 _OTHER_FORMATS = {
@@ -174,9 +174,8 @@ def read_dataset(
     found.notes += compare_splits(parts, copies)
     # Images inside annotation files may be in a temporary folder.
     notes = tuple(note.replace(extracted, index.root) for note in found.notes)
-    parts = {split: parts[split] for split in ("train", "val", "test") if split in parts}
-    splits = {split: part[1:] for split, part in parts.items()}
-    contents = {split: part[0] for split, part in parts.items()}
+    splits = {split: parts[split][1:] for split in ("train", "val", "test") if split in parts}
+    contents = {split: parts[split][0] for split in splits}
     return Dataset(source, name, splits, contents, classes, has_masks, notes, unused, copies)
 
 
@@ -217,7 +216,7 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
     """
     index.find_images([record for record in records if record.file is None])
     for record in [record for record in records if record.is_only and record.file is None]:
-        record.file = labelme.write_image(record.annotation, index, folder)
+        record.file = write_image(record.annotation, index, folder)
     missing = [record for record in records if record.file is None]
     found.unused["annotation files whose image is missing"] += [r.annotation for r in missing if r.is_only]
     found.unused["missing images that an annotation file names"] += [r.names[0] for r in missing if not r.is_only]
@@ -283,7 +282,7 @@ def _detect_format(source: Path, images: str | Path | None) -> tuple[str, list[s
         found[annotation_format(path)].append(path)
     others = [path for path in found.pop(None, []) if path.lower().endswith((".json", ".xml"))]
     if not found:
-        darknet = [p for p in own if p.endswith(".data") and re.search(rb"(?m)^\s*train\s*=", Path(p).read_bytes())]
+        darknet = [path for path in own if path.endswith(".data") and yolo.settings_of(path)]
         if labels := darknet or yolo.class_files(own) or [p for p in yolo.label_files(own) if not _other_format(p)][:1]:
             found["YOLO"] = labels
     if not found:
@@ -304,9 +303,9 @@ def _detect_format(source: Path, images: str | Path | None) -> tuple[str, list[s
     name, files = found.popitem()
     # These formats have one annotation file per image.
     stems = {stem_of(path) for path in index.images if name in ("LabelMe", "Pascal VOC")}
-    suffix = ".xml" if name in ("Pascal VOC", "CVAT") else ".json"
-    damaged = [path for path in others if path.lower().endswith(suffix) and name != "YOLO"]
-    if damaged := [path for path in damaged if stem_of(path) in stems or not os.path.getsize(path)]:
+    suffix = Path(files[0]).suffix.lower()
+    damaged = [path for path in others if stem_of(path) in stems or not os.path.getsize(path)]
+    if damaged := [path for path in damaged if path.lower().endswith(suffix)]:
         for path in damaged if name == "LabelMe" else ():
             read_json(path)
         raise ConfigError(f"Files that are empty or not {name}: {first_of(damaged, 5)}. Repair or remove them.")
@@ -351,4 +350,4 @@ def annotation_format(path: str) -> str | None:
     lists = {key for key, value in content.items() if isinstance(value, list)}
     if "shapes" in lists:
         return "LabelMe"
-    return "COCO" if {"images", "categories"} <= lists else "VIA" if via.images_of(content) else None
+    return "COCO" if {"images", "categories"} <= lists else "VIA" if via_images(content) else None

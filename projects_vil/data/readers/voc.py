@@ -9,12 +9,12 @@ from xml.etree import ElementTree
 
 from backbones import ConfigError
 from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, size_of, stem_of
-from projects_vil.data.readers.shapes import CORNERS, Annotations, box_object, number, numbers, placed, polygon_object
+from projects_vil.data.readers.shapes import CORNERS, Annotations, box_object, numbers, placed, polygon_object, read_xml
 
 # Lists of images, lists of a class, and lists elsewhere. The first kind that exists is used.
 _FOLDERS = ("/imagesets(?:/main)?/", "/imagesets(?:/main)?/[^/]+_", "/(?:splits?/)?")
 _LISTS = [re.compile(rf"(.*?){folder}({'|'.join(SPLITS)})(?:_list)?\.txt", re.I) for folder in _FOLDERS]
-_SIDES = ("xmin", "ymin", "xmax", "ymax")
+_SIDES = ("bndbox/xmin", "bndbox/ymin", "bndbox/xmax", "bndbox/ymax")
 
 
 def read(files: list[str], index: FileIndex, found: Annotations) -> list[Record]:
@@ -26,7 +26,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> list[Record]
 
 
 def _record(path: str, split: str | None, found: Annotations) -> Record:
-    annotation, stem = parse_xml(path, found), Path(path).stem
+    annotation, stem = read_xml(path, found), Path(path).stem
     name = annotation.findtext("filename", "").strip()
     # The name in the file is often outdated, so an image with the stem of the annotation has priority. If it has
     # another suffix, it may be a mask.
@@ -34,12 +34,12 @@ def _record(path: str, split: str | None, found: Annotations) -> Record:
     hint = (annotation.findtext("path") or f"{annotation.findtext('folder', '')}/{name}").strip()
     entries = [entry for entry in annotation.iter("object") if entry.findtext("deleted", "").strip() != "1"]
     # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0.
-    texts = [(entry.findtext(f"bndbox/{side}", "").strip(), side) for entry in entries for side in _SIDES]
-    offset = 0 if any(number(text, f"{path}: {side}") % 1 for text, side in texts if text) else 1
+    sides = [(entry, side) for entry in entries for side in _SIDES if entry.findtext(side, "").strip()]
+    offset = 0 if any(numbers(entry.findtext, path, side)[0] % 1 for entry, side in sides) else 1
     objects = [_object(entry, offset, path, found) for entry in entries]
     found.noted["skipped objects without a box or a polygon"] += [path] * objects.count(None)
-    sides = (number(annotation.findtext(f"size/{side}") or 0, f"{path}: size") for side in ("height", "width"))
-    return Record(path, names, size_of(*map(int, sides)), True, split, hint, [*filter(None, objects)])
+    size = numbers(lambda side: annotation.findtext(side) or 0, path, "size/height", "size/width")
+    return Record(path, names, size_of(*map(int, size)), True, split, hint, [*filter(None, objects)])
 
 
 def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[tuple[str, str | None]]:
@@ -49,20 +49,20 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
         for stem in {Path(file).stem, stem_of(file)}:
             by_stem[stem].append(file)
     kinds = [[(one[0], one[1], one[2].lower()) for one in map(kind.fullmatch, index.files) if one] for kind in _LISTS]
-    # Other text files are lists if most lines name annotation files, which are not in folders of splits.
-    known = set() if any(map(index.split_of, files)) else {*files}
-    named = [[file in known for file in _files_in(*one[:2], by_stem)] for one in kinds[2]]
-    kinds[2] = [one for one, are_known in zip(kinds[2], named, strict=True) if 2 * sum(are_known) > len(are_known)]
     lists = next(filter(None, kinds), [])
+    named = {path: [f for line in read_lines(path) for f in _files_of(line, root, by_stem)] for path, root, _ in lists}
+    # Other text files are lists if most lines name annotation files, which are not in folders of splits.
+    if lists is kinds[2]:
+        known = set() if any(map(index.split_of, files)) else {*files}
+        lists = [one for one in lists if 2 * sum(file in known for file in named[one[0]]) > len(named[one[0]])]
     found.read += [path for path, _, _ in lists]
     # trainval comes last. What it has besides train is val, and the other way round.
     for path, root, name in sorted(lists, key=lambda one: one[2] == "trainval"):
         listed, others = splits[root], {SPLITS[one[2]] for one in lists if one[1] == root and one[2] != "trainval"}
         split = "val" if name == "trainval" and "train" in others and "val" not in others else SPLITS[name]
-        own = _files_in(path, root, by_stem)
-        if split != "test" and own and not {*own} & {*files}:
+        if split != "test" and named[path] and not {*named[path]} & {*files}:
             raise ConfigError(f"'{path}' names no annotation file below '{root}'. Correct or remove it.")
-        for file in own:
+        for file in named[path]:
             other = listed.setdefault(file, split)
             if other != split and (name != "trainval" or other == "test"):
                 raise ConfigError(f"'{root}' lists '{Path(file).stem}' for {other} and for {name}. Remove one.")
@@ -77,15 +77,11 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
     return [(file, by_file.get(file)) for file in sorted({*files} - unlisted)]
 
 
-def _files_in(path: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
-    """Return the annotation files below ``root`` that a list names, and the other lines of the list."""
-    return [file for line in read_lines(path) for file in _files_of(line, root, by_stem)]
-
-
 def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
-    """Return the files that a line of a list names, with or without a path, a suffix, a tag such as -1 or a comment.
+    """Return the annotation files below ``root`` that a line of a list names, or otherwise the first word of the line.
 
-    In PaddleDetection, a line has an image and its XML file.
+    A line may have a path, a suffix, a tag such as -1, and a comment. In PaddleDetection, it has an image and its XML
+    file.
     """
     before = line.partition("#")[0].strip()
     texts = line, *line.split()[:1], before, *before.split()[:1]
@@ -99,11 +95,11 @@ def _files_of(line: str, root: str, by_stem: dict[str, list[str]]) -> list[str]:
 
 
 def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotations) -> dict | None:
-    label, box, rotated = entry.findtext("name", "").strip(), entry.find("bndbox"), entry.find("robndbox")
-    location, one = f"{path}: {label!r}", {}
+    label, rotated, one = entry.findtext("name", "").strip(), entry.find("robndbox"), {}
+    location = f"{path}: {label!r}"
     found.noted["objects with several boxes (only the first is used)"] += [path] * (len(entry.findall("bndbox")) > 1)
-    if box is not None and all(box.findtext(side, "").strip() for side in _SIDES):
-        left, top, right, bottom = numbers(box.findtext, location, *_SIDES)
+    if all(entry.findtext(side, "").strip() for side in _SIDES):
+        left, top, right, bottom = numbers(entry.findtext, location, *_SIDES)
         found.noted["boxes with swapped corners"] += [path] * (left > right or top > bottom)
         (left, right), (top, bottom) = sorted((left, right)), sorted((top, bottom))
         # Some programs count from 0 and write 0.
@@ -121,34 +117,3 @@ def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotatio
     if len(points) >= 6:
         one = polygon_object(label, [points]) | ({"bbox": one["bbox"]} if one else {})
     return one | {"iscrowd": int(entry.findtext("difficult", "").strip() == "1")} if one else None
-
-
-def parse_xml(path: str, found: Annotations) -> ElementTree.Element:
-    """Return the root of an XML file in the declared encoding, or in UTF-8 if only UTF-8 fits or gives a shorter text.
-
-    A file in an unknown encoding is read as UTF-8.
-
-    Raises:
-        ConfigError: If the file is not XML.
-    """
-    content, roots, reason = Path(path).read_bytes(), {}, None
-    match = re.match(rb"\s*<\?xml[^>]*encoding=[\"']([\w.-]+)[\"']", content)
-    # The parser is safe: it loads no external files, and expat limits the expansion of entities. It supports no
-    # encodings with several bytes per character, such as GB2312. Files that declare GB2312 often have more characters.
-    declared = match and re.sub("(?i)gb(2312|k)", "gb18030", match[1].decode()).lower()
-    for encoding in dict.fromkeys((declared, "utf-8")) if declared else (None,):
-        try:
-            text = content.decode(encoding) if encoding else content
-            roots.setdefault(text, (encoding, ElementTree.fromstring(text)))
-        except (ElementTree.ParseError, ValueError, LookupError) as error:
-            reason = reason or error
-    if not roots:
-        raise ConfigError(f"'{path}' is not XML: {reason}. Repair or remove it.") from reason
-    # A character of Chinese text has two bytes in GB 18030 and three in UTF-8.
-    encoding, root = roots[min(roots, key=len)]
-    for element in root.iter():
-        # Without the namespace
-        element.tag = element.tag.rpartition("}")[2]
-    if len(roots) > 1 or encoding != declared:
-        found.noted[f"XML files of an uncertain encoding ({match[1].decode()}), read as {encoding}"].append(path)
-    return root

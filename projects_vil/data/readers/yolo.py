@@ -75,12 +75,11 @@ def _splits(path: str, data: dict[str, Any], index: FileIndex, found: Annotation
     images: dict[str | None, dict[str, None]] = defaultdict(dict)
     splits: dict[str | None, Any] = {split: data[key] for key, split in reversed(SPLITS.items()) if data.get(key)}
     # With only class names, lists of images decide, or else the folders of the images.
-    splits = splits or _lists(index, bases[0] if written else index.root)
-    # Some files repeat an outdated path of the dataset.
-    are_path = all(PureWindowsPath(str(entry)) == PureWindowsPath(written) for entry in splits.values())
+    splits = splits or _lists(index)
     for split, entries in reversed(splits.items()):
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
-            place = _existing(entry, bases, index) or (bases[0] if are_path else None)
+            # Some files repeat an outdated path of the dataset.
+            place = _existing(entry, bases, index) or (bases[0] if entry == written else None)
             own = _images(place or os.path.join(index.root, entry), split, index, found)
             # Roboflow may name a test split that does not exist.
             if not own and split not in ("test", None):
@@ -137,8 +136,8 @@ def _count_labels(labels: dict[str, str | None], index: FileIndex, found: Annota
         found.unused[f"label files {'that are not used' if file in known else reason}"].append(file)
 
 
-def _lists(index: FileIndex, root: str) -> dict[str | None, list[str]]:
-    """Return the lists of images by split. Without a list of training images, None has the other images in ``root``."""
+def _lists(index: FileIndex) -> dict[str | None, list[str]]:
+    """Return the lists of images by split. Without a list of training images, None has the folder of all images."""
     splits: dict[str | None, list[str]] = defaultdict(list)
     for match in filter(None, map(_LIST.fullmatch, index.files)):
         names = [PureWindowsPath(line.casefold()).name for line in read_lines(match[0])]
@@ -146,7 +145,7 @@ def _lists(index: FileIndex, root: str) -> dict[str | None, list[str]]:
             splits[SPLITS[match[1].lower()]].append(match[0])
     # Folders of splits come before lists without one of training images.
     has_folders = any(map(index.split_of, index.images))
-    return splits if "train" in splits else {None: [root]} if has_folders else {None: [root], **splits}
+    return splits if "train" in splits else {None: [index.root]} | ({} if has_folders else splits)
 
 
 def settings_of(path: str) -> dict[str, Any] | None:
@@ -156,12 +155,12 @@ def settings_of(path: str) -> dict[str, Any] | None:
     """
     if class_files([path]):
         return {"names": path}
-    if path.endswith(".data"):
-        settings = (map(str.strip, line.split("=", 1)) for line in read_lines(path) if "=" in line)
-        return {"names": "obj.names"} | dict(settings)
     try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        if path.endswith(".data"):
+            text = "names: obj.names\n" + re.sub(r"(?m)^\s*(\w+)\s*=", r"\1: ", text)
         # All values are text, because YAML has other ideas of names such as "on" and "007".
-        data = yaml.load(Path(path).read_text(encoding="utf-8-sig"), yaml.BaseLoader)
+        data = yaml.load(text, yaml.BaseLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         if re.search(rb"(?m)^names\s*:", Path(path).read_bytes()):
             raise ConfigError(f"'{path}' is not YAML: {' '.join(str(error).split())}. Repair it.") from error
