@@ -195,8 +195,7 @@ class FileIndex:
         matches = [(*self._matches(record, written[record.annotation]), record) for record in records]
         # Images of the same names in other folders, such as masks, do not replace a missing image.
         exact = [path for rank, paths, _ in matches if any(rank[:2]) for path in paths]
-        stems = {stem_of(normalized(path)) for path in exact}
-        others = {os.path.dirname(path) for stem in stems for path in self.by_name[f"{stem}."]}
+        others = {os.path.dirname(path) for one in exact for path in self.by_name[f"{stem_of(normalized(one))}."]}
         others -= {*map(os.path.dirname, exact)}
         owners: dict[str, tuple[tuple, Record]] = {}
         for rank, paths, record in sorted(matches, key=lambda match: match[0], reverse=True):
@@ -206,12 +205,11 @@ class FileIndex:
             paths = self._without_copies(paths, record) if len(paths) > 1 else paths
             if len(paths) > 1:
                 raise ConfigError(f"{record} matches both '{paths[0]}' and '{paths[1]}'. Rename one, or use --images.")
-            if not paths:
-                continue
-            _, owner = owners.setdefault(paths[0], (rank, record))
-            if owner is not record:
-                raise ConfigError(f"The image '{paths[0]}' has two annotations: {owner} and {record}. Remove one.")
-            record.file = paths[0]
+            for path in paths:
+                _, owner = owners.setdefault(path, (rank, record))
+                if owner is not record:
+                    raise ConfigError(f"The image '{path}' has two annotations: {owner} and {record}. Remove one.")
+                record.file = path
 
     def _matches(self, record: Record, written: Set[str]) -> tuple[tuple, list[str]]:
         """Return how well the best images fit a record, and these images. ``written``: folders in the file."""
@@ -253,8 +251,7 @@ class FileIndex:
 
     def _without_copies(self, paths: list[str], record: Record) -> list[str]:
         """Return the images that fit a record best by their size, their content and the hint."""
-        if record.size is not None:
-            paths = [path for path in paths if size_or_none(path) == record.size] or paths
+        paths = [path for path in paths if record.size and size_or_none(path) == record.size] or paths
         # One of several equal images, unless they are in several splits
         if len({self.split_of(path) for path in paths} - {None}) < 2 and len(set(map(content_hash, paths))) == 1:
             return sorted(paths, key=lambda path: self.split_of(path) is None)[:1]

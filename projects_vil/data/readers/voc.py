@@ -45,9 +45,8 @@ def _record(path: str, split: str | None, found: Annotations) -> Record:
 def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[tuple[str, str | None]]:
     """Read the lists of the splits, and return the annotation files to read with their splits, or None."""
     splits, by_stem = defaultdict(dict), defaultdict(list)
-    for file in files:
-        for stem in {Path(file).stem, stem_of(file)}:
-            by_stem[stem].append(file)
+    for stem, file in sorted({(stem, path) for path in files for stem in (Path(path).stem, stem_of(path))}):
+        by_stem[stem].append(file)
     kinds = [[(one[0], one[1], one[2].lower()) for one in map(kind.fullmatch, index.files) if one] for kind in _LISTS]
     lists = next(filter(None, kinds), [])
     named = {path: [f for line in read_lines(path) for f in _files_of(line, root, by_stem)] for path, root, _ in lists}

@@ -52,8 +52,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         label, size = labels[image] or image, sizes[image]
         objects = (_object(row[:end], names, size, line, unknown) for row, line in rows[image])
         own = found.attempt(label, list, objects) or []
-        if any(max(one["bbox"][2:]) > 2 * max(size) for one in own):
-            found.noted[_LARGE].append(label)
+        found.noted[_LARGE] += [label] * any(max(one["bbox"][2:]) > 2 * max(size) for one in own)
         yield Record(label, (), size, split=split, objects=own, file=image)
     if not found.errors and 2 * len(found.noted[_LARGE]) >= (sum(map(bool, rows.values())) or 1):
         first = found.noted[_LARGE][0]
@@ -73,9 +72,8 @@ def _splits(path: str, data: dict[str, Any], index: FileIndex, found: Annotation
     if not os.path.exists(os.path.join(folder, written)):
         found.notes.append(f"path is '{bases[0]}', because {written!r} does not exist")
     images: dict[str | None, dict[str, None]] = defaultdict(dict)
-    splits: dict[str | None, Any] = {split: data[key] for key, split in reversed(SPLITS.items()) if data.get(key)}
     # With only class names, lists of images decide, or else the folders of the images.
-    splits = splits or _lists(index)
+    splits = {split: data[key] for key, split in reversed(SPLITS.items()) if data.get(key)} or _lists(index)
     for split, entries in reversed(splits.items()):
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
             # Some files repeat an outdated path of the dataset.
@@ -121,8 +119,7 @@ def _count_labels(labels: dict[str, str | None], index: FileIndex, found: Annota
     """Count the images without a label file, and the other label files."""
     used, without = {*filter(None, labels.values())}, [image for image, label in labels.items() if label is None]
     found.read += used
-    if without:
-        found.notes.append(f"images without a label file, which have no objects: {len(without):,} of {len(labels):,}")
+    found.noted["images without a label file, which have no objects"] += without
     texts = [file for file in index.files if file.lower().endswith(".txt") and file not in used]
     # An image without objects has an empty file.
     folders = {*map(os.path.dirname, used)}
