@@ -233,7 +233,8 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
     found.notes += _counts(dict(sorted(found.noted.items())))
     if not any(record.objects for record in records):
         # Datasets in other formats may have a list of class names, as in YOLO.
-        for path, name in ((path, _other_format(path)) for path in index.files if not is_image(path)):
+        others = [path for path in index.files if os.path.isfile(path) and not is_image(path)]
+        for path, name in zip(others, map(_other_format, others), strict=True):
             found.unused[f"files of {name}, which is not supported"] += [path] * bool(name)
         details = "; ".join([*found.notes, *_counts(found.unused)]) or "the annotations are empty"
         what = f"box or polygon in its {counted(len(records), 'image')}" if records else "image of its annotations"
