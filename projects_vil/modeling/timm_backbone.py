@@ -84,9 +84,7 @@ class TimmBackbone(Backbone):
             if not any(isinstance(module, nn.BatchNorm2d) for module in self.net.modules()):
                 raise ConfigError(f"{name} has no batch norm. Leave out MODEL.TRANSFORMER.NORM.")
             self.net = _BATCH_NORMS[norm](self.net)
-        for key, module in [*self.net.named_modules()]:
-            if type(module) in _REPLACED:
-                self.net.set_submodule(key, _REPLACED[type(module)](module))
+        _fold_batch_norms(self.net)
         self._is_depthwise = any(isinstance(one, nn.Conv2d) and one.groups > 1 for one in self.net.modules())
         if activation_checkpointing:
             self.net.model.set_grad_checkpointing(True)
@@ -161,41 +159,67 @@ class TimmBackbone(Backbone):
 
 
 class _FrozenBatchNorm(FrozenBatchNormAct2d):
-    """timm's frozen batch norm, with one pass over the feature map instead of two for the scale and the shift."""
+    """timm's frozen batch norm. If ``is_folded``, the convolution before it applies the scale and the shift."""
 
-    def __init__(self, norm: FrozenBatchNormAct2d) -> None:
+    def __init__(self, norm: FrozenBatchNormAct2d, is_folded: bool) -> None:
         super().__init__(norm.weight.numel(), norm.eps)
         vars(self).update(vars(norm))
+        self.is_folded = is_folded
+
+    def scale_and_shift(self) -> tuple[Tensor, Tensor]:
+        """Return the scale and the shift of each channel, (C,) and (C,)."""
+        scale = self.weight * (self.running_var + self.eps).rsqrt()
+        return scale, self.bias - self.running_mean * scale
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""
-        scale = self.weight * (self.running_var + self.eps).rsqrt()
-        shift = self.bias - self.running_mean * scale
-        return self.act(self.drop(torch.addcmul(shift[:, None, None], x, scale[:, None, None])))
+        if not self.is_folded:
+            scale, shift = self.scale_and_shift()
+            x = torch.addcmul(shift[:, None, None], x, scale[:, None, None])
+        return self.act(self.drop(x))
 
 
-class _SameConv2d(nn.Conv2d):
-    """TensorFlow's "same" convolution for sides that are multiples of the stride.
+class _Conv2d(nn.Conv2d):
+    """A convolution of timm that also applies the frozen batch norm after it, which saves a pass over its output.
 
     The padding of timm's ``Conv2dSame`` depends on the size of the input. In an export for any size, its expressions
-    grow with each layer, and the export does not end.
+    grow with each layer, and the export does not end. Here the sides are multiples of the stride.
     """
 
-    def __init__(self, conv: Conv2dSame) -> None:
-        shape = (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, 0, conv.dilation, conv.groups)
-        super().__init__(*shape, bias=conv.bias is not None, device="meta")
-        self.weight, self.bias = conv.weight, conv.bias
+    def __init__(self, conv: nn.Conv2d, norm: _FrozenBatchNorm | None = None) -> None:
+        super().__init__(conv.in_channels, conv.out_channels, conv.kernel_size, device="meta")
+        vars(self).update(vars(conv))
+        self.norms = [] if norm is None else [norm]  # A list, because the batch norm is a module of the parent.
         self.pads: list[int] = []
         for side, stride, dilation in zip(conv.kernel_size, conv.stride, conv.dilation, strict=True):
-            total = max((side - 1) * dilation + 1 - stride, 0)
+            total = max((side - 1) * dilation + 1 - stride, 0) if isinstance(conv, Conv2dSame) else 0
             self.pads = [total // 2, total - total // 2, *self.pads]
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C', H / stride, W / stride)."""
-        return super().forward(F.pad(images, self.pads))
+        weight, bias = self.weight, self.bias
+        for norm in self.norms:
+            scale, shift = norm.scale_and_shift()
+            weight = weight * scale[:, None, None, None]
+            bias = shift if bias is None else torch.addcmul(shift, bias, scale)
+        return self._conv_forward(F.pad(images, self.pads) if any(self.pads) else images, weight, bias)
 
 
-_REPLACED = {Conv2dSame: _SameConv2d, FrozenBatchNormAct2d: _FrozenBatchNorm}
+def _fold_batch_norms(net: nn.Module) -> None:
+    """Replace timm's frozen batch norms, the convolutions registered before them, and ``Conv2dSame``, in place."""
+    for parent in [*net.modules()]:
+        previous, children = "", dict(parent.named_children())
+        for name, child in children.items():
+            if type(child) is Conv2dSame:
+                parent.add_module(name, _Conv2d(child))
+            elif type(child) is FrozenBatchNormAct2d:
+                conv = children.get(previous)
+                is_folded = type(conv) in (nn.Conv2d, Conv2dSame)
+                norm = _FrozenBatchNorm(child, is_folded)
+                parent.add_module(name, norm)
+                if is_folded:
+                    parent.add_module(previous, _Conv2d(conv, norm))
+            previous = name
 
 
 def check_freeze_at(freeze_at: int, name: str, num_stages: int) -> None:
