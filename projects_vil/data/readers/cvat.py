@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from backbones import ConfigError
-from projects_vil.data.readers.index import FileIndex, Record, split_of, split_of_file
+from projects_vil.data.readers.index import FileIndex, Record, size_of, split_of, split_of_file
 from projects_vil.data.readers.shapes import CORNERS, Annotations, Shape, number, numbers, placed
 from projects_vil.data.readers.voc import parse_xml
 
@@ -23,7 +23,8 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         found.classes += [label for label, label_type in own.items() if label_type not in ("skeleton", "tag")]
         for image in content.iter("image"):
             name, subset = image.get("name", ""), image.get("subset", "")
-            size = tuple(map(int, numbers(image.get, f"{path}: {name}", "height", "width")))
+            sides = (number(image.get(side) or 0, f"{path}: {name}: {side}") for side in ("height", "width"))
+            size = size_of(*map(int, sides))
             shapes = [_shape(shape, own, f"{path}: {name}: {shape.tag}") for shape in image]
             name, split = f"{subset}/{name}" if subset else name, split_of([subset]) or split_of_file(path, files)
             yield Record(path, (name,), size, split=split, objects=found.objects_of(shapes, path))

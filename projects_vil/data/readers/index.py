@@ -39,7 +39,9 @@ def read_names(path: str) -> list[str]:
     The lines have ids if all numbers and all names are different, and one number is 0. It may be 1 if no number is
     followed by a space only, because ``1 euro`` and ``2 pound`` are names.
     """
-    lines = [*filter(None, read_lines(path))]
+    lines = "\n".join(read_lines(path)).strip().split("\n")
+    # An empty line is a class without a name, unless every second line is empty.
+    lines = [*filter(None, lines)] if not any(lines[1::2]) else lines
     matches = [re.fullmatch(r"(\d{1,5})\s*([:,]|[.)-]?\s)\s*(.+)", line) for line in lines]
     names = {int(match[1]): match[3] for match in matches if match}
     has_ids = 0 in names or (1 in names and all(match and match[2].strip() for match in matches))

@@ -31,7 +31,8 @@ def _record(path: str, index: FileIndex, found: Annotations) -> Record:
     with explained_errors(path, "is not a valid LabelMe file", "Repair or remove it."):
         shapes = [_shape(shape, path) for shape in content["shapes"]]
     size = size_of(content.get("imageHeight"), content.get("imageWidth"))
-    names = (name, str(PureWindowsPath(name).parent / f"{stem}."))
+    near = [Path(other).name] if other in index.images else []
+    names = (name, *near, str(PureWindowsPath(name).parent / f"{stem}."))
     return Record(path, names, size, True, objects=found.objects_of(shapes, path))
 
 

@@ -33,9 +33,11 @@ def _record(path: str, split: str | None, found: Annotations) -> Record:
     names = f"{stem}{Path(name).suffix or '.'}", name or f"{stem}.", f"{stem}.", f"{stem_of(path)}."
     hint = (annotation.findtext("path") or f"{annotation.findtext('folder', '')}/{name}").strip()
     entries = [entry for entry in annotation.iter("object") if entry.findtext("deleted", "").strip() != "1"]
-    # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0.
+    # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0. CVAT
+    # writes a decimal point into all coordinates.
     texts = [(entry.findtext(f"bndbox/{side}", "").strip(), side) for entry in entries for side in _SIDES]
-    offset = 0 if any(number(text, f"{path}: {side}") % 1 for text, side in texts if text) else 1
+    fractions = [number(text, f"{path}: {side}") % 1 for text, side in texts if text]
+    offset = 0 if any(fractions) or all("." in text for text, _ in texts if text) else 1
     objects = [_object(entry, offset, path, found) for entry in entries]
     found.noted["skipped objects without a box or a polygon"] += [path] * objects.count(None)
     sides = (number(annotation.findtext(f"size/{side}") or 0, f"{path}: size") for side in ("height", "width"))
@@ -107,7 +109,12 @@ def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotatio
         found.noted["boxes with swapped corners"] += [path] * (left > right or top > bottom)
         (left, right), (top, bottom) = sorted((left, right)), sorted((top, bottom))
         # Some programs count from 0 and write 0.
-        one = box_object(label, [max(left - offset, 0), max(top - offset, 0), right, bottom])
+        left, top = (max(side - offset, min(side, 0)) for side in (left, top))
+        # CVAT writes the box before the rotation.
+        values = {one.findtext("name"): one.findtext("value") for one in entry.iterfind("attributes/attribute")}
+        degrees = number(values.get("rotation") or 0, f"{location}: rotation")
+        center, radii = ((left + right) / 2, (top + bottom) / 2), ((right - left) / 2, (bottom - top) / 2)
+        one = box_object(label, placed(CORNERS, *center, *radii, degrees))
     elif rotated is not None:
         x, y, width, height, angle = numbers(rotated.findtext, location, "cx", "cy", "w", "h", "angle")
         one = box_object(label, placed(CORNERS, x, y, width / 2, height / 2, math.degrees(angle)))
