@@ -193,7 +193,7 @@ def read_classes(path: str | Path) -> list[str]:
         ConfigError: If there is no such file, or if it does not have 1 to 254 different names in UTF-8.
     """
     check_file(path, "list of class names")
-    names = read_names(str(path))
+    names = [*filter(None, read_names(str(path)))]
     if not 1 <= len({*names}) == len(names) < IGNORED_LABEL or any("\ufffd" in name for name in names):
         raise ConfigError(f"'{path}' must have 1 to {IGNORED_LABEL - 1} different class names in UTF-8, one per line.")
     return names

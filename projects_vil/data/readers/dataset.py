@@ -7,6 +7,7 @@ Pascal VOC are off by one pixel. datumaro requires OpenCV below 5.
 
 import os
 import re
+import unicodedata
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,25 +16,26 @@ from typing import Any
 from backbones import ConfigError
 from backbones.errors import GENERATOR, check_replaceable, counted, first_of, pip_install
 from projects_vil.data.image_files import is_image, read_sizes
-from projects_vil.data.readers import voc, yolo
+from projects_vil.data.readers import cvat, labelme, via, voc, yolo
 from projects_vil.data.readers.coco import find_coco
 from projects_vil.data.readers.index import ANNOTATION_FOLDERS, FileIndex, Record, split_of, stem_of
-from projects_vil.data.readers.shapes import Annotations, read_cvat, read_labelme, read_via, via_images, write_image
+from projects_vil.data.readers.shapes import Annotations
 from projects_vil.data.segmentation import count_masks, in_image
 from projects_vil.data.splits import Parts, compare_splits, entries_of, find_copies, images_of, save_coco, split_by_hash
 from projects_vil.files import paused_garbage_collection, read_json
 
 # The key in "info" of a converted COCO file for the path of the original dataset.
 SOURCE = "source"
-_READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": read_labelme, "CVAT": read_cvat, "VIA": read_via}
+_READERS = {"YOLO": yolo.read, "Pascal VOC": voc.read, "LabelMe": labelme.read, "CVAT": cvat.read, "VIA": via.read}
 # Other formats by a regular expression for their file name in lower case, a line end and the beginning of the file
 # fmt: off
 _OTHER_FORMATS = {
     "CSV": r"\A.*\.[ct]sv|\.(?i:jpe?g|png)[ ,](\d+,){3}\d", "TFRecord": r"\A.*\.tfrecord", "Parquet": r"\A.*\.parquet",
     "JSON Lines": r"\A.*\.(jsonl|ndjson)", "Label Studio's JSON": '"[a-z]+labels"', "BDD100K": '"box2d"',
     "Supervisely": '"classTitle"', "VoTT": '"boundingBox"', "CreateML": r'"coordinates"\s*:\s*\{',
-    "COCO's results of a detector": r'\A.*\n\[\s*\{\s*"(image|category)_id"', "KITTI": r"^[a-zA-Z]\w*( -?[\d.]+){14}",
-    "WIDER FACE": r"\.jpg\s+\d+\s([\d.]+ ){4}", "VisDrone or MOT": r"^\d+,(-?[\d.]+,){6,}",
+    "COCO's results of a detector": r'(?s)\A[^\n]*\n\[\s*\{\s*"(image|category)_id".*"score"',
+    "KITTI": r"^[a-zA-Z]\w*( -?[\d.]+){14}", "WIDER FACE": r"\.jpg\s+\d+\s([\d.]+ ){4}",
+    "VisDrone, MOT or ICDAR": r"^\d+,(-?[\d.]+,){6,}",
     "Cityscapes": r'(?s)"imgHeight".*"polygon"', "an archive to unpack": r"\A.*\.(zip|tar|t?gz|bz2|xz|7z|rar)\n",
     "VIA 3": r'"fid_list"', "Datumaro": r'"label_id"', "JSON or XML in a text file": r"\A.*\.txt\n\s*[{\[<]",
     "COCO without images or categories": r'(?s)"annotations".*"image_id"',
@@ -146,8 +148,15 @@ def read_dataset(
     if "train" not in parts:
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
     content, _, root = parts["train"]
-    if content.get("annotations") == []:
-        text = f"The training images of '{source}' have no objects. Annotate them, or correct their labels"
+    counts = {split: count_masks(part.get("annotations") or ()) for split, (part, _, _) in parts.items()}
+    number, total = map(sum, zip(*counts.values(), strict=True))
+    if crowds := sum(len(part.get("annotations") or ()) for part, _, _ in parts.values()) - total:
+        found.notes.append(f"crowds, which training and evaluation ignore: {crowds:,} of {crowds + total:,} objects")
+    if counts["train"][1] == 0:
+        text = "no objects. Annotate them, or correct their labels"
+        if content.get("annotations"):
+            text = "only crowds (iscrowd 1, or difficult in Pascal VOC). Set iscrowd to 0 for single objects"
+        text = f"The training images of '{source}' have {text}"
         # Evaluation and checks need no training images.
         if val != 0:
             raise ConfigError(f"{text}.")
@@ -166,7 +175,6 @@ def read_dataset(
     categories = [entry for entry in entries_of(content, "categories") if str(entry.get("id")).isdigit()]
     classes = tuple(str(entry.get("name")) for entry in sorted(categories, key=lambda entry: int(entry["id"])))
     unused = {reason: paths for reason, paths in found.unused.items() if paths}
-    number, total = count_masks(entry for content, _, _ in parts.values() for entry in content.get("annotations", ()))
     has_masks = 0 < 2 * number >= total
     if 0 < number < total:
         effect = "the others get the rectangle of their box as a mask" if has_masks else "all are read as boxes"
@@ -216,7 +224,7 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
     """
     index.find_images([record for record in records if record.file is None])
     for record in [record for record in records if record.is_only and record.file is None]:
-        record.file = write_image(record.annotation, index, folder)
+        record.file = labelme.write_image(record.annotation, index, folder)
     missing = [record for record in records if record.file is None]
     found.unused["annotation files whose image is missing"] += [r.annotation for r in missing if r.is_only]
     found.unused["missing images that an annotation file names"] += [r.names[0] for r in missing if not r.is_only]
@@ -225,6 +233,9 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
     for record, (size, _) in zip(unsized, read_sizes([record.file for record in unsized]), strict=True):
         record.size = size
     for record in records:
+        for one in record.objects:
+            # Two forms of a name that look equal are one class.
+            one["label"] = unicodedata.normalize("NFC", re.sub("[\u200b\ufeff]", "", one["label"])).strip()
         objects = [in_image(one, record.size) if "mask" in one else one for one in record.objects if one["label"]]
         found.noted["images whose objects need a class"] += [record.file] * (bool(record.objects) and not objects)
         found.noted["skipped objects without a class"] += [record.annotation] * (len(record.objects) - len(objects))
@@ -240,7 +251,8 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
         what = f"box or polygon in its {counted(len(records), 'image')}" if records else "image of its annotations"
         advice = "Annotate objects, move label files, unpack archives, or give the folder of the images with --images."
         raise ConfigError(f"'{source}' has no {what} ({details}). {advice}")
-    labels = *filter(None, found.classes), *sorted({one["label"] for record in records for one in record.objects})
+    names = (unicodedata.normalize("NFC", name) for name in found.classes if name)
+    labels = *names, *sorted({one["label"] for record in records for one in record.objects})
     ids = {label: index for index, label in enumerate(dict.fromkeys(labels), start=1)}
     categories = [{"id": index, "name": label} for label, index in ids.items()]
     root, parts = Path(os.path.commonpath([os.path.dirname(record.file) for record in records])), {}
@@ -351,4 +363,4 @@ def annotation_format(path: str) -> str | None:
     lists = {key for key, value in content.items() if isinstance(value, list)}
     if "shapes" in lists:
         return "LabelMe"
-    return "COCO" if {"images", "categories"} <= lists else "VIA" if via_images(content) else None
+    return "COCO" if {"images", "categories"} <= lists else "VIA" if via.images_of(content) else None

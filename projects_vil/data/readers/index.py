@@ -21,7 +21,7 @@ SPLITS |= {"validation": "val", "validate": "val", "test": "test", "testing": "t
 # Words beside the split in folder names, such as "train_images"
 _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "json", "labels", "obj", "set", "xml", ""}
 # Folders of annotations with the images in another folder next to them
-ANNOTATION_FOLDERS = {"annotations", "annotation", "annots", "labels", "label", "labeltxt", "json", "xml"}
+ANNOTATION_FOLDERS = {"annotations", "annotation", "annots", "ann", "labels", "label", "labeltxt", "json", "xml"}
 # Label Studio adds eight hexadecimal digits to the names of uploaded files.
 _UPLOAD_PREFIX = re.compile(r"(?<![^/\\])[0-9a-f]{8}-(?=[^/\\]*$)")
 
@@ -39,7 +39,9 @@ def read_names(path: str) -> list[str]:
     The lines have ids if all numbers and all names are different, and one number is 0. It may be 1 if no number is
     followed by a space only, because ``1 euro`` and ``2 pound`` are names.
     """
-    lines = [*filter(None, read_lines(path))]
+    lines = "\n".join(read_lines(path)).strip().split("\n")
+    # An empty line is a class without a name, unless every second line is empty.
+    lines = [*filter(None, lines)] if not any(lines[1::2]) else lines
     matches = [re.fullmatch(r"(\d{1,5})\s*([:,]|[.)-]?\s)\s*(.+)", line) for line in lines]
     names = {int(match[1]): match[3] for match in matches if match}
     has_ids = 0 in names or (1 in names and all(match and match[2].strip() for match in matches))

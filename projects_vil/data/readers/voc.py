@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 from backbones import ConfigError
 from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, size_of, stem_of
-from projects_vil.data.readers.shapes import CORNERS, Annotations, box_object, numbers, placed, polygon_object, read_xml
+from projects_vil.data.readers.shapes import CORNERS, Annotations, box_object, number, numbers, placed, polygon_object
 
 # Lists of images, lists of a class, and lists elsewhere. The first kind that exists is used.
 _FOLDERS = ("/imagesets(?:/main)?/", "/imagesets(?:/main)?/[^/]+_", "/(?:splits?/)?")
@@ -26,16 +26,18 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> list[Record]
 
 
 def _record(path: str, split: str | None, found: Annotations) -> Record:
-    annotation, stem = read_xml(path, found), Path(path).stem
+    annotation, stem = parse_xml(path, found), Path(path).stem
     name = annotation.findtext("filename", "").strip()
     # The name in the file is often outdated, so an image with the stem of the annotation has priority. If it has
     # another suffix, it may be a mask.
     names = f"{stem}{Path(name).suffix or '.'}", name or f"{stem}.", f"{stem}.", f"{stem_of(path)}."
     hint = (annotation.findtext("path") or f"{annotation.findtext('folder', '')}/{name}").strip()
     entries = [entry for entry in annotation.iter("object") if entry.findtext("deleted", "").strip() != "1"]
-    # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0.
+    # Pixels are counted from 1, and the box includes the last pixel. Coordinates with a fraction count from 0. CVAT
+    # writes a decimal point into all coordinates.
     sides = [(entry, side) for entry in entries for side in _SIDES if entry.findtext(side, "").strip()]
-    offset = 0 if any(numbers(entry.findtext, path, side)[0] % 1 for entry, side in sides) else 1
+    has_fraction = any(numbers(entry.findtext, path, side)[0] % 1 for entry, side in sides)
+    offset = 0 if has_fraction or all("." in entry.findtext(side) for entry, side in sides) else 1
     objects = [_object(entry, offset, path, found) for entry in entries]
     found.noted["skipped objects without a box or a polygon"] += [path] * objects.count(None)
     size = numbers(lambda side: annotation.findtext(side) or 0, path, "size/height", "size/width")
@@ -102,7 +104,12 @@ def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotatio
         found.noted["boxes with swapped corners"] += [path] * (left > right or top > bottom)
         (left, right), (top, bottom) = sorted((left, right)), sorted((top, bottom))
         # Some programs count from 0 and write 0.
-        one = box_object(label, [max(left - offset, 0), max(top - offset, 0), right, bottom])
+        left, top = (max(side - offset, min(side, 0)) for side in (left, top))
+        # CVAT writes the box before the rotation.
+        values = {one.findtext("name"): one.findtext("value") for one in entry.iterfind("attributes/attribute")}
+        degrees = number(values.get("rotation") or 0, f"{location}: rotation")
+        center, radii = ((left + right) / 2, (top + bottom) / 2), ((right - left) / 2, (bottom - top) / 2)
+        one = box_object(label, placed(CORNERS, *center, *radii, degrees))
     elif rotated is not None:
         x, y, width, height, angle = numbers(rotated.findtext, location, "cx", "cy", "w", "h", "angle")
         one = box_object(label, placed(CORNERS, x, y, width / 2, height / 2, math.degrees(angle)))
@@ -116,3 +123,34 @@ def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotatio
     if len(points) >= 6:
         one = polygon_object(label, [points]) | ({"bbox": one["bbox"]} if one else {})
     return one | {"iscrowd": int(entry.findtext("difficult", "").strip() == "1")} if one else None
+
+
+def parse_xml(path: str, found: Annotations) -> ElementTree.Element:
+    """Return the root of an XML file in the declared encoding, or in UTF-8 if only UTF-8 fits or gives a shorter text.
+
+    A file in an unknown encoding is read as UTF-8.
+
+    Raises:
+        ConfigError: If the file is not XML.
+    """
+    content, roots, reason = Path(path).read_bytes(), {}, None
+    match = re.match(rb"\s*<\?xml[^>]*encoding=[\"']([\w.-]+)[\"']", content)
+    # The parser is safe: it loads no external files, and expat limits the expansion of entities. It supports no
+    # encodings with several bytes per character, such as GB2312. Files that declare GB2312 often have more characters.
+    declared = match and re.sub("(?i)gb(2312|k)", "gb18030", match[1].decode()).lower()
+    for encoding in dict.fromkeys((declared, "utf-8")) if declared else (None,):
+        try:
+            text = content.decode(encoding) if encoding else content
+            roots.setdefault(text, (encoding, ElementTree.fromstring(text)))
+        except (ElementTree.ParseError, ValueError, LookupError) as error:
+            reason = reason or error
+    if not roots:
+        raise ConfigError(f"'{path}' is not XML: {reason}. Repair or remove it.") from reason
+    # A character of Chinese text has two bytes in GB 18030 and three in UTF-8.
+    encoding, root = roots[min(roots, key=len)]
+    for element in root.iter():
+        # Without the namespace
+        element.tag = element.tag.rpartition("}")[2]
+    if len(roots) > 1 or encoding != declared:
+        found.noted[f"XML files of an uncertain encoding ({match[1].decode()}), read as {encoding}"].append(path)
+    return root

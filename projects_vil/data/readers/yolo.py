@@ -1,5 +1,6 @@
 """Read YOLO datasets: a data.yaml file of Ultralytics or Roboflow, an obj.data file of Darknet, or classes.txt."""
 
+import json
 import os
 import re
 from collections import defaultdict
@@ -102,7 +103,8 @@ def _labels(splits: dict[str | None, dict], index: FileIndex) -> dict[str, str |
     labels = {image: index.find(*_label_paths(image)) for own in splits.values() for image in own}
     if not any(labels.values()):
         # The labels are in folders of other names.
-        records = [Record(f, (f"{stem_of(f)}.",), is_only=True) for f in index.files if f.lower().endswith(".txt")]
+        texts = [f for f in index.files if f.lower().endswith(".txt") and (label_files([f]) or not any(_rows(f)))]
+        records = [Record(file, (f"{stem_of(file)}.",), is_only=True) for file in texts]
         index.find_images(records)
         labels |= {record.file: record.annotation for record in records if record.file in labels}
     owners: dict[str, str] = {}
@@ -126,11 +128,14 @@ def _count_labels(labels: dict[str, str | None], index: FileIndex, found: Annota
     empty = [file for file in texts if os.path.dirname(file) in folders and not any(_rows(file))]
     known = {label for image in index.images if texts for label in _label_paths(image)}
     image_of = {stem_of(image): image for image in without}
+    labeled = {stem_of(image) for image, label in labels.items() if label}
     for file in sorted({*empty, *label_files(texts)}):
         image = image_of.get(stem_of(file))
         other = "split" if len({index.split_of(file), index.split_of(image or file), None}) > 2 else "folder"
         reason = f"in another {other} than the image" if image else "whose image is missing"
-        found.unused[f"label files {'that are not used' if file in known else reason}"].append(file)
+        # A folder without used labels may have older labels, or the detections of a model.
+        is_other = file in known or (stem_of(file) in labeled and os.path.dirname(file) not in folders)
+        found.unused[f"label files {'that are not used' if is_other else reason}"].append(file)
 
 
 def _lists(index: FileIndex) -> dict[str | None, list[str]]:
@@ -152,20 +157,21 @@ def settings_of(path: str) -> dict[str, Any] | None:
     """
     if class_files([path]):
         return {"names": path}
+    content = Path(path).read_bytes()
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = content.decode(json.detect_encoding(content))
         if path.endswith(".data"):
             text = "names: obj.names\n" + re.sub(r"(?m)^\s*(\w+)\s*=", r"\1: ", text)
         # All values are text, because YAML has other ideas of names such as "on" and "007".
         data = yaml.load(text, yaml.BaseLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        if re.search(rb"(?m)^names\s*:", Path(path).read_bytes()):
+        if re.search(rb"(?m)^names\s*:", content):
             raise ConfigError(f"'{path}' is not YAML: {' '.join(str(error).split())}. Repair it.") from error
         return None
-    keys = data.keys() if isinstance(data, dict) else set()
+    data = {key: value for key, value in data.items() if value not in ("null", "~")} if isinstance(data, dict) else {}
     # The arguments of a training run have "val", but neither "train" nor "names".
-    is_yolo = "names" in keys and (stem_of(path).lower() == "data" or not keys.isdisjoint(("nc", "val")))
-    return data if is_yolo or ("train" in keys and isinstance(data["train"], str | list)) else None
+    is_yolo = "names" in data and (stem_of(path).lower() == "data" or not data.keys().isdisjoint(("nc", "val")))
+    return data if is_yolo or isinstance(data.get("train"), str | list) else None
 
 
 def class_files(files: list[str]) -> list[str]:
@@ -275,7 +281,10 @@ def _is_label(row: list[str], names: list[str]) -> bool:
 def _are_poses(rows: list[list[str]]) -> bool:
     """Return whether all rows are a class, a box, and points with a visibility of 0, 1 or 2."""
     lengths, visible = {len(row) for row in rows} - {5}, {word for row in rows for word in row[7::3]}
-    return len(lengths) == 1 and max(lengths) % 3 == 2 and all(re.fullmatch(r"[012](\.0*)?", word) for word in visible)
+    # The second point of a polygon may have a 0, but not the size of a box.
+    is_polygon = any(re.fullmatch(r"0+(\.0*)?", word) for row in rows for word in row[3:5])
+    is_visibility = all(re.fullmatch(r"[012](\.0*)?", word) for word in visible)
+    return len(lengths) == 1 and max(lengths) % 3 == 2 and is_visibility and not is_polygon
 
 
 def _object(row: list[str], names: list[str], size: tuple[int, int], location: str, unknown: dict) -> dict[str, Any]:
