@@ -25,9 +25,8 @@ from backbones.files import write_text
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, find_model, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
-    add_values,
-    as_mapping,
     choose_device,
+    combine_overrides,
     config_path,
     detector_name,
     load_config,
@@ -180,7 +179,7 @@ def train(
     arguments |= {"output": output and os.fspath(output), "weights": weights and os.fspath(weights)}
     arguments |= {"device": None if device is None else str(device)}
     sizes = tile_values(tiles) if tiles else size_values(pixels) if pixels else {}
-    add_values(given, {KEYS[name]: value for name, value in arguments.items()} | sizes)
+    given = combine_overrides(given, {KEYS[name]: value for name, value in arguments.items()} | sizes)
     if is_random := given.get("MODEL.WEIGHTS") in ("none", ""):
         given["MODEL.WEIGHTS"] = ""
     if recipe is not None:
@@ -334,7 +333,7 @@ def evaluate(
     """
     if data is None and images is not None:
         raise ConfigError("Without data, images has no effect. Give data, or remove it.")
-    given = add_values(_overrides_of(evaluate, overrides), {"OUTPUT_DIR": output})
+    given = combine_overrides(_overrides_of(evaluate, overrides), {"OUTPUT_DIR": output})
     # With another checkpoint or overrides, evaluation.json of the run keeps its results.
     changes: list[str] = []
     if isinstance(model, CfgNode):
@@ -424,7 +423,7 @@ def _overrides_of(function: Callable, overrides: dict[str, Any]) -> dict[str, An
     Raises:
         ConfigError: For a keyword that is not a config key.
     """
-    given = add_values(as_mapping(overrides.pop("overrides", {})), overrides)
+    given = combine_overrides(overrides.pop("overrides", {}), overrides)
     for key in given:
         if "." not in key and not key.isupper():
             known, same = set(inspect.signature(function).parameters) - {"overrides"}, NAMES_OF_OTHERS.get(key)

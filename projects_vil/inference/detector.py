@@ -19,7 +19,7 @@ from detectron2.structures import Instances
 from backbones import ConfigError
 from backbones.errors import check_whole, first_of
 from projects_vil.checkpoint import Categories, find_model, find_weights
-from projects_vil.config import SCORE_THRESHOLDS, Overrides, add_values, as_mapping, choose_device, load_config
+from projects_vil.config import SCORE_THRESHOLDS, Overrides, choose_device, combine_overrides, load_config
 from projects_vil.data.image_files import upright_pixels
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead
@@ -229,7 +229,7 @@ class Detector(HubMixin):
         source = Path(source).expanduser()
         check_threshold(score_threshold)
         device = None if device is None else str(device)
-        given = add_values(as_mapping(overrides), {"MODEL.WEIGHTS": weights, "MODEL.DEVICE": device})
+        given = combine_overrides(overrides, {"MODEL.WEIGHTS": weights, "MODEL.DEVICE": device})
         weights, device = given.get("MODEL.WEIGHTS"), given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's best or last checkpoint
