@@ -459,11 +459,10 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
 # Properties of a config -----------------------------------------------------------------------------------------------
 
 
-def number_of_classes(cfg: CfgNode) -> tuple[str, int]:
-    """Return the key of the number of classes, and the number."""
+def head_of(cfg: CfgNode) -> str:
+    """Return the section of ``MODEL`` with the number of classes and the thresholds, such as ``RETINANET``."""
     heads = {"SemanticSegmentor": "SEM_SEG_HEAD", "RetinaNet": "RETINANET"}
-    head = heads.get(cfg.MODEL.META_ARCHITECTURE, "ROI_HEADS")
-    return f"MODEL.{head}.NUM_CLASSES", cfg.MODEL[head].NUM_CLASSES
+    return heads.get(cfg.MODEL.META_ARCHITECTURE, "ROI_HEADS")
 
 
 def detector_name(cfg: CfgNode) -> str:

@@ -29,9 +29,9 @@ from projects_vil.config import (
     combine_overrides,
     config_path,
     detector_name,
+    head_of,
     load_config,
     merge_overrides,
-    number_of_classes,
     with_overrides,
 )
 from projects_vil.data.catalog import read_categories
@@ -196,9 +196,10 @@ def train(
     if trained is not None:
         # Its heads need its architecture, its input, its image size and its anchors.
         base, name = _choose_config(trained.MODEL.TRANSFORMER.VARIANT, _KINDS[detector_name(trained)], schedule, None)
+        head = head_of(base)
         values = {"MODEL": trained.MODEL, "MODEL.DEVICE": base.MODEL.DEVICE, "MODEL.WEIGHTS": ""}
         values |= {f"INPUT.{key}": trained.INPUT[key] for key in ("FORMAT", "MIN_SIZE_TEST", "MAX_SIZE_TEST")}
-        base = with_overrides(base, values | dict([number_of_classes(base)]))
+        base = with_overrides(base, values | {f"MODEL.{head}.NUM_CLASSES": base.MODEL[head].NUM_CLASSES})
     else:
         chosen = model
         if model is None and config is None and data is not None:
@@ -268,7 +269,7 @@ def train(
                 raise ConfigError(
                     f"Mask R-CNN needs masks, but '{data}' has only boxes. Use --detector faster_rcnn or retinanet."
                 )
-            values = _register(dataset, output.name) | {number_of_classes(cfg)[0]: len(dataset.classes)}
+            values = _register(dataset, output.name) | {f"MODEL.{head_of(cfg)}.NUM_CLASSES": len(dataset.classes)}
             if config is None and "MODEL.WEIGHTS" not in given and recipe != "scratch":
                 values["MODEL.WEIGHTS"] = best_weights(cfg)
             cfg = with_overrides(cfg, values, keep=given)
