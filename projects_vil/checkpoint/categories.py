@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from detectron2.data import MetadataCatalog
-from detectron2.data.catalog import Metadata
 from torch import Tensor
 
 from projects_vil.data.catalog import categories_of
@@ -38,12 +37,6 @@ class Categories:
     ids: tuple[int, ...]
     names: tuple[str, ...]
     colors: Sequence[Sequence[int]] | None = dataclasses.field(default=None, compare=False)
-
-    @property
-    def metadata(self) -> Metadata:
-        """Return detectron2's metadata, for drawings."""
-        colors = {} if self.colors is None else {"thing_colors": self.colors}
-        return Metadata(thing_classes=list(self.names), **colors)
 
     def to_coco(self) -> list[dict]:
         """Return the list of categories of a COCO file."""

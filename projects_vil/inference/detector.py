@@ -13,6 +13,7 @@ import numpy as np
 import PIL.Image
 import pycocotools.mask as mask_util
 import torch
+from detectron2.data.catalog import Metadata
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 
@@ -138,7 +139,8 @@ class Detections:
         # Imports Matplotlib, which most uses of a detector do not need.
         from projects_vil.visualization.drawing import draw_instances
 
-        return draw_instances(pixels, results, self.categories.metadata, scale=scale, label_size=label_size)
+        metadata = Metadata(thing_classes=self.categories.names, thing_colors=self.categories.colors)
+        return draw_instances(pixels, results, metadata, scale=scale, label_size=label_size)
 
     def to_coco(self, image_id: int) -> list[dict]:
         """Return the detections in COCO's results format, with the category ids of the training dataset.
