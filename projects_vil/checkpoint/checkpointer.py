@@ -422,10 +422,10 @@ def last_checkpoints(folder: str | Path) -> list[Path]:
 
 def weights_of(run: str | Path) -> Path | None:
     """Return the best checkpoint of a run, or else its last one, or the weights of a published folder, or None."""
-    for path in (Path(run) / BEST_CHECKPOINT, *last_checkpoints(run), Path(run) / PUBLISHED_WEIGHTS):
-        if path.is_file():
-            return path
-    return None
+    best, published = Path(run) / BEST_CHECKPOINT, Path(run) / PUBLISHED_WEIGHTS
+    if best.is_file():
+        return best
+    return next(iter(last_checkpoints(run)), published if published.is_file() else None)
 
 
 def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[Path, str | os.PathLike | None]:
