@@ -134,9 +134,10 @@ class ImageBatches:
 
     Attributes:
         total: Number of images; 0 if it is unknown.
+        is_stream, frame_rate: As for :class:`Video`. A folder may have the frames of a video.
     """
 
-    unit = "image"
+    unit, is_stream, frame_rate = "image", False, DEFAULT_FRAME_RATE
 
     def __init__(self, images: Iterable[ImageSource], *, keep_pixels: bool = False) -> None:
         self.images, self.keep_pixels, self.total = images, keep_pixels, operator.length_hint(images)
@@ -180,6 +181,7 @@ class Video:
     Attributes:
         name: The file name, or a name derived from the camera's number or the URL, without passwords.
         is_stream: Whether the source is a camera or a URL.
+        frame_rate: Frames per second.
         total: Number of frames in the file's header, which may be an estimate; 0 if it is unknown.
 
     Raises:

@@ -33,7 +33,7 @@ from projects_vil.export import ExportedModel
 from projects_vil.files import atomic_folder
 from projects_vil.inference.detector import Detections, Detector, check_threshold
 from projects_vil.inference.image_listing import TABLES, find_images, is_video, list_paths, number_of_images, suffix_of
-from projects_vil.inference.image_loading import DEFAULT_FRAME_RATE, ImageBatches, ImageSource, Loaded, Skipped, Video
+from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video
 from projects_vil.utils import stop_requests
 from vil.choices import PART_SIZE, PREDICTION_FORMATS, SCORE_THRESHOLD
 
@@ -209,8 +209,7 @@ def predict(
         root = Path(source if is_single else "")
         writer = contextlib.nullcontext(functools.partial(_write_drawing, output / DRAWINGS_FOLDER, root))
     threshold = SCORE_THRESHOLD if score_threshold is None else score_threshold
-    frame_rate = getattr(opened, "frame_rate", DEFAULT_FRAME_RATE)
-    tracker = Tracker(frame_rate=frame_rate, threshold=threshold) if track else None
+    tracker = Tracker(frame_rate=opened.frame_rate, threshold=threshold) if track else None
     labels: list[tuple[dict, list[dict]]] | None = [] if save_labels else None
     options = {"batch_size": batch_size, "threshold": threshold, "tracker": tracker, "labels": labels}
     summary = _write_coco(detector, opened, output, writer=writer if drawings else None, **options)
@@ -246,15 +245,14 @@ def _write_coco(
     """
     num_images = num_detections = num_drawn = 0
     highest_score, skipped, tracks = 0.0, [], set()
-    is_stream = getattr(source, "is_stream", False)
-    if is_stream:
+    if source.is_stream:
         logging.getLogger(__name__).info("Reading %s. Press Ctrl-C to stop and to write the results.", source.name)
     with (
         atomic_write(output / RESULTS_FILE) as results_path,
         atomic_write(output / IMAGES_FILE) as images_path,
         open(results_path, "w") as results_file,
         open(images_path, "w") as images_file,
-        stop_requests(single_process=True) if is_stream else contextlib.nullcontext([]) as received,
+        stop_requests(single_process=True) if source.is_stream else contextlib.nullcontext([]) as received,
         progress_bar(source.unit, total=source.total) as progress,
         writer or contextlib.nullcontext() as write_drawing,
     ):
