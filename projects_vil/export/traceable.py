@@ -57,13 +57,13 @@ def is_nonempty(boxes: Tensor, threshold: float = 0.0) -> Tensor:
 # -- selection -------------------------------------------------------------------------------------
 
 
-def padded_topk(scores: Tensor, number: int, *, padding: float) -> tuple[Tensor, Tensor]:
+def padded_topk(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Return the ``number`` largest values of each row of (B, N) and their indices, both (B, number), largest first.
 
-    Shorter rows are completed with ``padding`` and index 0.
+    Shorter rows are completed with minus infinity and index 0.
     """
     # Pad after the values: with padding before them, AVX-512 code compiled by torch 2.14 reads out of bounds.
-    best, index = F.pad(scores, (0, number), value=padding).topk(number, dim=1)
+    best, index = F.pad(scores, (0, number), value=-math.inf).topk(number, dim=1)
     return best, index * (index < scores.shape[1])
 
 
@@ -77,14 +77,14 @@ def topk_above(scores: Tensor, threshold: float, number: int, *, batched: bool) 
         batched: Whether B may be larger than 1.
     """
     if batched:
-        best, index = padded_topk(scores, number, padding=-math.inf)
+        best, index = padded_topk(scores, number)
         row, rank = (best > threshold).nonzero().unbind(1)
         return row, index[row, rank], best[row, rank]
     # Few scores pass the threshold. This is 2 to 30 times as fast as topk of all scores.
     row, index = (scores > threshold).nonzero().unbind(1)
     _bound_length(index)
     values = scores[row, index]
-    best, rank = padded_topk(values[None], number, padding=-math.inf)
+    best, rank = padded_topk(values[None], number)
     kept = rank[0, (best[0] > threshold).nonzero()[:, 0]]
     return row[kept], index[kept], values[kept]
 
@@ -333,7 +333,7 @@ class ExportableRCNN(ExportableDetector):
         scores, boxes = [], []
         for level, anchors in enumerate(grid_anchors(rpn.anchor_generator, [level.shape[2:] for level in levels])):
             level_scores = per_anchor(logits[level], 1).float().flatten(1)
-            best, index = padded_topk(level_scores, rpn.pre_nms_topk[False], padding=-math.inf)
+            best, index = padded_topk(level_scores, rpn.pre_nms_topk[False])
             chosen = per_anchor(deltas[level], 4).gather(1, index[..., None].expand(-1, -1, 4))
             decoded = rpn.box2box_transform.apply_deltas(chosen.flatten(0, 1), anchors[index].flatten(0, 1))
             boxes.append(decoded.unflatten(0, index.shape))
