@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torchvision.ops import nms
 
 from backbones import ConfigError
+from backbones.layers.block import pad_to_multiple
 from projects_vil.modeling.sync_free import grid_anchors
 
 _LOWEST = -1e30  # below every score
@@ -247,8 +248,10 @@ class ExportableDetector(nn.Module):
         """Return the detections of an image or a batch, see the class."""
         image = image.to(torch.promote_types(self.detector.pixel_mean.dtype, torch.float32))
         images = image if self.batched else image[None]
-        size = images.shape[2], images.shape[3]
-        outputs = self.detect(self.detector.backbone(self._preprocess(images)), size)
+        size, backbone = (images.shape[2], images.shape[3]), self.detector.backbone
+        images = (images - self.detector.pixel_mean.float()) / self.detector.pixel_std.float()
+        images = pad_to_multiple(images, max(backbone.size_divisibility, 1))
+        outputs = self.detect(backbone(images.to(next(backbone.parameters()).dtype)), size)
         if self.fixed_number is not None:
             num_images = images.shape[0] if self.batched else 1
             rows = pad_detections(outputs, number=self.fixed_number, num_images=num_images)
@@ -263,16 +266,6 @@ class ExportableDetector(nn.Module):
             return kept[:number]
         num_images = next(iter(features.values())).shape[0]
         return kept[_rank_in_image(image[kept], num_images) < number]
-
-    def _preprocess(self, images: Tensor) -> Tensor:
-        """Normalize (B, 3, H, W), pad the bottom and the right for the FPN, and cast to the dtype of the network."""
-        images = (images - self.detector.pixel_mean.float()) / self.detector.pixel_std.float()
-        divisor = max(self.detector.backbone.size_divisibility, 1)
-        height, width = images.shape[2], images.shape[3]
-        # A product with the divisor gives exporters simple terms for all derived sizes.
-        rows, cols = (height + divisor - 1) // divisor, (width + divisor - 1) // divisor
-        images = F.pad(images, (0, cols * divisor - width, 0, rows * divisor - height))
-        return images.to(next(self.detector.backbone.parameters()).dtype)
 
 
 class ExportableRetinaNet(ExportableDetector):
