@@ -1,4 +1,4 @@
-"""The exception for user mistakes, checks that raise it, and the exit after a signal."""
+"""The exception for user mistakes, checks that raise it, and the handling of signals."""
 
 import contextlib
 import difflib
@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -19,6 +19,10 @@ from typing import NoReturn
 GENERATOR = "written by vil-detectron2"
 _NUM_FIRST_BYTES = 4096
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+# SIGINT: Ctrl-C. SIGTERM: a scheduler. SIGHUP: a closed terminal. SIGUSR1 and SIGXCPU: the time limit is near.
+_STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
+# Some systems lack some of these signals.
+STOP_SIGNALS = tuple(getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name))
 
 
 class ConfigError(ValueError):
@@ -186,3 +190,29 @@ def terminate(number: int, frame: FrameType | None = None) -> NoReturn:
 
     sys.unraisablehook = send_again
     raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def handling_signals(
+    handler: Callable[[int, FrameType | None], object], *, only_default: bool = False
+) -> Iterator[None]:
+    """Handle ``STOP_SIGNALS`` with ``handler`` inside the context.
+
+    Signals that are ignored stay ignored, such as SIGHUP under ``nohup``. Python sets signal handlers in the main
+    thread only, so this is a no-op in other threads.
+
+    Args:
+        handler: Called with the signal number and the stack frame.
+        only_default: Keep the handlers of Python and of other libraries.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            former = signal.getsignal(number)
+            if former == signal.SIG_DFL or not (only_default or former in (signal.SIG_IGN, None)):
+                before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)

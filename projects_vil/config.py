@@ -260,36 +260,28 @@ def load_config(path: str | Path, overrides: Overrides = ()) -> CfgNode:
         elif not isinstance(error, ConfigError):
             reason = f"{one_line(error)}. Correct it."
         raise ConfigError(reason if reason.startswith(f"'{path}'") else f"'{path}': {reason}") from error
-    return merge_overrides(cfg, as_mapping(overrides))
+    return merge_overrides(cfg, overrides)
 
 
-def as_mapping(overrides: Overrides) -> dict[Any, Any]:
-    """Return overrides as a dict. A list has alternating keys and values.
-
-    Raises:
-        ConfigError: If the last key of a list has no value.
-    """
-    if isinstance(overrides, Mapping):
-        return dict(overrides)
-    if len(overrides) % 2:
-        raise ConfigError(f"The override {overrides[-1]} has no value. Write KEY VALUE.")
-    return dict(zip(overrides[::2], overrides[1::2], strict=True))
-
-
-def add_values(given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add values to the user's config keys, and return them. None is no value.
+def combine_overrides(overrides: Overrides, values: Mapping[str, Any] | None = None) -> dict[Any, Any]:
+    """Return overrides and further values as one dict. A value of None is left out.
 
     Raises:
-        ConfigError: If a key has two different values.
+        ConfigError: If the last key of a list has no value, or if a key has two different values.
     """
-    for key, value in values.items():
+    if not isinstance(overrides, Mapping):
+        if len(overrides) % 2:
+            raise ConfigError(f"The override {overrides[-1]} has no value. Write KEY VALUE.")
+        overrides = dict(zip(overrides[::2], overrides[1::2], strict=True))
+    given = dict(overrides)
+    for key, value in (values or {}).items():
         # In lists, nan is equal to itself.
         if value is not None and [given.setdefault(key, value)] != [value]:
             raise ConfigError(f"{key} is given twice, as {value} and as {given[key]}. Remove one.")
     return given
 
 
-def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
+def merge_overrides(cfg: CfgNode, overrides: Overrides) -> CfgNode:
     """Return a frozen copy of a config with a user's overrides. Strings are parsed, as on the command line.
 
     Raises:
@@ -300,7 +292,7 @@ def merge_overrides(cfg: CfgNode, overrides: Mapping[str, Any]) -> CfgNode:
     if cfg.INPUT.COLOR_AUG_SSD:
         # PointRend's key means the same as this project's.
         cfg.INPUT.PHOTOMETRIC_DISTORTION, cfg.INPUT.COLOR_AUG_SSD = True, False
-    for key, value in overrides.items():
+    for key, value in combine_overrides(overrides).items():
         if key == "MODEL.DEVICE":
             # A number is a GPU, as in torch.device(0).
             value = repr(f"cuda:{value}" if str(value).isdecimal() else str(value))
@@ -467,11 +459,10 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
 # Properties of a config -----------------------------------------------------------------------------------------------
 
 
-def number_of_classes(cfg: CfgNode) -> tuple[str, int]:
-    """Return the key of the number of classes, and the number."""
+def head_of(cfg: CfgNode) -> str:
+    """Return the section of ``MODEL`` with the number of classes and the thresholds, such as ``RETINANET``."""
     heads = {"SemanticSegmentor": "SEM_SEG_HEAD", "RetinaNet": "RETINANET"}
-    head = heads.get(cfg.MODEL.META_ARCHITECTURE, "ROI_HEADS")
-    return f"MODEL.{head}.NUM_CLASSES", cfg.MODEL[head].NUM_CLASSES
+    return heads.get(cfg.MODEL.META_ARCHITECTURE, "ROI_HEADS")
 
 
 def detector_name(cfg: CfgNode) -> str:

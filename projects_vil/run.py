@@ -25,14 +25,13 @@ from backbones.files import write_text
 from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, find_model, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
-    add_values,
-    as_mapping,
     choose_device,
+    combine_overrides,
     config_path,
     detector_name,
+    head_of,
     load_config,
     merge_overrides,
-    number_of_classes,
     with_overrides,
 )
 from projects_vil.data.catalog import read_categories
@@ -180,7 +179,7 @@ def train(
     arguments |= {"output": output and os.fspath(output), "weights": weights and os.fspath(weights)}
     arguments |= {"device": None if device is None else str(device)}
     sizes = tile_values(tiles) if tiles else size_values(pixels) if pixels else {}
-    add_values(given, {KEYS[name]: value for name, value in arguments.items()} | sizes)
+    given = combine_overrides(given, {KEYS[name]: value for name, value in arguments.items()} | sizes)
     if is_random := given.get("MODEL.WEIGHTS") in ("none", ""):
         given["MODEL.WEIGHTS"] = ""
     if recipe is not None:
@@ -197,9 +196,10 @@ def train(
     if trained is not None:
         # Its heads need its architecture, its input, its image size and its anchors.
         base, name = _choose_config(trained.MODEL.TRANSFORMER.VARIANT, _KINDS[detector_name(trained)], schedule, None)
+        head = head_of(base)
         values = {"MODEL": trained.MODEL, "MODEL.DEVICE": base.MODEL.DEVICE, "MODEL.WEIGHTS": ""}
         values |= {f"INPUT.{key}": trained.INPUT[key] for key in ("FORMAT", "MIN_SIZE_TEST", "MAX_SIZE_TEST")}
-        base = with_overrides(base, values | dict([number_of_classes(base)]))
+        base = with_overrides(base, values | {f"MODEL.{head}.NUM_CLASSES": base.MODEL[head].NUM_CLASSES})
     else:
         chosen = model
         if model is None and config is None and data is not None:
@@ -269,7 +269,7 @@ def train(
                 raise ConfigError(
                     f"Mask R-CNN needs masks, but '{data}' has only boxes. Use --detector faster_rcnn or retinanet."
                 )
-            values = _register(dataset, output.name) | {number_of_classes(cfg)[0]: len(dataset.classes)}
+            values = _register(dataset, output.name) | {f"MODEL.{head_of(cfg)}.NUM_CLASSES": len(dataset.classes)}
             if config is None and "MODEL.WEIGHTS" not in given and recipe != "scratch":
                 values["MODEL.WEIGHTS"] = best_weights(cfg)
             cfg = with_overrides(cfg, values, keep=given)
@@ -334,7 +334,7 @@ def evaluate(
     """
     if data is None and images is not None:
         raise ConfigError("Without data, images has no effect. Give data, or remove it.")
-    given = add_values(_overrides_of(evaluate, overrides), {"OUTPUT_DIR": output})
+    given = combine_overrides(_overrides_of(evaluate, overrides), {"OUTPUT_DIR": output})
     # With another checkpoint or overrides, evaluation.json of the run keeps its results.
     changes: list[str] = []
     if isinstance(model, CfgNode):
@@ -424,7 +424,7 @@ def _overrides_of(function: Callable, overrides: dict[str, Any]) -> dict[str, An
     Raises:
         ConfigError: For a keyword that is not a config key.
     """
-    given = add_values(as_mapping(overrides.pop("overrides", {})), overrides)
+    given = combine_overrides(overrides.pop("overrides", {}), overrides)
     for key in given:
         if "." not in key and not key.isupper():
             known, same = set(inspect.signature(function).parameters) - {"overrides"}, NAMES_OF_OTHERS.get(key)

@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -24,12 +23,8 @@ from torch import nn
 from tqdm.contrib import DummyTqdmFile
 
 from backbones import ConfigError
-from backbones.errors import terminate
+from backbones.errors import handling_signals, terminate
 
-# SIGINT: Ctrl-C. SIGTERM: a scheduler. SIGHUP: a closed terminal. SIGUSR1 and SIGXCPU: the time limit is near.
-_STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
-# Some systems lack some of these signals.
-STOP_SIGNALS = tuple(getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name))
 LOCK_FILE = ".run.lock"
 # Seconds to wait for a lock. A killed process needs time to free its memory and its lock.
 LOCK_TIMEOUT = 5.0
@@ -179,28 +174,6 @@ def cleanup_on_failure(folder: Path) -> Iterator[None]:
 
 
 # -- signals ---------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def handling_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle ``STOP_SIGNALS`` with ``handler`` inside the context.
-
-    Signals that are ignored stay ignored, such as SIGHUP under ``nohup``. Python sets signal handlers in the main
-    thread only, so this is a no-op in other threads.
-
-    Args:
-        handler: Called with the signal number and the stack frame.
-    """
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                before[number] = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
 
 
 @contextlib.contextmanager

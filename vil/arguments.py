@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +29,7 @@ from backbones.errors import (
     check_replaceable,
     closest,
     find_os_error,
+    handling_signals,
     printable,
     terminate,
 )
@@ -428,7 +429,8 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
     # A closed terminal must not end a run, which also logs to a file.
     logging.raiseExceptions = False
     try:
-        with _usable_streams(), _exit_on_signals(), _log_to_stderr() if log else nullcontext():
+        exit_on_signals = handling_signals(terminate, only_default=True)
+        with _usable_streams(), exit_on_signals, _log_to_stderr() if log else nullcontext():
             main()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -521,18 +523,6 @@ def _with_flag(message: str) -> str:
             else:
                 message = re.sub(rf"\b{re.escape(key)}\b", f"{flag} ({key})", message, count=1)
     return message
-
-
-@contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """Raise SystemExit at SIGTERM, SIGHUP, SIGUSR1 and SIGXCPU, unless they are ignored or have a handler."""
-    with ExitStack() as restored:
-        for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU"):
-            number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) == signal.SIG_DFL:
-                signal.signal(number, terminate)
-                restored.callback(signal.signal, number, signal.SIG_DFL)
-        yield
 
 
 @contextmanager

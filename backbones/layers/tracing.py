@@ -7,10 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-
-def is_exporting() -> bool:
-    """Return whether ``torch.export`` traces this run. Before torch 2.7 the result is always False."""
-    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
+# Whether torch.export traces this run. Before torch 2.7 the result is always False.
+is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def is_tracing() -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from detectron2.data import MetadataCatalog
-from detectron2.data.catalog import Metadata
 from torch import Tensor
 
 from projects_vil.data.catalog import categories_of
@@ -39,12 +38,6 @@ class Categories:
     names: tuple[str, ...]
     colors: Sequence[Sequence[int]] | None = dataclasses.field(default=None, compare=False)
 
-    @property
-    def metadata(self) -> Metadata:
-        """Return detectron2's metadata, for drawings."""
-        colors = {} if self.colors is None else {"thing_colors": self.colors}
-        return Metadata(thing_classes=list(self.names), **colors)
-
     def to_coco(self) -> list[dict]:
         """Return the list of categories of a COCO file."""
         return [{"id": number, "name": name} for number, name in zip(self.ids, self.names, strict=True)]
@@ -63,32 +56,17 @@ def known_categories(
         names: Class names in the metadata, or None.
         ids: Category ids in the metadata, or None.
         number: Number of classes.
-        datasets: Names of datasets to search. If there are class names, COCO is searched last.
+        datasets: Names of datasets to search; unknown names are skipped. If there are class names, COCO is searched
+            last.
     """
     # detectron2 has the categories of coco_2017_val built in.
-    found = dataset_categories(datasets if names is None else (*datasets, "coco_2017_val"), number, names=names)
-    counted = tuple(range(1, number + 1))
-    if names is None:
-        return found or Categories(counted, tuple(f"class {category_id}" for category_id in counted))
-    return Categories(tuple(ids or (found.ids if found else counted)), tuple(names), found and found.colors)
-
-
-def dataset_categories(
-    datasets: Sequence[str], number: int, *, names: Sequence[str] | None = None
-) -> Categories | None:
-    """Return the categories of the first dataset with ``number`` classes, or None.
-
-    Args:
-        datasets: Dataset names in detectron2's catalog. Unknown names are skipped.
-        number: Number of classes.
-        names: Class names that the dataset must have, in this order; None for any names.
-    """
-    for dataset in datasets:
+    for dataset in datasets if names is None else (*datasets, "coco_2017_val"):
         classes = categories_of(dataset) if dataset in MetadataCatalog.list() else {}
         found = tuple(classes.values())
         if found and len(found) == number and names in (None, found):
-            return Categories(tuple(classes), found, MetadataCatalog.get(dataset).get("thing_colors"))
-    return None
+            return Categories(tuple(ids or classes), found, MetadataCatalog.get(dataset).get("thing_colors"))
+    counted = tuple(range(1, number + 1))
+    return Categories(tuple(ids or counted), tuple(names or (f"class {category_id}" for category_id in counted)))
 
 
 def is_predictor(name: str) -> bool:

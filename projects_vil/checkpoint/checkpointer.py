@@ -34,7 +34,7 @@ from projects_vil.checkpoint.pretrained import (
     weights_of_timm,
 )
 from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_entry
-from projects_vil.config import CONFIG_FILE, config_path, number_of_classes, with_overrides
+from projects_vil.config import CONFIG_FILE, config_path, head_of, with_overrides
 from projects_vil.data import catalog
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_on_meta
 from vil.choices import EXPORT_SUFFIXES
@@ -383,7 +383,8 @@ def load_detector(
     if names is None or ids is None:
         with contextlib.suppress(ConfigError):
             catalog.register_datasets(cfg)
-    return model.eval(), known_categories(names, ids, number=number_of_classes(cfg)[1], datasets=datasets)
+    number = cfg.MODEL[head_of(cfg)].NUM_CLASSES
+    return model.eval(), known_categories(names, ids, number=number, datasets=datasets)
 
 
 def _part(name: str) -> str:
@@ -421,10 +422,10 @@ def last_checkpoints(folder: str | Path) -> list[Path]:
 
 def weights_of(run: str | Path) -> Path | None:
     """Return the best checkpoint of a run, or else its last one, or the weights of a published folder, or None."""
-    for path in (Path(run) / BEST_CHECKPOINT, *last_checkpoints(run), Path(run) / PUBLISHED_WEIGHTS):
-        if path.is_file():
-            return path
-    return None
+    best, published = Path(run) / BEST_CHECKPOINT, Path(run) / PUBLISHED_WEIGHTS
+    if best.is_file():
+        return best
+    return next(iter(last_checkpoints(run)), published if published.is_file() else None)
 
 
 def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[Path, str | os.PathLike | None]:

@@ -31,9 +31,9 @@ from backbones.convert import (
 from backbones.errors import first_of
 from backbones.lit import GLOBAL_TOKEN, LITVariant, initial_values
 from backbones.vil import ViLVariant
-from projects_vil.checkpoint.categories import dataset_categories
 from projects_vil.checkpoint.metadata import METADATA_KEY, OFFICIAL_INPUT, CheckpointMetadata, InputFormat
 from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_entry
+from projects_vil.data.catalog import categories_of
 from projects_vil.modeling import TimmBackbone
 
 BACKBONE_PREFIX = "backbone.bottom_up.net."
@@ -196,20 +196,20 @@ def convert_official(
                 options["position_interpolation"] = "once"
         model_options = options
     state_dict, report = convert_state_dict(weights, variant, classifier=classifier, model_options=model_options)
-    categories = None
+    categories: Mapping[int, str] = {}
     if not classifier:
         heads = _convert_heads(official, variant, report)
         state_dict = {f"{BACKBONE_PREFIX}{name}": tensor for name, tensor in state_dict.items()} | heads
         # All official detectors are trained on COCO.
         rows = {"head.cls_score.weight": _ANCHORS * 80, "roi_heads.box_predictor.cls_score.weight": 81}
         if any(name in heads and len(heads[name]) == number for name, number in rows.items()):
-            categories = dataset_categories(["coco_2017_val"], 80)
+            categories = categories_of("coco_2017_val")
     own = {key: value for key, value in options.items() if key in sizes.options}
     metadata = CheckpointMetadata(
         variant=variant,
         options=own,
-        classes=categories and categories.names,
-        category_ids=categories and categories.ids,
+        classes=tuple(categories.values()) or None,
+        category_ids=tuple(categories) or None,
         input=OFFICIAL_INPUT,
     )
     others = {key: value for key, value in options.items() if key not in own}

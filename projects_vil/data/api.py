@@ -5,7 +5,7 @@ from projects_vil.data.build import build_test_loader, build_train_loader, deriv
 from projects_vil.data.catalog import check_files, class_order, label_reader, register_datasets
 from projects_vil.data.check import check_dataset, write_cleaned, write_fixed
 from projects_vil.data.coco_checks import CocoFile
-from projects_vil.data.dataset_mapper import Mapper, read_for_testing, size_for_testing
+from projects_vil.data.dataset_mapper import Mapper, size_for_testing, to_input
 from projects_vil.data.image_files import IGNORED_LABEL, IMAGE_SUFFIXES, read_image
 from projects_vil.data.readers import read_dataset
 from projects_vil.data.records import CHECK_MODES, SharedRecords, in_order, load_dataset, read_datasets, read_records

@@ -26,12 +26,11 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from backbones import ConfigError
-from backbones.errors import check_choice, one_line
+from backbones.errors import STOP_SIGNALS, check_choice, one_line
 from projects_vil.data.augmentation import CopyPaste
 from projects_vil.data.dataset_mapper import Mapper
 from projects_vil.data.image_files import DAMAGED, UnreadableImage, log_damaged
 from projects_vil.data.records import SharedRecords, load_dataset
-from projects_vil.utils import STOP_SIGNALS
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
 # Maps a record to an input of the model.

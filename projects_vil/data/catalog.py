@@ -23,7 +23,7 @@ from detectron2.data.datasets.builtin_meta import ADE20K_SEM_SEG_CATEGORIES
 
 from backbones import ConfigError
 from backbones.errors import check_file, closest, first_of
-from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
+from projects_vil.config import head_of, is_panoptic, is_segmentor
 from projects_vil.data.image_files import IGNORED_LABEL, is_image, read_labels
 from projects_vil.data.readers.index import read_names
 from projects_vil.files import read_json
@@ -281,8 +281,8 @@ def model_classes(cfg: CfgNode) -> tuple[str | None, Mapping[int, str]]:
     The reference dataset is the first dataset of ``DATASETS.TRAIN`` and ``DATASETS.TEST``, in this order, that has the
     model's number of classes. Without such a dataset, the name is None and there are no classes.
     """
-    names, (_, number) = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST), number_of_classes(cfg)
-    for name in names:
+    number = cfg.MODEL[head_of(cfg)].NUM_CLASSES
+    for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
         categories = categories_of(name, stuff=is_segmentor(cfg)) if name in MetadataCatalog.list() else {}
         if categories and len(categories) == number:
             return name, categories
@@ -310,7 +310,8 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
     if classes is None:
         return None
     ours = list(categories.values())
-    key, number = number_of_classes(cfg)
+    head = head_of(cfg)
+    key, number = f"MODEL.{head}.NUM_CLASSES", cfg.MODEL[head].NUM_CLASSES
     if len(classes) != number and (reference is None or name in cfg.DATASETS.TRAIN or is_segmentor(cfg)):
         raise ConfigError(f"{key} is {number}, but {name!r} has {len(classes)} classes. Set {key} {len(classes)}.")
     if reference is None:

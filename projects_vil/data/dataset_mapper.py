@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from backbones import ConfigError
 from projects_vil.config import is_segmentor, with_overrides
 from projects_vil.data.albumentations_pipeline import AlbumentationsAugmentation
 from projects_vil.data.augmentation import ResizeBatch, boxes_of_masks, large_scale_jitter
-from projects_vil.data.image_files import DAMAGED, IGNORED_LABEL, decode_image, read_image, read_labels, read_size
+from projects_vil.data.image_files import DAMAGED, IGNORED_LABEL, decode_image, read_labels, read_size
 
 
 class Mapper(DatasetMapper):
@@ -182,19 +181,17 @@ def _bitmap(mask: list | dict[str, Any], transforms: T.TransformList, size: tupl
     return polygons_to_bitmask([polygon.reshape(-1) for polygon in points], *size)
 
 
-def read_for_testing(cfg: CfgNode, path: str | Path, *, image_format: str) -> tuple[np.ndarray, tuple[int, int]]:
-    """Read an image file and resize it as in evaluation.
+def to_input(pixels: np.ndarray, size: tuple[int, int], channels: str) -> torch.Tensor:
+    """Resize (H, W, 3) uint8 RGB as in evaluation, and return (3, *size) uint8.
 
-    Returns:
-        The image (H, W, 3) uint8, and its original height and width.
-
-    Raises:
-        UnreadableImage: If the file cannot be read.
+    Args:
+        pixels: The image.
+        size: The new height and width, such as the result of :func:`size_for_testing`.
+        channels: The channel order of the result, ``"RGB"`` or ``"BGR"``.
     """
-    original = read_image(path, image_format)
-    height, width = original.shape[:2]
-    resize = T.ResizeTransform(height, width, *size_for_testing(cfg, height, width))
-    return np.ascontiguousarray(resize.apply_image(original)), (height, width)
+    resized = T.ResizeTransform(*pixels.shape[:2], *size).apply_image(pixels)
+    ordered = resized[..., ::-1] if channels == "BGR" else resized
+    return torch.from_numpy(ordered.transpose(2, 0, 1).copy())  # PIL's memory is read-only
 
 
 def size_for_testing(cfg: CfgNode, height: int, width: int) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from torch.distributed import DistNetworkError, FileStore, PrefixStore, Store, T
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from backbones import ConfigError
-from backbones.errors import GENERATOR, check_replaceable, counted, terminate
+from backbones.errors import GENERATOR, check_replaceable, counted, handling_signals, terminate
 from backbones.files import write_text
 from projects_vil.checkpoint import Checkpointer, remove_run
 from projects_vil.config import CONFIG_FILE, set_precision, with_overrides
@@ -40,7 +40,6 @@ from projects_vil.engine.trainer import Trainer
 from projects_vil.solver import resolve_schedule
 from projects_vil.utils import (
     LOCK_FILE,
-    handling_signals,
     hidden_main_module,
     log_run,
     run_lock,

@@ -113,8 +113,8 @@ def export_detector(
     network = cast_network(copy.deepcopy(reference), precision)
     fixed_number = cfg.TEST.DETECTIONS_PER_IMAGE if fixed_detections else None
     exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
-    facts = {"precision": precision, "input_dtype": input_dtype, "weights": weights, "opset": opset}
-    metadata = describe_model(cfg, exportable, categories, file_format, **facts)
+    described = {"file_format": file_format, "precision": precision, "input_dtype": input_dtype, "opset": opset}
+    metadata = describe_model(cfg, exportable, categories, weights=weights, **described)
     compared = parity_images(cfg, images, fixed=size, sides=metadata["input"]["sides"])
 
     def as_input(image: Tensor) -> Tensor:
@@ -157,10 +157,9 @@ def export_detector(
         has_detections = any(row["detections"] + row["detections_exported"] for row in report["images"])
         if not (has_detections or is_int8 or low_threshold == cfg):
             # Without detections, compare the candidates of a second file that has no score threshold.
-            options = {"file_format": file_format, "precision": precision, "input_dtype": input_dtype, "opset": opset}
-            options |= {"batched": batched, "fixed_detections": fixed_detections, "size": size, "images": images}
+            options = {"batched": batched, "fixed_detections": fixed_detections, "size": size, "images": images}
             with tempfile.TemporaryDirectory() as folder:
-                _, low = export_detector(low_threshold, weights, folder, **options)
+                _, low = export_detector(low_threshold, weights, folder, **described, **options)
             report |= {"images": low["images"], "score_threshold": 0.0}
             report["ok"] = low["ok"] and all(row["ok"] for row in report.get("evaluation", ()))
         report_file = path.with_name(f"{path.name}.report.json")

@@ -26,7 +26,6 @@ from unittest.mock import patch
 import torch
 import torch.fx.config
 import torch.nn.functional as F
-import torchvision  # noqa: F401  registers operators that every exported detector uses
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 

@@ -10,7 +10,7 @@ from detectron2.config import CfgNode
 from backbones import ConfigError
 from backbones.errors import check_file, package_version
 from projects_vil.checkpoint import Categories, versions
-from projects_vil.config import detector_name
+from projects_vil.config import detector_name, head_of
 from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.export.traceable import ExportableDetector
 from projects_vil.files import content_hash, read_json
@@ -99,10 +99,9 @@ def describe_model(
     if exportable.size:
         check_sides(sides, exportable.size, what="size")
     short, longest = 0 if exportable.size else cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
-    heads = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
     backbone = getattr(getattr(exportable.detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME)
-    thresholds = {"score": heads.SCORE_THRESH_TEST, "nms": heads.NMS_THRESH_TEST}
-    thresholds["detections_per_image"] = cfg.TEST.DETECTIONS_PER_IMAGE
+    head, number = cfg.MODEL[head_of(cfg)], cfg.TEST.DETECTIONS_PER_IMAGE
+    thresholds = {"score": head.SCORE_THRESH_TEST, "nms": head.NMS_THRESH_TEST, "detections_per_image": number}
     return {
         "metadata_version": 1,
         "format": file_format,

@@ -14,14 +14,13 @@ from pathlib import Path
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
-from detectron2.data import transforms as T
 from detectron2.evaluation import inference_on_dataset
 from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
 from backbones import ConfigError
 from backbones.errors import explained_errors
-from projects_vil.data import build_test_loader, check_files, read_image, register_datasets, size_for_testing
+from projects_vil.data import build_test_loader, check_files, read_image, register_datasets, size_for_testing, to_input
 from projects_vil.evaluation import build_evaluator
 from projects_vil.export.formats import FORMATS, check_onnx
 from projects_vil.export.metadata import check_sides
@@ -119,11 +118,10 @@ def _dataset_images(cfg: CfgNode, fixed: tuple[int, int] | None, sides: Sequence
 
 
 def _read(cfg: CfgNode, file: str | Path, fixed: tuple[int, int] | None) -> Tensor:
-    pixels = read_image(file, cfg.INPUT.FORMAT)
+    pixels = read_image(file)
     height, width = pixels.shape[:2]
     size = letterbox_size(height, width, fixed) if fixed else size_for_testing(cfg, height, width)
-    pixels = T.ResizeTransform(height, width, *size).apply_image(pixels)
-    image = torch.as_tensor(pixels.transpose(2, 0, 1).copy())
+    image = to_input(pixels, size, cfg.INPUT.FORMAT)
     return pad_image(image, fixed, cfg.MODEL.PIXEL_MEAN) if fixed else image
 
 

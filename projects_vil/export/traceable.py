@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torchvision.ops import nms
 
 from backbones import ConfigError
+from backbones.layers.block import pad_to_multiple
 from projects_vil.modeling.sync_free import grid_anchors
 
 _LOWEST = -1e30  # below every score
@@ -57,13 +58,13 @@ def is_nonempty(boxes: Tensor, threshold: float = 0.0) -> Tensor:
 # -- selection -------------------------------------------------------------------------------------
 
 
-def padded_topk(scores: Tensor, number: int, *, padding: float) -> tuple[Tensor, Tensor]:
+def padded_topk(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Return the ``number`` largest values of each row of (B, N) and their indices, both (B, number), largest first.
 
-    Shorter rows are completed with ``padding`` and index 0.
+    Shorter rows are completed with minus infinity and index 0.
     """
     # Pad after the values: with padding before them, AVX-512 code compiled by torch 2.14 reads out of bounds.
-    best, index = F.pad(scores, (0, number), value=padding).topk(number, dim=1)
+    best, index = F.pad(scores, (0, number), value=-math.inf).topk(number, dim=1)
     return best, index * (index < scores.shape[1])
 
 
@@ -77,14 +78,14 @@ def topk_above(scores: Tensor, threshold: float, number: int, *, batched: bool) 
         batched: Whether B may be larger than 1.
     """
     if batched:
-        best, index = padded_topk(scores, number, padding=-math.inf)
+        best, index = padded_topk(scores, number)
         row, rank = (best > threshold).nonzero().unbind(1)
         return row, index[row, rank], best[row, rank]
     # Few scores pass the threshold. This is 2 to 30 times as fast as topk of all scores.
     row, index = (scores > threshold).nonzero().unbind(1)
     _bound_length(index)
     values = scores[row, index]
-    best, rank = padded_topk(values[None], number, padding=-math.inf)
+    best, rank = padded_topk(values[None], number)
     kept = rank[0, (best[0] > threshold).nonzero()[:, 0]]
     return row[kept], index[kept], values[kept]
 
@@ -247,8 +248,10 @@ class ExportableDetector(nn.Module):
         """Return the detections of an image or a batch, see the class."""
         image = image.to(torch.promote_types(self.detector.pixel_mean.dtype, torch.float32))
         images = image if self.batched else image[None]
-        size = images.shape[2], images.shape[3]
-        outputs = self.detect(self.detector.backbone(self._preprocess(images)), size)
+        size, backbone = (images.shape[2], images.shape[3]), self.detector.backbone
+        images = (images - self.detector.pixel_mean.float()) / self.detector.pixel_std.float()
+        images = pad_to_multiple(images, max(backbone.size_divisibility, 1))
+        outputs = self.detect(backbone(images.to(next(backbone.parameters()).dtype)), size)
         if self.fixed_number is not None:
             num_images = images.shape[0] if self.batched else 1
             rows = pad_detections(outputs, number=self.fixed_number, num_images=num_images)
@@ -263,16 +266,6 @@ class ExportableDetector(nn.Module):
             return kept[:number]
         num_images = next(iter(features.values())).shape[0]
         return kept[_rank_in_image(image[kept], num_images) < number]
-
-    def _preprocess(self, images: Tensor) -> Tensor:
-        """Normalize (B, 3, H, W), pad the bottom and the right for the FPN, and cast to the dtype of the network."""
-        images = (images - self.detector.pixel_mean.float()) / self.detector.pixel_std.float()
-        divisor = max(self.detector.backbone.size_divisibility, 1)
-        height, width = images.shape[2], images.shape[3]
-        # A product with the divisor gives exporters simple terms for all derived sizes.
-        rows, cols = (height + divisor - 1) // divisor, (width + divisor - 1) // divisor
-        images = F.pad(images, (0, cols * divisor - width, 0, rows * divisor - height))
-        return images.to(next(self.detector.backbone.parameters()).dtype)
 
 
 class ExportableRetinaNet(ExportableDetector):
@@ -333,7 +326,7 @@ class ExportableRCNN(ExportableDetector):
         scores, boxes = [], []
         for level, anchors in enumerate(grid_anchors(rpn.anchor_generator, [level.shape[2:] for level in levels])):
             level_scores = per_anchor(logits[level], 1).float().flatten(1)
-            best, index = padded_topk(level_scores, rpn.pre_nms_topk[False], padding=-math.inf)
+            best, index = padded_topk(level_scores, rpn.pre_nms_topk[False])
             chosen = per_anchor(deltas[level], 4).gather(1, index[..., None].expand(-1, -1, 4))
             decoded = rpn.box2box_transform.apply_deltas(chosen.flatten(0, 1), anchors[index].flatten(0, 1))
             boxes.append(decoded.unflatten(0, index.shape))

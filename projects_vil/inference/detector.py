@@ -13,13 +13,14 @@ import numpy as np
 import PIL.Image
 import pycocotools.mask as mask_util
 import torch
+from detectron2.data.catalog import Metadata
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 
 from backbones import ConfigError
 from backbones.errors import check_whole, first_of
 from projects_vil.checkpoint import Categories, find_model, find_weights
-from projects_vil.config import SCORE_THRESHOLDS, Overrides, add_values, as_mapping, choose_device, load_config
+from projects_vil.config import SCORE_THRESHOLDS, Overrides, choose_device, combine_overrides, load_config
 from projects_vil.data.image_files import upright_pixels
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead
@@ -138,7 +139,8 @@ class Detections:
         # Imports Matplotlib, which most uses of a detector do not need.
         from projects_vil.visualization.drawing import draw_instances
 
-        return draw_instances(pixels, results, self.categories.metadata, scale=scale, label_size=label_size)
+        metadata = Metadata(thing_classes=self.categories.names, thing_colors=self.categories.colors)
+        return draw_instances(pixels, results, metadata, scale=scale, label_size=label_size)
 
     def to_coco(self, image_id: int) -> list[dict]:
         """Return the detections in COCO's results format, with the category ids of the training dataset.
@@ -229,7 +231,7 @@ class Detector(HubMixin):
         source = Path(source).expanduser()
         check_threshold(score_threshold)
         device = None if device is None else str(device)
-        given = add_values(as_mapping(overrides), {"MODEL.WEIGHTS": weights, "MODEL.DEVICE": device})
+        given = combine_overrides(overrides, {"MODEL.WEIGHTS": weights, "MODEL.DEVICE": device})
         weights, device = given.get("MODEL.WEIGHTS"), given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's best or last checkpoint

@@ -21,12 +21,11 @@ from urllib.parse import urlsplit
 import cv2
 import fsspec
 import numpy as np
-import torch
-from detectron2.data import transforms as T
 from torch import Tensor
 
 from backbones import ConfigError
 from backbones.errors import one_line, pip_install
+from projects_vil.data import to_input
 from projects_vil.data.image_files import UnreadableImage, decode_image, log_damaged, read_size
 from projects_vil.inference.runners import Runner, size_error
 
@@ -135,9 +134,10 @@ class ImageBatches:
 
     Attributes:
         total: Number of images; 0 if it is unknown.
+        is_stream, frame_rate: As for :class:`Video`. A folder may have the frames of a video.
     """
 
-    unit = "image"
+    unit, is_stream, frame_rate = "image", False, DEFAULT_FRAME_RATE
 
     def __init__(self, images: Iterable[ImageSource], *, keep_pixels: bool = False) -> None:
         self.images, self.keep_pixels, self.total = images, keep_pixels, operator.length_hint(images)
@@ -181,6 +181,7 @@ class Video:
     Attributes:
         name: The file name, or a name derived from the camera's number or the URL, without passwords.
         is_stream: Whether the source is a camera or a URL.
+        frame_rate: Frames per second.
         total: Number of frames in the file's header, which may be an estimate; 0 if it is unknown.
 
     Raises:
@@ -221,14 +222,11 @@ class Video:
         try:
             while (read := self.capture.read())[0]:
                 pixels = np.ascontiguousarray(read[1][..., ::-1])
-                height, width = pixels.shape[:2]
-                if (reason := size_error(runner, height, width)) is not None:
+                if (reason := size_error(runner, *pixels.shape[:2])) is not None:
                     raise ConfigError(f"Cannot use '{without_password(self.source)}': {reason}. Resize the video.")
                 seconds = round(time.monotonic() - start if is_live else index / self.frame_rate, 3)
-                entry = {"id": index + 1, "file_name": self.name, "height": height, "width": width}
-                entry |= {"frame": index, "seconds": seconds}
-                source, padded_size = ImageSource(pixels, self.name, index + 1), runner.padded_size(height, width)
-                yield Loaded(index, entry, prepare(pixels, runner), source, padded_size)
+                source = ImageSource(pixels, self.name, index + 1)
+                yield _loaded(index, source, pixels, runner, frame=index, seconds=seconds)
                 index += 1
         finally:
             self.capture.release()
@@ -316,19 +314,17 @@ def _load(numbered: tuple[int, ImageSource], runner: Runner, *, keep_pixels: boo
         reason = f"it is {height} x {width} pixels, but {source.size[0]} x {source.size[1]} in the annotations"
     if reason is not None:
         return Skipped(index, source.name, reason)
-    entry = {"id": source.image_id, "file_name": source.name, "height": height, "width": width}
-    entry |= {"damaged": " ".join(damaged.values())} if damaged else {}
     if keep_pixels:
         source = ImageSource(pixels, source.name, source.image_id)
-    return Loaded(index, entry, prepare(pixels, runner), source, runner.padded_size(height, width))
+    return _loaded(index, source, pixels, runner, **({"damaged": " ".join(damaged.values())} if damaged else {}))
 
 
-def prepare(pixels: np.ndarray, runner: Runner) -> Tensor:
-    """Resize (H, W, 3) uint8 RGB for inference and return (3, H', W') uint8 in the runner's channel order."""
+def _loaded(index: int, source: ImageSource, pixels: np.ndarray, runner: Runner, **facts: Any) -> Loaded:
+    """Preprocess the pixels (H, W, 3) uint8 RGB of an image for a runner. ``facts`` are added to its entry."""
     height, width = pixels.shape[:2]
-    resized = T.ResizeTransform(height, width, *runner.input_size(height, width)).apply_image(pixels)
-    channels = resized[..., ::-1] if runner.channels == "BGR" else resized
-    return torch.from_numpy(channels.transpose(2, 0, 1).copy())  # PIL's memory is read-only
+    entry = {"id": source.image_id, "file_name": source.name, "height": height, "width": width} | facts
+    image = to_input(pixels, runner.input_size(height, width), runner.channels)
+    return Loaded(index, entry, image, source, runner.padded_size(height, width))
 
 
 def read_ahead(batches: Iterator[Any], *, depth: int = PREFETCHED_BATCHES) -> Generator[Any, None, None]:

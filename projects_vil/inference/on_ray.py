@@ -22,7 +22,7 @@ import numpy as np
 from backbones import ConfigError
 from backbones.errors import first_of, one_line, pip_install
 from backbones.files import write_text
-from projects_vil.config import as_mapping
+from projects_vil.config import combine_overrides
 from projects_vil.files import read_json
 from projects_vil.inference import image_listing, parquet_writer
 from projects_vil.inference.detector import Detector
@@ -108,7 +108,7 @@ def predict_on_ray(
     if isinstance(source, (str, os.PathLike)) and "://" not in str(source):
         source = os.path.abspath(source)  # workers may run in another folder
     next(image_listing.list_paths(source, exclude=output, column=column))  # checks the input
-    given = as_mapping(options.pop("overrides", {}))
+    given = combine_overrides(options.pop("overrides", {}))
     device = options.get("device") or given.get("MODEL.DEVICE", "cuda")
     can_use_gpu = str(device) != "cpu" and not str(options.get("weights") or model).endswith(EXPORT_SUFFIXES)
     # This process leaves the GPUs to the workers, and some attention backends need a GPU.

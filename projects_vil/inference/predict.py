@@ -33,7 +33,7 @@ from projects_vil.export import ExportedModel
 from projects_vil.files import atomic_folder
 from projects_vil.inference.detector import Detections, Detector, check_threshold
 from projects_vil.inference.image_listing import TABLES, find_images, is_video, list_paths, number_of_images, suffix_of
-from projects_vil.inference.image_loading import DEFAULT_FRAME_RATE, ImageBatches, ImageSource, Loaded, Skipped, Video
+from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video
 from projects_vil.utils import stop_requests
 from vil.choices import PART_SIZE, PREDICTION_FORMATS, SCORE_THRESHOLD
 
@@ -184,15 +184,16 @@ def predict(
             raise ConfigError("--save-labels needs one image, or one folder of images without tar files.")
     if shard is not None and not 0 <= shard[0] < shard[1]:
         raise ConfigError(f"Shard {shard[0]}/{shard[1]} does not exist. Count shards from 0, up to {shard[1] - 1}.")
-    paths = list_paths(source, exclude=output, column=column) if is_parquet else iter(())
-    first = list(itertools.islice(paths, 1))
-    if not (is_parquet or annotations or (is_single and is_video(source))):
+    if is_parquet:
+        paths = list_paths(source, exclude=output, column=column)
+        paths = itertools.chain(list(itertools.islice(paths, 1)), paths)
+    elif not (annotations or (is_single and is_video(source))):
         images = find_images(source, exclude=output, column=column)
     detector = model if isinstance(model, Detector) else Detector.load(model, tta=tta, overrides=overrides)
     if is_parquet:
         from projects_vil.inference.parquet_writer import write_parts
 
-        return write_parts(detector, itertools.chain(first, paths), output, source=source, shard=shard, **options)
+        return write_parts(detector, paths, output, source=source, shard=shard, **options)
     model = getattr(detector.runner, "model", None)
     if batch_size > 1 and isinstance(model, ExportedModel) and not model.batched:
         logging.getLogger(__name__).warning("batch_size is %d, but '%s' takes one image.", batch_size, model.path)
@@ -207,12 +208,11 @@ def predict(
         opened.total = opened.total or number_of_images(source, exclude=output)
         root = Path(source if is_single else "")
         writer = contextlib.nullcontext(functools.partial(_write_drawing, output / DRAWINGS_FOLDER, root))
-    writer = writer if drawings else None
     threshold = SCORE_THRESHOLD if score_threshold is None else score_threshold
-    frame_rate = getattr(opened, "frame_rate", DEFAULT_FRAME_RATE)
-    tracker = Tracker(frame_rate=frame_rate, threshold=threshold) if track else None
+    tracker = Tracker(frame_rate=opened.frame_rate, threshold=threshold) if track else None
     labels: list[tuple[dict, list[dict]]] | None = [] if save_labels else None
-    summary = _write_coco(detector, opened, output, writer, tracker, batch_size, threshold, labels)
+    options = {"batch_size": batch_size, "threshold": threshold, "tracker": tracker, "labels": labels}
+    summary = _write_coco(detector, opened, output, writer=writer if drawings else None, **options)
     if labels:
         root = source if os.path.isdir(source) else os.path.dirname(source)
         lines = write_detections(labels, detector.categories.to_coco(), root, output / DATASET_FOLDER, save_labels)
@@ -224,27 +224,35 @@ def _write_coco(
     detector: Detector,
     source: ImageBatches | Video,
     output: Path,
-    writer: contextlib.AbstractContextManager | None,
-    tracker: "Tracker | None",
+    *,
     batch_size: int,
     threshold: float,
+    writer: contextlib.AbstractContextManager | None,
+    tracker: "Tracker | None",
     labels: list[tuple[dict, list[dict]]] | None,
 ) -> Summary:
-    """Run the detector on a source and stream the results to the COCO files and to the drawings.
+    """Run the detector on a source and stream the results to the COCO files.
 
-    The images and their results above the threshold are added to ``labels``.
+    Args:
+        detector: The detector.
+        source: The opened input.
+        output: The output directory.
+        batch_size: Maximum number of images in a batch.
+        threshold: Lowest score in drawings and labels.
+        writer: Context of a function that writes a drawing; None for no drawings.
+        tracker: The tracker of a video or a folder; None without tracks.
+        labels: Gets the entry of each image and its results above the threshold.
     """
     num_images = num_detections = num_drawn = 0
     highest_score, skipped, tracks = 0.0, [], set()
-    is_stream = getattr(source, "is_stream", False)
-    if is_stream:
+    if source.is_stream:
         logging.getLogger(__name__).info("Reading %s. Press Ctrl-C to stop and to write the results.", source.name)
     with (
         atomic_write(output / RESULTS_FILE) as results_path,
         atomic_write(output / IMAGES_FILE) as images_path,
         open(results_path, "w") as results_file,
         open(images_path, "w") as images_file,
-        stop_requests(single_process=True) if is_stream else contextlib.nullcontext([]) as received,
+        stop_requests(single_process=True) if source.is_stream else contextlib.nullcontext([]) as received,
         progress_bar(source.unit, total=source.total) as progress,
         writer or contextlib.nullcontext() as write_drawing,
     ):

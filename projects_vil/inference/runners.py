@@ -15,7 +15,7 @@ from torch import Tensor
 from backbones import ConfigError
 from backbones.errors import check_choice, explained_errors
 from projects_vil.checkpoint import known_categories, load_detector
-from projects_vil.config import DETECTOR_ARCHITECTURES, detector_name, set_precision
+from projects_vil.config import DETECTOR_ARCHITECTURES, detector_name, head_of, set_precision
 from projects_vil.data import size_for_testing
 from projects_vil.export import DAMAGED, ExportedModel, letterbox_size, pad_image, to_instances
 from projects_vil.modeling import add_tta, autocast_detector, eval_dtype, max_input_side, use_sync_free_parts
@@ -56,8 +56,7 @@ class EagerRunner:
         self.weights, self.device = Path(weights), cfg.MODEL.DEVICE
         self.architecture = detector_name(cfg)
         self.backbone = getattr(getattr(self.detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME)
-        head = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
-        self.score_threshold, self.channels = head.SCORE_THRESH_TEST, cfg.INPUT.FORMAT
+        self.score_threshold, self.channels = cfg.MODEL[head_of(cfg)].SCORE_THRESH_TEST, cfg.INPUT.FORMAT
         self.dtype = eval_dtype(cfg)
         if tta and cfg.TEST.TILE_SIZE:
             raise ConfigError("--tta does not support tiles. Leave it out, or set TEST.TILE_SIZE 0.")

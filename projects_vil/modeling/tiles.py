@@ -12,7 +12,7 @@ from detectron2.structures import Boxes, Instances
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from projects_vil.config import DETECTOR_ARCHITECTURES
+from projects_vil.config import DETECTOR_ARCHITECTURES, head_of
 
 # Boxes that end at most this fraction of a tile before its edge may be cut by the edge.
 _MARGIN = 1 / 64
@@ -43,8 +43,8 @@ class TiledDetector(nn.Module):
             raise ConfigError(f"TEST.TILE_OVERLAP is {cfg.TEST.TILE_OVERLAP}. It must be from 0 to 0.9.")
         self.model, self.side, self.overlap = model, cfg.TEST.TILE_SIZE, cfg.TEST.TILE_OVERLAP
         self.train(model.training)
-        head = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
-        self.nms_threshold, self.num_detections = head.NMS_THRESH_TEST, cfg.TEST.DETECTIONS_PER_IMAGE
+        self.nms_threshold = cfg.MODEL[head_of(cfg)].NMS_THRESH_TEST
+        self.num_detections = cfg.TEST.DETECTIONS_PER_IMAGE
 
     @torch.no_grad()
     def forward(self, batched_inputs: list[dict[str, Any]]) -> list[dict[str, Instances]]:

@@ -21,7 +21,7 @@ from backbones.layers.token_merging import sampled_positions
 from backbones.lit import LIT
 from projects_vil.checkpoint import load_detector
 from projects_vil.config import with_overrides
-from projects_vil.data import read_for_testing
+from projects_vil.data import read_image, size_for_testing, to_input
 from projects_vil.modeling import TransformerBackbone
 from projects_vil.visualization.attention import AttentionWeights, attention_weights
 from projects_vil.visualization.drawing import write_image
@@ -63,15 +63,16 @@ def read_input(
     Raises:
         ConfigError: If the file cannot be read, or if the point is outside the image.
     """
-    pixels, (height, width) = read_for_testing(cfg, path, image_format="RGB")
-    rows, cols = pixels.shape[:2]
+    original = read_image(path)
+    height, width = original.shape[:2]
+    image = to_input(original, size_for_testing(cfg, height, width), "RGB")
+    rows, cols = image.shape[1:]
     y, x = (height // 2, width // 2) if point is None else point
     if not (0 <= y < height and 0 <= x < width):
         raise ConfigError(f"Point {y} {x} is outside '{path}' ({height} x {width} pixels). Choose another point.")
     point = (2 * y + 1) * rows // (2 * height), (2 * x + 1) * cols // (2 * width)
-    channels = pixels[:, :, ::-1] if cfg.INPUT.FORMAT == "BGR" else pixels
-    image = torch.as_tensor(channels.transpose(2, 0, 1).astype("float32"))
-    image = (image - model.pixel_mean) / model.pixel_std
+    pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
+    image = ((image.flip(0) if cfg.INPUT.FORMAT == "BGR" else image) - model.pixel_mean) / model.pixel_std
     return pixels, ImageList.from_tensors([image], model.backbone.size_divisibility).tensor, point
 
 

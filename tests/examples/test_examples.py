@@ -12,7 +12,7 @@ import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 
-from projects_vil.data import read_for_testing
+from projects_vil.data import read_image, size_for_testing, to_input
 from projects_vil.export import eager_detections, example_image, metadata_path, paste_masks
 from tests.projects_vil.export.exporting import config, detector
 from tests.projects_vil.helpers import ROOT, run_tool
@@ -75,10 +75,10 @@ def run_alone(file_format: str, *args: str | Path) -> list[str]:
 def find(file_format: str, photo: Path) -> dict[str, Tensor]:
     """Return the detections in the photo, read as by the test loader. Boxes are in pixels of the photo."""
     name = MODELS[file_format][0]
-    pixels, size = read_for_testing(config(name), photo, image_format=COLOR_ORDERS[file_format])
-    assert size == (HEIGHT, WIDTH)
-    found = eager_detections(detector(name), torch.as_tensor(pixels.transpose(2, 0, 1).copy()))
-    height, width = pixels.shape[:2]
+    pixels = read_image(photo)
+    assert pixels.shape[:2] == (HEIGHT, WIDTH)
+    height, width = size_for_testing(config(name), HEIGHT, WIDTH)
+    found = eager_detections(detector(name), to_input(pixels, (height, width), COLOR_ORDERS[file_format]))
     return found | {"boxes": found["boxes"] * torch.tensor([WIDTH / width, HEIGHT / height] * 2)}
 
 

@@ -70,7 +70,7 @@ def _loaded(detector: str) -> CfgNode:
 
 
 def small_config(detector: str = "retinanet", *overrides: str) -> CfgNode:
-    return merge_overrides(_loaded(detector), dict(zip(overrides[::2], overrides[1::2], strict=True)))
+    return merge_overrides(_loaded(detector), overrides)
 
 
 class Result(NamedTuple):

@@ -251,16 +251,16 @@ POINT_REND = ["MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"]
 
 
 @pytest.mark.parametrize(
-    "detector, overrides, name, classes",
+    "detector, overrides, name, head",
     [
-        ("retinanet", ["MODEL.MASK_ON", "True"], "RetinaNet", ("MODEL.RETINANET.NUM_CLASSES", 3)),
-        ("mask_rcnn", [], "Mask R-CNN", ("MODEL.ROI_HEADS.NUM_CLASSES", 3)),
-        ("mask_rcnn", ["MODEL.MASK_ON", "False"], "Faster R-CNN", ("MODEL.ROI_HEADS.NUM_CLASSES", 3)),
-        ("cascade_mask_rcnn", [], "Cascade Mask R-CNN", ("MODEL.ROI_HEADS.NUM_CLASSES", 3)),
-        ("mask_rcnn", POINT_REND, "PointRend", ("MODEL.ROI_HEADS.NUM_CLASSES", 3)),
-        ("semantic_fpn", [], "SemanticSegmentor", ("MODEL.SEM_SEG_HEAD.NUM_CLASSES", 4)),
+        ("retinanet", ["MODEL.MASK_ON", "True"], "RetinaNet", "RETINANET"),
+        ("mask_rcnn", [], "Mask R-CNN", "ROI_HEADS"),
+        ("mask_rcnn", ["MODEL.MASK_ON", "False"], "Faster R-CNN", "ROI_HEADS"),
+        ("cascade_mask_rcnn", [], "Cascade Mask R-CNN", "ROI_HEADS"),
+        ("mask_rcnn", POINT_REND, "PointRend", "ROI_HEADS"),
+        ("semantic_fpn", [], "SemanticSegmentor", "SEM_SEG_HEAD"),
     ],
 )
-def test_name_and_classes_of_a_detector(detector, overrides, name, classes):
+def test_name_and_head_of_a_detector(detector, overrides, name, head):
     cfg = small_config(detector, *overrides)
-    assert (config.detector_name(cfg), config.number_of_classes(cfg)) == (name, classes)
+    assert (config.detector_name(cfg), config.head_of(cfg)) == (name, head)

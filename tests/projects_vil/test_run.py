@@ -11,7 +11,7 @@ from detectron2.data.datasets import register_coco_instances
 
 from backbones.errors import GENERATOR
 from projects_vil import Run, load_config, train
-from projects_vil.config import number_of_classes
+from projects_vil.config import head_of
 from projects_vil.data import Mapper
 from projects_vil.run import evaluate
 from projects_vil.utils import run_lock
@@ -158,7 +158,7 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, started, model, 
     """A variant without a config uses the recipe of its family."""
     train(data, model=model, detector=detector, recipe="paper", epochs=1, batch=2, device="cpu")
     assert (started[0].MODEL.TRANSFORMER.VARIANT, started[0].SOLVER.WEIGHT_DECAY) == (model, weight_decay)
-    assert started[0].MODEL.MASK_ON == (detector == "mask_rcnn") and number_of_classes(started[0])[1] == 3
+    assert (started[0].MODEL.MASK_ON, started[0].MODEL[head_of(started[0])].NUM_CLASSES) == (detector == "mask_rcnn", 3)
     # With a given batch size, gradient accumulation is not chosen automatically.
     assert (started[0].SOLVER.IMS_PER_BATCH, started[0].SOLVER.GRADIENT_ACCUMULATION_STEPS) == (2, 1)
     train(data, model=model, detector=detector, schedule="3x_ms", recipe="paper", image_size=1000, device="cpu")

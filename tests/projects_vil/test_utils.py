@@ -89,11 +89,11 @@ def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path, monkeypatch
 @pytest.fixture
 def handlers():
     """Set handlers for all stop signals, even if they are ignored, as under nohup or in a background job."""
-    for number in utils.STOP_SIGNALS:
+    for number in errors.STOP_SIGNALS:
         signal.signal(number, errors.terminate)
 
 
-@pytest.mark.parametrize("number", utils.STOP_SIGNALS)
+@pytest.mark.parametrize("number", errors.STOP_SIGNALS)
 def test_a_deferred_signal_takes_effect_at_the_end(handlers, number):
     done = []
     with pytest.raises(SystemExit) as caught:

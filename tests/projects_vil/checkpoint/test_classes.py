@@ -7,7 +7,7 @@ import torch
 
 from backbones import ConfigError
 from projects_vil import Checkpointer
-from projects_vil.checkpoint import Categories, check_weights, dataset_categories, load_detector
+from projects_vil.checkpoint import Categories, check_weights, known_categories, load_detector
 from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata
 from projects_vil.data import register_datasets
 from tests.projects_vil.checkpoint.test_checkpointer import LOG, copy_of, detector, equal, log_of, save
@@ -33,8 +33,8 @@ def test_categories_of_a_dataset_are_sorted_by_id(tmp_path):
     path = tmp_path / "annotations.json"
     path.write_text(json.dumps({"images": [], "annotations": [], "categories": categories}))
     register_datasets(small_config("retinanet", "DATASETS.COCO", str([[str(path), str(path), str(tmp_path)]])))
-    assert dataset_categories([str(path)], 3) == Categories((2, 11, 30), ("b", "a", "c"))
-    assert dataset_categories([str(path)], 4) is None and dataset_categories([str(path)], 3, names=("a",) * 3) is None
+    assert known_categories(None, None, number=3, datasets=[str(path)]) == Categories((2, 11, 30), ("b", "a", "c"))
+    assert known_categories(("a",) * 3, None, number=3, datasets=[str(path)]).ids == (1, 2, 3)
 
 
 def test_categories_of_a_loaded_detector(shapes, tmp_path):

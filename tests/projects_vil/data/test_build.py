@@ -13,9 +13,9 @@ import torch
 from detectron2.data.samplers import TrainingSampler
 from detectron2.utils import comm
 
+from backbones.errors import STOP_SIGNALS
 from projects_vil.data import build_test_loader, build_train_loader
 from projects_vil.data.build import BatchStream, seed_all, seeded
-from projects_vil.utils import STOP_SIGNALS
 from tests.projects_vil.data.custom_dataset import NAME, config, entry, load, truncate
 from tests.projects_vil.helpers import message, small_config
 

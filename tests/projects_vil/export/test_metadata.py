@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from projects_vil.data import read_for_testing, size_for_testing
+from projects_vil.data import size_for_testing, to_input
 from projects_vil.export import describe_model, eager_detections, example_image, make_exportable
 from tests.projects_vil.export.exporting import SHAPES, demo_detector
 from tests.projects_vil.helpers import small_config
@@ -72,4 +72,4 @@ def test_the_resizing_rule_equals_testing(shapes, short, longest):
     image = Image.open(file).convert("RGB")
     height, width = resized(rule, image.height, image.width)
     ours = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
-    assert np.array_equal(ours, read_for_testing(cfg, file, image_format="RGB")[0])
+    assert np.array_equal(ours, to_input(np.asarray(image), (height, width), "RGB").permute(1, 2, 0))
