@@ -22,7 +22,7 @@ from backbones.build import VARIANTS, get_variant
 from backbones.checkpoint_files import read_checkpoint
 from backbones.errors import GENERATOR, check_choice, check_replaceable, check_whole, closest, counted, first_of
 from backbones.files import write_text
-from projects_vil.checkpoint import CheckpointMetadata, checkpoints_of, find_model, weights_of
+from projects_vil.checkpoint import CheckpointMetadata, find_model, weights_of
 from projects_vil.config import (
     CONFIG_FILE,
     choose_device,
@@ -36,7 +36,7 @@ from projects_vil.config import (
 )
 from projects_vil.data.catalog import read_categories
 from projects_vil.data.readers import SOURCE, Dataset, read_coco, read_dataset
-from projects_vil.engine import Trainer, check_output_dir, check_setup, check_values
+from projects_vil.engine import Trainer, check_output_dir, check_setup, check_values, saved_config
 from projects_vil.engine.launch import Processes, launch, run_evaluation, run_training
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.files import read_json
@@ -228,7 +228,7 @@ def train(
     if data is not None and _holds_data(output, Path(data)):
         raise ConfigError(f"--output '{output}' has files of the dataset. Choose another output directory.")
     # -- a resumed run keeps its data, its schedule and its classes --
-    is_resumed = resume and checkpoints_of(output) and (output / CONFIG_FILE).exists()
+    is_resumed = resume and saved_config(output) is not None
     if is_resumed and not isinstance(config, CfgNode):
         resumed = load_config(output / CONFIG_FILE)
         if schedule:
@@ -241,7 +241,7 @@ def train(
         data, cfg = None, with_overrides(_with_given(resumed, given), {"OUTPUT_DIR": str(output)})
     elif resume and not (folder and (data or model or detector or config or "DATASETS.TRAIN" in given)):
         # A new run would train from the start. Without DATA, it would train the default model on COCO.
-        runs = [path for path in output.parent.glob("*") if checkpoints_of(path) and (path / CONFIG_FILE).exists()]
+        runs = [path for path in output.parent.glob("*") if saved_config(path)]
         newest = f", such as '{max(runs, key=os.path.getmtime)}'" if runs else ""
         raise ConfigError(
             f"'{output}' has no run to resume. Give the output directory of a run with --output{newest}. "
@@ -257,10 +257,11 @@ def train(
         dataset: Dataset | None = None
         options: dict[str, Any] = {"image_size": image_size, "num_processes": processes.world_size}
         # -- the dataset and the weights --
-        if data is not None:
-            with run_lock(output) if processes.is_first else contextlib.nullcontext():
-                check_output_dir(cfg, resume=resume)
+        with run_lock(output) if processes.is_first else contextlib.nullcontext():
+            check_output_dir(cfg, resume=resume)
+            if data is not None:
                 dataset = read_dataset(data, output / DATA_FOLDER, val=val_fraction, images=images)
+        if dataset is not None:
             print(dataset.line(), flush=True)
             number = dataset.sizes.get("val")
             if number and number < 20:

@@ -4,7 +4,6 @@ import copy
 import gc
 import logging
 import math
-from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
@@ -15,8 +14,8 @@ from detectron2.utils.events import EventStorage
 
 from backbones import ConfigError
 from backbones.errors import counted
-from projects_vil.checkpoint import checkpoints_of
-from projects_vil.config import CONFIG_FILE, is_segmentor, load_config, with_overrides
+from projects_vil.config import is_segmentor, load_config, with_overrides
+from projects_vil.engine.checks import saved_config
 from projects_vil.modeling import amp_dtype
 from projects_vil.solver import build_optimizer
 
@@ -45,10 +44,10 @@ def choose_micro_batches(cfg: CfgNode, *, resume: bool = False, limit: float | N
     Raises:
         ConfigError: If a training step with one image exceeds ``limit``.
     """
-    solver, saved = cfg.SOLVER, Path(cfg.OUTPUT_DIR) / CONFIG_FILE
+    solver = cfg.SOLVER
     images = solver.IMS_PER_BATCH // (solver.REFERENCE_WORLD_SIZE or comm.get_world_size())
-    if resume and checkpoints_of(cfg.OUTPUT_DIR) and saved.exists():
-        steps = load_config(saved).SOLVER.GRADIENT_ACCUMULATION_STEPS
+    if resume and (path := saved_config(cfg.OUTPUT_DIR)) is not None:
+        steps = load_config(path).SOLVER.GRADIENT_ACCUMULATION_STEPS
         if steps != "auto" and images % steps == 0:
             _logger.info(f"{_KEY} {steps}, as in the resumed run")
             return with_overrides(cfg, {_KEY: steps})

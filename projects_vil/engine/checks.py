@@ -90,7 +90,8 @@ def check_setup(
 ) -> None:
     """Check the values, model, device, datasets and weights of a run. This takes about a second.
 
-    The datasets of the config are registered. If the run resumes, its checkpoint is checked later, when it is read.
+    The datasets of the config are registered. :func:`check_output_dir` checks ``OUTPUT_DIR``. If the run resumes, its
+    checkpoint is checked later, when it is read.
 
     Args:
         cfg: Config of the run.
@@ -118,13 +119,18 @@ def check_setup(
             scaled = DefaultTrainer.auto_scale_workers(cfg, processes)
             steps = [step for step in scaled.SOLVER.STEPS if step <= scaled.SOLVER.MAX_ITER]
             build_lr_scheduler(with_overrides(scaled, {"SOLVER.STEPS": steps}), build_optimizer(scaled, model))
-    resumes = (resume and checkpoints_of(cfg.OUTPUT_DIR)) if eval_only else check_output_dir(cfg, resume=resume)
-    if resumes:
+    if resume and checkpoints_of(cfg.OUTPUT_DIR):
         return
     if eval_only and not cfg.MODEL.WEIGHTS:
         raise ConfigError("MODEL.WEIGHTS is empty. Set it to the checkpoint to evaluate.")
     if cfg.MODEL.WEIGHTS:
         check_weights(cfg, cfg.MODEL.WEIGHTS, complete=eval_only, model=model)
+
+
+def saved_config(folder: str | Path) -> Path | None:
+    """Return the ``config.yaml`` of a run that can be resumed, which has checkpoints. Return None for other folders."""
+    path = Path(folder) / CONFIG_FILE
+    return path if path.is_file() and checkpoints_of(folder) else None
 
 
 def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
@@ -151,8 +157,8 @@ def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
             f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' has checkpoints of another run, such as '{saved[0].name}'. Continue that "
             "run with --resume (resume=True), choose another output directory, or set OVERWRITE_OUTPUT_DIR True."
         )
-    if resume and saved and (folder / CONFIG_FILE).exists():
-        _check_resumed(cfg, folder / CONFIG_FILE)
+    if resume and (path := saved_config(folder)) is not None:
+        _check_resumed(cfg, path)
     return resume and bool(saved)
 
 

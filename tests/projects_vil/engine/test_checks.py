@@ -6,6 +6,7 @@ import pytest
 import torch
 from detectron2.engine import DefaultTrainer
 
+from projects_vil.config import with_overrides
 from projects_vil.engine import check_output_dir, check_setup
 from tests.projects_vil.helpers import message, small_config, untrained_detector
 
@@ -99,11 +100,11 @@ def test_the_weights_of_a_run_need_its_config(shapes, tmp_path):
 
 
 def test_a_new_run_does_not_start_among_checkpoints(shapes, trained_run):
-    assert "--resume" in message_of("OUTPUT_DIR", str(trained_run))
-    images = ["OUTPUT_DIR", str(trained_run), "SOLVER.IMS_PER_BATCH"]
-    check_setup(small_config("retinanet", *images, "16"), resume=True)
-    assert "SOLVER.IMS_PER_BATCH is 8" in message_of(*images, "8", resume=True)
-    check_setup(small_config("retinanet", "OUTPUT_DIR", str(trained_run), "OVERWRITE_OUTPUT_DIR", "True"))
+    cfg, batch = small_config("retinanet", "OUTPUT_DIR", str(trained_run)), "SOLVER.IMS_PER_BATCH"
+    assert "--resume" in message(check_output_dir, cfg, resume=False)
+    assert check_output_dir(with_overrides(cfg, {batch: 16}), resume=True)
+    assert "SOLVER.IMS_PER_BATCH is 8" in message(check_output_dir, with_overrides(cfg, {batch: 8}), resume=True)
+    assert not check_output_dir(with_overrides(cfg, {"OVERWRITE_OUTPUT_DIR": True}), resume=False)
 
 
 def test_a_resume_has_the_same_annotations(shapes, tmp_path):
