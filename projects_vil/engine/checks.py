@@ -106,7 +106,8 @@ def check_setup(
     """
     check_values(cfg, () if eval_only else overridden)
     register_datasets(cfg)
-    is_lazy, model = model is not None, build_on_meta(cfg) if model is None else model
+    if model is None:
+        model = build_on_meta(cfg)
     if not (cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN):
         raise ConfigError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty. Set it to the name of a dataset.")
     for name in (*cfg.DATASETS.TEST, *(() if eval_only else cfg.DATASETS.TRAIN)):
@@ -114,11 +115,6 @@ def check_setup(
         class_order(cfg, name)
     if not eval_only:
         _check_training(cfg, model, processes=processes)
-        if not is_lazy:
-            # As in the trainer, but without the warning about ignored steps.
-            scaled = DefaultTrainer.auto_scale_workers(cfg, processes)
-            steps = [step for step in scaled.SOLVER.STEPS if step <= scaled.SOLVER.MAX_ITER]
-            build_lr_scheduler(with_overrides(scaled, {"SOLVER.STEPS": steps}), build_optimizer(scaled, model))
     if resume and checkpoints_of(cfg.OUTPUT_DIR):
         return
     if eval_only and not cfg.MODEL.WEIGHTS:
@@ -216,6 +212,10 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int) -> None:
     for key, (module, _) in SERVICES.items():
         if cfg.LOGGING[key]:
             check_packages(f"LOGGING.{key}", module)
+    # As in the trainer, but without the warning about ignored steps.
+    scaled = DefaultTrainer.auto_scale_workers(cfg, processes)
+    steps = [step for step in scaled.SOLVER.STEPS if step <= scaled.SOLVER.MAX_ITER]
+    build_lr_scheduler(with_overrides(scaled, {"SOLVER.STEPS": steps}), build_optimizer(scaled, model))
 
 
 def check_values(cfg: CfgNode, overridden: Collection[str] = ()) -> None:
