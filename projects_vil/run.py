@@ -42,7 +42,7 @@ from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.files import read_json
 from projects_vil.inference import Detector
 from projects_vil.modeling import TIMM_PREFIX, check_timm_name
-from projects_vil.recipes import SIZE_KEYS, best_weights, default_model, size_values, tile_values, with_recipe
+from projects_vil.recipes import best_weights, default_model, size_values, tile_values, with_recipe
 from projects_vil.utils import cleanup_on_failure, run_lock
 from vil.choices import DETECTORS, IMAGE_SIZES, KEYS, NAMES_OF_OTHERS, RECIPES, SCHEDULES
 
@@ -169,17 +169,17 @@ def train(
         check_whole(argument, 1 if value is None else value)
     if tiles and image_size:
         raise ConfigError("tiles and image_size both set the size of the training images. Remove one.")
-    image_size = tiles or image_size
-    pixels = None if image_size == "auto" else image_size
-    least, most = IMAGE_SIZES
-    if pixels is not None and not (isinstance(pixels, int) and least <= pixels <= most):
-        argument = "tiles" if tiles else "image_size"
-        raise ConfigError(f"{argument} is {pixels!r}. Give a whole number from {least} to {most}.")
+    image_size, sizes = tiles or image_size, {}
+    if image_size not in (None, "auto"):
+        least, most = IMAGE_SIZES
+        if not (isinstance(image_size, int) and least <= image_size <= most):
+            argument = "tiles" if tiles else "image_size"
+            raise ConfigError(f"{argument} is {image_size!r}. Give a whole number from {least} to {most}.")
+        sizes = tile_values(tiles) if tiles else size_values(image_size)
     arguments = {"epochs": epochs, "batch": batch, "lr": None if lr is None else float(lr), "workers": workers}
     arguments |= {"output": output and os.fspath(output), "weights": weights and os.fspath(weights)}
     arguments |= {"device": None if device is None else str(device)}
-    sizes = tile_values(tiles) if tiles else size_values(pixels) if pixels else {}
-    given = combine_overrides(given, {KEYS[name]: value for name, value in arguments.items()} | sizes)
+    given = combine_overrides(given, {KEYS[name]: value for name, value in arguments.items()})
     if is_random := given.get("MODEL.WEIGHTS") in ("none", ""):
         given["MODEL.WEIGHTS"] = ""
     if recipe is not None:
@@ -206,7 +206,9 @@ def train(
             chosen = default_model(given.get("MODEL.WEIGHTS", ""), is_random=is_random or recipe == "scratch")
         base, name = _choose_config(chosen, detector, schedule, config)
     folder = given.pop("OUTPUT_DIR", "")
-    cfg = _with_given(base, given)
+    # The recipe may replace the sizes of the training images, but no key that the user has set.
+    changes = combine_overrides(given, sizes)
+    cfg = _with_given(base, changes)
     defaults: dict[str, object] = {}
     if isinstance(config, CfgNode):
         folder = folder or cfg.OUTPUT_DIR
@@ -221,8 +223,6 @@ def train(
         raise ConfigError(f"Cannot write to the URL '{folder}'. Use a local output directory.")
     output = Path(folder or f"output/{_name(data) + '_' if data else ''}{name}").expanduser()
     cfg = with_overrides(cfg, defaults | {"OUTPUT_DIR": str(output)}, keep=given)
-    if pixels and cfg.INPUT.AUGMENTATION != "default":
-        raise ConfigError(f"image_size has no effect with {cfg.INPUT.AUGMENTATION} augmentation. Set INPUT.LSJ.SIZE.")
     if {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} <= given.keys():
         raise ConfigError("epochs (SOLVER.EPOCHS) and SOLVER.MAX_ITER both set the length of training. Remove one.")
     if data is not None and _holds_data(output, Path(data)):
@@ -238,7 +238,7 @@ def train(
             raise ConfigError(f"The run in '{output}' trains {old}, not {new}. Omit --model, --detector and --config.")
         if data is not None:
             _check_same_data(data, images, val_fraction, resumed, output)
-        data, cfg = None, with_overrides(_with_given(resumed, given), {"OUTPUT_DIR": str(output)})
+        data, cfg = None, with_overrides(_with_given(resumed, changes), {"OUTPUT_DIR": str(output)})
     elif resume and not (folder and (data or model or detector or config or "DATASETS.TRAIN" in given)):
         # A new run would train from the start. Without DATA, it would train the default model on COCO.
         runs = [path for path in output.parent.glob("*") if saved_config(path)]
@@ -250,6 +250,8 @@ def train(
     elif resume and not is_resumed:
         print(f"warning: '{output}' has no run to resume, so a new run starts", flush=True)
     # Errors of the arguments come before the data, which may take long to read.
+    if sizes and cfg.INPUT.AUGMENTATION != "default":
+        raise ConfigError(f"image_size has no effect with {cfg.INPUT.AUGMENTATION} augmentation. Set INPUT.LSJ.SIZE.")
     check_values(cfg)
     cfg = choose_device(cfg, requested="MODEL.DEVICE" in given)
     processes = Processes(cfg.MODEL.DEVICE, num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
@@ -283,8 +285,7 @@ def train(
             # Models of timm with a tag start from its weights.
             is_pretrained = cfg.MODEL.WEIGHTS or "." in cfg.MODEL.TRANSFORMER.VARIANT
             recipe = recipe or ("finetune" if is_pretrained else "scratch")
-            fixed = given.keys() - (SIZE_KEYS if pixels else ())
-            cfg = with_recipe(cfg, recipe, dataset.contents["train"] if dataset else {}, given=fixed, **options)
+            cfg = with_recipe(cfg, recipe, dataset.contents["train"] if dataset else {}, given=set(given), **options)
         dataset = None  # frees its memory during the training
         check_setup(cfg, processes=processes.world_size, resume=resume, overridden=given)
         launch(functools.partial(run_training, cfg, Trainer, resume, tuple(given)), processes)
