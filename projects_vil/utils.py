@@ -23,7 +23,7 @@ from torch import nn
 from tqdm.contrib import DummyTqdmFile
 
 from backbones import ConfigError
-from backbones.errors import handling_signals, terminate
+from backbones.errors import handling_signals
 
 LOCK_FILE = ".run.lock"
 # Seconds to wait for a lock. A killed process needs time to free its memory and its lock.
@@ -227,7 +227,7 @@ def terminating_between_calls(module: nn.Module, received: list[int]) -> Iterato
 
     def check(*_: object) -> None:
         if received:
-            terminate(received[0])
+            raise SystemExit(128 + received[0])
 
     with module.register_forward_pre_hook(check):
         check()

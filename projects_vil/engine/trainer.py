@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention
-from backbones.errors import one_line, terminate
+from backbones.errors import one_line
 from backbones.files import write_text
 from projects_vil import evaluation, solver
 from projects_vil.checkpoint import BEST_CHECKPOINT, Checkpointer
@@ -526,7 +526,7 @@ class Trainer(DefaultTrainer):
             except RuntimeError:
                 if self._trainer.received:
                     # Another process received the signal first and has ended.
-                    terminate(self._trainer.received[0])
+                    raise SystemExit(128 + self._trainer.received[0]) from None
                 raise
             finally:
                 # A traceback may keep the iterator alive, and with it the workers.
@@ -632,7 +632,7 @@ class Trainer(DefaultTrainer):
                 message = f"saved after iteration {self.iter}; {message}"
             name = signal.Signals(received[0]).name
             _logger.warning("%s: %s; continue with --resume", name, message)
-            terminate(received[0])
+            raise SystemExit(128 + received[0]) from None
         return self._last_eval_results
 
     @classmethod

@@ -105,7 +105,7 @@ def test_a_deferred_signal_takes_effect_at_the_end(handlers, number):
 
 
 def test_a_signal_ends_the_process_between_two_calls_of_a_model(handlers, monkeypatch):
-    module, calls = torch.nn.Identity(), []
+    module, calls, hook = torch.nn.Identity(), [], sys.unraisablehook
     # The program that reads the output has ended.
     monkeypatch.setattr(os, "write", mock.Mock(side_effect=BrokenPipeError))
     options = {"single_process": True, "notice": "The run stops."}
@@ -115,7 +115,7 @@ def test_a_signal_ends_the_process_between_two_calls_of_a_model(handlers, monkey
                 calls.append(module(number))
                 os.kill(os.getpid(), signal.SIGTERM)
                 calls.append("in between")
-    assert calls == [0, "in between"] and caught.value.code == 143 and module(3) == 3
+    assert calls == [0, "in between"] and caught.value.code == 143 and module(3) == 3 and sys.unraisablehook is hook
 
 
 @pytest.mark.parametrize("single_process, error", [(True, KeyboardInterrupt), (False, SystemExit)])
