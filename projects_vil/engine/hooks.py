@@ -31,6 +31,7 @@ from backbones.attention.sliding_chunk import sample_shifts
 from backbones.errors import one_line
 from backbones.files import write_text
 from projects_vil.checkpoint import remove_old
+from projects_vil.modeling.micro_batches import loss_normalizers
 from projects_vil.solver import main_group
 from projects_vil.utils import memory_of
 
@@ -189,7 +190,7 @@ class PeriodicCheckpointer(HookBase):
         Args:
             name: File name without suffix.
             finished: Whether the iteration has been evaluated and logged.
-            normalizers: Result of :func:`loss_normalizers`.
+            normalizers: Result of :func:`~projects_vil.modeling.micro_batches.loss_normalizers`.
         """
         trainer, keep = self.trainer, self.trainer.cfg.SOLVER.CHECKPOINT_MAX_TO_KEEP
         normalizers = normalizers or loss_normalizers(trainer.checkpointer.model)
@@ -293,11 +294,6 @@ class BestCheckpointer(hooks.BestCheckpointer):
         if state_dict["metric"] == self._val_metric:
             self.best_metric, self.best_iter = state_dict["best"], state_dict["best_iteration"]
             self.evaluations_since_best = state_dict["waited"]
-
-
-def loss_normalizers(model: nn.Module) -> list[float | None]:
-    """Return each rank's running mean of positive anchors, which RetinaNet has no buffer for; all ranks call this."""
-    return comm.all_gather(getattr(model, "loss_normalizer", None))
 
 
 # -- writers ---------------------------------------------------------------------------------------

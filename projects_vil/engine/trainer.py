@@ -38,6 +38,7 @@ from projects_vil.engine import hooks
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
 from projects_vil.files import read_json
 from projects_vil.modeling import MicroBatches, amp_dtype, autocast_detector, eval_dtype, use_sync_free_parts
+from projects_vil.modeling.micro_batches import loss_normalizers, restore_loss_normalizer
 from projects_vil.modeling.tiles import TiledDetector
 from projects_vil.utils import stop_requests, terminating_between_calls
 
@@ -618,7 +619,7 @@ class Trainer(DefaultTrainer):
             _logger.info("Evaluating the EMA of %d steps (MODEL.EMA)", self.averaged.n_averaged)
         received = self._trainer.received
         # Gathered before a signal reaches one process earlier than another.
-        normalizers = hooks.loss_normalizers(self._trainer.module)
+        normalizers = loss_normalizers(self._trainer.module)
         try:
             with terminating_between_calls(model, received):
                 self._last_eval_results = self.test(self.cfg, model)
@@ -679,14 +680,6 @@ def _running_statistics(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
             yield from module.buffers(recurse=False)
-
-
-def restore_loss_normalizer(model: nn.Module, saved: Sequence[float | None]) -> None:
-    """Restore this rank's loss normalizer, or set the mean of all ranks if the number of processes has changed."""
-    values = [value for value in saved if value is not None]
-    if values:
-        same = len(values) == len(saved) == comm.get_world_size()
-        model.loss_normalizer = values[comm.get_rank()] if same else sum(values) / len(values)
 
 
 def _to_gpu(value: Any, device: torch.device) -> Any:

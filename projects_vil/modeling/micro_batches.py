@@ -1,6 +1,9 @@
-"""Combine the losses of micro-batches into the loss of the batch, for gradient accumulation."""
+"""Combine the losses of micro-batches into the loss of the batch, and save and restore RetinaNet's loss normalizer."""
+
+from collections.abc import Sequence
 
 from detectron2.modeling import RetinaNet
+from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 from torch import nn
 
@@ -50,3 +53,16 @@ class MicroBatches:
         if not self._is_retinanet:
             return self.total
         return self._model._ema_update("loss_normalizer", max(self.total, 1), _FIRST_NORMALIZER)
+
+
+def loss_normalizers(model: nn.Module) -> list[float | None]:
+    """Return each rank's running mean of positive anchors, which RetinaNet has no buffer for; all ranks call this."""
+    return comm.all_gather(getattr(model, "loss_normalizer", None))
+
+
+def restore_loss_normalizer(model: nn.Module, saved: Sequence[float | None]) -> None:
+    """Restore this rank's loss normalizer, or set the mean of all ranks if the number of processes has changed."""
+    values = [value for value in saved if value is not None]
+    if values:
+        same = len(values) == len(saved) == comm.get_world_size()
+        model.loss_normalizer = values[comm.get_rank()] if same else sum(values) / len(values)

@@ -14,7 +14,7 @@ from backbones import ConfigError
 from projects_vil.data import seed_all
 from projects_vil.engine import Trainer, trainer
 from projects_vil.engine.hooks import TIMES
-from projects_vil.engine.trainer import restore_loss_normalizer
+from projects_vil.modeling.micro_batches import restore_loss_normalizer
 from projects_vil.solver import build_optimizer
 from tests.projects_vil.checkpoint.test_checkpointer import log_of
 from tests.projects_vil.engine.gloo import in_processes
