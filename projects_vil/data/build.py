@@ -178,7 +178,7 @@ class Loader(DataLoader):
             # Signals are blocked until the workers ignore them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             try:
-                batches = self._batches = super().__iter__()
+                batches = super().__iter__()
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             try:
@@ -191,23 +191,14 @@ class Loader(DataLoader):
                     if readable := [sample for sample in batch if sample]:
                         yield readable
             finally:
-                _stop_workers(batches)
-
-    def stop(self) -> None:
-        """Stop the worker processes.
-
-        torch stops them only when there is no reference to their iterator, but a traceback may keep a reference.
-        """
-        _stop_workers(getattr(self, "_batches", None))
+                # torch stops the workers when nothing refers to this iterator, but a traceback may refer to it.
+                if self.num_workers:
+                    batches._shutdown_workers()
 
     def start(self, *, seed: int, iteration: int) -> None:
         """Set the seed and the first iteration, counted from 0, of the next iterator over a :class:`BatchStream`."""
         self.batch_sampler.seed = seed
         self.batch_sampler.first_iteration = iteration
-
-
-def _stop_workers(batches: object) -> None:
-    getattr(batches, "_shutdown_workers", lambda: None)()
 
 
 def _prepare_worker(is_terminated: Any, worker: int) -> None:

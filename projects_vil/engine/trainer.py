@@ -531,8 +531,8 @@ class Trainer(DefaultTrainer):
                 raise
             finally:
                 # A traceback may keep the iterator alive, and with it the workers.
-                if hasattr(self._trainer.data_loader, "stop"):
-                    self._trainer.data_loader.stop()
+                if hasattr(self._trainer._data_loader_iter_obj, "close"):
+                    self._trainer._data_loader_iter_obj.close()
 
     def evaluate_best(self) -> None:
         """Evaluate ``model_best.pth`` after training, unless the last evaluation was the best.

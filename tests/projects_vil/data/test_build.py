@@ -76,7 +76,6 @@ def test_signals_are_deferred_while_loading_processes_start(of, shapes, monkeypa
     cfg = small_config("retinanet", "DATALOADER.NUM_WORKERS", "1", "SOLVER.IMS_PER_BATCH", "2")
     loader = build_train_loader(cfg) if of == "training" else build_test_loader(cfg, "shapes_val")
     next(iter(loader))
-    loader.stop()
     assert masks and all(mask >= set(STOP_SIGNALS) for mask in masks)
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOP_SIGNALS)
 
@@ -94,9 +93,7 @@ def test_batches_do_not_depend_on_worker_processes_or_on_resuming(shapes, detect
         options = ["SOLVER.IMS_PER_BATCH", "3", "DATALOADER.NUM_WORKERS", str(workers)]
         loader = build_train_loader(small_config(detector, *keys, *options))
         loader.start(seed=7, iteration=first)
-        samples = list(chain(*islice(loader, number)))
-        loader.stop()
-        return samples
+        return list(chain(*islice(loader, number)))
 
     whole = images(workers=0, first=0, number=6)
     resumed = images(workers=2, first=0, number=4) + images(workers=1, first=4, number=2)
@@ -125,7 +122,6 @@ def test_damaged_images_do_not_end_a_run(copy, caplog):
         loader = build_train_loader(cfg)
         loader.start(seed=7, iteration=first)
         samples = list(chain(*islice(loader, number)))
-        loader.stop()
         return [(sample["file_name"], *sample["image"].flatten()[:50].tolist()) for sample in samples]
 
     whole = names(workers=0, first=0, number=8)

@@ -180,7 +180,6 @@ def test_samples_are_the_first_images_of_a_run(shapes, tmp_path, detector):
     loader = Trainer.build_train_loader(cfg)
     loader.start(seed=11, iteration=0)
     samples = list(islice(chain.from_iterable(loader), 4))
-    loader.stop()
     for index, (path, sample) in enumerate(zip(paths, samples, strict=True)):
         assert path.name == f"{index:04d}_{Path(sample['file_name']).stem}.png"
         drawn = read(path)
@@ -197,7 +196,6 @@ def test_labels_of_stuff_are_drawn_below_objects(panoptic_root, tmp_path, monkey
     loader = Trainer.build_train_loader(cfg)
     loader.start(seed=0, iteration=0)
     sample = next(iter(loader))[0]
-    loader.stop()
     ignored = torch.full_like(sample["sem_seg"], 255)
     left_half = ignored.clone()
     left_half[:, : ignored.shape[1] // 2] = 1
