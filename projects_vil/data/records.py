@@ -314,18 +314,14 @@ def _coco_records(name: str, images: Iterable[tuple], *, masks: bool) -> Iterato
 def _by_image(name: str, **options: Any) -> Annotated:
     """Return the images of :func:`fixed_coco`, and set the classes in the metadata, as ``load_coco_json`` does.
 
-    Images are sorted by id. The objects of an image have the order of the file.
+    Images are sorted by id, and have a list of their annotations in the order of the file. Without a list of
+    annotations in the file, they have None.
     """
     dataset, metadata = fixed_coco(name, **options), MetadataCatalog.get(name)
     categories = sorted(dataset["categories"], key=lambda category: category["id"])
     metadata.thing_classes = [category["name"] for category in categories]
     metadata.thing_dataset_id_to_contiguous_id = {category["id"]: i for i, category in enumerate(categories)}
     log_first_n(logging.INFO, f"{name}: {counted(len(dataset['images']), 'image')}", name=__name__, key="message")
-    return by_image(dataset)
-
-
-def by_image(dataset: dict[str, Any]) -> Annotated:
-    """Yield the images of a COCO file with their annotations, or with None if the file has no list of annotations."""
     images, annotations = dataset["images"], dataset.get("annotations", [])
     ids = [image["id"] for image in images]
     by_id = sorted(range(len(ids)), key=ids.__getitem__)
@@ -333,9 +329,10 @@ def by_image(dataset: dict[str, Any]) -> Annotated:
     of_image = np.fromiter((positions.get(one["image_id"], -1) for one in annotations), np.int32, len(annotations))
     order = np.argsort(of_image, kind="stable")
     starts = np.searchsorted(of_image, np.arange(len(ids) + 1), sorter=order)
-    for index, start, end in zip(by_id, starts, starts[1:], strict=False):
-        objects = [annotations[other] for other in order[start:end].tolist()]
-        yield images[index], objects if "annotations" in dataset else None
+    if "annotations" not in dataset:
+        return ((images[index], None) for index in by_id)
+    spans = zip(by_id, starts, starts[1:], strict=False)
+    return ((images[index], [annotations[n] for n in order[start:end].tolist()]) for index, start, end in spans)
 
 
 @paused_garbage_collection()

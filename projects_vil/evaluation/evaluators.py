@@ -31,7 +31,7 @@ from backbones.errors import closest
 from backbones.files import atomic_write
 from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data.catalog import class_names, class_order, label_reader
-from projects_vil.data.records import SharedRecords, by_image, ground_truth
+from projects_vil.data.records import SharedRecords, ground_truth
 from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
 from projects_vil.evaluation.results import check_finite
@@ -157,7 +157,8 @@ class COCOEvaluator(coco_evaluation.COCOEvaluator):
         if truth is None:
             super().__init__(dataset_name, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
             coco, self._coco_api = self._coco_api, None
-            truth, categories = SharedRecords(by_image(coco.dataset)), coco.cats
+            truth = SharedRecords((image, coco.imgToAnns[number]) for number, image in sorted(coco.imgs.items()))
+            categories = coco.cats
         else:
             # detectron2's constructor always reads the annotation file, which may have errors that truth does not have.
             self._logger = logging.getLogger(coco_evaluation.__name__)
