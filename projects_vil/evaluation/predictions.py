@@ -2,14 +2,13 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog
 from detectron2.evaluation import print_csv_format
 from detectron2.utils import comm
 
@@ -44,13 +43,10 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
     (name,) = cfg.DATASETS.TEST
     catalog.check_files(name)
-    metadata, folder = MetadataCatalog.get(name), str(Path(cfg.OUTPUT_DIR) / "inference")
-    categories = catalog.read_categories(metadata.json_file) or {}
-    metadata.thing_classes = list(categories.values())
-    matches: dict[Labels, dict[int, int | None]] = {}
-    limit, check = cfg.TEST.DETECTIONS_PER_IMAGE, cfg.DATASETS.CHECK
+    folder, limit, check = str(Path(cfg.OUTPUT_DIR) / "inference"), cfg.TEST.DETECTIONS_PER_IMAGE, cfg.DATASETS.CHECK
     SHARED.clear()
     read_and_share(lambda: len(ground_truth(name, check=check, masks=True) or ()), [name])
+    categories, matches = catalog.categories_of(name), {}
     evaluator = COCOEvaluator(name, output_dir=folder, max_dets_per_image=limit, masks=True, check=check)
     evaluator.reset()
     named: dict[str, list[dict[str, Any]]] = {}
@@ -96,7 +92,7 @@ _COLUMNS = ["file_name", "error", "height", "width", "boxes", "scores", "categor
 Labels = tuple[tuple[int, str], ...]  # category ids and names
 
 
-def _match(name: str, categories: dict[int, str], file: Path, labels: Labels) -> dict[int, int | None]:
+def _match(name: str, categories: Mapping[int, str], file: Path, labels: Labels) -> dict[int, int | None]:
     """Return a mapping from the category ids of a file to the category ids of the dataset, or to None."""
     ours, theirs = [label for _, label in labels], list(categories.values())
     differ = f"{file} has {catalog.describe_classes(ours)}, and {name} has {catalog.describe_classes(theirs)}"
