@@ -180,6 +180,7 @@ def _check_resumed(cfg: CfgNode, path: Path) -> None:
         (f"The annotation file of {name}", new[name], old[name])
         for name in names
         if all(name in files and os.path.isfile(files[name]) for files in (old, new))
+        and old[name] != new[name]
         and not filecmp.cmp(old[name], new[name], shallow=False)
     ]
     for key, value, began in compared:
