@@ -14,6 +14,7 @@ from projects_vil.data.object_sizes import IMAGE_SIZES, LONGER_SIDE, Anchors, ch
 from projects_vil.data.splits import entries_of
 from projects_vil.modeling import TIMM_PREFIX
 from projects_vil.solver import longest_warmup
+from vil import choices
 
 # Models that are trained without --model, with and without pretrained weights.
 STARTER, STARTER_WEIGHTS = "timm:tf_efficientnet_lite0", "efficientnet_lite0_in1k"
@@ -164,10 +165,22 @@ def size_values(size: int) -> dict[str, Any]:
     return {"INPUT.MIN_SIZE_TRAIN": (size,), "INPUT.MIN_SIZE_TEST": size} | longest
 
 
-def tile_values(size: int) -> dict[str, Any]:
-    """Return the config keys of tiles with a side of ``size`` pixels, which is also the image size."""
+def chosen_size(image_size: int | str | None, tiles: int | None) -> dict[str, Any]:
+    """Return the config keys of the image size or the tiles that the user has chosen; none for an automatic size.
+
+    Raises:
+        ConfigError: If both are given, or if the size is not a whole number in the allowed range.
+    """
+    if tiles and image_size:
+        raise ConfigError("tiles and image_size both set the size of the training images. Remove one.")
+    size, (least, most) = tiles or image_size, choices.IMAGE_SIZES
+    if size in (None, "auto"):
+        return {}
+    if not (isinstance(size, int) and least <= size <= most):
+        argument = "tiles" if tiles else "image_size"
+        raise ConfigError(f"{argument} is {size!r}. Give a whole number from {least} to {most}.")
     crop = {"INPUT.CROP.ENABLED": True, "INPUT.CROP.TYPE": "absolute", "INPUT.CROP.SIZE": [size, size]}
-    return size_values(size) | crop | {"TEST.TILE_SIZE": size}
+    return size_values(size) | (crop | {"TEST.TILE_SIZE": size} if tiles else {})
 
 
 def default_model(weights: str, *, is_random: bool) -> str:

@@ -42,9 +42,9 @@ from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.files import read_json
 from projects_vil.inference import Detector
 from projects_vil.modeling import TIMM_PREFIX, check_timm_name
-from projects_vil.recipes import best_weights, default_model, size_values, tile_values, with_recipe
+from projects_vil.recipes import best_weights, chosen_size, default_model, with_recipe
 from projects_vil.utils import cleanup_on_failure, run_lock
-from vil.choices import DETECTORS, IMAGE_SIZES, KEYS, NAMES_OF_OTHERS, RECIPES, SCHEDULES
+from vil.choices import DETECTORS, KEYS, NAMES_OF_OTHERS, RECIPES, SCHEDULES
 
 # The result of detector_name -> the detector
 _KINDS = {"RetinaNet": "retinanet", "Mask R-CNN": "mask_rcnn", "Faster R-CNN": "faster_rcnn"}
@@ -167,15 +167,7 @@ def train(
     given = _overrides_of(train, overrides)
     for argument, value in {"epochs": epochs, "batch": batch, "tiles": tiles}.items():
         check_whole(argument, 1 if value is None else value)
-    if tiles and image_size:
-        raise ConfigError("tiles and image_size both set the size of the training images. Remove one.")
-    image_size, sizes = tiles or image_size, {}
-    if image_size not in (None, "auto"):
-        least, most = IMAGE_SIZES
-        if not (isinstance(image_size, int) and least <= image_size <= most):
-            argument = "tiles" if tiles else "image_size"
-            raise ConfigError(f"{argument} is {image_size!r}. Give a whole number from {least} to {most}.")
-        sizes = tile_values(tiles) if tiles else size_values(image_size)
+    sizes = chosen_size(image_size, tiles)
     arguments = {"epochs": epochs, "batch": batch, "lr": None if lr is None else float(lr), "workers": workers}
     arguments |= {"output": output and os.fspath(output), "weights": weights and os.fspath(weights)}
     arguments |= {"device": None if device is None else str(device)}
@@ -257,7 +249,7 @@ def train(
     processes = Processes(cfg.MODEL.DEVICE, num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
     with cleanup_on_failure(output):
         dataset: Dataset | None = None
-        options: dict[str, Any] = {"image_size": image_size, "num_processes": processes.world_size}
+        options: dict[str, Any] = {"image_size": tiles or image_size, "num_processes": processes.world_size}
         # -- the dataset and the weights --
         with run_lock(output) if processes.is_first else contextlib.nullcontext():
             check_output_dir(cfg, resume=resume)
