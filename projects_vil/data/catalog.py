@@ -270,11 +270,6 @@ def categories_of(name: str, *, stuff: bool = False) -> Mapping[int, str]:
     return categories or dict(enumerate(known or (), start=0 if stuff else 1))
 
 
-def class_names(cfg: CfgNode, name: str) -> list[str] | None:
-    """Return the class names of a dataset from its metadata or its COCO file, or None if they are unknown."""
-    return list(categories_of(name, stuff=is_segmentor(cfg)).values()) or None
-
-
 def model_classes(cfg: CfgNode) -> tuple[str | None, Mapping[int, str]]:
     """Return the name of the reference dataset, and the model's classes by id, in the order of its outputs.
 
@@ -306,9 +301,10 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
     if is_panoptic(cfg) and len(stuff) not in (0, cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES):
         number = cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
         raise ConfigError(f"{key} is {number}, but {name!r} has {len(stuff)} stuff classes. Set {key} {len(stuff)}.")
-    classes, (reference, categories) = class_names(cfg, name), model_classes(cfg)
-    if classes is None:
+    classes = list(categories_of(name, stuff=is_segmentor(cfg)).values())
+    if not classes:
         return None
+    reference, categories = model_classes(cfg)
     ours = list(categories.values())
     head = head_of(cfg)
     key, number = f"MODEL.{head}.NUM_CLASSES", cfg.MODEL[head].NUM_CLASSES

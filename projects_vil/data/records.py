@@ -23,7 +23,7 @@ from backbones import ConfigError
 from backbones.errors import check_choice, counted, explained_errors
 from backbones.files import atomic_write
 from projects_vil.config import is_panoptic, is_segmentor
-from projects_vil.data.catalog import add_stuff, check_files, class_names, class_order, model_classes
+from projects_vil.data.catalog import add_stuff, categories_of, check_files, class_order, model_classes
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.image_files import IGNORED_LABEL, missing_files
 from projects_vil.data.readers import read_coco
@@ -35,8 +35,6 @@ CHECK_MODES = ("error", "warn", "off")
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 # The metadata that detectron2 sets when it loads records.
 _CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
-# The images of a COCO file with their annotations.
-Annotated = Iterator[tuple[dict[str, Any], list[dict[str, Any]] | None]]
 
 
 # Objects that are read once per run, by the result of _key
@@ -174,7 +172,8 @@ def load_dataset(cfg: CfgNode, names: Sequence[str], *, train: bool) -> SharedRe
     if train and not is_segmentor(cfg):
         _check_memory(cfg, *facts.largest)
         objects = [{"annotations": itertools.repeat({"category_id": n}, number)} for n, number in facts.classes.items()]
-        print_instances_class_histogram(objects, class_names(cfg, model_classes(cfg)[0] or names[0]))
+        if classes := list((model_classes(cfg)[1] or categories_of(names[0])).values()):
+            print_instances_class_histogram(objects, classes)
     return records
 
 
@@ -311,7 +310,7 @@ def _coco_records(name: str, images: Iterable[tuple], *, masks: bool) -> Iterato
         yield {"file_name": file_name, **size, "image_id": image["id"], "annotations": objects}
 
 
-def _by_image(name: str, **options: Any) -> Annotated:
+def _by_image(name: str, **options: Any) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]] | None]]:
     """Return the images of :func:`fixed_coco`, and set the classes in the metadata, as ``load_coco_json`` does.
 
     Images are sorted by id, and have a list of their annotations in the order of the file. Without a list of

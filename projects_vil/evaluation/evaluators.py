@@ -30,7 +30,7 @@ from backbones import ConfigError
 from backbones.errors import closest
 from backbones.files import atomic_write
 from projects_vil.config import is_panoptic, is_segmentor
-from projects_vil.data.catalog import class_names, class_order, label_reader
+from projects_vil.data.catalog import categories_of, class_order, label_reader
 from projects_vil.data.records import SharedRecords, ground_truth
 from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
@@ -309,7 +309,7 @@ def metric_names(cfg: CfgNode, dataset: str) -> list[str]:
     """Return the metrics of an evaluation on a registered dataset as ``task/name``. Losses of parts are left out."""
     metadata, names = MetadataCatalog.get(dataset), []
     if not is_segmentor(cfg):
-        evaluator_type, things = metadata.get("evaluator_type"), class_names(cfg, dataset) or ()
+        evaluator_type, things = metadata.get("evaluator_type"), categories_of(dataset).values()
         metrics = _DETECTION_METRICS.get(evaluator_type, ())
         # detectron2's COCO evaluator has no separate metrics for a single class.
         if metrics is _COCO_METRICS and len(things) > 1:

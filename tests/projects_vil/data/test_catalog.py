@@ -33,6 +33,12 @@ def test_a_dataset_that_is_registered_again_is_read_again(copy, tmp_path):
         register_datasets(cfg)
 
 
+def test_the_class_names_of_a_dataset_may_be_unknown(copy, monkeypatch):
+    monkeypatch.setitem(DatasetCatalog.data, "nameless", list(load(copy)).copy)
+    cfg = small_config("retinanet", "DATASETS.TRAIN", "('nameless',)", "DATASETS.TEST", "()")
+    assert len(load_dataset(cfg, ["nameless"], train=True)) == 8
+
+
 def test_datasets_that_were_registered_before_the_import_are_kept(tmp_path, monkeypatch):
     before = dict(DatasetCatalog)
     monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
