@@ -36,6 +36,7 @@ from projects_vil.config import (
 )
 from projects_vil.data.catalog import read_categories
 from projects_vil.data.readers import SOURCE, Dataset, read_coco, read_dataset
+from projects_vil.data.splits import find_copies, images_of
 from projects_vil.engine import Trainer, check_output_dir, check_setup, check_values, saved_config
 from projects_vil.engine.launch import Processes, launch, run_evaluation, run_training
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
@@ -363,6 +364,7 @@ def evaluate(
             evaluated = "all images" if test == "train" else f"split {test}"
             evaluated += f" (split {present[0]} has no annotations)" if test != present[0] else ""
             print(f"{dataset.line()}\nevaluated: {evaluated}; in the results it is '{folder.name}_{test}'", flush=True)
+            _warn_of_training_images(cfg, (dataset.contents[test], *dataset.splits[test]))
             dataset.contents.clear()  # frees its memory
             # Classes are matched by name to the classes of the checkpoint, or else of its training dataset.
             labels = list((read_categories(str(dataset.splits[test][0])) or {}).values())
@@ -379,6 +381,17 @@ def evaluate(
             check_setup(cfg, processes=processes.world_size, eval_only=True, resume=resume)
             launch(functools.partial(run_evaluation, cfg, Trainer, resume), processes)
     return Run(folder).results
+
+
+def _warn_of_training_images(cfg: CfgNode, part: tuple[dict[str, Any], Path, Path]) -> None:
+    """Print a warning if images of a split are copies of training images, because their AP is too high."""
+    paths = [path for _, path in images_of(part[0], part[2])]
+    for _, file, folder in [entry for entry in cfg.DATASETS.COCO if entry[0] in cfg.DATASETS.TRAIN]:
+        if os.path.isfile(file):
+            copies = find_copies({"train": (read_coco(file), Path(file), Path(folder)), "val": part})
+            if number := sum(path in copies for path in paths):
+                trained = f"warning: {number:,} of the {counted(len(paths), 'image')} are training images of the model,"
+                print(f"{trained} so its AP is too high. Without DATA, its validation images are used.", flush=True)
 
 
 def _classes_of(weights: str) -> Sequence[str] | None:

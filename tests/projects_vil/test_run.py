@@ -68,7 +68,7 @@ def test_training_on_tiles(data):
     assert "Remove one" in message(train, data, tiles=64, image_size=64)
 
 
-def test_train_evaluate_and_predict(data, monkeypatch):
+def test_train_evaluate_and_predict(data, monkeypatch, capsys):
     run = train(data, config=CONFIGS["retinanet"], epochs=2, batch=4, **KEYS)
     assert run == Run(run.folder) and run.folder.samefile("output/mine_retinanet_vil_shapes")
     cfg, recipe = load_config(run.folder / "config.yaml"), load_config(CONFIGS["retinanet"]).SOLVER
@@ -81,6 +81,9 @@ def test_train_evaluate_and_predict(data, monkeypatch):
     ((own, results),) = run.results.items()
     ((other, again),) = evaluate(run.folder, data).items()
     assert own != other and results["bbox"] == again["bbox"] and results["bbox"]["AP50"] >= 0
+    assert "warning" not in capsys.readouterr().out
+    evaluate(run.folder, data / "annotations/instances_train.json", output="trained")
+    assert f"warning: {images} of the {images} images are training images of the model" in capsys.readouterr().out
     assert json.loads((run.folder / "evaluation_mine/evaluation.json").read_text()) == {other: again}
     # The file has fewer classes than the detector, in another order.
     content = json.loads((data / "annotations/instances_val.json").read_text())
