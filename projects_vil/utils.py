@@ -92,7 +92,11 @@ def log_run(output_dir: str, *, rank: int = 0) -> None:
     from detectron2.utils.logger import setup_logger
 
     # setup_logger is cached: with the names and arguments of default_setup, it adds no second handler.
+    setup_logger.cache_clear()
     for options in ({"name": "fvcore"}, {}, {"name": "projects_vil"}, {"name": "backbones"}):
+        # An earlier run of this process, as in a notebook, has handlers of the same type.
+        logger = logging.getLogger(options.get("name", "detectron2"))
+        logger.handlers = [handler for handler in logger.handlers if type(handler) is not logging.StreamHandler]
         for handler in setup_logger(output_dir, distributed_rank=rank, **options).handlers:
             if getattr(handler, "stream", None) is sys.stdout:
                 handler.addFilter(is_for_console)

@@ -53,6 +53,9 @@ def test_where_a_run_logs(loggers, tmp_path, capsys):
     except ConfigError:
         logging.getLogger("detectron2.engine.train_loop").exception("Exception during training:")
     assert capsys.readouterr().out == "" and "no image 7.jpg" in (tmp_path / "log.txt").read_text()
+    utils.log_run(str(tmp_path / "second"))
+    log("projects_vil.engine", logging.INFO, "of the second run")
+    assert capsys.readouterr().out.count("second run") == 1 and "second run" not in (tmp_path / "log.txt").read_text()
 
 
 # -- locks -----------------------------------------------------------------------------------------
