@@ -7,7 +7,7 @@ import numpy as np
 
 from backbones import ConfigError
 from projects_vil.data.readers.index import FileIndex, Record, size_of, split_of, split_of_file
-from projects_vil.data.readers.shapes import CORNERS, Annotations, Shape, number, numbers, placed
+from projects_vil.data.readers.shapes import Annotations, Shape, number, numbers, rotated_box
 from projects_vil.data.readers.voc import parse_xml
 
 
@@ -36,9 +36,7 @@ def _shape(shape: ElementTree.Element, labels: dict[str, str | None], location: 
         raise ConfigError(f"{location} has the unknown label {label!r}. Add it to the labels of the file.")
     degrees = number(shape.get("rotation") or 0, location)
     if shape.tag == "box":
-        left, top, right, bottom = numbers(shape.get, location, "xtl", "ytl", "xbr", "ybr")
-        center = (left + right) / 2, (top + bottom) / 2
-        values = placed(CORNERS, *center, (right - left) / 2, (bottom - top) / 2, degrees)
+        values = rotated_box(*numbers(shape.get, location, "xtl", "ytl", "xbr", "ybr"), degrees)
     elif shape.tag == "polygon":
         values = [number(value, location) for value in shape.get("points", "").replace(";", ",").split(",") if value]
     elif shape.tag == "ellipse":

@@ -113,6 +113,11 @@ def polygon_object(label: str, polygons: list[list[float]]) -> dict[str, Any]:
     return box | {"area": max(area, 0.002 * box["area"]), "segmentation": polygons}
 
 
+def rotated_box(left: float, top: float, right: float, bottom: float, degrees: float) -> list[float]:
+    """Return the corners of a box in pixels after a rotation around its center, clockwise."""
+    return placed(CORNERS, (left + right) / 2, (top + bottom) / 2, (right - left) / 2, (bottom - top) / 2, degrees)
+
+
 def placed(shape: np.ndarray, x: float, y: float, radius_x: float, radius_y: float, degrees: float = 0) -> list[float]:
     """Return the points of ``CORNERS`` or ``CIRCLE`` in pixels: scaled, rotated clockwise, and moved to (x, y)."""
     points = (radius_x * shape.real + 1j * radius_y * shape.imag) * np.exp(1j * math.radians(degrees)) + complex(x, y)

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 from backbones import ConfigError
 from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, size_of, stem_of
-from projects_vil.data.readers.shapes import CORNERS, Annotations, box_object, number, numbers, placed, polygon_object
+from projects_vil.data.readers.shapes import Annotations, box_object, number, numbers, polygon_object, rotated_box
 
 # Lists of images, lists of a class, and lists elsewhere. The first kind that exists is used.
 _FOLDERS = ("/imagesets(?:/main)?/", "/imagesets(?:/main)?/[^/]+_", "/(?:splits?/)?")
@@ -108,11 +108,11 @@ def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotatio
         # CVAT writes the box before the rotation.
         values = {one.findtext("name"): one.findtext("value") for one in entry.iterfind("attributes/attribute")}
         degrees = number(values.get("rotation") or 0, f"{location}: rotation")
-        center, radii = ((left + right) / 2, (top + bottom) / 2), ((right - left) / 2, (bottom - top) / 2)
-        one = box_object(label, placed(CORNERS, *center, *radii, degrees))
+        one = box_object(label, rotated_box(left, top, right, bottom, degrees))
     elif rotated is not None:
         x, y, width, height, angle = numbers(rotated.findtext, location, "cx", "cy", "w", "h", "angle")
-        one = box_object(label, placed(CORNERS, x, y, width / 2, height / 2, math.degrees(angle)))
+        sides = x - width / 2, y - height / 2, x + width / 2, y + height / 2
+        one = box_object(label, rotated_box(*sides, math.degrees(angle)))
     # LabelMe's web tool writes points, and RectLabel and Roboflow write x1, y1, x2, ... beside a box.
     points = [value for point in entry.iter("pt") for value in numbers(point.findtext, location, "x", "y")]
     if points and entry.findtext("type", "").strip() == "bounding_box":
