@@ -64,8 +64,8 @@ test-gpu: .venv/.stamp ## run the GPU tests and measure a training step of Mask 
 	@$(RUN) -m pytest -m gpu $(ARGS)
 	@mkdir -p output/gpu
 	@.venv/bin/vil benchmark --device cuda --what train-step --detector mask_rcnn --dtype bfloat16 --batch 2 \
-		--image-size 800 1333 --models vil_small_rpb+sdpa vil_small_rpb+triton ls_small lit_s --against r50 swin_t \
-		--json output/gpu/mask_rcnn.json
+		--image-size 800 1333 --models vil_small_rpb+ATTENTION_BACKEND=sdpa \
+		vil_small_rpb+ATTENTION_BACKEND=triton ls_small lit_s --against r50 swin_t --json output/gpu/mask_rcnn.json
 
 lint: .venv/.stamp ## check style, formatting, spelling and import layers
 	@$(RUN) -m ruff check --quiet .

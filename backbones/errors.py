@@ -20,9 +20,7 @@ GENERATOR = "written by vil-detectron2"
 _NUM_FIRST_BYTES = 4096
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 # SIGINT: Ctrl-C. SIGTERM: a scheduler. SIGHUP: a closed terminal. SIGUSR1 and SIGXCPU: the time limit is near.
-_STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
-# Some systems lack some of these signals.
-STOP_SIGNALS = tuple(getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name))
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
 
 
 class ConfigError(ValueError):

@@ -12,6 +12,7 @@ __all__ = [
     "Trainer",
     "add_vil_config",
     "build_optimizer",
+    "evaluate",
     "load_config",
     "register_datasets",
     "train",

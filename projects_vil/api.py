@@ -14,5 +14,5 @@ with paused_garbage_collection():
     from projects_vil.data import register_datasets
     from projects_vil.engine import Trainer
     from projects_vil.inference import Detector
-    from projects_vil.run import Run, train
+    from projects_vil.run import Run, evaluate, train
     from projects_vil.solver import build_optimizer

@@ -384,14 +384,14 @@ def evaluate(
 
 
 def _warn_of_training_images(cfg: CfgNode, part: tuple[dict[str, Any], Path, Path]) -> None:
-    """Print a warning if images of a split are copies of training images, because their AP is too high."""
-    paths = [path for _, path in images_of(part[0], part[2])]
+    """Print a warning if images of a split are copies of training images: their AP does not measure new images."""
     for _, file, folder in [entry for entry in cfg.DATASETS.COCO if entry[0] in cfg.DATASETS.TRAIN]:
-        if os.path.isfile(file):
+        # The files of the training may be gone or changed.
+        with contextlib.suppress(ConfigError):
             copies = find_copies({"train": (read_coco(file), Path(file), Path(folder)), "val": part})
-            if number := sum(path in copies for path in paths):
-                trained = f"warning: {number:,} of the {counted(len(paths), 'image')} are training images of the model,"
-                print(f"{trained} so its AP is too high. Without DATA, its validation images are used.", flush=True)
+            if number := sum(path in copies for _, path in images_of(part[0], part[2])):
+                text = f"warning: {number:,} of the evaluated images are copies of training images, which makes AP"
+                print(f"{text} too high. Without DATA, the validation images of the run are used.", flush=True)
 
 
 def _classes_of(weights: str) -> Sequence[str] | None:

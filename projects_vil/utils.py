@@ -79,6 +79,9 @@ def silence_known_warnings() -> None:
         logging.getLogger(name).addFilter(lambda record, silenced=silenced: not silenced.match(record.getMessage()))
 
 
+_handlers: list[tuple[logging.Logger, logging.StreamHandler]] = []  # of the last run in this process
+
+
 def log_run(output_dir: str, *, rank: int = 0) -> None:
     """Log this project, detectron2 and fvcore to ``output_dir/log.txt``, and a selection of records to stdout.
 
@@ -89,16 +92,21 @@ def log_run(output_dir: str, *, rank: int = 0) -> None:
         rank: Rank of the process. A rank above 0 writes to ``log.txt.rankN`` and not to stdout.
     """
     # This import warns. The package hides the warning first, so the import cannot be at the top of the file.
-    from detectron2.utils.logger import setup_logger
+    from detectron2.utils.logger import _cached_log_stream, setup_logger
 
+    # An earlier run of this process, as in a notebook, has handlers too. Its folder may be gone.
+    for logger, handler in _handlers:
+        logger.removeHandler(handler)
+    _handlers.clear()
+    _cached_log_stream.cache_clear()
     # setup_logger is cached: with the names and arguments of default_setup, it adds no second handler.
     setup_logger.cache_clear()
     for options in ({"name": "fvcore"}, {}, {"name": "projects_vil"}, {"name": "backbones"}):
-        # An earlier run of this process, as in a notebook, has handlers of the same type.
-        logger = logging.getLogger(options.get("name", "detectron2"))
-        logger.handlers = [handler for handler in logger.handlers if type(handler) is not logging.StreamHandler]
-        for handler in setup_logger(output_dir, distributed_rank=rank, **options).handlers:
-            if getattr(handler, "stream", None) is sys.stdout:
+        before = logging.getLogger(options.get("name", "detectron2")).handlers[:]
+        logger = setup_logger(output_dir, distributed_rank=rank, **options)
+        for handler in [handler for handler in logger.handlers if handler not in before]:
+            _handlers.append((logger, handler))
+            if handler.stream is sys.stdout:
                 handler.addFilter(is_for_console)
                 if sys.stdout.isatty():
                     # Lines appear above the progress bar.

@@ -523,9 +523,8 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     The runs of all models alternate in one process. The table has medians, quartiles, and the ratio to the first
     baseline, or to the first model if there is no baseline. KEY VALUE pairs apply to the models, not to baselines.
 
-    A model name can have suffixes: +checkpointing (activation checkpointing), +shift (random-shift training),
-    +long_short (long-short attention in all stages), +sdpa or +triton (attention backend), or +KEY=VALUE for a config
-    key of MODEL.TRANSFORMER, such as +ATTENTION_BACKEND=reference.
+    A model name can have suffixes: +shift (random-shift training), or +KEY=VALUE for a config key of
+    MODEL.TRANSFORMER, such as +ATTENTION_BACKEND=triton or +ACTIVATION_CHECKPOINTING=True.
 
     --tune measures forward and backward passes of backbones with PyTorch's attention and with the Triton kernels on a
     GPU. It stores the faster backend in ~/.cache/vil-detectron2 as the choice of ATTENTION_BACKEND auto, for this type

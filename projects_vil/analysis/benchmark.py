@@ -30,7 +30,7 @@ from torch.utils.benchmark.utils.timer import timer
 from backbones import ConfigError
 from backbones.attention.sliding_chunk import sample_shifts
 from backbones.attention.triton_check import automatic_backend, choice_key, choices_file, read_choices
-from backbones.errors import check_choice, closest
+from backbones.errors import closest
 from backbones.files import write_text
 from projects_vil.config import choose_device, load_config, set_precision
 from projects_vil.engine.auto_micro_batch import random_image
@@ -39,14 +39,6 @@ from projects_vil.solver import build_optimizer
 from projects_vil.utils import peak_in_new_process
 
 BASELINES = ("r50", "swin_t")  # of detectron2; other names are timm models
-# Short suffixes of a model's name. Random shifts are sampled in each step instead of setting a key.
-_SUFFIXES = {
-    "checkpointing": "ACTIVATION_CHECKPOINTING=True",
-    "sdpa": "ATTENTION_BACKEND=sdpa",
-    "triton": "ATTENTION_BACKEND=triton",
-    "long_short": "ATTENTION=['long_short', 'long_short', 'long_short', 'long_short']",
-    "shift": "",
-}
 _STRIDES = (4, 8, 16, 32)
 _SEED = 0
 _OBJECTS = 4  # per image
@@ -57,10 +49,8 @@ class BenchmarkCase:
     """A model, the part of it to measure, and its input.
 
     Attributes:
-        name: A variant, ``timm:MODEL`` or a config file, followed by any of the suffixes ``+checkpointing`` (activation
-            checkpointing), ``+shift`` (random shifts), ``+long_short`` (long-short attention in all stages), ``+sdpa``
-            and ``+triton`` (attention backend), and ``+KEY=VALUE`` for a key of ``MODEL.TRANSFORMER``; or the name of a
-            baseline.
+        name: A variant, ``timm:MODEL`` or a config file, followed by any of the suffixes ``+shift`` (random shifts) and
+            ``+KEY=VALUE`` for a key of ``MODEL.TRANSFORMER``; or the name of a baseline.
         is_baseline: Whether ``name`` is a baseline, see :func:`build_baseline`.
         part: One of :data:`vil.choices.BENCHMARK_PARTS`: the first attention module, the backbone with all feature
             maps, detector inference, or a training step with the optimizer.
@@ -92,9 +82,6 @@ class BenchmarkCase:
         """
         torch.manual_seed(_SEED)
         name, *suffixes = self.name.split("+") if not self.is_baseline else [self.name]
-        for suffix in suffixes:
-            if "=" not in suffix:
-                check_choice(f"suffix of {name}", suffix, _SUFFIXES)
         cfg = self._config(name, suffixes)
         if self.part in ("detector", "train-step"):
             module = model = build_model(cfg)
@@ -131,9 +118,8 @@ class BenchmarkCase:
         is_variant = not self.is_baseline and not name.endswith(".yaml")
         values = {"MODEL.TRANSFORMER.VARIANT": name} if is_variant else {}
         values |= {"MODEL.TRANSFORMER.DROP_PATH": "0.0"} | ({} if self.is_baseline else self.overrides)
-        for suffix in suffixes:
-            key, equals, value = _SUFFIXES.get(suffix, suffix).partition("=")
-            values |= {f"MODEL.TRANSFORMER.{key}": value} if equals else {}
+        for key, _, value in (suffix.partition("=") for suffix in suffixes if suffix != "shift"):
+            values[f"MODEL.TRANSFORMER.{key}"] = value
         stages = stage_names(name) if is_variant else ()
         path = self.base if is_variant or self.is_baseline else Path(name)
         cfg = load_config(path, values | {"MODEL.DEVICE": self.device})
@@ -317,7 +303,7 @@ def tune_attention(cases: Sequence[BenchmarkCase], *, runs: int = 5, measure: Ca
     if not cases[0].device.startswith("cuda"):
         raise ConfigError("The option --tune needs a GPU. Run it on a machine with a GPU.")
     steps = [
-        dataclasses.replace(case, name=f"{case.name}+{backend}", part="backbone", backward=True)
+        dataclasses.replace(case, name=f"{case.name}+ATTENTION_BACKEND={backend}", part="backbone", backward=True)
         for backend in ("sdpa", "triton")
         for case in cases
     ]

@@ -91,7 +91,7 @@ class CocoFile:
         self.dataset = read_coco(path) if dataset is None else dataset
         self.images, self.categories = self.dataset["images"], self.dataset["categories"]
         self.annotations = self.dataset.get("annotations", [])
-        number, total = (0, 0) if masks is False else count_masks(self.annotations)
+        number, total, _ = (0, 0, 0) if masks is False else count_masks(self.annotations)
         self.masks = number > 0 and (2 * number >= total if masks is None else masks)
         self.pixels, self.progress = pixels, progress
         self.sizes = [(0, 0)] * (len(self.images) + 1)

@@ -1,6 +1,7 @@
 """Check COCO segmentations without pycocotools, because some malformed segmentations crash pycocotools."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,14 +18,14 @@ def has_mask(segmentation: Any) -> bool:
     return any(segmentation) if isinstance(segmentation, list) else bool(segmentation)
 
 
-def count_masks(annotations: Iterable[Any]) -> tuple[int, int]:
-    """Return the number of objects with a mask, and the number of all objects. Crowds are not counted.
+def count_masks(annotations: Iterable[Any]) -> tuple[int, int, int]:
+    """Return the number of objects with a mask, the number of all objects except crowds, and the number of crowds.
 
     A dataset has masks if at least half of its objects have one.
     """
-    objects = (one for one in annotations if isinstance(one, dict) and one.get("iscrowd") not in (1, "1"))
-    masks = [has_mask(one.get("segmentation")) for one in objects]
-    return sum(masks), len(masks)
+    entries = (one for one in annotations if isinstance(one, dict))
+    kinds = Counter("crowd" if one.get("iscrowd") in (1, "1") else has_mask(one.get("segmentation")) for one in entries)
+    return kinds[True], kinds[True] + kinds[False], kinds["crowd"]
 
 
 def rectangle(box: list[float]) -> list[list[float]]:

@@ -106,8 +106,7 @@ def check_setup(
     """
     check_values(cfg, () if eval_only else overridden)
     register_datasets(cfg)
-    if model is None:
-        model = build_on_meta(cfg)
+    is_lazy, model = model is not None, build_on_meta(cfg) if model is None else model
     if not (cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN):
         raise ConfigError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty. Set it to the name of a dataset.")
     for name in (*cfg.DATASETS.TEST, *(() if eval_only else cfg.DATASETS.TRAIN)):
@@ -115,6 +114,11 @@ def check_setup(
         class_order(cfg, name)
     if not eval_only:
         _check_training(cfg, model, processes=processes)
+        if not is_lazy:
+            # As in the trainer, but without the warning about ignored steps.
+            scaled = DefaultTrainer.auto_scale_workers(cfg, processes)
+            steps = [step for step in scaled.SOLVER.STEPS if step <= scaled.SOLVER.MAX_ITER]
+            build_lr_scheduler(with_overrides(scaled, {"SOLVER.STEPS": steps}), build_optimizer(scaled, model))
     if resume and checkpoints_of(cfg.OUTPUT_DIR):
         return
     if eval_only and not cfg.MODEL.WEIGHTS:
@@ -213,10 +217,6 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int) -> None:
     for key, (module, _) in SERVICES.items():
         if cfg.LOGGING[key]:
             check_packages(f"LOGGING.{key}", module)
-    # As in the trainer, but without the warning about ignored steps.
-    scaled = DefaultTrainer.auto_scale_workers(cfg, processes)
-    steps = [step for step in scaled.SOLVER.STEPS if step <= scaled.SOLVER.MAX_ITER]
-    build_lr_scheduler(with_overrides(scaled, {"SOLVER.STEPS": steps}), build_optimizer(scaled, model))
 
 
 def check_values(cfg: CfgNode, overridden: Collection[str] = ()) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 
 import timm
@@ -159,24 +160,18 @@ class TimmBackbone(Backbone):
 
 
 class _FrozenBatchNorm(FrozenBatchNormAct2d):
-    """timm's frozen batch norm. If ``is_folded``, the convolution before it applies the scale and the shift."""
+    """timm's frozen batch norm without its scale and shift, which the convolution before it applies.
 
-    def __init__(self, norm: FrozenBatchNormAct2d, is_folded: bool) -> None:
+    An exported file has timm's batch norm, because a quantization needs convolutions with constant weights.
+    """
+
+    def __init__(self, norm: FrozenBatchNormAct2d) -> None:
         super().__init__(norm.weight.numel(), norm.eps)
         vars(self).update(vars(norm))
-        self.is_folded = is_folded
-
-    def scale_and_shift(self) -> tuple[Tensor, Tensor]:
-        """Return the scale and the shift of each channel, (C,) and (C,)."""
-        scale = self.weight * (self.running_var + self.eps).rsqrt()
-        return scale, self.bias - self.running_mean * scale
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""
-        if not self.is_folded:
-            scale, shift = self.scale_and_shift()
-            x = torch.addcmul(shift[:, None, None], x, scale[:, None, None])
-        return self.act(self.drop(x))
+        return super().forward(x) if is_tracing() else self.act(self.drop(x))
 
 
 class _Conv2d(nn.Conv2d):
@@ -186,7 +181,7 @@ class _Conv2d(nn.Conv2d):
     grow with each layer, and the export does not end. Here the sides are multiples of the stride.
     """
 
-    def __init__(self, conv: nn.Conv2d, norm: _FrozenBatchNorm | None = None) -> None:
+    def __init__(self, conv: nn.Conv2d, norm: _FrozenBatchNorm | None) -> None:
         super().__init__(conv.in_channels, conv.out_channels, conv.kernel_size, device="meta")
         vars(self).update(vars(conv))
         self.norms = [] if norm is None else [norm]  # A list, because the batch norm is a module of the parent.
@@ -198,28 +193,22 @@ class _Conv2d(nn.Conv2d):
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C', H / stride, W / stride)."""
         weight, bias = self.weight, self.bias
-        for norm in self.norms:
-            scale, shift = norm.scale_and_shift()
+        for norm in () if is_tracing() else self.norms:
+            scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
             weight = weight * scale[:, None, None, None]
-            bias = shift if bias is None else torch.addcmul(shift, bias, scale)
+            bias = norm.bias + ((0 if bias is None else bias) - norm.running_mean) * scale
         return self._conv_forward(F.pad(images, self.pads) if any(self.pads) else images, weight, bias)
 
 
 def _fold_batch_norms(net: nn.Module) -> None:
-    """Replace timm's frozen batch norms, the convolutions registered before them, and ``Conv2dSame``, in place."""
+    """Replace ``Conv2dSame``, and timm's frozen batch norms with the convolutions registered before them, in place."""
     for parent in [*net.modules()]:
-        previous, children = "", dict(parent.named_children())
-        for name, child in children.items():
-            if type(child) is Conv2dSame:
-                parent.add_module(name, _Conv2d(child))
-            elif type(child) is FrozenBatchNormAct2d:
-                conv = children.get(previous)
-                is_folded = type(conv) in (nn.Conv2d, Conv2dSame)
-                norm = _FrozenBatchNorm(child, is_folded)
-                parent.add_module(name, norm)
-                if is_folded:
-                    parent.add_module(previous, _Conv2d(conv, norm))
-            previous = name
+        for (name, conv), (next_name, after) in itertools.pairwise([*parent.named_children(), ("", None)]):
+            norm = _FrozenBatchNorm(after) if type(after) is FrozenBatchNormAct2d else None
+            if type(conv) is Conv2dSame or (type(conv) is nn.Conv2d and norm is not None):
+                parent.add_module(name, _Conv2d(conv, norm))
+                if norm is not None:
+                    parent.add_module(next_name, norm)
 
 
 def check_freeze_at(freeze_at: int, name: str, num_stages: int) -> None:

@@ -247,8 +247,6 @@ def test_precision_of_float32_products(device, precision, tf32):
 
 # -- the task of a config --------------------------------------------------------------------------
 
-POINT_REND = ["MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"]
-
 
 @pytest.mark.parametrize(
     "detector, overrides, name, head",
@@ -257,7 +255,7 @@ POINT_REND = ["MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"]
         ("mask_rcnn", [], "Mask R-CNN", "ROI_HEADS"),
         ("mask_rcnn", ["MODEL.MASK_ON", "False"], "Faster R-CNN", "ROI_HEADS"),
         ("cascade_mask_rcnn", [], "Cascade Mask R-CNN", "ROI_HEADS"),
-        ("mask_rcnn", POINT_REND, "PointRend", "ROI_HEADS"),
+        ("mask_rcnn", ["MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"], "PointRend", "ROI_HEADS"),
         ("semantic_fpn", [], "SemanticSegmentor", "SEM_SEG_HEAD"),
     ],
 )

@@ -83,7 +83,7 @@ def test_train_evaluate_and_predict(data, monkeypatch, capsys):
     assert own != other and results["bbox"] == again["bbox"] and results["bbox"]["AP50"] >= 0
     assert "warning" not in capsys.readouterr().out
     evaluate(run.folder, data / "annotations/instances_train.json", output="trained")
-    assert f"warning: {images} of the {images} images are training images of the model" in capsys.readouterr().out
+    assert f"warning: {images} of the evaluated images are copies of training images" in capsys.readouterr().out
     assert json.loads((run.folder / "evaluation_mine/evaluation.json").read_text()) == {other: again}
     # The file has fewer classes than the detector, in another order.
     content = json.loads((data / "annotations/instances_val.json").read_text())

@@ -33,11 +33,10 @@ _OTHER_FORMATS = {
     "CSV": r"\A.*\.[ct]sv|\.(?i:jpe?g|png)[ ,](\d+,){3}\d", "TFRecord": r"\A.*\.tfrecord", "Parquet": r"\A.*\.parquet",
     "JSON Lines": r"\A.*\.(jsonl|ndjson)", "Label Studio's JSON": '"[a-z]+labels"', "BDD100K": '"box2d"',
     "Supervisely": '"classTitle"', "VoTT": '"boundingBox"', "CreateML": r'"coordinates"\s*:\s*\{',
-    "COCO's results of a detector": r'(?s)\A[^\n]*\n\[\s*\{\s*"(image|category)_id".*"score"',
-    "KITTI": r"^[a-zA-Z]\w*( -?[\d.]+){14}", "WIDER FACE": r"\.jpg\s+\d+\s([\d.]+ ){4}",
-    "VisDrone, MOT or ICDAR": r"^\d+,(-?[\d.]+,){6,}",
+    "COCO's results of a detector": r'(?s)\A[^\n]*\n\[\s*\{\s*"(image|category)_id".*"score"', "VIA 3": r'"fid_list"',
+    "KITTI": r"^[a-zA-Z]\w*( -?[\d.]+){14}", "WIDER FACE": r"\.jpg\s+\d+\s([\d.]+ ){4}", "Datumaro": r'"label_id"',
+    "VisDrone, MOT or ICDAR": r"^\d+,(-?[\d.]+,){6,}", "JSON or XML in a text file": r"\A.*\.txt\n\s*[{\[<]",
     "Cityscapes": r'(?s)"imgHeight".*"polygon"', "an archive to unpack": r"\A.*\.(zip|tar|t?gz|bz2|xz|7z|rar)\n",
-    "VIA 3": r'"fid_list"', "Datumaro": r'"label_id"', "JSON or XML in a text file": r"\A.*\.txt\n\s*[{\[<]",
     "COCO without images or categories": r'(?s)"annotations".*"image_id"',
 }
 # fmt: on
@@ -149,18 +148,17 @@ def read_dataset(
         raise ConfigError(f"'{source}' has {' and '.join(parts)} images, but no training images. Add a training split.")
     content, _, root = parts["train"]
     counts = {split: count_masks(part.get("annotations") or ()) for split, (part, _, _) in parts.items()}
-    number, total = map(sum, zip(*counts.values(), strict=True))
-    if crowds := sum(len(part.get("annotations") or ()) for part, _, _ in parts.values()) - total:
+    number, total, crowds = map(sum, zip(*counts.values(), strict=True))
+    if crowds:
         found.notes.append(f"crowds, which training and evaluation ignore: {crowds:,} of {crowds + total:,} objects")
     if counts["train"][1] == 0:
-        text = "no objects. Annotate them, or correct their labels"
-        if content.get("annotations"):
-            text = "only crowds (iscrowd 1, or difficult in Pascal VOC). Set iscrowd to 0 for single objects"
-        text = f"The training images of '{source}' have {text}"
+        text = f"The training images of '{source}' have no objects (crowds do not count). Annotate or correct them"
         # Evaluation and checks need no training images.
         if val != 0:
             raise ConfigError(f"{text}.")
         found.notes.insert(0, f"warning: {text}")
+    if not any(counts.get("val", (1,))):
+        found.notes.insert(0, "warning: the validation images have no objects, so AP is undefined. Annotate them")
     copies = find_copies(parts)
     if "val" not in parts and val != 0:
         halves = split_by_hash(content, root, val, copies)
@@ -234,8 +232,7 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
         record.size = size
     for record in records:
         for one in record.objects:
-            # Two forms of a name that look equal are one class.
-            one["label"] = unicodedata.normalize("NFC", re.sub("[\u200b\ufeff]", "", one["label"])).strip()
+            one["label"] = _class_name(one["label"])
         objects = [in_image(one, record.size) if "mask" in one else one for one in record.objects if one["label"]]
         found.noted["images whose objects need a class"] += [record.file] * (bool(record.objects) and not objects)
         found.noted["skipped objects without a class"] += [record.annotation] * (len(record.objects) - len(objects))
@@ -244,14 +241,14 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
     found.notes += _counts(dict(sorted(found.noted.items())))
     if not any(record.objects for record in records):
         # Datasets in other formats may have a list of class names, as in YOLO.
-        others = [path for path in index.files if os.path.isfile(path) and not is_image(path)]
-        for path, name in zip(others, map(_other_format, others), strict=True):
-            found.unused[f"files of {name}, which is not supported"] += [path] * bool(name)
+        for path in index.files:
+            if os.path.isfile(path) and not is_image(path) and (name := _other_format(path)):
+                found.unused[f"files of {name}, which is not supported"].append(path)
         details = "; ".join([*found.notes, *_counts(found.unused)]) or "the annotations are empty"
         what = f"box or polygon in its {counted(len(records), 'image')}" if records else "image of its annotations"
         advice = "Annotate objects, move label files, unpack archives, or give the folder of the images with --images."
         raise ConfigError(f"'{source}' has no {what} ({details}). {advice}")
-    names = (unicodedata.normalize("NFC", name) for name in found.classes if name)
+    names = filter(None, map(_class_name, found.classes))
     labels = *names, *sorted({one["label"] for record in records for one in record.objects})
     ids = {label: index for index, label in enumerate(dict.fromkeys(labels), start=1)}
     categories = [{"id": index, "name": label} for label, index in ids.items()]
@@ -266,6 +263,11 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
             entry = {"id": len(content["annotations"]) + 1, "image_id": number, "category_id": ids[one.pop("label")]}
             content["annotations"].append(entry | one)
     return parts
+
+
+def _class_name(text: str) -> str:
+    """Return a class name in NFC and without invisible characters, because names that look equal are one class."""
+    return unicodedata.normalize("NFC", re.sub("[\u200b\ufeff]", "", text)).strip()
 
 
 def _detect_format(source: Path, images: str | Path | None) -> tuple[str, list[str], FileIndex]:
@@ -295,7 +297,7 @@ def _detect_format(source: Path, images: str | Path | None) -> tuple[str, list[s
         found[annotation_format(path)].append(path)
     others = [path for path in found.pop(None, []) if path.lower().endswith((".json", ".xml"))]
     if not found:
-        darknet = [path for path in own if path.endswith(".data") and yolo.settings_of(path)]
+        darknet = [p for p in own if p.endswith(".data") and re.search(rb"(?m)^\s*train\s*=", Path(p).read_bytes())]
         if labels := darknet or yolo.class_files(own) or [p for p in yolo.label_files(own) if not _other_format(p)][:1]:
             found["YOLO"] = labels
     if not found:

@@ -39,13 +39,14 @@ def read_names(path: str) -> list[str]:
     The lines have ids if all numbers and all names are different, and one number is 0. It may be 1 if no number is
     followed by a space only, because ``1 euro`` and ``2 pound`` are names.
     """
-    lines = "\n".join(read_lines(path)).strip().split("\n")
-    # An empty line is a class without a name, unless every second line is empty.
-    lines = [*filter(None, lines)] if not any(lines[1::2]) else lines
+    every = "\n".join(read_lines(path)).strip().split("\n")
+    lines = [*filter(None, every)]
     matches = [re.fullmatch(r"(\d{1,5})\s*([:,]|[.)-]?\s)\s*(.+)", line) for line in lines]
     names = {int(match[1]): match[3] for match in matches if match}
     has_ids = 0 in names or (1 in names and all(match and match[2].strip() for match in matches))
     has_ids &= len(names) == len({*names.values()}) == len(lines)
+    # Without ids, an empty line is a class without a name, unless every second line is empty.
+    lines = every if any(every[1::2]) else lines
     return [names.get(index, "") for index in range(max(names) + 1)] if has_ids else lines
 
 
@@ -197,7 +198,8 @@ class FileIndex:
         matches = [(*self._matches(record, written[record.annotation]), record) for record in records]
         # Images of the same names in other folders, such as masks, do not replace a missing image.
         exact = [path for rank, paths, _ in matches if any(rank[:2]) for path in paths]
-        others = {os.path.dirname(path) for one in exact for path in self.by_name[f"{stem_of(normalized(one))}."]}
+        stems = {stem_of(normalized(path)) for path in exact}
+        others = {os.path.dirname(path) for stem in stems for path in self.by_name[f"{stem}."]}
         others -= {*map(os.path.dirname, exact)}
         owners: dict[str, tuple[tuple, Record]] = {}
         for rank, paths, record in sorted(matches, key=lambda match: match[0], reverse=True):
@@ -207,11 +209,12 @@ class FileIndex:
             paths = self._without_copies(paths, record) if len(paths) > 1 else paths
             if len(paths) > 1:
                 raise ConfigError(f"{record} matches both '{paths[0]}' and '{paths[1]}'. Rename one, or use --images.")
-            for path in paths:
-                _, owner = owners.setdefault(path, (rank, record))
-                if owner is not record:
-                    raise ConfigError(f"The image '{path}' has two annotations: {owner} and {record}. Remove one.")
-                record.file = path
+            if not paths:
+                continue
+            _, owner = owners.setdefault(paths[0], (rank, record))
+            if owner is not record:
+                raise ConfigError(f"The image '{paths[0]}' has two annotations: {owner} and {record}. Remove one.")
+            record.file = paths[0]
 
     def _matches(self, record: Record, written: Set[str]) -> tuple[tuple, list[str]]:
         """Return how well the best images fit a record, and these images. ``written``: folders in the file."""

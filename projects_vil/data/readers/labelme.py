@@ -31,8 +31,7 @@ def _record(path: str, index: FileIndex, found: Annotations) -> Record:
     with explained_errors(path, "is not a valid LabelMe file", "Repair or remove it."):
         shapes = [_shape(shape, path) for shape in content["shapes"]]
     size = size_of(content.get("imageHeight"), content.get("imageWidth"))
-    near = [Path(other).name] if other in index.images else []
-    names = (name, *near, str(PureWindowsPath(name).parent / f"{stem}."))
+    names = (name, *[Path(other).name] * (other in index.images), str(PureWindowsPath(name).parent / f"{stem}."))
     return Record(path, names, size, True, objects=found.objects_of(shapes, path))
 
 

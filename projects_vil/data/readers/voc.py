@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 from backbones import ConfigError
 from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, size_of, stem_of
-from projects_vil.data.readers.shapes import Annotations, box_object, number, numbers, polygon_object, rotated_box
+from projects_vil.data.readers.shapes import Annotations, box_object, numbers, polygon_object, rotated_box
 
 # Lists of images, lists of a class, and lists elsewhere. The first kind that exists is used.
 _FOLDERS = ("/imagesets(?:/main)?/", "/imagesets(?:/main)?/[^/]+_", "/(?:splits?/)?")
@@ -107,7 +107,8 @@ def _object(entry: ElementTree.Element, offset: int, path: str, found: Annotatio
         left, top = (max(side - offset, min(side, 0)) for side in (left, top))
         # CVAT writes the box before the rotation.
         values = {one.findtext("name"): one.findtext("value") for one in entry.iterfind("attributes/attribute")}
-        degrees = number(values.get("rotation") or 0, f"{location}: rotation")
+        rotation = values.get("rotation") or ""
+        degrees = float(rotation) if re.fullmatch(r"-?\d+(\.\d+)?", rotation) else 0
         one = box_object(label, rotated_box(left, top, right, bottom, degrees))
     elif rotated is not None:
         x, y, width, height, angle = numbers(rotated.findtext, location, "cx", "cy", "w", "h", "angle")

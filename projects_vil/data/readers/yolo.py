@@ -53,7 +53,8 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         label, size = labels[image] or image, sizes[image]
         objects = (_object(row[:end], names, size, line, unknown) for row, line in rows[image])
         own = found.attempt(label, list, objects) or []
-        found.noted[_LARGE] += [label] * any(max(one["bbox"][2:]) > 2 * max(size) for one in own)
+        if any(max(one["bbox"][2:]) > 2 * max(size) for one in own):
+            found.noted[_LARGE].append(label)
         yield Record(label, (), size, split=split, objects=own, file=image)
     if not found.errors and 2 * len(found.noted[_LARGE]) >= (sum(map(bool, rows.values())) or 1):
         first = found.noted[_LARGE][0]
@@ -73,12 +74,14 @@ def _splits(path: str, data: dict[str, Any], index: FileIndex, found: Annotation
     if not os.path.exists(os.path.join(folder, written)):
         found.notes.append(f"path is '{bases[0]}', because {written!r} does not exist")
     images: dict[str | None, dict[str, None]] = defaultdict(dict)
+    splits: dict[str | None, Any] = {split: data[key] for key, split in reversed(SPLITS.items()) if data.get(key)}
     # With only class names, lists of images decide, or else the folders of the images.
-    splits = {split: data[key] for key, split in reversed(SPLITS.items()) if data.get(key)} or _lists(index)
+    splits = splits or _lists(index, bases[0] if written else index.root)
+    # Some files repeat an outdated path of the dataset.
+    are_path = all(PureWindowsPath(str(entry)) == PureWindowsPath(written) for entry in splits.values())
     for split, entries in reversed(splits.items()):
         for entry in map(str, entries if isinstance(entries, list) else [entries]):
-            # Some files repeat an outdated path of the dataset.
-            place = _existing(entry, bases, index) or (bases[0] if entry == written else None)
+            place = _existing(entry, bases, index) or (bases[0] if are_path else None)
             own = _images(place or os.path.join(index.root, entry), split, index, found)
             # Roboflow may name a test split that does not exist.
             if not own and split not in ("test", None):
@@ -121,7 +124,8 @@ def _count_labels(labels: dict[str, str | None], index: FileIndex, found: Annota
     """Count the images without a label file, and the other label files."""
     used, without = {*filter(None, labels.values())}, [image for image, label in labels.items() if label is None]
     found.read += used
-    found.noted["images without a label file, which have no objects"] += without
+    if without:
+        found.notes.append(f"images without a label file, which have no objects: {len(without):,} of {len(labels):,}")
     texts = [file for file in index.files if file.lower().endswith(".txt") and file not in used]
     # An image without objects has an empty file.
     folders = {*map(os.path.dirname, used)}
@@ -138,8 +142,8 @@ def _count_labels(labels: dict[str, str | None], index: FileIndex, found: Annota
         found.unused[f"label files {'that are not used' if is_other else reason}"].append(file)
 
 
-def _lists(index: FileIndex) -> dict[str | None, list[str]]:
-    """Return the lists of images by split. Without a list of training images, None has the folder of all images."""
+def _lists(index: FileIndex, root: str) -> dict[str | None, list[str]]:
+    """Return the lists of images by split. Without a list of training images, None has the other images in ``root``."""
     splits: dict[str | None, list[str]] = defaultdict(list)
     for match in filter(None, map(_LIST.fullmatch, index.files)):
         names = [PureWindowsPath(line.casefold()).name for line in read_lines(match[0])]
@@ -147,7 +151,7 @@ def _lists(index: FileIndex) -> dict[str | None, list[str]]:
             splits[SPLITS[match[1].lower()]].append(match[0])
     # Folders of splits come before lists without one of training images.
     has_folders = any(map(index.split_of, index.images))
-    return splits if "train" in splits else {None: [index.root]} | ({} if has_folders else splits)
+    return splits if "train" in splits else {None: [root]} if has_folders else {None: [root], **splits}
 
 
 def settings_of(path: str) -> dict[str, Any] | None:
@@ -157,18 +161,18 @@ def settings_of(path: str) -> dict[str, Any] | None:
     """
     if class_files([path]):
         return {"names": path}
+    if path.endswith(".data"):
+        settings = (map(str.strip, line.split("=", 1)) for line in read_lines(path) if "=" in line)
+        return {"names": "obj.names"} | dict(settings)
     content = Path(path).read_bytes()
     try:
-        text = content.decode(json.detect_encoding(content))
-        if path.endswith(".data"):
-            text = "names: obj.names\n" + re.sub(r"(?m)^\s*(\w+)\s*=", r"\1: ", text)
         # All values are text, because YAML has other ideas of names such as "on" and "007".
-        data = yaml.load(text, yaml.BaseLoader)
+        data = yaml.load(content.decode(json.detect_encoding(content)), yaml.BaseLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        if re.search(rb"(?m)^names\s*:", content):
+        if re.search(rb"(?m)^names\s*:", content.replace(b"\0", b"")):
             raise ConfigError(f"'{path}' is not YAML: {' '.join(str(error).split())}. Repair it.") from error
         return None
-    data = {key: value for key, value in data.items() if value not in ("null", "~")} if isinstance(data, dict) else {}
+    data = {k: v for k, v in (data if isinstance(data, dict) else {}).items() if str(v).lower() not in ("null", "~")}
     # The arguments of a training run have "val", but neither "train" nor "names".
     is_yolo = "names" in data and (stem_of(path).lower() == "data" or not data.keys().isdisjoint(("nc", "val")))
     return data if is_yolo or isinstance(data.get("train"), str | list) else None
@@ -281,10 +285,7 @@ def _is_label(row: list[str], names: list[str]) -> bool:
 def _are_poses(rows: list[list[str]]) -> bool:
     """Return whether all rows are a class, a box, and points with a visibility of 0, 1 or 2."""
     lengths, visible = {len(row) for row in rows} - {5}, {word for row in rows for word in row[7::3]}
-    # The second point of a polygon may have a 0, but not the size of a box.
-    is_polygon = any(re.fullmatch(r"0+(\.0*)?", word) for row in rows for word in row[3:5])
-    is_visibility = all(re.fullmatch(r"[012](\.0*)?", word) for word in visible)
-    return len(lengths) == 1 and max(lengths) % 3 == 2 and is_visibility and not is_polygon
+    return len(lengths) == 1 and max(lengths) % 3 == 2 and all(re.fullmatch(r"[012](\.0*)?", word) for word in visible)
 
 
 def _object(row: list[str], names: list[str], size: tuple[int, int], location: str, unknown: dict) -> dict[str, Any]:

@@ -51,21 +51,20 @@ def test_suffixes(calls):
     """Each step samples new shifts, activation checkpointing runs blocks twice, and backends are selected."""
     shifts = []
     assert "CHUNK_SIZE" in message(case(f"{SMALL}+CHUNK_SIZ=4").build)
-    for suffix in ("", "+shift", "+checkpointing", "+sdpa", "+ATTENTION_BACKEND=reference"):
+    for suffix in ("", "+shift", "+ACTIVATION_CHECKPOINTING=True", "+ATTENTION_BACKEND=reference"):
         step = case(SMALL + suffix, backward=True).build()
         calls.clear()
         step()
         step()
         shifts.append([shift for _, _, shift, _ in calls])
         assert all(module.training for module, *_ in calls)
-        backend = {"+sdpa": "sdpa", "+ATTENTION_BACKEND=reference": "reference"}.get(suffix, "auto")
-        assert {module.backend for module, *_ in calls} == {backend}
+        assert {module.backend for module, *_ in calls} == {suffix.partition("BACKEND=")[2] or "auto"}
     assert shifts[0] == shifts[3] == [None] * 12 and shifts[2] == [None] * 24
     assert None not in shifts[1] and shifts[1][:6] != shifts[1][6:]
 
 
 @pytest.mark.parametrize("detector", slow_except(["retinanet", "mask_rcnn"], {"retinanet"}))
-@pytest.mark.parametrize("name", slow_except([SMALL, "r50", "timm:pvt_v2_b0+checkpointing"], [SMALL]))
+@pytest.mark.parametrize("name", slow_except([SMALL, "r50", "timm:pvt_v2_b0+ACTIVATION_CHECKPOINTING=True"], [SMALL]))
 def test_a_training_step_changes_the_weights(calls, detector, name):
     options = {"is_baseline": name == "r50", "detector": detector}
     step = case(name, "train-step", **options).build()
@@ -118,7 +117,7 @@ def test_choice_of_the_attention_backend(monkeypatch, tmp_path, times, chosen):
     choices = json.loads((tmp_path / "vil-detectron2/attention.json").read_text())
     assert list(choices.values()) == [chosen] * 2 and all(key.startswith("capability 8.9, ") for key in choices)
     assert f"sdpa {1e3 * sum(times[:2]):.1f} ms" in lines[0] and f"is now {chosen}" in lines[1]
-    names = [f"{SMALL}+sdpa"] * 2 + [f"{SMALL}+triton"] * 2
+    names = [f"{SMALL}+ATTENTION_BACKEND={backend}" for backend in ("sdpa", "sdpa", "triton", "triton")]
     assert steps == [(name, size, True) for name, size in zip(names, [(64, 96), (40, 130)] * 2, strict=True)] * 2
 
 

@@ -118,11 +118,9 @@ def test_damaged_images_do_not_end_a_run(copy, caplog):
     truncate(cut), empty.write_bytes(b"")
 
     def names(*, workers: int, first: int, number: int) -> list[str]:
-        cfg = config(entry(copy), overrides=[*keys, "DATALOADER.NUM_WORKERS", str(workers)])
-        loader = build_train_loader(cfg)
+        loader = build_train_loader(config(entry(copy), overrides=[*keys, "DATALOADER.NUM_WORKERS", str(workers)]))
         loader.start(seed=7, iteration=first)
-        samples = list(chain(*islice(loader, number)))
-        return [(sample["file_name"], *sample["image"].flatten()[:50].tolist()) for sample in samples]
+        return [(one["file_name"], *one["image"].flatten()[:50].tolist()) for one in chain(*islice(loader, number))]
 
     whole = names(workers=0, first=0, number=8)
     assert len(whole) == 24 and {str(cut), str(last)} <= {name for name, *_ in whole} and str(empty) not in str(whole)
