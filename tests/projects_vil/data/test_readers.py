@@ -130,9 +130,8 @@ def test_every_file_is_counted_and_no_object_is_on_another_image(name, seed, tmp
     if name in ("Pascal VOC", "LabelMe"):
         without_image = dataset.unused["annotation files whose image is missing"]
         assert len(without_image) + len(found) == total and len(found) == len(numbers) - len(gone)
-    reasons = "whose image is missing", "that are not used"
-    labels = [len(dataset.unused.get(f"label files {reason}", ())) for reason in reasons]
-    assert name != "YOLO" or (sum(labels) == len(gone) and labels[0] > 0)
+    own = [len(dataset.unused.get(f"label files {one}", ())) for one in ("whose image is missing", "that are not used")]
+    assert name != "YOLO" or (sum(own) == len(gone) and own[0] > 0)
     assert os.path.realpath(root / "notes.json") in unused or name in ("Pascal VOC", "CVAT")
 
 
