@@ -20,7 +20,9 @@ GENERATOR = "written by vil-detectron2"
 _NUM_FIRST_BYTES = 4096
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 # SIGINT: Ctrl-C. SIGTERM: a scheduler. SIGHUP: a closed terminal. SIGUSR1 and SIGXCPU: the time limit is near.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
+_STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
+# Some systems lack some of these signals.
+STOP_SIGNALS = tuple(getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name))
 
 
 class ConfigError(ValueError):
@@ -191,9 +193,7 @@ def terminate(number: int, frame: FrameType | None = None) -> NoReturn:
 
 
 @contextlib.contextmanager
-def handling_signals(
-    handler: Callable[[int, FrameType | None], object], *, only_default: bool = False
-) -> Iterator[None]:
+def handling_signals(handler: Callable[..., object], *, only_default: bool = False) -> Iterator[None]:
     """Handle ``STOP_SIGNALS`` with ``handler`` inside the context.
 
     Signals that are ignored stay ignored, such as SIGHUP under ``nohup``. Python sets signal handlers in the main
@@ -201,7 +201,7 @@ def handling_signals(
 
     Args:
         handler: Called with the signal number and the stack frame.
-        only_default: Keep the handlers of Python and of other libraries.
+        only_default: Keep the handlers that Python or other libraries have set.
     """
     before = {}
     if threading.current_thread() is threading.main_thread():

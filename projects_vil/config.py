@@ -264,7 +264,7 @@ def load_config(path: str | Path, overrides: Overrides = ()) -> CfgNode:
 
 
 def combine_overrides(overrides: Overrides, values: Mapping[str, Any] | None = None) -> dict[Any, Any]:
-    """Return overrides and further values as one dict. A value of None is left out.
+    """Return overrides as a dict, with further values. Further values of None are left out.
 
     Raises:
         ConfigError: If the last key of a list has no value, or if a key has two different values.

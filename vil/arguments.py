@@ -76,7 +76,9 @@ def weights_file(text: str) -> str:
         if text in names:
             return text
         raise argparse.ArgumentTypeError(f"'{text}' is not a path or a name in the model zoo{closest(text, names)}")
-    return existing_path(text)
+    is_hub = text.count("/") == 1 and not Path(text).parent.exists()
+    hub = ". To load from the Hugging Face Hub, use Detector.from_pretrained" if is_hub else ""
+    raise argparse.ArgumentTypeError(f"'{text}' does not exist. Check the path{hub}")
 
 
 def model_source(text: str) -> str:

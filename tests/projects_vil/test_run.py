@@ -10,10 +10,9 @@ import pytest
 from detectron2.data.datasets import register_coco_instances
 
 from backbones.errors import GENERATOR
-from projects_vil import Run, load_config, train
+from projects_vil import Run, evaluate, load_config, train
 from projects_vil.config import head_of
 from projects_vil.data import Mapper
-from projects_vil.run import evaluate
 from projects_vil.utils import run_lock
 from tests.projects_vil.helpers import CONFIGS, SMALL, contents_of, message, run_python
 

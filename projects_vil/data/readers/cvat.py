@@ -23,11 +23,10 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         found.classes += [label for label, label_type in own.items() if label_type not in ("skeleton", "tag")]
         for image in content.iter("image"):
             name, subset = image.get("name", ""), image.get("subset", "")
-            sides = (number(image.get(side) or 0, f"{path}: {name}: {side}") for side in ("height", "width"))
-            size = size_of(*map(int, sides))
+            size = numbers({"height": 0, "width": 0, **image.attrib}.get, f"{path}: {name}", "height", "width")
             shapes = [_shape(shape, own, f"{path}: {name}: {shape.tag}") for shape in image]
             name, split = f"{subset}/{name}" if subset else name, split_of([subset]) or split_of_file(path, files)
-            yield Record(path, (name,), size, split=split, objects=found.objects_of(shapes, path))
+            yield Record(path, (name,), size_of(*map(int, size)), split=split, objects=found.objects_of(shapes, path))
 
 
 def _shape(shape: ElementTree.Element, labels: dict[str, str | None], location: str) -> Shape:

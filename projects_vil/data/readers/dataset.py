@@ -157,7 +157,7 @@ def read_dataset(
         if val != 0:
             raise ConfigError(f"{text}.")
         found.notes.insert(0, f"warning: {text}")
-    if not any(counts.get("val", (1,))):
+    if counts.get("val", (0, 1))[1] == 0:
         found.notes.insert(0, "warning: the validation images have no objects, so AP is undefined. Annotate them")
     copies = find_copies(parts)
     if "val" not in parts and val != 0:

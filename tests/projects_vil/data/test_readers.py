@@ -225,7 +225,8 @@ def test_kinds_of_files(kind, tmp_path):
     assert all((dataset.splits["train"][1] / image["file_name"]).is_file() for image in contents["train"]["images"])
     words = "skeleton", "tag:", "path is", "text files", "label files", "swapped", "warning", "several boxes"
     words += "only images", "another split", "have masks"
-    line = dataset.line().replace("warning: the validation images have no objects", "")
+    line = dataset.line().replace(warning := "warning: the validation images have no objects", "")
+    assert (warning in dataset.line()) == ("val" in contents and not contents["val"]["annotations"])
     assert all((word in line) == (word in kind) for word in words) and str(tmp_path / "out") not in line
     assert "unsupported type" in line or "unsupported type" not in kind
     assert ("val" in dataset.splits) == ("splits" in kind) and (dataset.sizes["train"] == 1 or "splits" not in kind)
