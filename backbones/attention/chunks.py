@@ -168,7 +168,7 @@ def pad_keys_values(key: Tensor, value: Tensor, pad: tuple[int, int, int, int], 
         (2 * B, M, H + rows, W + columns, D + extra), keys first. The last channels of values are not used.
     """
     hidden = is_padding(key, key.shape[2:4], pad)
-    if tracing.is_tracing() or torch.compiler.is_compiling():
+    if tracing.is_captured():
         return mask_keys(F.pad(torch.cat([key, value]), (0, 0, *pad)), hidden, extra)
     return _PaddedKeysValues.apply(pad, extra, hidden, key, value)
 
@@ -225,7 +225,7 @@ def with_halo(key: Tensor, value: Tensor, chunk_size: int, *, is_cyclic: bool) -
 def is_plain(x: Tensor) -> bool:
     """Return whether this run is neither traced nor compiled, so that results may be cached for the next call."""
     # Fake tensors must not be cached either.
-    return type(x) is Tensor and not tracing.is_tracing() and not torch.compiler.is_compiling()
+    return type(x) is Tensor and not tracing.is_captured()
 
 
 def is_padding(x: Tensor, shape: tuple[int, ...], pad: tuple[int, ...]) -> Tensor:

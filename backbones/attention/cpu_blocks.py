@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from backbones.attention.chunks import WindowInputs, split_blocks, to_chunks
-from backbones.layers.tracing import at_least_float32, autocast_off, in_autocast_dtype, is_tracing, padding_to_multiple
+from backbones.layers.tracing import at_least_float32, autocast_off, in_autocast_dtype, is_captured, padding_to_multiple
 
 # Scores in a block. They fit in the cache.
 BLOCK_SCORES = 2**20
@@ -34,7 +34,7 @@ def is_needed(*tensors: Tensor | None) -> bool:
 
     The result is False in traced and compiled runs, which use PyTorch's attention.
     """
-    if tensors[0].device.type != "cpu" or is_tracing() or torch.compiler.is_compiling():
+    if tensors[0].device.type != "cpu" or is_captured():
         return False
     given = [x for x in tensors if x is not None]
     return any(x.requires_grad for x in given) and all(x.numel() for x in given)

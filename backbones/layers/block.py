@@ -88,7 +88,7 @@ class Mlp(nn.Module):
         if self.depthwise is not None:
             features = tracing.contiguous_for_export(hidden.unflatten(1, size).permute(0, 3, 1, 2))
             hidden = tracing.contiguous_for_export(self.depthwise(features).permute(0, 2, 3, 1)).flatten(1, 2)
-        if tokens.device.type == "cpu" or tracing.is_tracing() or torch.compiler.is_compiling():
+        if tokens.device.type == "cpu" or tracing.is_captured():
             return self.fc2(F.gelu(hidden))
         # Adapters such as LoRA replace the layer, and hooks run only if the layer is called.
         hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -194,7 +194,7 @@ def call_block(block: Block, tokens: Tensor, size: tuple[int, int]) -> Tensor:
     already fuses these casts.
     """
     dtype = tracing.autocast_dtype(tokens.device)
-    if dtype is None or not torch.is_grad_enabled() or tracing.is_tracing() or torch.compiler.is_compiling():
+    if dtype is None or not torch.is_grad_enabled() or tracing.is_captured():
         return block(tokens, size)
     weights = {
         f"{path}.{leaf}": weight

@@ -16,6 +16,11 @@ def is_tracing() -> bool:
     return torch.jit.is_tracing() or is_exporting()
 
 
+def is_captured() -> bool:
+    """Return whether ``torch.jit.trace``, ``torch.export`` or ``torch.compile`` captures a graph of this run."""
+    return torch.jit.is_tracing() or torch.compiler.is_compiling()  # The latter is True in torch.export too.
+
+
 def static_size(size: int) -> int:
     """Return a size that does not depend on the image (channels, heads, global tokens) as an integer.
 
@@ -55,7 +60,6 @@ def contiguous_for_export(x: Tensor) -> Tensor:
     To reshape a tensor with other strides, PyTorch compares strides. The graph would then be valid only for sizes with
     the same result.
     """
-    # True in torch.export too
     return x.clone(memory_format=torch.contiguous_format) if torch.compiler.is_compiling() else x
 
 
@@ -67,7 +71,7 @@ def take_first(x: Tensor, dim: int, size: int) -> Tensor:
     """
     if is_exporting():
         return x.index_select(dim, torch.arange(size, device=x.device))
-    if not torch.jit.is_tracing() and not torch.compiler.is_compiling() and x.shape[dim] == size:
+    if not is_captured() and x.shape[dim] == size:
         # The gradient of a view would be a copy.
         return x
     return x.narrow(dim, 0, size)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from backbones import ConfigError
 from backbones.errors import check_choice, closest, counted, one_line
-from backbones.layers.tracing import contiguous_for_export, is_tracing
+from backbones.layers.tracing import contiguous_for_export, is_captured, is_tracing
 
 TIMM_PREFIX = "timm:"
 TIMM_STAGES = {"stage1": 4, "stage2": 8, "stage3": 16, "stage4": 32}
@@ -162,7 +162,8 @@ class TimmBackbone(Backbone):
 class _FrozenBatchNorm(FrozenBatchNormAct2d):
     """timm's frozen batch norm without its scale and shift, which the convolution before it applies.
 
-    An exported file has timm's batch norm, because a quantization needs convolutions with constant weights.
+    Exported and compiled models have timm's batch norm. A quantization needs convolutions with constant weights, and
+    ``torch.compile`` fuses the batch norm with the activation.
     """
 
     def __init__(self, norm: FrozenBatchNormAct2d) -> None:
@@ -171,7 +172,7 @@ class _FrozenBatchNorm(FrozenBatchNormAct2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""
-        return super().forward(x) if is_tracing() else self.act(self.drop(x))
+        return super().forward(x) if is_captured() else self.act(self.drop(x))
 
 
 class _Conv2d(nn.Conv2d):
@@ -193,7 +194,7 @@ class _Conv2d(nn.Conv2d):
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C', H / stride, W / stride)."""
         weight, bias = self.weight, self.bias
-        for norm in () if is_tracing() else self.norms:
+        for norm in () if is_captured() else self.norms:
             scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
             weight = weight * scale[:, None, None, None]
             bias = norm.bias + ((0 if bias is None else bias) - norm.running_mean) * scale
