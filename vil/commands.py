@@ -361,13 +361,14 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add("--images", _IMAGES, type=existing_path, metavar="DIR")
     parser.add("--json", "write findings and unused files as JSON", type=output_file, metavar="FILE")
     parser.add("--fix", "new folder for a corrected copy, with a COCO file per split", type=local_path, metavar="OUT")
+    parser.add("--draw", "draw images with annotations, one PNG file per split", type=output_folder, metavar="DIR")
     parser.add("--deep", "decode every image, even if a split has more than 2,000", action="store_true")
     parser.add("--boxes", "ignore masks, for detectors without masks", action="store_true")
     args = parser.parse_args(words)
     if args.fix and (os.path.lexists(args.fix) or args.fix.endswith(".json")):
         parser.error(f"argument --fix: '{args.fix}' already exists or is the name of a file. Give a new folder")
 
-    choices.registers_builders = False
+    choices.registers_builders = bool(args.draw)  # Drawing needs PyTorch, which takes seconds to import.
     from projects_vil.data.check import check_classes, check_dataset, write_fixed
     from projects_vil.data.object_sizes import IMAGE_SIZES, RETINANET, choose_size, objects_of
     from projects_vil.data.splits import split_by_hash
@@ -398,6 +399,13 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
                 lines.append(f"'vil train' on a {device}: {choose_size(RETINANET, objects, sizes=sizes, fit=True)[-1]}")
         splits = {split: file.to_json() for split, file in files.items()}
         write_json(args.json, {"splits": splits, "notes": dataset.notes, "unused": dataset.unused})
+        if args.draw:
+            from projects_vil.visualization.predictions import draw_annotations
+
+            for split, file in files.items():
+                content = file.fixed(areas=False)[0] if file.findings("error") else file.dataset
+                draw_annotations(content, file.image_root, Path(args.draw, f"{split}.png"))
+                lines.append(f"wrote {Path(args.draw, f'{split}.png')}")
         lines += write_fixed(files, args.fix)
     except BaseException:
         if args.fix:

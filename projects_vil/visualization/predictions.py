@@ -1,6 +1,8 @@
-"""Draw training samples, and predictions next to the ground truth."""
+"""Draw annotations, training samples, and predictions next to the ground truth."""
 
 import logging
+import os
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -9,12 +11,13 @@ from typing import Any
 import numpy as np
 import pycocotools.mask as mask_util
 from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog
+from detectron2.data import Metadata, MetadataCatalog
 from detectron2.structures import BitMasks, BoxMode
 
 from backbones.errors import ConfigError, check_whole, explained_errors
 from projects_vil.config import is_panoptic, is_segmentor, with_overrides
 from projects_vil.data import IGNORED_LABEL, build_train_loader, label_reader, load_dataset, read_image
+from projects_vil.data.splits import images_of
 from projects_vil.files import read_json
 from projects_vil.visualization.drawing import (
     PANEL_HEIGHT,
@@ -59,8 +62,7 @@ def draw_results(
     ids = [records[index][key] for index in range(len(records))]
     by_image = _predictions_by_image(Path(predictions), dataset_name, ids, key)
     rows = []
-    for index in np.unique(np.linspace(0, len(records) - 1, num_images).round().astype(int)):
-        record = records[index]
+    for record in _evenly_spaced(records, num_images):
         image = read_image(record["file_name"])
         size, detections = image.shape[:2], by_image[record[key]]
         if any(tuple(item.get("segmentation", {}).get("size", size)) != size for item in detections):
@@ -83,6 +85,40 @@ def draw_results(
             panels = [draw_instances(image, items, metadata, scale=scale) for items in (truth, shown)]
         rows.append(list(zip(titles, panels, strict=True)))
     write_image(Path(output), sheet(f"{dataset_name}: {len(rows)} of {len(records)} images", rows))
+
+
+def _evenly_spaced(entries: Sequence[Any], number: int) -> list[Any]:
+    return [entries[index] for index in np.unique(np.linspace(0, len(entries) - 1, number).round().astype(int))]
+
+
+def draw_annotations(content: dict[str, Any], root: str | Path, output: Path, *, num_images: int = 16) -> None:
+    """Draw the annotations of a COCO file on images that are evenly distributed over its images with objects.
+
+    Args:
+        content: The valid content of the file.
+        root: The image folder.
+        output: The PNG file. Its folder is created.
+        num_images: Number of images.
+
+    Raises:
+        ConfigError: If no image has a file, or if a file cannot be read or written.
+    """
+    by_image, names = defaultdict(list), [one["name"] for one in content["categories"]]
+    indices = {one["id"]: index for index, one in enumerate(content["categories"])}
+    for one in content.get("annotations", ()):
+        by_image[one["image_id"]].append(one | {"category_id": indices[one["category_id"]]})
+    images = [(image, path) for image, path in images_of(content, Path(root)) if os.path.isfile(path)]
+    if not images:
+        raise ConfigError(f"Cannot draw {output.stem}: its images are not files. Write them with --fix, and draw OUT.")
+    annotated = [(image, path) for image, path in images if image["id"] in by_image]
+    panels = []
+    for record, path in _evenly_spaced(annotated or images, num_images):
+        image, objects = read_image(path), by_image[record["id"]]
+        scale = min(PANEL_WIDTH / image.shape[1], PANEL_HEIGHT / image.shape[0])
+        drawn = draw_instances(image, objects, Metadata(thing_classes=names), scale=scale)
+        panels.append((f"{Path(path).name}, objects: {len(objects)}", drawn))
+    title = f"{output.stem}: {len(panels)} of {len(images)} images"
+    write_image(output, sheet(title, [panels[first : first + 4] for first in range(0, len(panels), 4)]))
 
 
 def draw_evaluation(cfg: CfgNode, *, name: str) -> None:

@@ -17,7 +17,11 @@ def test_images_and_classes_of_splits_are_compared(shapes, tmp_path):
     content["annotations"] = [one for one in content["annotations"] if used[one["category_id"]] != "square"]
     path.write_text(json.dumps(content))
     shared, classes = read_dataset(tmp_path / "mine", tmp_path / "out").notes
-    assert shared.startswith("images in several splits: 2, such as ") and "in train" in shared and "in val" in shared
+    assert (
+        shared.startswith("images in several splits: 2, which raise AP, such as ")
+        and "in train" in shared
+        and "in val" in shared
+    )
     assert classes == "only one split has objects of 'square' (train)"
     # The same files are in two splits.
     shutil.copy(tmp_path / "mine/annotations/instances_train.json", tmp_path / "mine/train/val.json")

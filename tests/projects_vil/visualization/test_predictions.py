@@ -25,6 +25,7 @@ from projects_vil.visualization.predictions import draw_evaluation, draw_results
 from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import panoptic_config
 from tests.selection import slow_except
+from vil import cli
 
 NAME, SEM_SEG = "shapes_val", "shapes_sem_seg_val"
 
@@ -84,6 +85,24 @@ def test_predictions_are_drawn_next_to_ground_truth(request, tmp_path, task):
     # A small image is enlarged, and each image has a row.
     assert max(sheet.shape[0] - 2 * HEADER, PANEL_WIDTH) >= 480 and sheet.shape[1] == 2 * (PANEL_WIDTH + GAP)
     assert len(draw(tmp_path, results, name, num_images=32)) > 4 * 250
+
+
+def test_annotations_of_a_dataset(tmp_path):
+    """Images with objects are drawn, with the colors of other drawings. Annotations with errors are not drawn."""
+    image = np.full((PANEL_WIDTH, PANEL_WIDTH, 3), 90, np.uint8)
+    for name in ("a.png", "b.png", "c.png"):
+        Image.fromarray(image).save(tmp_path / name)
+    boxes = [{"id": 1, "image_id": 2, "category_id": 7, "bbox": [60, 80, 200, 120], "area": 24000, "iscrowd": 0}]
+    wrong = [boxes[0] | {"id": 2, "image_id": 3, "category_id": 5}]
+    images = [{"id": i, "file_name": f"{'abc'[i - 1]}.png", "height": 480, "width": 480} for i in (1, 2, 3)]
+    content = {"images": images, "annotations": boxes + wrong, "categories": [{"id": 7, "name": "cat"}]}
+    (tmp_path / "train.json").write_text(json.dumps(content))
+    with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["vil", "check", str(tmp_path), "--draw", str(tmp_path / "drawn")])
+        cli.main()
+    drawn = np.array(Image.open(tmp_path / "drawn/train.png"))[2 * HEADER :]
+    objects = [{"bbox": [60, 80, 200, 120], "category_id": 0}]
+    np.testing.assert_array_equal(drawn[:480, :480], draw_instances(image, objects, Metadata(thing_classes=["cat"])))
 
 
 def test_holes_of_masks_are_kept():
