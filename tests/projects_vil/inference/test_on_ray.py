@@ -76,11 +76,9 @@ def predict_here(model, source, output, **options):
     return predict(model, source, output, file_format="parquet", overrides=["MODEL.DEVICE", "cpu"], **options)
 
 
-@pytest.mark.parametrize("name", ["photos", "table.parquet"])
-def test_rows_with_and_without_ray_are_equal(name, inputs, cluster, trained_run, tmp_path):
-    options = {"column": "photo" if name == "table.parquet" else None}
-    here = predict_here(trained_run, inputs / name, tmp_path / "here", **options)
-    there = predict_on_ray(trained_run, inputs / name, tmp_path / "there", **options)
+def test_rows_with_and_without_ray_are_equal(inputs, cluster, trained_run, tmp_path):
+    here = predict_here(trained_run, inputs / "table.parquet", tmp_path / "here", column="photo")
+    there = predict_on_ray(trained_run, inputs / "table.parquet", tmp_path / "there", column="photo")
     for name in ("num_images", "num_skipped", "num_detections"):
         assert getattr(there, name) == getattr(here, name) > 0
     assert there.num_skipped == 1
@@ -154,7 +152,6 @@ def test_errors_of_a_worker(error, inputs, cluster, trained_run, tmp_path, monke
     assert (text, num_attempts) == ((str(error), 1) if isinstance(error, ConfigError) else (failed, 3))
 
 
-@pytest.mark.parametrize("cluster", [{"num_cpus": 3}, {"num_cpus": 1, "num_gpus": 2}], indirect=True)
 def test_tasks_have_at_most_512_rows(cluster, trained_run, tmp_path, monkeypatch):
     """The images do not exist, so that each one is a row with an error. The second run has several partitions."""
     from ray.data import Dataset
@@ -187,7 +184,7 @@ def test_workers_take_the_gpus_of_a_cluster(name, inputs, cluster, trained_run, 
     monkeypatch.setattr("projects_vil.inference.on_ray.ROWS_PER_TASK", 16)
     monkeypatch.setattr("projects_vil.inference.image_listing.PART_BYTES", 200)
     monkeypatch.setattr("projects_vil.inference.on_ray.PARTS_PER_RUN", 2)
-    predict_on_ray(trained_run, inputs / name, tmp_path / "there", overrides=only_on_gpus, **options)
+    predict_on_ray(trained_run, inputs / name, tmp_path / "there", overrides=only_on_gpus)
     assert_same_rows(tmp_path / "there", tmp_path / "here")
     shared = {"num_workers": (5, 5), "workers_per_gpu": 2}
     for options, named in (({"num_workers": (3, 3)}, "for 2"), (shared, "for 4"), ({"device": "cpu"}, "for 0")):
