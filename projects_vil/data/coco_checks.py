@@ -285,11 +285,10 @@ def find_in_files(file: CocoFile) -> Findings:
             yield "unreadable_image_file" if size is None else "damaged_image_file", index, damage
         if size is not None and index in unsized:
             file.sizes[index] = size
-        elif size not in (None, file.sizes[index]):
-            factors = " and ".join(f"{side / other:.3g}" for side, other in zip(size, file.sizes[index], strict=True))
-            how = "swapped" if size == file.sizes[index][::-1] else f"{factors} times"
-            value = f"(height, width) is {size} in the file, {file.sizes[index]} in the annotations: {how}"
-            yield "image_size_mismatch", index, value
+        elif size not in (None, written := file.sizes[index]):
+            factors = (f"{a / b:.3g} times" for a, b in zip(size, written, strict=True))
+            how = "swapped" if size == written[::-1] else " and ".join(factors)
+            yield "image_size_mismatch", index, f"(height, width) is {size} in the file, {written} annotated: {how}"
 
 
 def find_in_annotations(file: CocoFile) -> Findings:
