@@ -24,7 +24,7 @@ from pycocotools import mask as mask_util
 from backbones import ConfigError
 from backbones.errors import counted
 from projects_vil.data.image_files import missing_files, read_sizes
-from projects_vil.data.readers import SOURCE, read_coco
+from projects_vil.data.readers import SOURCE, as_box, read_coco
 from projects_vil.data.segmentation import FAR, box_of, check_segmentation, count_masks, has_mask, rectangle, rle_of
 from projects_vil.files import like, paused_garbage_collection
 
@@ -272,8 +272,8 @@ def find_in_images(file: CocoFile) -> Findings:
 
 def find_in_files(file: CocoFile) -> Findings:
     unusable, unsized = set(file.found["invalid_image_entry"]), set(file.found["missing_image_size"])
-    usable = [index for index in range(len(file.images)) if index not in unusable]
-    paths = {index: os.path.join(file.image_root, file.images[index]["file_name"]) for index in usable}
+    usable = ((index, entry["file_name"]) for index, entry in enumerate(file.images) if index not in unusable)
+    paths = {index: os.path.join(file.image_root, name) for index, name in usable}
     missing = set(missing_files(paths.values()))
     yield from (("missing_image_file", index, None) for index, path in paths.items() if path in missing)
     opened = {index: path for index, path in paths.items() if path not in missing}
@@ -285,14 +285,17 @@ def find_in_files(file: CocoFile) -> Findings:
             yield "unreadable_image_file" if size is None else "damaged_image_file", index, damage
         if size is not None and index in unsized:
             file.sizes[index] = size
-        elif size not in (None, file.sizes[index]):
-            factors = " and ".join(f"{side / other:.3g}" for side, other in zip(size, file.sizes[index], strict=True))
-            value = f"(height, width) is {size} in the file, {file.sizes[index]} in the annotations: {factors} times"
-            yield "image_size_mismatch", index, value
+        elif size not in (None, written := file.sizes[index]):
+            factors = (f"{a / b:.3g} times" for a, b in zip(size, written, strict=True))
+            how = "swapped" if size == written[::-1] else " and ".join(factors)
+            yield "image_size_mismatch", index, f"(height, width) is {size} in the file, {written} annotated: {how}"
 
 
 def find_in_annotations(file: CocoFile) -> Findings:
     ids = np.zeros(len(file.annotations), int)
+    by_name = {str(file.categories[index]["name"]): index for index in file.category_by_id.values()}
+    # A name of two categories is ambiguous.
+    by_name = by_name if len(by_name) == len(file.category_by_id) else {}
     for index, entry in enumerate(file.annotations):
         if not isinstance(entry, dict):
             yield "invalid_annotation_entry", index, None
@@ -303,7 +306,7 @@ def find_in_annotations(file: CocoFile) -> Findings:
         if exact is None or file.found["mixed_image_id_types"]:
             yield "unknown_image_id" if image < 0 else "image_id_type_mismatch", index, None
         category = entry.get("category_id")
-        file.category_of[index] = position = file.category_by_id.get(as_int(category), -1)
+        file.category_of[index] = position = file.category_by_id.get(as_int(category), by_name.get(str(category), -1))
         if position < 0 or type(category) is not int:
             name = "unknown_category_id" if position < 0 else "category_id_type_mismatch"
             yield name, index, f"category_id {_shortened(category)}"
@@ -352,9 +355,9 @@ def find_in_boxes(file: CocoFile) -> Findings:
         indices.append(index)
         areas.append(area if type(area) in (int, float) and abs(area) < _LARGEST else math.nan)
         types = set(map(type, box)) if type(box) is list else {None}
-        if str in types:
-            with contextlib.suppress(TypeError, ValueError):
-                box, types = [*map(float, box)], {float}
+        if str in types or isinstance(box, str | dict):
+            with contextlib.suppress(TypeError, ValueError, KeyError, OverflowError):
+                box, types = as_box(box), {float}
                 yield "bbox_as_text", index, entry["bbox"]
         # The maximum does not find NaN, but the sum does.
         is_box = types <= {int, float} and len(box) == 4 and max(map(abs, box)) < _LARGEST and sum(box) == sum(box)
@@ -529,7 +532,7 @@ class Check:
 SEVERITIES = ("error", "fixed", "note")
 _OUT, _WITH_OBJECTS = "removed", "removed, with their objects"
 _BOX, _MASK = "replaced by the box of the mask, or else removed", "replaced by the valid polygons, or the box"
-_INT = "read as an integer"
+_INT, _ID = "read as an integer", "read as the id of the category"
 
 # The checks of each list: name, severity, description, fix, and effect. Fixes run in this order. New ids and areas come
 # last because they apply to the remaining annotations.
@@ -567,7 +570,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
          set_image_id, "read as the id of the image"),
         ("unknown_category_id", "error", "annotations with an unknown category_id", remove, _OUT),
         ("category_id_type_mismatch", "fixed", "annotations whose category_id is text or has a decimal point",
-         convert("category_id", as_int), _INT),
+         lambda file, index, one: one | {"category_id": as_int(file.categories[file.category_of[index]]["id"])}, _ID),
         ("missing_iscrowd", "fixed", "annotations whose iscrowd is missing or text",
          convert("iscrowd", lambda crowd: int(crowd or 0)), "read as an integer, or as 0"),
         ("invalid_iscrowd", "error", "annotations whose iscrowd is neither 0 nor 1", remove, _OUT),
@@ -578,8 +581,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("boxes_in_normalized_coordinates", "error", "boxes that are fractions or percent of the image", None,
          "multiply them by the width and height of the image to get pixels"),
         ("missing_bbox_and_mask", "error", "annotations without a bbox and without a valid mask", remove, _OUT),
-        ("bbox_as_text", "fixed", "boxes with numbers as text",
-         convert("bbox", lambda box: [*map(float, box)]), "read as numbers"),
+        ("bbox_as_text", "fixed", "boxes as text or as a dict", convert("bbox", as_box), "read as four numbers"),
         ("missing_bbox", "fixed", "annotations without a bbox but with a mask", box_of_mask, "read as the mask's box"),
         ("invalid_bbox", "error", "boxes that are not four finite numbers", box_of_mask, _BOX),
         ("swapped_bbox_corners", "fixed", "boxes with a negative width or height", ordered_corners, "read as positive"),

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from projects_vil.data.readers import as_box
+
 # The image sizes to choose from in pixels, by device. On a CPU, larger images reach a lower AP in the same time,
 # because the run has fewer iterations.
 IMAGE_SIZES = {"cpu": range(192, 257, 32), "cuda": range(512, 801, 32)}
@@ -64,7 +66,7 @@ def objects_of(content: Mapping[str, Any]) -> np.ndarray:
     for entry in content.get("annotations", ()):
         # The dataset check reports invalid entries.
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            left, top, width, height = map(float, entry["bbox"])
+            left, top, width, height = as_box(entry["bbox"])
             image = images[str(entry["image_id"])]
             if not entry.get("iscrowd"):
                 rows.extend((left, top, width, height, float(image["height"]), float(image["width"])))

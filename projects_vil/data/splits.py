@@ -13,8 +13,9 @@ from backbones.errors import first_of
 from backbones.files import atomic_write
 from projects_vil.files import SharedRecords, content_hash, like
 
-# By split: the content of a COCO file, its path or None if it must be written, and the image folder
-Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]
+# The content of a COCO file, its path or None if it must be written, and the image folder
+Part = tuple[dict[str, Any], Path | None, Path]
+Parts = dict[str, Part]
 
 
 def entries_of(content: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
@@ -22,6 +23,12 @@ def entries_of(content: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
     for entry in content.get(key) or ():
         if isinstance(entry, dict) and (key != "images" or isinstance(entry.get("file_name"), str)):
             yield entry
+
+
+def file_name_of(image: Any) -> str | None:
+    """Return the file name of an image, which LVIS has only in a URL, or None if it has none."""
+    name = image.get("file_name") or image.get("coco_url") if isinstance(image, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def images_of(content: dict[str, Any], root: Path) -> list[tuple[dict[str, Any], str]]:
@@ -34,8 +41,8 @@ def with_file_names(content: dict[str, Any], names: Mapping[str, str]) -> dict[s
     """Return the content of a COCO file with new file names. Images whose name is not in ``names`` keep it."""
 
     def renamed(image: Any) -> Any:
-        name = image.get("file_name") if isinstance(image, dict) else None
-        return image | {"file_name": names[name]} if isinstance(name, str) and name in names else image
+        name = file_name_of(image)
+        return image | {"file_name": names[name]} if name in names else image
 
     return content | {"images": like(content["images"], map(renamed, content["images"]))}
 

@@ -1,5 +1,6 @@
 """Read COCO files, find their images, and divide them into splits."""
 
+import contextlib
 import os
 import re
 from collections import defaultdict
@@ -8,9 +9,9 @@ from typing import Any
 
 from backbones import ConfigError
 from projects_vil.data.readers.index import FileIndex, Record, normalized, size_of, split_of
-from projects_vil.data.readers.shapes import Annotations
-from projects_vil.data.splits import Parts, divide, entries_of, images_of, with_file_names
-from projects_vil.files import SharedRecords, content_hash, read_json
+from projects_vil.data.readers.shapes import Annotations, box_object, degrees_of, rotated_box
+from projects_vil.data.splits import Part, Parts, divide, entries_of, file_name_of, images_of, with_file_names
+from projects_vil.files import SharedRecords, content_hash, like, read_json
 
 # COCO's other annotation files of the same images
 _OTHER_FILES = re.compile("(captions|labels|person_keypoints|panoptic|stuff|image_info)_")
@@ -30,6 +31,17 @@ def read_coco(path: str | Path) -> dict[str, Any]:
         advice = "Add the lists of images, annotations and categories, or convert it with 'vil check DATA --fix OUT'."
         raise ConfigError(f"'{path}' is not a COCO annotation file. {advice}")
     return dataset
+
+
+def as_box(value: Any) -> list[float]:
+    """Return a box as a list of numbers, which may be text, as in ``"[1, 2, 3, 4]"``, or a dict with x, y, w and h.
+
+    Raises:
+        TypeError, ValueError, KeyError, OverflowError: If it is something else.
+    """
+    if isinstance(value, dict) and len(value) == 4:
+        value = [value[key] if key in value else value[key[0]] for key in ("x", "y", "width", "height")]
+    return [*map(float, re.findall(r"[^\s,;()[\]]+", value) if isinstance(value, str) else value)]
 
 
 def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
@@ -57,7 +69,7 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
             raise ConfigError(f"'{index.root}' has several COCO files for {split}: {both}")
         # A single file without the name of a split may have images of several splits.
         named = split if len(by_split) > 1 else split_of(index.folders_of(main[0]), Path(main[0]).stem)
-        content, _, root = parts[split] = _with_images(main[0], named, index)
+        content, _, root = parts[split] = _with_images(main[0], named, index, found)
         pairs = images_of(content, root) if named is None else []
         splits = {str(image.get("id")): index.split_of(path) or "train" for image, path in pairs}
         if len({*splits.values()}) > 1 and "train" in splits.values():
@@ -71,17 +83,24 @@ def _names(paths: list[str]) -> set[str]:
     return {entry["file_name"] for path in paths for entry in entries_of(read_coco(path), "images")}
 
 
-def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[str, Any], Path | None, Path]:
-    """Return the content of a COCO file with valid file names, its path or None if they changed, and the folder."""
+def _with_images(path: str, split: str | None, index: FileIndex, found: Annotations) -> Part:
+    """Return the content of a COCO file with valid file names, its path or None if it changed, and the image folder."""
     content = read_coco(path)
-    entries = {entry["file_name"]: entry for entry in entries_of(content, "images")}
+    annotations = content.get("annotations", [])
+    if "segments_info" in next(entries_of(content, "annotations"), ()):
+        raise ConfigError(f"'{path}' has panoptic segments without boxes. Use the COCO file with the instances.")
+    rotated = {i: new for i, one in enumerate(annotations) if (new := _rotated(one)) is not one}
+    if rotated:
+        found.notes.append(f"boxes with the attribute rotation of CVAT: {len(rotated):,}")
+        content["annotations"] = like(annotations, (rotated.get(i, one) for i, one in enumerate(annotations)))
+    entries = {file_name_of(entry): entry for entry in content["images"] if file_name_of(entry)}
     # Almost always, all images are in one folder.
     ends = [os.sep + os.path.normpath(name) for name in entries]
     bases = [image.removesuffix(ends[0]) for image in index.images if ends and image.endswith(ends[0])]
     bases = [base for base in bases if split is None or index.split_of(base + os.sep) in (split, None)]
     bases = [base for base in bases if all(base + end in index.images for end in ends)]
     if len(bases) == 1:
-        return content, Path(path), Path(bases[0])
+        return content, None if rotated else Path(path), Path(bases[0])
     sizes = {name: size_of(entry.get("height"), entry.get("width")) for name, entry in entries.items()}
     records = [Record(path, (name,), size, split=split) for name, size in sizes.items()]
     index.find_images(records)
@@ -90,3 +109,15 @@ def _with_images(path: str, split: str | None, index: FileIndex) -> tuple[dict[s
         where = f"such as '{next(iter(entries), 'those without file_name')}', below '{index.image_root}'"
         raise ConfigError(f"Cannot find the images of '{path}', {where}. Use --images DIR, or unpack archives.")
     return with_file_names(content, names), None, Path(index.image_root)
+
+
+def _rotated(one: Any) -> Any:
+    """Return an annotation with the box around a box that CVAT rotated, and other annotations unchanged."""
+    # The dataset check reports invalid values.
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+        if not one.get("segmentation") and (degrees := degrees_of(one["attributes"]["rotation"])):
+            left, top, width, height = one["bbox"]
+            box = box_object("", rotated_box(left, top, left + width, top + height, degrees))
+            # A copy is not rotated again.
+            return one | {"bbox": box["bbox"], "area": box["area"], "attributes": one["attributes"] | {"rotation": 0}}
+    return one

@@ -226,7 +226,10 @@ def _to_coco(source: Path, records: list[Record], found: Annotations, index: Fil
     missing = [record for record in records if record.file is None]
     found.unused["annotation files whose image is missing"] += [r.annotation for r in missing if r.is_only]
     found.unused["missing images that an annotation file names"] += [r.names[0] for r in missing if not r.is_only]
-    records = sorted((record for record in records if record.file), key=lambda record: Path(record.file))
+    used = {(record.file, record.split): record for record in reversed(records) if record.file}
+    copies = {one.annotation: None for one in records if one.file and used[one.file, one.split] is not one}
+    found.unused["copies of an annotation file"] += copies
+    records = sorted(used.values(), key=lambda record: Path(record.file))
     unsized = [record for record in records if record.size is None]
     for record, (size, _) in zip(unsized, read_sizes([record.file for record in unsized]), strict=True):
         record.size = size
@@ -307,19 +310,23 @@ def _detect_format(source: Path, images: str | Path | None) -> tuple[str, list[s
             advice = _ADVICE.get(name, "Export or convert it to COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA.")
             text = f"'{source}' is in a format that is not supported: {name} (first file: '{path}')."
             raise ConfigError(f"{text} {advice}")
-        # A file that is no JSON at all has a better message.
-        for path in [path for path in others if path.lower().endswith(".json")][:1]:
-            read_json(path)
+        # A file that is not JSON or XML at all has a better message.
+        for path in others[:1]:
+            read_json(path) if path.lower().endswith(".json") else voc.parse_xml(path, Annotations())
         files = f"but files of type {_types(own)}, such as '{min(own, key=is_image)}'" if own else "because it is empty"
         raise ConfigError(f"'{source}' has no annotations of a known format, {files}. Use {_KNOWN}.")
+    stems = {*map(stem_of, index.images)}
+    folders = {os.path.dirname(path) for files in found.values() for path in files}
+    if labels := yolo.label_files([p for p in own if os.path.dirname(p) in folders and stem_of(p) in stems]):
+        found.setdefault("YOLO", labels)
     if len(found) > 1:
         each = " and ".join(f"{name} ({os.path.relpath(files[0], root)})" for name, files in found.items())
-        raise ConfigError(f"'{source}' has several formats: {each}. Give the file or the folder of one format.")
+        advice = "Give the file or the folder of one format, or move the files of the others."
+        raise ConfigError(f"'{source}' has several formats: {each}. {advice}")
     name, files = found.popitem()
     # These formats have one annotation file per image.
-    stems = {stem_of(path) for path in index.images if name in ("LabelMe", "Pascal VOC")}
-    suffix = Path(files[0]).suffix.lower()
-    damaged = [path for path in others if stem_of(path) in stems or not os.path.getsize(path)]
+    is_single, suffix = name in ("LabelMe", "Pascal VOC"), Path(files[0]).suffix.lower()
+    damaged = [path for path in others if (is_single and stem_of(path) in stems) or not os.path.getsize(path)]
     if damaged := [path for path in damaged if path.lower().endswith(suffix)]:
         for path in damaged if name == "LabelMe" else ():
             read_json(path)

@@ -18,6 +18,8 @@ from projects_vil.files import content_hash, walk
 
 SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
 SPLITS |= {"validation": "val", "validate": "val", "test": "test", "testing": "test"}
+# Names of lists, and of folders next to a folder of another split. They may also be parts of other paths.
+LISTS = SPLITS | {"dev": "val", "eval": "val"}
 # Words beside the split in folder names, such as "train_images"
 _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "json", "labels", "obj", "set", "xml", ""}
 # Folders of annotations with the images in another folder next to them
@@ -187,7 +189,8 @@ class FileIndex:
         * The written folder, or a folder of the annotation file, has other images.
         * It has another suffix, and its folder has copies of used images, such as masks.
 
-        If an image fits several records, it belongs to the one that fits best, and the others have none.
+        If an image fits several records, it belongs to the one that fits best, and the others have none. Records of
+        equal annotation files may have the same image.
 
         Raises:
             ConfigError: If several images fit a record equally well, or several records an image.
@@ -202,6 +205,7 @@ class FileIndex:
         others = {os.path.dirname(path) for stem in stems for path in self.by_name[f"{stem}."]}
         others -= {*map(os.path.dirname, exact)}
         owners: dict[str, tuple[tuple, Record]] = {}
+        hash_of = functools.cache(content_hash)
         for rank, paths, record in sorted(matches, key=lambda match: match[0], reverse=True):
             paths = [path for path in paths if any(rank[:2]) or os.path.dirname(path) not in others]
             # Images that fit another record better are left out.
@@ -212,7 +216,10 @@ class FileIndex:
             if not paths:
                 continue
             _, owner = owners.setdefault(paths[0], (rank, record))
-            if owner is not record:
+            ties = (owner, record) if owner is not record else ()
+            # Copies of an annotation file are no tie.
+            keys = {(one.split, self.split_of(one.annotation), hash_of(one.annotation)) for one in ties}
+            if ties and (len(keys) > 1 or owner.annotation == record.annotation):
                 raise ConfigError(f"The image '{paths[0]}' has two annotations: {owner} and {record}. Remove one.")
             record.file = paths[0]
 
@@ -267,11 +274,11 @@ class FileIndex:
 def _split_of_folder(image_folders: Set[tuple[str, ...]], folders: tuple[str, ...]) -> str | None:
     """Return the split of a folder. In names such as WIDER_train next to WIDER_val, a word is the split.
 
-    The names dev and eval, which may also be parts of paths, are splits only next to another split.
+    The names dev and eval are splits only next to another split.
     """
     for length in range(len(folders), 0, -1) if split_of(folders) is None else ():
         *parents, name = folders[:length]
-        for word, split in (SPLITS | {"dev": "val", "eval": "val"}).items():
+        for word, split in LISTS.items():
             siblings = {name.replace(word, other) for other in SPLITS if SPLITS[other] != split} - {name}
             if any((*parents, sibling) in image_folders for sibling in siblings):
                 return split

@@ -113,6 +113,11 @@ def polygon_object(label: str, polygons: list[list[float]]) -> dict[str, Any]:
     return box | {"area": max(area, 0.002 * box["area"]), "segmentation": polygons}
 
 
+def degrees_of(value: Any) -> float:
+    """Return an attribute ``rotation`` of CVAT as a number, or 0 for other values, which users may have defined."""
+    return float(value) if re.fullmatch(r"-?\d+(\.\d+)?", str(value)) else 0
+
+
 def rotated_box(left: float, top: float, right: float, bottom: float, degrees: float) -> list[float]:
     """Return the corners of a box in pixels after a rotation around its center, clockwise."""
     return placed(CORNERS, (left + right) / 2, (top + bottom) / 2, (right - left) / 2, (bottom - top) / 2, degrees)

@@ -3,8 +3,8 @@
 import json
 import os
 import re
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -13,7 +13,7 @@ import yaml
 from backbones import ConfigError
 from backbones.errors import counted
 from projects_vil.data.image_files import is_image, read_sizes
-from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, split_of, stem_of
+from projects_vil.data.readers.index import LISTS, SPLITS, FileIndex, Record, read_lines, read_names, split_of, stem_of
 from projects_vil.data.readers.shapes import Annotations, box_object, number, polygon_object
 from projects_vil.files import content_hash, walk
 
@@ -22,7 +22,7 @@ _CLASS_FILES = r"classes(\.txt)+|obj\.names|_darknet\.labels", r"(predefined_cla
 # Parts of a written path that the path of an existing folder need not have
 _OPTIONAL = {"\\", "..", "data", "datasets"}
 # A list of the images of a split. The images of trainval.txt are in other lists too.
-_LIST = re.compile(rf".*/({'|'.join(SPLITS.keys() - {'trainval'})})\.txt", re.I)
+_LIST = re.compile(rf".*/({'|'.join(LISTS.keys() - {'trainval'})})\.txt", re.I)
 _LARGE = "label files with values larger than 1, which are not fractions of the image"
 _NUMBER = re.compile(r"[-+]?(\d+\.?|\d*[.,]\d+)([eE][-+]?\d+)?")
 _MARKUP = re.compile(r'[{[]["{[]|[{[]$|<[?\w]')
@@ -32,12 +32,16 @@ _VALUE = re.compile(rf"{_NUMBER.pattern}|[-+]?(nan|inf)|", re.I)
 
 def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Record]:
     """Yield the images of a dataset in YOLO's format, which has one text file per image."""
-    # labelImg writes an equal classes.txt into each folder.
-    if len(files) > 1 and (class_files(files) != files or len({(*read_lines(path),) for path in files}) > 1):
+    if len(files) > 1 and class_files(files) != files:
         raise ConfigError(f"'{index.root}' has several YOLO files, '{files[0]}' and '{files[1]}'. Give one file.")
-    path = files[0]
+    # labelImg writes classes.txt into each folder, with the classes that it knows until then.
+    path = max(files, key=lambda file: len(read_lines(file)))
     data = settings_of(path) or {}
     found.classes = names = _names(path, data.get("names"), data.get("nc"), index, found) if data else []
+    for other in class_files(index.files, _CLASS_FILES[:1]) or class_files(files):
+        if any(a.casefold() != b.casefold() for a, b in zip(read_names(other), names, strict=False)):
+            raise ConfigError(f"'{path}' and '{other}' have different class names. Correct or remove one of them.")
+        found.read.append(other)
     splits = _splits(path, data, index, found)
     labels = _labels(splits, index)
     sizes = {image: size for image, (size, _) in zip(labels, read_sizes(labels), strict=True)}
@@ -62,6 +66,8 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     if unknown and not found.errors:
         every = ", ".join(f"{label} ({counted(len(lines), 'object')})" for label, lines in sorted(unknown.items()))
         advice = f"Add names to '{path}'" if data else f"Write '{index.root}/classes.txt' with one name per line"
+        if {*unknown} == {str(len(names))} and all(row[0] != "0" for own in rows.values() for row, _ in own):
+            advice = f"If these start at 1, write the ids before the names in '{path}', such as '1: {names[0]}'"
         raise ConfigError(f"{next(iter(unknown.values()))[0]}: no name for class {every}. Ids start at 0. {advice}.")
     _count_labels(labels, index, found)
 
@@ -148,10 +154,20 @@ def _lists(index: FileIndex, root: str) -> dict[str | None, list[str]]:
     for match in filter(None, map(_LIST.fullmatch, index.files)):
         names = [PureWindowsPath(line.casefold()).name for line in read_lines(match[0])]
         if any(is_image(name) or f"{name}." in index.by_name for name in names):
-            splits[SPLITS[match[1].lower()]].append(match[0])
+            splits[LISTS[match[1].lower()]].append(match[0])
     # Folders of splits come before lists without one of training images.
     has_folders = any(map(index.split_of, index.images))
     return splits if "train" in splits else {None: [root]} if has_folders else {None: [root], **splits}
+
+
+class _Loader(yaml.BaseLoader):
+    """Read all values as text, because YAML has other ideas of "on" and "007". Reject repeated keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        for key, times in Counter(str(key.value) for key, _ in node.value).items():
+            if times > 1:
+                raise yaml.YAMLError(f"it has the key {key!r} {times} times")
+        return super().construct_mapping(node, deep)
 
 
 def settings_of(path: str) -> dict[str, Any] | None:
@@ -166,8 +182,7 @@ def settings_of(path: str) -> dict[str, Any] | None:
         return {"names": "obj.names"} | dict(settings)
     content = Path(path).read_bytes()
     try:
-        # All values are text, because YAML has other ideas of names such as "on" and "007".
-        data = yaml.load(content.decode(json.detect_encoding(content)), yaml.BaseLoader)
+        data = yaml.load(content.decode(json.detect_encoding(content)), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         if re.search(rb"(?m)^names\s*:", content.replace(b"\0", b"")):
             raise ConfigError(f"'{path}' is not YAML: {' '.join(str(error).split())}. Repair it.") from error
@@ -178,9 +193,9 @@ def settings_of(path: str) -> dict[str, Any] | None:
     return data if is_yolo or isinstance(data.get("train"), str | list) else None
 
 
-def class_files(files: list[str]) -> list[str]:
+def class_files(files: list[str], names: Iterable[str] = _CLASS_FILES) -> list[str]:
     """Return the files with one class name per line. A file with one of their names may have the labels of an image."""
-    kinds = ([path for path in files if re.fullmatch(kind, os.path.basename(path), re.I)] for kind in _CLASS_FILES)
+    kinds = ([path for path in files if re.fullmatch(name, os.path.basename(path), re.I)] for name in names)
     return next(filter(None, ([path for path in kind if not label_files([path])] for kind in kinds)), [])
 
 
@@ -307,5 +322,6 @@ def _object(row: list[str], names: list[str], size: tuple[int, int], location: s
         left, top = round(x - width / 2, 2), round(y - height / 2, 2)
         return box_object(label, [left, top, left + round(width, 2), top + round(height, 2)])
     if len(values) < 6 or len(values) % 2:
-        raise ConfigError(f"{location}: {len(row)} numbers are not a class and a box or polygon. Correct the line.")
+        advice = "If the last column has confidences, remove it." if len(values) == 5 else "Correct the line."
+        raise ConfigError(f"{location}: {len(row)} numbers are not a class and a box or polygon. {advice}")
     return polygon_object(label, [[round(pixel, 2) for pixel in pixels]])

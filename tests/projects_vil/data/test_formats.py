@@ -381,7 +381,6 @@ WRONG = {
     "two formats": ("Pascal VOC", lambda root: (root / "data.yaml").write_text("names: []\ntrain: ."), "Pascal VOC ("),
     "no labels": ("YOLO", lambda root: shutil.rmtree(root / "labels"), "label file"),
     "an entity": ("Pascal VOC", replace("Annotations/*.xml", "<annotation>", f"{BOMB}<annotation>&a9;"), "not XML"),
-    "several files": ("CVAT", lambda root: shutil.copy(root / "annotations.xml", root / "b.xml"), "b.xml"),
     "an empty file in VOC": ("Pascal VOC", lambda root: empty(root, "Annotations/*.xml"), "1.xml"),
     "an empty file in LabelMe": ("LabelMe", lambda root: empty(root, "val/*.json"), "7.json"),
     "an empty file in COCO": ("COCO", lambda root: empty(root, "annotations/*val*"), "instances_val.json"),
