@@ -148,17 +148,6 @@ def _save(save: Callable[[io.BytesIO], object], path: Path) -> None:
     path.write_bytes(buffer.getbuffer())
 
 
-class _ReplaceFunctions(TorchFunctionMode):
-    """Replace some torch functions by faster equivalents while a model is traced."""
-
-    def __init__(self, replacements: Mapping[Callable, Callable]) -> None:
-        super().__init__()
-        self.replacements = replacements
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return self.replacements.get(func, func)(*args, **(kwargs or {}))
-
-
 def _attention_as_products(
     query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p: float = 0.0, *, scale: float | None = None
 ) -> Tensor:
@@ -211,12 +200,17 @@ def _winograd_conv2d(
     return take_first(y.flatten(2, 3), 2, height)
 
 
-def _faster_functions(exportable: ExportableDetector, quantizes: bool) -> _ReplaceFunctions:
-    """Return the context in which ONNX and OpenVINO files are traced."""
-    replacements = {F.scaled_dot_product_attention: _attention_as_products}
-    if not quantizes and next(exportable.parameters()).dtype == torch.float32:
-        replacements[F.conv2d] = _winograd_conv2d  # triples rounding errors
-    return _ReplaceFunctions(replacements)
+class _FasterFunctions(TorchFunctionMode):
+    """Replace torch functions by faster equivalents while ONNX and OpenVINO files are traced."""
+
+    def __init__(self, exportable: ExportableDetector, quantizes: bool) -> None:
+        super().__init__()
+        self.replacements = {F.scaled_dot_product_attention: _attention_as_products}
+        if not quantizes and next(exportable.parameters()).dtype == torch.float32:
+            self.replacements[F.conv2d] = _winograd_conv2d  # triples rounding errors
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return self.replacements.get(func, func)(*args, **(kwargs or {}))
 
 
 # -- TorchScript, torch.export, AOTInductor --------------------------------------------------------
@@ -285,7 +279,7 @@ def _write_onnx(
 ) -> None:
     from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
-    with _faster_functions(exportable, quantizes):
+    with _FasterFunctions(exportable, quantizes):
         program = export_program(exportable, example)
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     with log_step("torch.onnx.export"), _no_stack_traces():
@@ -420,7 +414,7 @@ def _write_openvino(exportable: ExportableDetector, example: Tensor, path: Path,
     openvino = import_openvino()
     is_half = next(exportable.parameters()).dtype == torch.float16
     # fp16 files store half-precision weights and compute in float32.
-    with _faster_functions(exportable, quantizes), copied_windows():
+    with _FasterFunctions(exportable, quantizes), copied_windows():
         traced = trace(copy.deepcopy(exportable).float() if is_half else exportable, example)
     sides = exportable.size or [openvino.Dimension(*export_sides(exportable.detector))] * 2
     batch = [openvino.Dimension(1, LARGEST_BATCH)] if exportable.batched else []
