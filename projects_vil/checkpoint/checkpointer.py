@@ -152,8 +152,7 @@ class Checkpointer(DetectionCheckpointer):
         """
         if not path and self.complete:
             raise ConfigError("MODEL.WEIGHTS is empty. Set it to the checkpoint of a trained detector.")
-        if not os.path.exists(path):
-            path = find_weights(path)
+        path = find_weights(path)
         if "://" in path:
             try:
                 # Keeps a copy, which detectron2 then reads

@@ -65,7 +65,6 @@ class Format:
         packages: The packages that writing needs, from the extra of the same name as the format. The metadata records
             their versions.
         runtime: The package that runs the file.
-        uses_torch_export: Whether the file is written from a ``torch.export`` program.
         shortest_side: The smallest image side in pixels; ``None`` for the limit of ``export_sides``.
         extra_suffixes: Suffixes of further files of a model, in place of ``suffix``.
         options: Runtime options of the loaded model.
@@ -78,7 +77,6 @@ class Format:
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
     packages: tuple[str, ...] = ()
     runtime: str = "torch"
-    uses_torch_export: bool = False
     shortest_side: int | None = None
     extra_suffixes: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
@@ -464,16 +462,14 @@ FORMATS: dict[str, Format] = {
         precisions=("fp32", "fp16", "int8"),
         packages=("onnx", "onnxscript", "onnxruntime"),
         runtime="onnxruntime",
-        uses_torch_export=True,
     ),
     "aot_inductor": Format(
         ".aoti.pt2",
         _write_aot_inductor,
         load=lambda path: (torch._inductor.aoti_load_package(str(path)), None),
         embed=lambda path, metadata: None,  # the archive stays as the compiler wrote it
-        uses_torch_export=True,
     ),
-    "torch_export": Format(".pt2", _write_torch_export, _load_torch_export, _embed_in_archive, uses_torch_export=True),
+    "torch_export": Format(".pt2", _write_torch_export, _load_torch_export, _embed_in_archive),
     "openvino": Format(
         ".xml",
         _write_openvino,
@@ -491,13 +487,12 @@ FORMATS: dict[str, Format] = {
 def check_format(file_format: str) -> None:
     """Raise a :class:`ConfigError` if this machine cannot write or run a format."""
     check_choice("format", file_format, FORMATS)
-    entry = FORMATS[file_format]
     # torch 2.8 is the first version whose torch.export supports the data-dependent sizes of detectors.
-    if entry.uses_torch_export and torch.__version__ < (2, 8):
+    if file_format not in ("torchscript", "openvino") and torch.__version__ < (2, 8):
         raise ConfigError(f"Format {file_format} needs torch 2.8 or newer, not {torch.__version__}. Update torch.")
     if file_format == "aot_inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise ConfigError("Format aot_inductor needs a C++ compiler. Install g++, or set CXX to a compiler.")
-    check_packages(f"Format {file_format}", *entry.packages)
+    check_packages(f"Format {file_format}", *FORMATS[file_format].packages)
 
 
 def load_model(path: Path, *, device: str | torch.device = "cpu") -> Loaded:
