@@ -42,9 +42,8 @@ OPSET = 20
 _PROVIDERS = {"cpu": ("CPUExecutionProvider",), "cuda": ("CUDAExecutionProvider", "TensorrtExecutionProvider")}
 _METADATA_KEY = "vil_metadata"  # in ONNX and OpenVINO files
 _METADATA_FILE = "metadata.json"  # below extra/ in TorchScript and .pt2 archives
-RunFn = Callable[[Tensor], "tuple[Tensor, ...]"]
-# A runnable model and the JSON of its embedded metadata.
-Loaded = tuple[RunFn, str | None]
+# A function from an input to the outputs, and the JSON of the embedded metadata.
+Loaded = tuple[Callable[[Tensor], "tuple[Tensor, ...]"], str | None]
 # Stack traces contain paths of this machine and take a seventh of the time. torch before 2.12 has no such switch.
 _no_stack_traces = functools.partial(patch.object, torch.fx.config, "do_not_emit_stack_traces", True, create=True)
 _logger = logging.getLogger(__name__)
