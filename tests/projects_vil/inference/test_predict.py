@@ -344,10 +344,12 @@ def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path
         ("in", "out", {"batch_size": 0}, "batch_size"),
         ("in", "out", {"score_threshold": 1.5}, "score_threshold"),
         ("in", "out", {"file_format": "parquet", "score_threshold": 0.5}, "score_threshold .* --format coco"),
+        ("in", "out", {"part_size": 3}, "part_size .* --format parquet"),
         ("in", "out", {"ray": True, "file_format": "coco"}, "--ray"),
         ("in", "out", {"file_format": "csv"}, "csv"),
         ("in", "out", {"ray": True, "column": "url"}, "column is 'url', but .*in' is not a table"),
         ("absent", "out", {}, "Input .*absent"),
+        ("absent", "out", {"file_format": "parquet"}, "Input .*absent"),
         ("empty", "out", {}, "Input .*empty"),
         ("in", "in", {}, "Output .*in"),
         ("in", "other", {}, r"other/results\.json"),
@@ -359,6 +361,7 @@ def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path
     ],
 )
 def test_invalid_arguments(tmp_path, source, output, options, named):
+    """The errors come before the model is loaded."""
     for name in ("in/a.png", "out/drawings/a.png"):
         save(tmp_path / name, picture(40, 60))
     (tmp_path / "empty").mkdir()
@@ -368,5 +371,5 @@ def test_invalid_arguments(tmp_path, source, output, options, named):
     before = sorted(tmp_path.rglob("*"))
     options = {key: tmp_path / value if key == "annotations" else value for key, value in options.items()}
     with pytest.raises(ConfigError, match=named) as caught:
-        run_on(tmp_path / source, tmp_path / output, **options)
+        predict("absent", tmp_path / source, tmp_path / output, **options)
     assert "\n" not in str(caught.value) and sorted(tmp_path.rglob("*")) == before
