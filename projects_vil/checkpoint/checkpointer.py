@@ -152,7 +152,8 @@ class Checkpointer(DetectionCheckpointer):
         """
         if not path and self.complete:
             raise ConfigError("MODEL.WEIGHTS is empty. Set it to the checkpoint of a trained detector.")
-        path = find_weights(path)
+        if not os.path.exists(path):
+            path = find_weights(path)
         if "://" in path:
             try:
                 # Keeps a copy, which detectron2 then reads

@@ -253,7 +253,8 @@ class Detector(HubMixin):
         # Values may be NumPy numbers or paths.
         cfg = load_config(config, {key: str(value) for key, value in given.items()})
         cfg = choose_device(cfg, requested=device is not None)
-        file = find_weights(os.fspath(weights or cfg.MODEL.WEIGHTS))
+        file = os.fspath(weights or cfg.MODEL.WEIGHTS)
+        file = file if os.path.exists(file) else find_weights(file)
         return cls(EagerRunner(cfg, file, tta=tta), draw_threshold=score_threshold)
 
     def __repr__(self) -> str:
