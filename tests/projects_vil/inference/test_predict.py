@@ -51,21 +51,6 @@ def test_results_equal_an_evaluation(shapes, tmp_path, name, channels):
     assert drawn == {path.name for path in (shapes / "val").iterdir()}
 
 
-def test_augmented_results_are_in_pixels_of_the_files(trained_run, shapes, tmp_path):
-    overrides = ["TEST.AUG.MIN_SIZES", "(64,)", "TEST.AUG.FLIP", "False"]
-    for tta in (False, True):
-        detector = Detector.load(trained_run, overrides=overrides, tta=tta)
-        predict(detector, shapes / "val", tmp_path / str(tta), drawings=False, batch_size=2)
-    augmented, plain = read(tmp_path / "True")[0], read(tmp_path / "False")[0]
-    # Boxes that overlap after clipping to the image are merged.
-    assert 0.8 * len(plain) < len(augmented) <= len(plain)
-    rows = np.array([[one["image_id"] * 1e4, one["category_id"] * 1e4, *one["bbox"]] for one in plain])
-    for one in augmented:
-        distance = np.abs(rows - [one["image_id"] * 1e4, one["category_id"] * 1e4, *one["bbox"]]).max(axis=1)
-        assert distance.min() < 1e-2
-        assert plain[distance.argmin()]["score"] == pytest.approx(one["score"], abs=1e-3)
-
-
 def annotations_of(path: Path, images: dict[str, tuple[int, int]], names: list[str]) -> Path:
     """Write a COCO file without objects: images with their sizes, from id 40, and categories from id 10."""
     files = enumerate(images.items(), start=40)
