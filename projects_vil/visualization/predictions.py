@@ -56,8 +56,7 @@ def draw_results(
     metadata = MetadataCatalog.get(dataset_name)
     is_sem_seg = metadata.get("evaluator_type") == "sem_seg"
     key = "file_name" if is_sem_seg else "image_id"
-    ids = [records[index][key] for index in range(len(records))]
-    by_image = _predictions_by_image(Path(predictions), dataset_name, ids, key)
+    by_image = _predictions_by_image(Path(predictions), dataset_name, [record[key] for record in records], key)
     rows = []
     for index in np.unique(np.linspace(0, len(records) - 1, num_images).round().astype(int)):
         record = records[index]
