@@ -19,7 +19,7 @@ from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from backbones.errors import counted, explained_errors
+from backbones.errors import explained_errors
 from projects_vil.data import build_test_loader, check_files, read_image, register_datasets, size_for_testing, to_input
 from projects_vil.evaluation import build_evaluator
 from projects_vil.export.formats import FORMATS, check_onnx
@@ -372,6 +372,6 @@ def describe_report(report: dict) -> str:
         f"{report['file']}: {report['bytes'] / 1e6:.1f} MB{opset}, {report['precision']}; {report['runtime']}, "
         f"{latency['height']} x {latency['width']}: {latency['exported_ms']:.1f} ms, eager "
         f"{latency['eager_ms']:.1f} ms (medians): {latency['ratio']:.2f} times as fast "
-        f"({counted(latency['threads'], 'thread')})"
+        f"({latency['threads']} thread{'' if latency['threads'] == 1 else 's'})"
     )
     return "\n".join(lines)
