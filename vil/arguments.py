@@ -270,7 +270,6 @@ class ConfigToolParser(ToolParser):
     Args:
         description: Docstring of the command, with an example.
         config_file: Add ``--config-file FILE``.
-        config_required: Make ``--config-file`` required.
         weights: Add ``--weights FILE``.
         devices: Device types that the command supports. If there are any, ``--device`` is added.
     """
@@ -280,7 +279,6 @@ class ConfigToolParser(ToolParser):
         description: str | None,
         *,
         config_file: bool = True,
-        config_required: bool = True,
         weights: bool = False,
         devices: Sequence[str] = choices.DEVICES,
         **options: Any,
@@ -288,7 +286,7 @@ class ConfigToolParser(ToolParser):
         epilog = "KEY VALUE pairs in any position override config keys (docs/training.md), such as SOLVER.BASE_LR 5e-5."
         super().__init__(description, epilog=epilog, **options)
         if config_file:
-            self.add("--config-file", "model config", required=config_required, type=existing_path, metavar="FILE")
+            self.add("--config-file", "model config", type=existing_path, metavar="FILE")
         if weights:
             self.add("--weights", "checkpoint, or name in the model zoo (config key MODEL.WEIGHTS)", metavar="FILE")
         if devices:

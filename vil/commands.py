@@ -595,7 +595,7 @@ def visualize(parser: ToolParser, words: Sequence[str]) -> None:
         vil visualize results output/demo_retinanet --num-images 8
     """
     commands = parser.add_subparsers(required=True, metavar="WHAT", parser_class=ConfigToolParser)
-    model: dict[str, Any] = {"weights": True, "devices": ("cpu",), "config_required": False}
+    model: dict[str, Any] = {"weights": True, "devices": ("cpu",)}
 
     def add(render: Callable[[argparse.Namespace], list[str]], summary: str, **options: Any) -> ConfigToolParser:
         name = render.__name__.removeprefix("_draw_")
@@ -716,9 +716,9 @@ COMMANDS: dict[str, tuple[Callable[[Any, Sequence[str]], None], dict[str, Any] |
     "train": (train, {"config_file": False, "devices": ()}),
     "tune": (tune, {"config_file": False, "weights": True, "devices": ()}),
     "eval": (evaluate, {"config_file": False}),
-    "predict": (predict, {"config_required": False, "weights": True, "devices": ()}),
+    "predict": (predict, {"weights": True, "devices": ()}),
     "report": (report, {"config_file": False, "devices": ()}),
-    "export": (export, {"config_required": False, "weights": True, "devices": ("cpu",)}),
+    "export": (export, {"weights": True, "devices": ("cpu",)}),
     "analyze": (analyze, {"config_file": False, "devices": ()}),
     "benchmark": (benchmark, {"config_file": False}),
     "convert": (convert, None),

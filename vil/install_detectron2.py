@@ -50,25 +50,21 @@ print("detectron2", detectron2.__version__, "at", detectron2.__path__[0], "with"
 """
 
 
-class InstallError(ConfigError):
-    """Raised if an installation fails. The message is one line with the reason and a fix."""
-
-
 def run(*command: str, timeout: float | None = None) -> str:
     """Run a command and return its output.
 
     Raises:
-        InstallError: If the command fails, with the last error in its output.
+        ConfigError: If the command fails, with the last error in its output.
     """
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
         result = subprocess.run(command, env={**os.environ, **SETTINGS}, timeout=timeout, **options)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InstallError(str(error)) from error
+        raise ConfigError(str(error)) from error
     if result.returncode:
         lines = result.stdout.strip().splitlines() or [""]
         errors = [line for line in lines if re.match(r"\s*(error|fatal)\b", line, re.IGNORECASE)]
-        raise InstallError((errors or lines)[-1])
+        raise ConfigError((errors or lines)[-1])
     return result.stdout
 
 
@@ -76,7 +72,7 @@ def probe() -> str:
     """Return a description of the installed detectron2.
 
     Raises:
-        InstallError: If detectron2 cannot be imported.
+        ConfigError: If detectron2 cannot be imported.
     """
     return run(sys.executable, "-W", "ignore", "-c", PROBE).splitlines()[-1]
 
@@ -101,7 +97,7 @@ def install_from_index(work: Path) -> None:
     (wheel,) = work.glob("*.whl")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != BUNDLE_SHA256:
-        raise InstallError(
+        raise ConfigError(
             f"{wheel.name} has the SHA-256 {digest} instead of {BUNDLE_SHA256}. Check the index in 'pip config list'."
         )
     unpack(wheel, work / "detectron2")
@@ -115,7 +111,7 @@ def unpack(wheel: Path, project: Path) -> None:
             if name.startswith(BUNDLE_FOLDER) and not name.endswith("/"):
                 content = re.sub(rb"\bLabGym\.(?=detectron2\b)", b"", archive.read(name))
                 if b"labgym" in content.lower():
-                    raise InstallError(f"{name} in {wheel.name} needs LabGym. Report this as a bug.")
+                    raise ConfigError(f"{name} in {wheel.name} needs LabGym. Report this as a bug.")
                 target = project / "detectron2" / name.removeprefix(BUNDLE_FOLDER)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
@@ -135,14 +131,14 @@ def install(source: str) -> None:
         source: ``"git"``, ``"index"``, or ``"auto"`` to try both in this order.
 
     Raises:
-        InstallError: If the installation fails.
+        ConfigError: If the installation fails.
     """
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("torchvision") is None:
-        raise InstallError(f"torch or torchvision is missing. Run '{sys.executable} -m pip install torch torchvision'.")
+        raise ConfigError(f"torch or torchvision is missing. Run '{sys.executable} -m pip install torch torchvision'.")
     try:
         print(f"keeping {probe()}")
         return
-    except InstallError as error:
+    except ConfigError as error:
         print(f"detectron2 cannot be imported: {error}", flush=True)
     for name in SOURCES if source == "auto" else [source]:
         with tempfile.TemporaryDirectory(prefix="install-detectron2-") as work:
@@ -150,7 +146,7 @@ def install(source: str) -> None:
                 SOURCES[name](Path(work))
                 print(f"installed {probe()}")
                 return
-            except InstallError as error:
+            except ConfigError as error:
                 if source == "git" or name == "index":
-                    raise InstallError(f"Cannot install detectron2 from {name}: {error}") from error
+                    raise ConfigError(f"Cannot install detectron2 from {name}: {error}") from error
                 print(f"cannot install from {name}: {error}", flush=True)

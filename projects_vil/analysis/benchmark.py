@@ -39,9 +39,6 @@ from projects_vil.solver import build_optimizer
 from projects_vil.utils import peak_in_new_process
 
 BASELINES = ("r50", "swin_t")  # of detectron2; other names are timm models
-_STRIDES = (4, 8, 16, 32)
-_SEED = 0
-_OBJECTS = 4  # per image
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +77,14 @@ class BenchmarkCase:
         Raises:
             ConfigError: If the model does not exist or does not have the part.
         """
-        torch.manual_seed(_SEED)
+        torch.manual_seed(0)
         name, *suffixes = self.name.split("+") if not self.is_baseline else [self.name]
         cfg = self._config(name, suffixes)
         if self.part in ("detector", "train-step"):
             module = model = build_model(cfg)
             if self.is_baseline:
                 model.backbone = _with_fpn(cfg, build_baseline(name)).to(self.device)
-            inputs = ([random_image(cfg, *self.size, _OBJECTS) for _ in range(self.batch_size)],)
+            inputs = ([random_image(cfg, *self.size, num_objects=4) for _ in range(self.batch_size)],)
         else:
             if self.is_baseline:
                 model = build_baseline(name)
@@ -96,7 +93,7 @@ class BenchmarkCase:
                 cfg.MODEL.TRANSFORMER.OUT_FEATURES = cfg.MODEL.FPN.IN_FEATURES = stages
                 model = build_transformer_backbone(cfg, ShapeSpec(channels=3))
             model.to(self.device)
-            height, width = (-(-side // _STRIDES[-1]) * _STRIDES[-1] for side in self.size)
+            height, width = (-(-side // 32) * 32 for side in self.size)
             module, inputs = model, (torch.randn(self.batch_size, 3, height, width, device=self.device),)
             if self.part == "attention":
                 module, inputs = self._attention(model, height, width)
@@ -120,13 +117,12 @@ class BenchmarkCase:
         values |= {"MODEL.TRANSFORMER.DROP_PATH": "0.0"} | ({} if self.is_baseline else self.overrides)
         for key, _, value in (suffix.partition("=") for suffix in suffixes if suffix != "shift"):
             values[f"MODEL.TRANSFORMER.{key}"] = value
-        stages = stage_names(name) if is_variant else ()
         path = self.base if is_variant or self.is_baseline else Path(name)
         cfg = load_config(path, values | {"MODEL.DEVICE": self.device})
         cfg.defrost()
         if is_variant:
             # CvT has only three stages.
-            cfg.MODEL.FPN.IN_FEATURES = [stage for stage in cfg.MODEL.FPN.IN_FEATURES if stage in stages]
+            cfg.MODEL.FPN.IN_FEATURES = [one for one in cfg.MODEL.FPN.IN_FEATURES if one in stage_names(name)]
         cfg = choose_device(cfg, requested=True)
         set_precision(cfg)
         return cfg
@@ -145,7 +141,7 @@ class BenchmarkCase:
     def _step(
         self, module: nn.Module, inputs: tuple, optimizer: torch.optim.Optimizer | None, shifted: nn.Module | None
     ) -> Callable[[], None]:
-        dtype, seeds = getattr(torch, self.dtype), itertools.count(_SEED)
+        dtype, seeds = getattr(torch, self.dtype), itertools.count()
 
         def step() -> None:
             if shifted is not None:

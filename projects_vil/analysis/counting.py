@@ -13,7 +13,7 @@ from detectron2.modeling import build_model
 from detectron2.utils.analysis import parameter_count
 from tabulate import tabulate
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, flop_registry, register_flop_formula
 
 from backbones import ConfigError, create_backbone, create_classifier, list_variants
 from backbones.attention.efficient import PerformerAttention
@@ -203,7 +203,6 @@ def format_detectors(counts: Sequence[dict[str, Any]]) -> str:
 
 
 @register_flop_formula(torch.ops.torchvision.deform_conv2d)
-def _deform_conv_flops(image: Any, weight: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
-    """Return twice the multiply-adds, from the shapes of the weight (D, C, h, w) and the output (B, D, H, W)."""
-    batch, channels, height, width = out_shape
-    return 2 * batch * height * width * channels * weight[1] * weight[2] * weight[3]
+def _deform_conv_flops(image: list[int], weight: list[int], *_: Any, out_shape: list[int], **__: Any) -> int:
+    """Return twice the multiply-adds of a convolution, from the shapes of its input, weight and output."""
+    return conv_flop_count(image, weight, out_shape)

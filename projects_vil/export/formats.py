@@ -42,9 +42,8 @@ OPSET = 20
 _PROVIDERS = {"cpu": ("CPUExecutionProvider",), "cuda": ("CUDAExecutionProvider", "TensorrtExecutionProvider")}
 _METADATA_KEY = "vil_metadata"  # in ONNX and OpenVINO files
 _METADATA_FILE = "metadata.json"  # below extra/ in TorchScript and .pt2 archives
-RunFn = Callable[[Tensor], "tuple[Tensor, ...]"]
-# A runnable model and the JSON of its embedded metadata.
-Loaded = tuple[RunFn, str | None]
+# A function from an input to the outputs, and the JSON of the embedded metadata.
+Loaded = tuple[Callable[[Tensor], "tuple[Tensor, ...]"], str | None]
 # Stack traces contain paths of this machine and take a seventh of the time. torch before 2.12 has no such switch.
 _no_stack_traces = functools.partial(patch.object, torch.fx.config, "do_not_emit_stack_traces", True, create=True)
 _logger = logging.getLogger(__name__)
@@ -65,7 +64,6 @@ class Format:
         packages: The packages that writing needs, from the extra of the same name as the format. The metadata records
             their versions.
         runtime: The package that runs the file.
-        uses_torch_export: Whether the file is written from a ``torch.export`` program.
         shortest_side: The smallest image side in pixels; ``None`` for the limit of ``export_sides``.
         extra_suffixes: Suffixes of further files of a model, in place of ``suffix``.
         options: Runtime options of the loaded model.
@@ -78,7 +76,6 @@ class Format:
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
     packages: tuple[str, ...] = ()
     runtime: str = "torch"
-    uses_torch_export: bool = False
     shortest_side: int | None = None
     extra_suffixes: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
@@ -148,17 +145,6 @@ def _save(save: Callable[[io.BytesIO], object], path: Path) -> None:
     path.write_bytes(buffer.getbuffer())
 
 
-class _ReplaceFunctions(TorchFunctionMode):
-    """Replace some torch functions by faster equivalents while a model is traced."""
-
-    def __init__(self, replacements: Mapping[Callable, Callable]) -> None:
-        super().__init__()
-        self.replacements = replacements
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return self.replacements.get(func, func)(*args, **(kwargs or {}))
-
-
 def _attention_as_products(
     query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p: float = 0.0, *, scale: float | None = None
 ) -> Tensor:
@@ -211,12 +197,17 @@ def _winograd_conv2d(
     return take_first(y.flatten(2, 3), 2, height)
 
 
-def _faster_functions(exportable: ExportableDetector, quantizes: bool) -> _ReplaceFunctions:
-    """Return the context in which ONNX and OpenVINO files are traced."""
-    replacements = {F.scaled_dot_product_attention: _attention_as_products}
-    if not quantizes and next(exportable.parameters()).dtype == torch.float32:
-        replacements[F.conv2d] = _winograd_conv2d  # triples rounding errors
-    return _ReplaceFunctions(replacements)
+class _FasterFunctions(TorchFunctionMode):
+    """Replace torch functions by faster equivalents while ONNX and OpenVINO files are traced."""
+
+    def __init__(self, exportable: ExportableDetector, quantizes: bool) -> None:
+        super().__init__()
+        self.replacements = {F.scaled_dot_product_attention: _attention_as_products}
+        if not quantizes and next(exportable.parameters()).dtype == torch.float32:
+            self.replacements[F.conv2d] = _winograd_conv2d  # triples rounding errors
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return self.replacements.get(func, func)(*args, **(kwargs or {}))
 
 
 # -- TorchScript, torch.export, AOTInductor --------------------------------------------------------
@@ -285,7 +276,7 @@ def _write_onnx(
 ) -> None:
     from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
-    with _faster_functions(exportable, quantizes):
+    with _FasterFunctions(exportable, quantizes):
         program = export_program(exportable, example)
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     with log_step("torch.onnx.export"), _no_stack_traces():
@@ -420,7 +411,7 @@ def _write_openvino(exportable: ExportableDetector, example: Tensor, path: Path,
     openvino = import_openvino()
     is_half = next(exportable.parameters()).dtype == torch.float16
     # fp16 files store half-precision weights and compute in float32.
-    with _faster_functions(exportable, quantizes), copied_windows():
+    with _FasterFunctions(exportable, quantizes), copied_windows():
         traced = trace(copy.deepcopy(exportable).float() if is_half else exportable, example)
     sides = exportable.size or [openvino.Dimension(*export_sides(exportable.detector))] * 2
     batch = [openvino.Dimension(1, LARGEST_BATCH)] if exportable.batched else []
@@ -470,16 +461,14 @@ FORMATS: dict[str, Format] = {
         precisions=("fp32", "fp16", "int8"),
         packages=("onnx", "onnxscript", "onnxruntime"),
         runtime="onnxruntime",
-        uses_torch_export=True,
     ),
     "aot_inductor": Format(
         ".aoti.pt2",
         _write_aot_inductor,
         load=lambda path: (torch._inductor.aoti_load_package(str(path)), None),
         embed=lambda path, metadata: None,  # the archive stays as the compiler wrote it
-        uses_torch_export=True,
     ),
-    "torch_export": Format(".pt2", _write_torch_export, _load_torch_export, _embed_in_archive, uses_torch_export=True),
+    "torch_export": Format(".pt2", _write_torch_export, _load_torch_export, _embed_in_archive),
     "openvino": Format(
         ".xml",
         _write_openvino,
@@ -497,13 +486,12 @@ FORMATS: dict[str, Format] = {
 def check_format(file_format: str) -> None:
     """Raise a :class:`ConfigError` if this machine cannot write or run a format."""
     check_choice("format", file_format, FORMATS)
-    entry = FORMATS[file_format]
     # torch 2.8 is the first version whose torch.export supports the data-dependent sizes of detectors.
-    if entry.uses_torch_export and torch.__version__ < (2, 8):
+    if file_format not in ("torchscript", "openvino") and torch.__version__ < (2, 8):
         raise ConfigError(f"Format {file_format} needs torch 2.8 or newer, not {torch.__version__}. Update torch.")
     if file_format == "aot_inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise ConfigError("Format aot_inductor needs a C++ compiler. Install g++, or set CXX to a compiler.")
-    check_packages(f"Format {file_format}", *entry.packages)
+    check_packages(f"Format {file_format}", *FORMATS[file_format].packages)
 
 
 def load_model(path: Path, *, device: str | torch.device = "cpu") -> Loaded:

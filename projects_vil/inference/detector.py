@@ -18,7 +18,7 @@ from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 
 from backbones import ConfigError
-from backbones.errors import check_whole, first_of
+from backbones.errors import check_whole, counted, first_of
 from projects_vil.checkpoint import Categories, find_model, find_weights
 from projects_vil.config import SCORE_THRESHOLDS, Overrides, choose_device, combine_overrides, load_config
 from projects_vil.data.image_files import upright_pixels
@@ -73,7 +73,7 @@ class Detections:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{number} {name}" for name, number in Counter(self.names).most_common())
-        return f"<{len(self)} detection{'' if len(self) == 1 else 's'}{': ' if counts else ''}{counts}>"
+        return f"<{counted(len(self), 'detection')}{': ' if counts else ''}{counts}>"
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -258,9 +258,9 @@ class Detector(HubMixin):
         return cls(EagerRunner(cfg, file, tta=tta), draw_threshold=score_threshold)
 
     def __repr__(self) -> str:
-        runner, number = self.runner, len(self.names)
+        runner = self.runner
         return (
-            f"<{runner.architecture} with {runner.backbone} on {runner.device}, {number} class{'es' * (number > 1)} "
+            f"<{runner.architecture} with {runner.backbone} on {runner.device}, {counted(len(self.names), 'class')} "
             f"({first_of(self.names, 3)}), weights {runner.weights}, score threshold {runner.score_threshold:g}, "
             f"draw threshold {self.draw_threshold:g}>"
         )

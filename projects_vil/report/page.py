@@ -110,11 +110,9 @@ def read_run(folder: Path, overrides: Overrides = ()) -> RunFolder:
         return ""
 
     run.log = read(LOG, "versions and warnings")
-    if overrides:
+    is_optional = run.omit_on_error("configuration, and evaluation on its datasets")
+    with contextlib.nullcontext() if overrides else is_optional:
         run.cfg = load_config(folder / CONFIG, overrides)
-    else:
-        with run.omit_on_error("configuration, and evaluation on its datasets"):
-            run.cfg = load_config(folder / CONFIG)
     lines = read(METRICS, "curves").splitlines()
     for line in lines:
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):

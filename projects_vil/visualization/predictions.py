@@ -59,8 +59,7 @@ def draw_results(
     metadata = MetadataCatalog.get(dataset_name)
     is_sem_seg = metadata.get("evaluator_type") == "sem_seg"
     key = "file_name" if is_sem_seg else "image_id"
-    ids = [records[index][key] for index in range(len(records))]
-    by_image = _predictions_by_image(Path(predictions), dataset_name, ids, key)
+    by_image = _predictions_by_image(Path(predictions), dataset_name, [record[key] for record in records], key)
     rows = []
     for record in _evenly_spaced(records, num_images):
         image = read_image(record["file_name"])

@@ -69,8 +69,7 @@ def test_analyze_model(tmp_path):
     assert status == 0, err
     (content,) = json.loads(path.read_text())["rows"]
     assert content["name"] == str(CONFIG) and content["size"] == [64, 96]
-    assert content["total"] == sum(content["parameters"].values()) > 1e6
-    assert content["flops"] == sum(content["flops_by_operator"].values()) > 1e6
+    assert content["total"] > 1e6 and content["flops"] > 1e6
     assert f"{content['parameters']['backbone'] / 1e6:.3f}" in out and "convolution" in out
     status, out, _ = run_tool("analyze_model.py", "--variants", "vil_tiny_2_9", "--json", path)
     row = ["vil_tiny_2_9_1", "6.79", "6.78", "+0.01", "1.37", "1.29", "+0.08", "34.5"]

@@ -1,6 +1,5 @@
 """The ``vil`` command: a complete workflow, and an installation from a wheel."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -101,12 +100,6 @@ def test_the_advice_after_training(tmp_path, monkeypatch, tasks, expected):
 
 
 @pytest.mark.slow
-def test_export(trained_run, tmp_path):
-    status, out, err = vil("export", trained_run, "--format", "torchscript", "--output", tmp_path / "export")
-    assert status == 0 and (tmp_path / "export/model.ts").is_file() and "equal" in out and "parity check ..." in err
-
-
-@pytest.mark.slow
 def test_a_wheel_contains_all_files_of_the_command(tmp_path):
     """The wheel is installed in a separate folder. It uses the libraries of the environment."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -128,13 +121,3 @@ def test_a_wheel_contains_all_files_of_the_command(tmp_path):
     command = [target / "bin/vil", "train", "--config", "retinanet/vil_tiny_rpb_1x", "--output", "run"]
     result = subprocess.run([sys.executable, *command], capture_output=True, **options)
     assert result.returncode == 1 and "coco_2017_val" in result.stderr.splitlines()[-1]
-
-
-def test_mistakes_of_a_prediction_are_found_before_the_model_is_loaded(tmp_path):
-    drawing = ["--format", "parquet", "--score-threshold", "0.5"]
-    mistakes = [(["--part-size", 3], "--format parquet"), (drawing, "--format coco"), ([], "has no images")]
-    if importlib.util.find_spec("ray"):
-        mistakes.append((["--ray", "--format", "coco"], "--ray writes Parquet"))
-    for options, named in mistakes:
-        status, _, err = vil("predict", "lit_ti_retinanet_1x", tmp_path, "--output", tmp_path / "out", *options)
-        assert status == 1 and named in err and not (tmp_path / "out").exists()

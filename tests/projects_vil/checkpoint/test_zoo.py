@@ -152,14 +152,6 @@ def test_a_download_that_fails_leaves_nothing(tmp_path, server, name):
     assert cached(tmp_path) == []
 
 
-def test_a_file_in_the_cache_is_not_downloaded(tmp_path, server):
-    path = tmp_path / "cache" / "vil_detectron2" / "absent.pth"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(server.files["classifier"])
-    assert find_weights("absent") == str(path) and server.requests == []
-    assert cached(tmp_path) == ["absent.pth"]
-
-
 # -- names -----------------------------------------------------------------------------------------
 
 

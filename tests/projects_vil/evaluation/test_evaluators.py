@@ -59,7 +59,7 @@ def test_the_ap_without_detections_is_zero(shapes, tmp_path, caplog):
     assert results["segm"]["AP"] == results["bbox"]["AP-triangle"] == 0 and "no detections. Train longer" in caplog.text
 
 
-@pytest.mark.parametrize("classes", ["triangle circle square", "triangle circle", "circle square"])
+@pytest.mark.parametrize("classes", ["triangle circle square", "triangle circle", "circle square", "circle Square"])
 def test_classes_of_a_validation_file_are_matched_by_name(shapes, tmp_path, request, classes):
     """The ids may have another order than in the training file, and classes may be missing."""
     dataset = json.loads((shapes / "annotations/instances_val.json").read_text())
@@ -72,6 +72,11 @@ def test_classes_of_a_validation_file_are_matched_by_name(shapes, tmp_path, requ
     own = ["DATASETS.COCO", repr([["own", str(tmp_path / "val.json"), str(shapes / "val")]])]
     cfg = small_config("retinanet", *own, "DATASETS.TEST", "('own',)")
     request.addfinalizer(lambda: (DatasetCatalog.remove("own"), MetadataCatalog.remove("own")))
+    if "Square" in classes:
+        for check in (check_setup, read_datasets):
+            text = message(check, cfg)
+            assert all(part in text for part in ("'own'", "'Square'", "'shapes_train'", "Did you mean 'square'?"))
+        return
     check_setup(cfg)
     truth = {record["image_id"]: record for record in load_dataset(cfg, ["shapes_val"], train=False)}
 
@@ -86,18 +91,6 @@ def test_classes_of_a_validation_file_are_matched_by_name(shapes, tmp_path, requ
     results = json.loads((tmp_path / "out/coco_instances_results.json").read_text())
     found = Counter((one["image_id"], one["category_id"]) for one in results)
     assert found == Counter((one["image_id"], one["category_id"]) for one in dataset["annotations"])
-
-
-def test_unknown_classes_of_a_validation_file(shapes, tmp_path, request):
-    dataset = json.loads((shapes / "annotations/instances_val.json").read_text())
-    dataset["categories"][1]["name"] = "Square"
-    (tmp_path / "val.json").write_text(json.dumps(dataset))
-    own = ["DATASETS.COCO", repr([["own", str(tmp_path / "val.json"), str(shapes / "val")]])]
-    cfg = small_config("retinanet", *own, "DATASETS.TEST", "('own',)")
-    request.addfinalizer(lambda: (DatasetCatalog.remove("own"), MetadataCatalog.remove("own")))
-    for check in (check_setup, read_datasets):
-        text = message(check, cfg)
-        assert all(part in text for part in ("'own'", "'Square'", "'shapes_train'", "Did you mean 'square'?"))
 
 
 def test_stuff_is_evaluated_for_panoptic_models(panoptic_root, tmp_path, monkeypatch):

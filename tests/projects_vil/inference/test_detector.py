@@ -109,6 +109,16 @@ def test_images_of_every_type_give_the_same_detections(detector, photos):
     assert_equal(*detector([opened, opened], batch_size=2))
 
 
+def test_augmented_detections_are_in_pixels_of_the_files(trained_run, photos):
+    overrides = ["TEST.AUG.MIN_SIZES", "(64,)", "TEST.AUG.FLIP", "False"]
+    found = (Detector.load(trained_run, overrides=overrides, tta=tta)(photos, batch_size=2) for tta in (True, False))
+    for augmented, plain in zip(*found, strict=True):
+        # Boxes that overlap after clipping to the image are merged.
+        assert 0.8 * len(plain) < len(augmented) <= len(plain)
+        ours, theirs = (np.c_[one.boxes, 10 * one.scores, 1e4 * one.classes] for one in (augmented, plain))
+        assert np.abs(ours[:, None] - theirs).max(axis=2).min(axis=1).max() < 1e-2
+
+
 def test_arrays_are_rgb_for_models_of_both_channel_orders():
     class FirstChannelRunner(HalfRunner):
         """Scores are the mean of the first input channel."""

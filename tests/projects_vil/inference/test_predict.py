@@ -51,21 +51,6 @@ def test_results_equal_an_evaluation(shapes, tmp_path, name, channels):
     assert drawn == {path.name for path in (shapes / "val").iterdir()}
 
 
-def test_augmented_results_are_in_pixels_of_the_files(trained_run, shapes, tmp_path):
-    overrides = ["TEST.AUG.MIN_SIZES", "(64,)", "TEST.AUG.FLIP", "False"]
-    for tta in (False, True):
-        detector = Detector.load(trained_run, overrides=overrides, tta=tta)
-        predict(detector, shapes / "val", tmp_path / str(tta), drawings=False, batch_size=2)
-    augmented, plain = read(tmp_path / "True")[0], read(tmp_path / "False")[0]
-    # Boxes that overlap after clipping to the image are merged.
-    assert 0.8 * len(plain) < len(augmented) <= len(plain)
-    rows = np.array([[one["image_id"] * 1e4, one["category_id"] * 1e4, *one["bbox"]] for one in plain])
-    for one in augmented:
-        distance = np.abs(rows - [one["image_id"] * 1e4, one["category_id"] * 1e4, *one["bbox"]]).max(axis=1)
-        assert distance.min() < 1e-2
-        assert plain[distance.argmin()]["score"] == pytest.approx(one["score"], abs=1e-3)
-
-
 def annotations_of(path: Path, images: dict[str, tuple[int, int]], names: list[str]) -> Path:
     """Write a COCO file without objects: images with their sizes, from id 40, and categories from id 10."""
     files = enumerate(images.items(), start=40)
@@ -344,10 +329,12 @@ def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path
         ("in", "out", {"batch_size": 0}, "batch_size"),
         ("in", "out", {"score_threshold": 1.5}, "score_threshold"),
         ("in", "out", {"file_format": "parquet", "score_threshold": 0.5}, "score_threshold .* --format coco"),
+        ("in", "out", {"part_size": 3}, "part_size .* --format parquet"),
         ("in", "out", {"ray": True, "file_format": "coco"}, "--ray"),
         ("in", "out", {"file_format": "csv"}, "csv"),
         ("in", "out", {"ray": True, "column": "url"}, "column is 'url', but .*in' is not a table"),
         ("absent", "out", {}, "Input .*absent"),
+        ("absent", "out", {"file_format": "parquet"}, "Input .*absent"),
         ("empty", "out", {}, "Input .*empty"),
         ("in", "in", {}, "Output .*in"),
         ("in", "other", {}, r"other/results\.json"),
@@ -359,6 +346,7 @@ def test_images_of_an_unsupported_size_are_skipped_by_an_exported_model(tmp_path
     ],
 )
 def test_invalid_arguments(tmp_path, source, output, options, named):
+    """The errors come before the model is loaded."""
     for name in ("in/a.png", "out/drawings/a.png"):
         save(tmp_path / name, picture(40, 60))
     (tmp_path / "empty").mkdir()
@@ -368,5 +356,5 @@ def test_invalid_arguments(tmp_path, source, output, options, named):
     before = sorted(tmp_path.rglob("*"))
     options = {key: tmp_path / value if key == "annotations" else value for key, value in options.items()}
     with pytest.raises(ConfigError, match=named) as caught:
-        run_on(tmp_path / source, tmp_path / output, **options)
+        predict("absent", tmp_path / source, tmp_path / output, **options)
     assert "\n" not in str(caught.value) and sorted(tmp_path.rglob("*")) == before
