@@ -9,14 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from backbones.attention import efficient
 from backbones.attention.dense import DenseAttention
-from backbones.attention.efficient import (
-    GlobalMemoryAttention,
-    LinformerAttention,
-    PerformerAttention,
-    SpatialReductionAttention,
-    sample_features,
-)
 from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.backbone import Backbone, Variant, with_stage_values
@@ -179,12 +173,12 @@ class ViL(Backbone):
         common |= {"backend": self.common_backend}
         if spec.attention == "linformer":
             map_size = self._table_size(index, "once")
-            return LinformerAttention(spec.dim, map_size=map_size, num_features=spec.num_features, **common)
+            return efficient.LinformerAttention(spec.dim, map_size=map_size, num_features=spec.num_features, **common)
         if spec.attention == "spatial_reduction":
-            return SpatialReductionAttention(spec.dim, reduction=spec.reduction, **common)
+            return efficient.SpatialReductionAttention(spec.dim, reduction=spec.reduction, **common)
         if spec.attention == "performer":
-            return PerformerAttention(spec.dim, num_features=spec.num_features, **common)
-        return GlobalMemoryAttention(spec.dim, **common)
+            return efficient.PerformerAttention(spec.dim, num_features=spec.num_features, **common)
+        return efficient.GlobalMemoryAttention(spec.dim, **common)
 
 
 def _vil(*stages: tuple[int, int, int, int], drop_path_rate: float = 0.1) -> ViLVariant:
@@ -355,4 +349,4 @@ def initial_values(missing: Mapping[str, Tensor], official: Collection[str]) -> 
     """Sample random features for a Performer whose checkpoint has full attention in some stages (Table 8)."""
     reason = "full attention has no random features: they are sampled"
     features = {key: tensor.shape for key, tensor in missing.items() if key.endswith("attention.features")}
-    return {key: (sample_features(*shape), reason) for key, shape in features.items()}
+    return {key: (efficient.sample_features(*shape), reason) for key, shape in features.items()}

@@ -12,16 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from backbones.attention import cpu_blocks, reference
-from backbones.attention.chunks import (
-    WindowInputs,
-    aligned_bias,
-    attend_chunks,
-    extra_channels,
-    is_plain,
-    pad_keys_values,
-    windows,
-)
+from backbones.attention import chunks, cpu_blocks, reference
 from backbones.attention.dense import global_query_attention, merge_heads, pytorch_attention, split_globals, split_heads
 from backbones.attention.triton_check import resolve_backend
 from backbones.attention.triton_chunks import SEGMENT_MODE, triton_long_short_attention
@@ -91,12 +82,12 @@ def long_short_attention(
     """
     side = max(chunk_size // 2, 1)
     number = _CHUNKS.get(query.device.type, 1) // chunk_size
-    if number > 1 and local_bias is None and is_plain(query):
+    if number > 1 and local_bias is None and chunks.is_plain(query):
         local_bias = _segments_mask(chunk_size, number, side, query.dtype, query.device)
         chunk_size *= number
-    inputs = WindowInputs(query, key, value, projected_key, projected_value, local_bias)
+    inputs = chunks.WindowInputs(query, key, value, projected_key, projected_value, local_bias)
     attend = functools.partial(_attend, chunk_size=chunk_size, side=side)
-    if query.device.type != "cpu" and is_plain(query) and key.numel() > _KEPT_CHANNELS:
+    if query.device.type != "cpu" and chunks.is_plain(query) and key.numel() > _KEPT_CHANNELS:
         # The windows take as much memory as the rest of a block, so the backward pass computes them again.
         return checkpoint(attend, inputs, use_reentrant=False, preserve_rng_state=False)
     if torch.is_grad_enabled() and cpu_blocks.is_needed(*inputs):
@@ -117,27 +108,27 @@ def _segments_mask(chunk_size: int, number: int, side: int, dtype: torch.dtype, 
 
 
 def _attend(
-    inputs: WindowInputs, *, chunk_size: int, side: int, attention: Callable[..., Tensor] = pytorch_attention
+    inputs: chunks.WindowInputs, *, chunk_size: int, side: int, attention: Callable[..., Tensor] = pytorch_attention
 ) -> Tensor:
     """Return the attention of all segments by one call of ``attention``. See :func:`.attend_chunks`."""
     query, key, value, shared_key, shared_value, local_bias, _ = inputs
     (height, width), length = query.shape[2:4], chunk_size + 2 * side
-    extra, _ = extra_channels(static_size(query.shape[4]), query.device)
+    extra, _ = chunks.extra_channels(static_size(query.shape[4]), query.device)
     right, below = (padding_to_multiple(size, chunk_size) for size in (width, height))
     halo = (max(chunk_size - side, side), side + right, side, side + below)
-    both = pad_keys_values(key, value, halo, extra)
+    both = chunks.pad_keys_values(key, value, halo, extra)
 
     # The shared keys fill whole columns of a window: (2 * B, M, n, w + 2 * side, D + extra)
     shared = static_size(shared_key.shape[2])
     fill = padding_to_multiple(shared, length)
-    shared_both = pad_keys_values(shared_key[:, :, None], shared_value[:, :, None], (0, fill, 0, 0), extra)
+    shared_both = chunks.pad_keys_values(shared_key[:, :, None], shared_value[:, :, None], (0, fill, 0, 0), extra)
     shared_both = shared_both.squeeze(2).unflatten(2, (-1, length))
 
     # (B * rows * M, cols, S, D + extra)
     keys_values = _windows(both, shared_both, chunk_size, side)
     keys, values = keys_values.unflatten(0, (2, keys_values.shape[0] // 2)).unbind()
     bias = None if local_bias is None else _window_bias(local_bias, shared + fill, length, side)
-    return attend_chunks(attention, query, keys, values, bias, chunk_size)
+    return chunks.attend_chunks(attention, query, keys, values, bias, chunk_size)
 
 
 def _windows(x: Tensor, shared: Tensor, chunk_size: int, side: int) -> Tensor:
@@ -155,12 +146,12 @@ def _windows(x: Tensor, shared: Tensor, chunk_size: int, side: int) -> Tensor:
     """
     length, before = chunk_size + 2 * side, 2 * side
     # (B, rows, M, columns, length, E)
-    columns = windows(x, 2, length, chunk_size).permute(0, 2, 1, 4, 3, 5)
+    columns = chunks.windows(x, 2, length, chunk_size).permute(0, 2, 1, 4, 3, 5)
     # With sizes of -1, OpenVINO 2026.4 returns uninitialized memory.
     shared = shared[:, None, :, None]
     if chunk_size < before:
         # (B, rows, M, cols, length, length, E)
-        columns = windows(columns, 3, length, chunk_size)
+        columns = chunks.windows(columns, 3, length, chunk_size)
         shared = shared.expand(*columns.shape[:4], *shared.shape[4:])
         left, right = columns.split([before, chunk_size], dim=4)
         columns = torch.cat([left, shared, right], dim=4)
@@ -172,7 +163,7 @@ def _windows(x: Tensor, shared: Tensor, chunk_size: int, side: int) -> Tensor:
     # A window is the last columns of one piece and the whole next piece.
     step = static_size(columns.shape[4]) * length
     keys = columns.flatten(3, 5).flatten(0, 2)
-    return windows(keys[:, step - before * length :], 1, step + before * length, step)
+    return chunks.windows(keys[:, step - before * length :], 1, step + before * length, step)
 
 
 def _window_bias(local_bias: Tensor, num_shared: int, length: int, side: int) -> Tensor:
@@ -181,7 +172,7 @@ def _window_bias(local_bias: Tensor, num_shared: int, length: int, side: int) ->
     bias = local_bias.unflatten(2, (length, length)).transpose(2, 3)
     none = bias.new_zeros(1, 1, 1).expand(*bias.shape[:2], num_shared)
     left, right = bias.split([2 * side, length - 2 * side], dim=2)
-    return aligned_bias([left.flatten(2), none, right.flatten(2)])
+    return chunks.aligned_bias([left.flatten(2), none, right.flatten(2)])
 
 
 BACKENDS = {

@@ -11,26 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.attention import cpu_blocks, reference
-from backbones.attention.chunks import (
-    MODES,
-    WindowInputs,
-    aligned_bias,
-    attend_chunks,
-    copies_windows,
-    to_chunks,
-    windows,
-    with_halo,
-)
-from backbones.attention.dense import (
-    TokenAttention,
-    dense_attention,
-    global_query_attention,
-    merge_heads,
-    pytorch_attention,
-    split_globals,
-    split_heads,
-)
+from backbones.attention import chunks, cpu_blocks, dense, reference
 from backbones.attention.triton_check import resolve_backend
 from backbones.attention.triton_chunks import triton_chunk_attention
 from backbones.errors import check_choice
@@ -78,7 +59,7 @@ def sliding_chunk_attention(
     strips side by side are then one contiguous run of keys, and windows over them overlap without further copies. An
     exported model copies each window.
     """
-    inputs = WindowInputs(query, key, value, global_key, global_value, local_bias, global_bias)
+    inputs = chunks.WindowInputs(query, key, value, global_key, global_value, local_bias, global_bias)
     if shift is None and not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * chunk_size:
         return _whole_map_attention(inputs, chunk_size)
     if mode == "exact":
@@ -92,16 +73,16 @@ def sliding_chunk_attention(
 
 
 def _attend(
-    inputs: WindowInputs,
+    inputs: chunks.WindowInputs,
     *,
     chunk_size: int,
     is_cyclic: bool,
     shift: tuple[int, int] | None,
-    attention: Callable[..., Tensor] = pytorch_attention,
+    attention: Callable[..., Tensor] = dense.pytorch_attention,
 ) -> Tensor:
     """Return the attention of all chunks by one call of ``attention``. See :func:`.attend_chunks`."""
     query, global_key, global_value = inputs.query, inputs.global_key, inputs.global_value
-    keys, values = with_halo(inputs.key, inputs.value, chunk_size, is_cyclic=is_cyclic)
+    keys, values = chunks.with_halo(inputs.key, inputs.value, chunk_size, is_cyclic=is_cyclic)
     biases = None
     if inputs.local_bias is not None or (global_key if shift is None else inputs.global_bias) is not None:
         biases = _biases_or_zeros(inputs, chunk_size)
@@ -113,10 +94,10 @@ def _attend(
         keys = _chunk_pairs(keys, chunk_size, shift, global_key)
         values = _chunk_pairs(values, chunk_size, shift, global_value)
         bias = None if biases is None else _bias_of_pairs(*biases, chunk_size, shift)
-    return attend_chunks(attention, query, keys, values, bias, chunk_size)
+    return chunks.attend_chunks(attention, query, keys, values, bias, chunk_size)
 
 
-def _biases_or_zeros(inputs: WindowInputs, chunk_size: int) -> tuple[Tensor, Tensor]:
+def _biases_or_zeros(inputs: chunks.WindowInputs, chunk_size: int) -> tuple[Tensor, Tensor]:
     """Return the local bias (M or 1, w * w, 9 * w * w) and the global one (M or 1, G), with zeros instead of None."""
     local_bias, global_bias, global_key = inputs.local_bias, inputs.global_bias, inputs.global_key
     if local_bias is None:
@@ -138,7 +119,7 @@ def _chunk_pairs(x: Tensor, chunk_size: int, shift: tuple[int, int], global_toke
     height, width = (size - 2 * chunk_size for size in x.shape[2:4])
     parts = []
     for row, col in ((chunk_size, chunk_size), ((1 + shift[0]) * chunk_size, (1 + shift[1]) * chunk_size)):
-        parts.append(to_chunks(x[:, :, row : row + height, col : col + width], chunk_size))
+        parts.append(chunks.to_chunks(x[:, :, row : row + height, col : col + width], chunk_size))
     if global_tokens is not None:
         extra = F.pad(global_tokens, (0, x.shape[4] - global_tokens.shape[3]))[:, None, :, None]
         parts.append(extra.expand(-1, height // chunk_size, -1, width // chunk_size, -1, -1).flatten(0, 2))
@@ -147,11 +128,11 @@ def _chunk_pairs(x: Tensor, chunk_size: int, shift: tuple[int, int], global_toke
 
 def _bias_of_pairs(local_bias: Tensor, global_bias: Tensor, chunk_size: int, shift: tuple[int, int]) -> Tensor:
     """Return the bias (M or 1, w * w, S or more) that all chunks share, in the order of :func:`_chunk_pairs`."""
-    chunks = local_bias.unflatten(2, (3, chunk_size, 3, chunk_size))
-    parts = [chunks[:, :, 1 + row, :, 1 + col].flatten(2) for row, col in ((0, 0), shift)]
+    table = local_bias.unflatten(2, (3, chunk_size, 3, chunk_size))
+    parts = [table[:, :, 1 + row, :, 1 + col].flatten(2) for row, col in ((0, 0), shift)]
     parts.append(global_bias[:, None].expand(-1, chunk_size**2, -1))
     heads = max(len(local_bias), len(global_bias))
-    return aligned_bias([part.expand(heads, -1, -1) for part in parts])
+    return chunks.aligned_bias([part.expand(heads, -1, -1) for part in parts])
 
 
 def _hide_far_keys(local_bias: Tensor, chunk_size: int) -> Tensor:
@@ -163,7 +144,7 @@ def _hide_far_keys(local_bias: Tensor, chunk_size: int) -> Tensor:
     return local_bias.masked_fill(~seen.reshape(local_bias.shape[1:]), float("-inf"))
 
 
-def _whole_map_attention(inputs: WindowInputs, chunk_size: int) -> Tensor:
+def _whole_map_attention(inputs: chunks.WindowInputs, chunk_size: int) -> Tensor:
     """Return the attention on a feature map of at most two chunks per side, where every token attends to all tokens.
 
     Source: ViL section 3.2, "equivalent to full attention", as in the last two stages at 224 x 224.
@@ -184,7 +165,7 @@ def _whole_map_attention(inputs: WindowInputs, chunk_size: int) -> Tensor:
         if bias is not None:
             bias = torch.cat([global_bias[:, None].expand(-1, height * width, -1), bias], dim=2)
         key, value = torch.cat([global_key, key], dim=2), torch.cat([global_value, value], dim=2)
-    return dense_attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
+    return dense.dense_attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
 
 
 def _windows(x: Tensor, chunk_size: int, global_tokens: Tensor | None) -> Tensor:
@@ -203,15 +184,15 @@ def _windows(x: Tensor, chunk_size: int, global_tokens: Tensor | None) -> Tensor
     if global_tokens is not None:
         fill = (0, lines.shape[5] - global_tokens.shape[3], 0, padding_to_multiple(global_tokens.shape[2], chunk_size))
         extra = F.pad(global_tokens, fill).unflatten(2, (-1, chunk_size))
-    if copies_windows():
+    if chunks.copies_windows():
         return _copied_windows(lines, extra)
     # (B, rows, M, cols + 2, 3w, w, E)
-    strips = windows(lines, 2, 3 * chunk_size, chunk_size).permute(0, 2, 1, 4, 3, 5, 6)
+    strips = chunks.windows(lines, 2, 3 * chunk_size, chunk_size).permute(0, 2, 1, 4, 3, 5, 6)
     if extra is not None:
         extra = extra[:, None, :, None]
         strips = torch.cat([strips, extra.expand(-1, strips.shape[1], -1, strips.shape[3], -1, -1, -1)], dim=4)
     strip_length = static_size(strips.shape[4]) * chunk_size
-    return windows(strips.flatten(3, 5).flatten(0, 2), 1, 3 * strip_length, strip_length)
+    return chunks.windows(strips.flatten(3, 5).flatten(0, 2), 1, 3 * strip_length, strip_length)
 
 
 def _copied_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
@@ -249,14 +230,14 @@ def _window_bias(local_bias: Tensor, global_bias: Tensor, heads: int, chunk_size
     bias = local_bias.unflatten(2, (3 * chunk_size, 3, chunk_size)).transpose(2, 3).flatten(3, 4)
     num_global, positions = static_size(global_bias.shape[1]), chunk_size**2
     if not num_global:
-        return aligned_bias([bias.flatten(2, 3)])
+        return chunks.aligned_bias([bias.flatten(2, 3)])
     # Every strip has the global tokens, padded to whole rows. Only the middle copy is not masked.
     left, middle, right = bias.expand(heads, -1, -1, -1).unbind(2)
     global_bias = global_bias[:, None].expand(heads, positions, -1)
     fill = padding_to_multiple(num_global, chunk_size)
     hidden = bias.new_full((1, 1, 1), float("-inf")).expand(heads, positions, num_global + fill)
     filling = [hidden[..., :fill]] if fill else []
-    return aligned_bias([left, hidden, middle, global_bias, *filling, right, hidden])
+    return chunks.aligned_bias([left, hidden, middle, global_bias, *filling, right, hidden])
 
 
 # Steps to the neighbors of a chunk, down and to the right, for random-shift training.
@@ -270,7 +251,7 @@ BACKENDS = {
 }
 
 
-class SlidingChunkAttention(TokenAttention):
+class SlidingChunkAttention(dense.TokenAttention):
     """Multi-head ViL attention over the tokens of a feature map and its global tokens (ViL section 3.2).
 
     Args:
@@ -298,7 +279,7 @@ class SlidingChunkAttention(TokenAttention):
         **common: int | bool | str,
     ) -> None:
         super().__init__(dim, **common)
-        check_choice("attention_mode", mode, MODES)
+        check_choice("attention_mode", mode, chunks.MODES)
         num_heads, num_global_tokens = self.num_heads, self.num_global_tokens
         self.chunk_size = chunk_size
         self.mode = mode
@@ -321,13 +302,13 @@ class SlidingChunkAttention(TokenAttention):
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
         """Return the updated tokens. See :meth:`.TokenAttention.forward`."""
         num_global, shared = self.num_global_tokens, self.shared_projections
-        global_tokens, local_tokens = split_globals(tokens, num_global)
+        global_tokens, local_tokens = dense.split_globals(tokens, num_global)
         queries_together = self.update_globals and shared
-        query = split_heads(self.query(tokens if queries_together else local_tokens), self.num_heads)
-        global_query, query = split_globals(query, num_global if queries_together else 0, dim=2)
-        keys_values = split_heads(self.key_value(tokens), 2 * self.num_heads)
+        query = dense.split_heads(self.query(tokens if queries_together else local_tokens), self.num_heads)
+        global_query, query = dense.split_globals(query, num_global if queries_together else 0, dim=2)
+        keys_values = dense.split_heads(self.key_value(tokens), 2 * self.num_heads)
         global_key = global_value = None
-        global_keys_values, local_keys_values = split_globals(keys_values, num_global, dim=2)
+        global_keys_values, local_keys_values = dense.split_globals(keys_values, num_global, dim=2)
         if num_global:
             global_key, global_value = global_keys_values.chunk(2, dim=1)
         key, value = local_keys_values.unflatten(2, size).chunk(2, dim=1)
@@ -343,17 +324,17 @@ class SlidingChunkAttention(TokenAttention):
         shift = self.shift if self.training else None
         options = {"chunk_size": self.chunk_size, "mode": self.mode, "shift": shift}
         output = BACKENDS[resolve_backend(self.backend, tensors, **options)](**tensors, **options)
-        output = merge_heads(output).flatten(1, 2)
+        output = dense.merge_heads(output).flatten(1, 2)
         if not self.update_globals:
             return self.proj(output)
 
         if not shared:
-            global_query = split_heads(self.global_query(global_tokens), self.num_heads)
-            keys_values = split_heads(self.global_key_value(tokens), 2 * self.num_heads)
+            global_query = dense.split_heads(self.global_query(global_tokens), self.num_heads)
+            keys_values = dense.split_heads(self.global_key_value(tokens), 2 * self.num_heads)
         bias = None
         if self.global_to_global is not None:
             bias = global_query_bias(self.global_to_global, self.global_to_local, local_tokens.shape[1])
-        update = merge_heads(global_query_attention(global_query, *keys_values.chunk(2, dim=1), bias=bias))
+        update = dense.merge_heads(dense.global_query_attention(global_query, *keys_values.chunk(2, dim=1), bias=bias))
         if shared:
             return self.proj(torch.cat([update, output], dim=1))
         return torch.cat([self.global_proj(update), self.proj(output)], dim=1)

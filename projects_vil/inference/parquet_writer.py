@@ -15,22 +15,13 @@ from backbones.errors import counted, first_of
 from backbones.files import atomic_write
 from projects_vil.checkpoint import Categories, fingerprint
 from projects_vil.files import content_hash
+from projects_vil.inference import image_loading
 from projects_vil.inference.detector import Detections, Detector
 from projects_vil.inference.image_listing import Listed, archives_of_shard, common_folder, load_listed, split_listed
-from projects_vil.inference.image_loading import (
-    TEMPORARY_ERROR,
-    ImageBatches,
-    ImageSource,
-    Loaded,
-    Skipped,
-    file_versions,
-    os_errors,
-    without_password,
-)
 from projects_vil.inference.predict import Summary, progress_bar, report_skipped
 from projects_vil.inference.runners import Runner
 
-with os_errors("Parquet files"):
+with image_loading.os_errors("Parquet files"):
     import pyarrow as pa
     from pyarrow import compute, parquet
 
@@ -50,7 +41,7 @@ SCHEMA = pa.schema(
 )
 
 
-def to_row(item: Loaded | Skipped, detections: Detections | None) -> dict[str, Any]:
+def to_row(item: image_loading.Loaded | image_loading.Skipped, detections: Detections | None) -> dict[str, Any]:
     """Return the row of an image with the columns of ``SCHEMA``."""
     if detections is None:
         empty = dict.fromkeys(SCHEMA.names) | {"boxes": [], "scores": [], "category_ids": []}
@@ -108,7 +99,11 @@ def read_part(path: Path, made_of: Mapping[str, Any], *, columns: Sequence[str] 
 
 def failed_rows(table: pa.Table) -> list[int]:
     """Return the positions of the rows whose URL failed for a reason that may be temporary."""
-    return [row for row, error in enumerate(table["error"].to_pylist()) if (error or "").startswith(TEMPORARY_ERROR)]
+    return [
+        row
+        for row, error in enumerate(table["error"].to_pylist())
+        if (error or "").startswith(image_loading.TEMPORARY_ERROR)
+    ]
 
 
 def write_part(path: Path, table: pa.Table) -> pa.Table:
@@ -161,7 +156,7 @@ def write_parts(
     """
     described = f"files in {common_folder(source)}"
     if isinstance(source, str):
-        described = without_password(source) if "://" in source else os.path.realpath(source)
+        described = image_loading.without_password(source) if "://" in source else os.path.realpath(source)
     made_of = describe_runner(detector.runner) | {"input": described, "column": column, "part_size": part_size}
     made_of["number of shards"] = shard and shard[1]
     prefix = "" if shard is None else f"shard-{shard[0]:04}-of-{shard[1]:04}-"
@@ -171,17 +166,19 @@ def write_parts(
     for path in sorted(output.glob("*.parquet"))[:1]:
         read_part(path, made_of)
 
-    def convert(item: Loaded | Skipped, detections: Detections | None) -> dict[str, Any]:
+    def convert(item: image_loading.Loaded | image_loading.Skipped, detections: Detections | None) -> dict[str, Any]:
         progress.update()
         if detections is None:
             report_skipped(item)
         return to_row(item, detections)
 
-    def predicted(images: Iterable[ImageSource]) -> list[dict[str, Any]]:
+    def predicted(images: Iterable[image_loading.ImageSource]) -> list[dict[str, Any]]:
         # No batch contains images of two parts, so that a part is the same after a resume.
-        return list(detector.detect(ImageBatches(images), convert, batch_size=batch_size))
+        return list(detector.detect(image_loading.ImageBatches(images), convert, batch_size=batch_size))
 
-    def parts_of(stem: str, images: Iterator[ImageSource], archive: str | None = None) -> Iterator[pa.Table]:
+    def parts_of(
+        stem: str, images: Iterator[image_loading.ImageSource], archive: str | None = None
+    ) -> Iterator[pa.Table]:
         version, before = versions.get(archive), 0
         for number in itertools.count():
             path = output / f"{stem}{number:06}.parquet"
@@ -224,7 +221,7 @@ def write_parts(
     def parts() -> Iterator[pa.Table]:
         yield from parts_of(f"{prefix}part-", load_listed(split_listed(paths, archives, shard)))
         # Several jobs must agree on the sizes of all tar files.
-        versions.update(file_versions(archives, strict=shard is not None))
+        versions.update(image_loading.file_versions(archives, strict=shard is not None))
         for name in archives_of_shard({name: (one or [0])[0] for name, one in versions.items()}, shard or (0, 1)):
             yield from parts_of(_stem(name), load_listed([(name, archives[name])]), name)
 

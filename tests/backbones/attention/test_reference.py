@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from backbones.attention import reference
-from backbones.attention.sliding_chunk import MODES
+from backbones.attention.chunks import MODES
 from tests.backbones.helpers import attention_inputs
 
 WINDOW = 3

@@ -10,10 +10,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import triton_chunks
-from backbones.attention.chunks import WindowInputs
+from backbones.attention.chunks import MODES, WindowInputs
 from backbones.attention.dense import DenseAttention
 from backbones.attention.long_short import LongShortAttention
-from backbones.attention.sliding_chunk import MODES, SHIFTS, SlidingChunkAttention
+from backbones.attention.sliding_chunk import SHIFTS, SlidingChunkAttention
 from backbones.errors import ConfigError
 from tests.backbones.attention.triton_cases import (
     ALL_INPUTS,

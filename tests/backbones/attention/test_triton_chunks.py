@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from backbones.attention import reference, triton_chunks
-from backbones.attention.sliding_chunk import MODES
+from backbones.attention.chunks import MODES
 from backbones.attention.triton_chunks import Launch, triton_chunk_attention
 from backbones.errors import ConfigError
 from tests.backbones.attention.triton_cases import (
