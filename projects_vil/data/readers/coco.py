@@ -86,13 +86,14 @@ def _names(paths: list[str]) -> set[str]:
 def _with_images(path: str, split: str | None, index: FileIndex, found: Annotations) -> Part:
     """Return the content of a COCO file with valid file names, its path or None if it changed, and the image folder."""
     content = read_coco(path)
-    annotations = content.get("annotations", [])
-    if "segments_info" in next(entries_of(content, "annotations"), ()):
+    annotations, first = content.get("annotations", []), next(entries_of(content, "annotations"), {})
+    if "segments_info" in first:
         raise ConfigError(f"'{path}' has panoptic segments without boxes. Use the COCO file with the instances.")
-    rotated = {i: new for i, one in enumerate(annotations) if (new := _rotated(one)) is not one}
+    # CVAT writes the attributes of every annotation.
+    rotated = sum(_rotated(one) is not one for one in annotations) if "attributes" in first else 0
     if rotated:
-        found.notes.append(f"boxes with the attribute rotation of CVAT: {len(rotated):,}")
-        content["annotations"] = like(annotations, (rotated.get(i, one) for i, one in enumerate(annotations)))
+        found.notes.append(f"boxes with the attribute rotation of CVAT: {rotated:,}")
+        content["annotations"] = like(annotations, map(_rotated, annotations))
     entries = {file_name_of(entry): entry for entry in content["images"] if file_name_of(entry)}
     # Almost always, all images are in one folder.
     ends = [os.sep + os.path.normpath(name) for name in entries]

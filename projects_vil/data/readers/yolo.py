@@ -3,8 +3,8 @@
 import json
 import os
 import re
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -160,16 +160,6 @@ def _lists(index: FileIndex, root: str) -> dict[str | None, list[str]]:
     return splits if "train" in splits else {None: [root]} if has_folders else {None: [root], **splits}
 
 
-class _Loader(yaml.BaseLoader):
-    """Read all values as text, because YAML has other ideas of "on" and "007". Reject repeated keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        for key, times in Counter(str(key.value) for key, _ in node.value).items():
-            if times > 1:
-                raise yaml.YAMLError(f"it has the key {key!r} {times} times")
-        return super().construct_mapping(node, deep)
-
-
 def settings_of(path: str) -> dict[str, Any] | None:
     """Return the settings of a YOLO dataset from a YAML file or Darknet's .data file, or None for another file.
 
@@ -182,7 +172,8 @@ def settings_of(path: str) -> dict[str, Any] | None:
         return {"names": "obj.names"} | dict(settings)
     content = Path(path).read_bytes()
     try:
-        data = yaml.load(content.decode(json.detect_encoding(content)), _Loader)
+        # All values are text, because YAML has other ideas of names such as "on" and "007".
+        data = yaml.load(text := content.decode(json.detect_encoding(content)), yaml.BaseLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         if re.search(rb"(?m)^names\s*:", content.replace(b"\0", b"")):
             raise ConfigError(f"'{path}' is not YAML: {' '.join(str(error).split())}. Repair it.") from error
@@ -190,7 +181,11 @@ def settings_of(path: str) -> dict[str, Any] | None:
     data = {k: v for k, v in (data if isinstance(data, dict) else {}).items() if str(v).lower() not in ("null", "~")}
     # The arguments of a training run have "val", but neither "train" nor "names".
     is_yolo = "names" in data and (stem_of(path).lower() == "data" or not data.keys().isdisjoint(("nc", "val")))
-    return data if is_yolo or isinstance(data.get("train"), str | list) else None
+    if not is_yolo and not isinstance(data.get("train"), str | list):
+        return None
+    if repeated := re.search(r"(?ms)^(\w+)[ \t]*:.*^\1[ \t]*:", text):
+        raise ConfigError(f"'{path}' has the key {repeated[1]!r} twice. Remove one of them.")
+    return data
 
 
 def class_files(files: list[str], names: Iterable[str] = _CLASS_FILES) -> list[str]:
