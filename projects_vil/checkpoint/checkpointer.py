@@ -24,15 +24,9 @@ from backbones.checkpoint_files import read_checkpoint, state_dict_of
 from backbones.convert import detect_format
 from backbones.errors import check_file, first_of, one_line
 from backbones.files import atomic_write, write_text
+from projects_vil.checkpoint import pretrained
 from projects_vil.checkpoint.categories import Categories, copy_classes, is_predictor, known_categories
 from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, InputFormat, differing_options
-from projects_vil.checkpoint.pretrained import (
-    BACKBONE_PREFIX,
-    convert_classifier,
-    convert_official,
-    is_classifier,
-    weights_of_timm,
-)
 from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_entry
 from projects_vil.config import CONFIG_FILE, config_path, head_of, with_overrides
 from projects_vil.data import catalog
@@ -140,7 +134,7 @@ class Checkpointer(DetectionCheckpointer):
         else:
             self.logger.info(f"Loading timm's pretrained weights {backbone.name} into the backbone")
             self._path = backbone.variant
-            self._log_incompatible_keys(self._load_model(weights_of_timm(backbone)))
+            self._log_incompatible_keys(self._load_model(pretrained.weights_of_timm(backbone)))
         return {}
 
     def load(self, path: str, *args, **kwargs) -> dict[str, Any]:
@@ -188,7 +182,7 @@ class Checkpointer(DetectionCheckpointer):
     def _load_file(self, filename: str) -> dict[str, Any]:
         contents, self._contents = self._contents or read_checkpoint(filename), None
         state_dict = state_dict_of(contents)
-        if not any(name.removeprefix("module.").startswith(BACKBONE_PREFIX) for name in state_dict):
+        if not any(name.removeprefix("module.").startswith(pretrained.BACKBONE_PREFIX) for name in state_dict):
             contents = self._convert(contents, state_dict)
         if "model" not in contents:
             raise ConfigError(
@@ -202,9 +196,9 @@ class Checkpointer(DetectionCheckpointer):
         """Convert an official checkpoint or a classifier for the backbone; return any other contents as they are."""
         backbone = self._backbone
         if isinstance(backbone, TimmBackbone) and not any("backbone." in name for name in state_dict):
-            return weights_of_timm(backbone, state_dict, source=self._path)
+            return pretrained.weights_of_timm(backbone, state_dict, source=self._path)
         official = detect_format(contents)
-        if official is None and not is_classifier(state_dict):
+        if official is None and not pretrained.is_classifier(state_dict):
             return contents
         if backbone is None:
             raise ConfigError(
@@ -214,11 +208,11 @@ class Checkpointer(DetectionCheckpointer):
         hint = ""
         try:
             if official is None:
-                conversion = convert_classifier(contents, backbone.variant, backbone.net)
+                conversion = pretrained.convert_classifier(contents, backbone.variant, backbone.net)
                 self._check_metadata(CheckpointMetadata.from_contents(conversion.contents))
             else:
                 hint = " 'vil convert' lists the config keys of a checkpoint."
-                conversion = convert_official(official, backbone.variant, model_options=backbone.options)
+                conversion = pretrained.convert_official(official, backbone.variant, model_options=backbone.options)
                 # The weights are converted for the options of the model.
                 conversion.contents[METADATA_KEY] |= {"options": None}
         except ConfigError as error:
@@ -254,7 +248,7 @@ class Checkpointer(DetectionCheckpointer):
         incompatible = super()._load_model(checkpoint)
         if incompatible.missing_keys or incompatible.unexpected_keys or incompatible.incorrect_shapes:
             self._check_keys(incompatible, names)
-        if not self.complete and all(name.startswith(BACKBONE_PREFIX) for name in names):
+        if not self.complete and all(name.startswith(pretrained.BACKBONE_PREFIX) for name in names):
             self.logger.info("The checkpoint has a backbone only. The FPN and the heads start from random weights.")
             incompatible.missing_keys.clear()
         if average is not None and self.averaged is None:

@@ -31,6 +31,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from backbones import ConfigError
 from backbones.errors import GENERATOR, check_replaceable, counted, handling_signals, terminate
 from backbones.files import write_text
+from projects_vil import utils
 from projects_vil.checkpoint import Checkpointer, remove_run
 from projects_vil.config import CONFIG_FILE, set_precision, with_overrides
 from projects_vil.data import register_datasets
@@ -38,14 +39,6 @@ from projects_vil.engine.auto_micro_batch import choose_micro_batches
 from projects_vil.engine.checks import check_output_dir
 from projects_vil.engine.trainer import Trainer
 from projects_vil.solver import resolve_schedule
-from projects_vil.utils import (
-    LOCK_FILE,
-    hidden_main_module,
-    log_run,
-    run_lock,
-    stop_requests,
-    terminating_between_calls,
-)
 
 # Minimum number of seconds that processes wait for each other, for example while rank 0 evaluates or reads the data. It
 # is PyTorch's default for NCCL. If the network fails, each machine ends after this time.
@@ -165,10 +158,10 @@ def run_training(cfg: CfgNode, trainer_class: type[Trainer], resume: bool, overr
     """
     register_datasets(cfg)
     is_main, logger = comm.is_main_process(), logging.getLogger(__name__)
-    with run_lock(cfg.OUTPUT_DIR) if is_main else contextlib.nullcontext():
+    with utils.run_lock(cfg.OUTPUT_DIR) if is_main else contextlib.nullcontext():
         comm.synchronize()
         is_new = not check_output_dir(cfg, resume=resume)
-        log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
+        utils.log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
         # The datasets are read before any file of an older run is deleted.
         num_images = trainer_class.read_datasets(cfg)
         cfg, lines = resolve_schedule(cfg, num_images, overridden)
@@ -211,19 +204,19 @@ def run_evaluation(cfg: CfgNode, trainer: type[Trainer], resume: bool) -> None:
         resume: Evaluate the last checkpoint in ``OUTPUT_DIR`` instead of ``MODEL.WEIGHTS``.
     """
     register_datasets(cfg)
-    log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
+    utils.log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
     trainer.read_datasets(cfg, train=False)
     _set_up_run(cfg, eval_only=True)
     folder = Path(cfg.OUTPUT_DIR)
     # A training run keeps its config.
-    if not any(any(folder.glob(pattern)) for pattern in ("*.pth", "metrics.json", LOCK_FILE)):
+    if not any(any(folder.glob(pattern)) for pattern in ("*.pth", "metrics.json", utils.LOCK_FILE)):
         check_replaceable(folder / CONFIG_FILE, advice="Choose another OUTPUT_DIR.")
         save_config(cfg, trainer)
     model = trainer.build_model(cfg)
     checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, cfg=cfg, complete=True)
     checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
     is_single = comm.get_world_size() == 1
-    with stop_requests(single_process=is_single) as received, terminating_between_calls(model, received):
+    with utils.stop_requests(single_process=is_single) as received, utils.terminating_between_calls(model, received):
         results = trainer.test(cfg, model)
     if comm.is_main_process():
         verify_results(cfg, results)
@@ -274,7 +267,7 @@ def _spawn(run: Callable[[], object], processes: Processes, url: str) -> None:
     with handling_signals(pass_on):
         worker_args, count = (run, processes, url), processes.num_gpus
         # CUDA and OpenMP's threads do not survive a fork.
-        with hidden_main_module():
+        with utils.hidden_main_module():
             context = start_processes(_worker, worker_args, nprocs=count, join=False, start_method="spawn")
         workers += context.processes
         for number in received[:1]:

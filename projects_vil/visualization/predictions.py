@@ -19,14 +19,7 @@ from projects_vil.config import is_panoptic, is_segmentor, with_overrides
 from projects_vil.data import IGNORED_LABEL, build_train_loader, label_reader, load_dataset, read_image
 from projects_vil.data.splits import images_of
 from projects_vil.files import read_json
-from projects_vil.visualization.drawing import (
-    PANEL_HEIGHT,
-    PANEL_WIDTH,
-    draw_instances,
-    draw_labels,
-    sheet,
-    write_image,
-)
+from projects_vil.visualization import drawing
 from vil.choices import SCORE_THRESHOLD
 
 DRAWINGS_FOLDER = "drawings"
@@ -68,7 +61,7 @@ def draw_results(
             name = record["file_name"]
             raise ConfigError(f"Masks in '{predictions}' differ in size from '{name}'. Predict on this dataset.")
         name = f"{Path(record['file_name']).stem}, {size[0]} x {size[1]}"
-        scale = min(PANEL_WIDTH / size[1], PANEL_HEIGHT / size[0])
+        scale = min(drawing.PANEL_WIDTH / size[1], drawing.PANEL_HEIGHT / size[0])
         if is_sem_seg:
             truth = label_reader(dataset_name)(record["sem_seg_file_name"])
             predicted = np.full(size, IGNORED_LABEL, np.uint8)
@@ -76,14 +69,14 @@ def draw_results(
                 predicted[mask_util.decode(item["segmentation"]).astype(bool)] = item["category_id"]
             correct = (predicted == truth)[truth != IGNORED_LABEL].mean()
             titles = f"ground truth ({name})", f"prediction: {correct:.1%} of pixels correct"
-            panels = [draw_labels(image, labels, metadata, scale=scale) for labels in (truth, predicted)]
+            panels = [drawing.draw_labels(image, labels, metadata, scale=scale) for labels in (truth, predicted)]
         else:
             truth = record.get("annotations", [])
             shown = [item for item in detections if item["score"] >= score_threshold]
             titles = f"ground truth: {len(truth)} ({name})", f"predictions: {len(shown)} (score >= {score_threshold:g})"
-            panels = [draw_instances(image, items, metadata, scale=scale) for items in (truth, shown)]
+            panels = [drawing.draw_instances(image, items, metadata, scale=scale) for items in (truth, shown)]
         rows.append(list(zip(titles, panels, strict=True)))
-    write_image(Path(output), sheet(f"{dataset_name}: {len(rows)} of {len(records)} images", rows))
+    drawing.write_image(Path(output), drawing.sheet(f"{dataset_name}: {len(rows)} of {len(records)} images", rows))
 
 
 def _evenly_spaced(entries: Sequence[Any], number: int) -> list[Any]:
@@ -113,11 +106,11 @@ def draw_annotations(content: dict[str, Any], root: str | Path, output: Path, *,
     panels = []
     for record, path in _evenly_spaced(annotated or images, num_images):
         image, objects = read_image(path), by_image[record["id"]]
-        scale = min(PANEL_WIDTH / image.shape[1], PANEL_HEIGHT / image.shape[0])
-        drawn = draw_instances(image, objects, Metadata(thing_classes=names), scale=scale)
+        scale = min(drawing.PANEL_WIDTH / image.shape[1], drawing.PANEL_HEIGHT / image.shape[0])
+        drawn = drawing.draw_instances(image, objects, Metadata(thing_classes=names), scale=scale)
         panels.append((f"{Path(path).name}, objects: {len(objects)}", drawn))
     title = f"{output.stem}: {len(panels)} of {len(images)} images"
-    write_image(output, sheet(title, [panels[first : first + 4] for first in range(0, len(panels), 4)]))
+    drawing.write_image(output, drawing.sheet(title, [panels[first : first + 4] for first in range(0, len(panels), 4)]))
 
 
 def draw_evaluation(cfg: CfgNode, *, name: str) -> None:
@@ -168,7 +161,7 @@ def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: in
     paths = []
     for index, sample in enumerate(islice(chain.from_iterable(loader), number)):
         paths.append(Path(output) / f"{index:04d}_{Path(sample['file_name']).stem}.png")
-        write_image(paths[-1], draw_sample(cfg, sample))
+        drawing.write_image(paths[-1], draw_sample(cfg, sample))
     return paths
 
 
@@ -195,10 +188,10 @@ def draw_sample(cfg: CfgNode, sample: dict[str, Any]) -> np.ndarray:
             {"bbox": box, "bbox_mode": BoxMode.XYXY_ABS, "category_id": index, "segmentation": mask}
             for box, index, mask in zip(*columns, strict=True)
         ]
-        drawn.append(draw_instances(image, objects, metadata, scale=scale))
+        drawn.append(drawing.draw_instances(image, objects, metadata, scale=scale))
     if is_segmentor(cfg) or is_panoptic(cfg):
-        drawn.append(draw_labels(image, sample["sem_seg"].numpy(), metadata, scale=scale))
-    return sheet(title, [[("", panel)] for panel in drawn])
+        drawn.append(drawing.draw_labels(image, sample["sem_seg"].numpy(), metadata, scale=scale))
+    return drawing.sheet(title, [[("", panel)] for panel in drawn])
 
 
 def _predictions_by_image(path: Path, dataset_name: str, images: list, key: str) -> dict[Any, list[dict]]:
