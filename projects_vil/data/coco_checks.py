@@ -271,9 +271,8 @@ def find_in_images(file: CocoFile) -> Findings:
 
 
 def find_in_files(file: CocoFile) -> Findings:
-    unusable, unsized = set(file.found["invalid_image_entry"]), set(file.found["missing_image_size"])
-    usable = ((index, entry["file_name"]) for index, entry in enumerate(file.images) if index not in unusable)
-    paths = {index: os.path.join(file.image_root, name) for index, name in usable}
+    wrong, unsized = set(file.found["invalid_image_entry"]), set(file.found["missing_image_size"])
+    paths = {i: os.path.join(file.image_root, one["file_name"]) for i, one in enumerate(file.images) if i not in wrong}
     missing = set(missing_files(paths.values()))
     yield from (("missing_image_file", index, None) for index, path in paths.items() if path in missing)
     opened = {index: path for index, path in paths.items() if path not in missing}
