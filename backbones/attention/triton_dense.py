@@ -13,14 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from backbones.attention.triton_chunks import (
-    define_operator,
-    new_map,
-    new_sums,
-    power_of_two,
-    start_kernel,
-    strides_by_name,
-)
+from backbones.attention import triton_chunks
 from backbones.layers.tracing import in_autocast_dtype
 
 # The mode of this attention in :mod:`.triton_check`
@@ -118,7 +111,7 @@ class _KernelLauncher:
         self.num_global = key.shape[2] - self.tokens
         first = (self.height - 1) * local_bias.shape[2] + self.width
         length = first + local_bias[0].numel() + self.num_global
-        table = new_sums(query, (self.heads, length))
+        table = triton_chunks.new_sums(query, (self.heads, length))
         kernels = _kernels()
         self.arguments = {
             "query": query,
@@ -133,17 +126,18 @@ class _KernelLauncher:
             "CHANNELS": channels,
             "SCALE": channels**-0.5,
             "GLOBALS_BLOCK": _GLOBALS_BLOCK,
-            "CHANNELS_BLOCK": power_of_two(channels),
+            "CHANNELS_BLOCK": triton_chunks.power_of_two(channels),
             "ACC_DTYPE": kernels.tl.float64 if table.dtype == torch.float64 else kernels.tl.float32,
-            **strides_by_name("bmnd", query=query, key=key, value=value),
+            **triton_chunks.strides_by_name("bmnd", query=query, key=key, value=value),
         }
         biases = {"offset_bias": local_bias, "global_bias": global_bias, "BLOCK": _TABLE_BLOCK}
-        strides = strides_by_name("mhw", offset_bias=local_bias) | strides_by_name("mg", global_bias=global_bias)
+        strides = triton_chunks.strides_by_name("mhw", offset_bias=local_bias)
+        strides |= triton_chunks.strides_by_name("mg", global_bias=global_bias)
         self._start("table_kernel", (-(-length // _TABLE_BLOCK), self.heads, 1), **biases, **strides)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the output (B, M, N, D) and the log-sum-exps to base 2 (B, M, N)."""
-        output, logsumexp = new_map(self.query), new_sums(self.query, self.query.shape[:3])
+        output, logsumexp = triton_chunks.new_map(self.query), triton_chunks.new_sums(self.query, self.query.shape[:3])
         launch = self._launch("forward_kernel")
         grid = -(-self.tokens // launch.queries), self.heads, self.batch
         self._start("forward_kernel", grid, launch, output=output, lse=logsumexp)
@@ -155,17 +149,17 @@ class _KernelLauncher:
         """Return the gradients of the queries and of the other inputs that need one."""
         _, needs_key, needs_value, needs_local_bias, needs_global_bias = needed
         saved = {"grad": grad, "lse": logsumexp, "delta": torch.empty_like(logsumexp)}
-        self.arguments |= saved | strides_by_name("bmnd", grad=grad)
+        self.arguments |= saved | triton_chunks.strides_by_name("bmnd", grad=grad)
         launch = self._launch("query_grad_kernel")
         blocks = -(-self.tokens // launch.queries)
-        query_grad, partial = new_map(self.query), None
+        query_grad, partial = triton_chunks.new_map(self.query), None
         if needs_global_bias:
-            partial = new_sums(self.query, (blocks, self.batch, self.heads, self.num_global))
+            partial = triton_chunks.new_sums(self.query, (blocks, self.batch, self.heads, self.num_global))
         outputs = {"query_grad": query_grad, "global_bias_partial": partial}
         self._start("query_grad_kernel", (blocks, self.heads, self.batch), launch, output=output, **outputs)
         key_grad = value_grad = local_bias_grad = None
         if needs_key or needs_value:
-            key_grad, value_grad = (new_map(self.arguments["key"]) for _ in range(2))
+            key_grad, value_grad = (triton_chunks.new_map(self.arguments["key"]) for _ in range(2))
             launch = self._launch("key_grad_kernel")
             blocks = -(-self.tokens // launch.keys) + -(-self.num_global // launch.keys)
             outputs = {"key_grad": key_grad, "value_grad": value_grad}
@@ -182,10 +176,10 @@ class _KernelLauncher:
         keys = ((-(-height // rows) - 1) * rows + height) * width
         blocks = -(-rows * width // launch.queries) * -(-keys // launch.keys)
         shares = max(1, min(_PROGRAMS // (blocks * self.heads), self.batch))
-        partial = new_sums(self.query, (shares, self.heads, rows * width, keys))
+        partial = triton_chunks.new_sums(self.query, (shares, self.heads, rows * width, keys))
         grid = blocks, self.heads, shares
         self._start("pair_grad_kernel", grid, launch, partial=partial, rows=rows)
-        gradient = new_sums(self.query, (self.heads, 2 * height - 1, 2 * width - 1))
+        gradient = triton_chunks.new_sums(self.query, (self.heads, 2 * height - 1, 2 * width - 1))
         grid = -(-(2 * width - 1) // _OFFSETS_BLOCK), 2 * height - 1, self.heads
         options = {"QUERIES_BLOCK": _PAIRS_BLOCK, "OFFSETS_BLOCK": _OFFSETS_BLOCK, "rows": rows, "shares": shares}
         self._start("offset_grad_kernel", grid, partial=partial, offset_bias_grad=gradient, **options)
@@ -202,10 +196,10 @@ class _KernelLauncher:
         if launch is not None:
             values = {"QUERIES_BLOCK": launch.queries, "KEYS_BLOCK": launch.keys} | values
             compiled = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-        start_kernel(getattr(_kernels(), name), grid, values, **compiled)
+        triton_chunks.start_kernel(getattr(_kernels(), name), grid, values, **compiled)
 
 
-_attend = define_operator(
+_attend = triton_chunks.define_operator(
     "triton_dense",
     "Tensor query, Tensor key, Tensor value, Tensor local_bias, Tensor? global_bias",
     num_tensors=5,
