@@ -368,6 +368,8 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
     if args.fix and (os.path.lexists(args.fix) or args.fix.endswith(".json")):
         parser.error(f"argument --fix: '{args.fix}' already exists or is the name of a file. Give a new folder")
 
+    if args.draw and Path(args.draw).resolve().is_relative_to(Path(args.data).resolve()):
+        parser.error(f"argument --draw: '{args.draw}' is in the dataset. Give a folder outside of it")
     choices.registers_builders = bool(args.draw)  # Drawing needs PyTorch, which takes seconds to import.
     from projects_vil.data.check import check_classes, check_dataset, write_fixed
     from projects_vil.data.object_sizes import IMAGE_SIZES, RETINANET, choose_size, objects_of
@@ -403,9 +405,9 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
             from projects_vil.visualization.predictions import draw_annotations
 
             for split, file in files.items():
-                content = file.fixed(areas=False)[0] if file.findings("error") else file.dataset
-                draw_annotations(content, file.image_root, Path(args.draw, f"{split}.png"))
-                lines.append(f"wrote {Path(args.draw, f'{split}.png')}")
+                draw_annotations(file.fixed(areas=False)[0], file.image_root, Path(args.draw, f"{split}.png"))
+                left_out = " (without annotations that have errors)" * bool(file.findings("error"))
+                lines.append(f"wrote {Path(args.draw, f'{split}.png')}{left_out}")
         lines += write_fixed(files, args.fix)
     except BaseException:
         if args.fix:

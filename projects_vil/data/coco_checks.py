@@ -292,7 +292,7 @@ def find_in_files(file: CocoFile) -> Findings:
 
 def find_in_annotations(file: CocoFile) -> Findings:
     ids = np.zeros(len(file.annotations), int)
-    by_name = {str(file.categories[index]["name"]): index for index in file.category_by_id.values()}
+    by_name = {repr(str(file.categories[index]["name"])): index for index in file.category_by_id.values()}
     # A name of two categories is ambiguous.
     by_name = by_name if len(by_name) == len(file.category_by_id) else {}
     for index, entry in enumerate(file.annotations):
@@ -305,7 +305,7 @@ def find_in_annotations(file: CocoFile) -> Findings:
         if exact is None or file.found["mixed_image_id_types"]:
             yield "unknown_image_id" if image < 0 else "image_id_type_mismatch", index, None
         category = entry.get("category_id")
-        file.category_of[index] = position = file.category_by_id.get(as_int(category), by_name.get(str(category), -1))
+        file.category_of[index] = position = file.category_by_id.get(as_int(category), by_name.get(repr(category), -1))
         if position < 0 or type(category) is not int:
             name = "unknown_category_id" if position < 0 else "category_id_type_mismatch"
             yield name, index, f"category_id {_shortened(category)}"
@@ -544,7 +544,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("category_name_not_text", "fixed", "categories whose name is a number", convert("name", str), "read as text"),
         ("duplicate_category_name", "note", "categories with the same or a similar name", None,
          "different classes; if it is a typing mistake, correct the name in the annotations"),
-        ("category_without_objects", "note", "categories without objects", None, "no AP, and the model learns none"),
+        ("category_without_objects", "note", "categories without objects", None, "no AP or no training for them"),
     ),
     "images": (
         ("invalid_image_entry", "error", "images without an id and a file_name", remove, _WITH_OBJECTS),

@@ -42,7 +42,7 @@ def with_file_names(content: dict[str, Any], names: Mapping[str, str]) -> dict[s
 
     def renamed(image: Any) -> Any:
         name = file_name_of(image)
-        return image | {"file_name": names[name]} if name in names else image
+        return image | {"file_name": names.get(name, name)} if name else image
 
     return content | {"images": like(content["images"], map(renamed, content["images"]))}
 
@@ -151,7 +151,7 @@ def compare_splits(parts: Parts, original_of: Mapping[str, str]) -> Iterator[str
     equal = [group for group in groups.values() if len(group) > 1]
     if equal and len(parts) > 1:
         first = [f"'{path}' in {split}" for split, path in equal[0].items()]
-        yield f"images in several splits: {len(equal):,}, which raise AP, such as {' and '.join(first)}"
+        yield f"images in several splits, whose AP is too high: {len(equal):,}, such as {' and '.join(first)}"
     elif equal:
         yield f"images that are copies of another: {sum(map(len, equal)) - len(equal):,}, such as '{[*equal[0]][1]}'"
     alone = [f"{name!r} ({min(own)})" for name, own in by_class.items() if name and len(own) == 1]

@@ -99,11 +99,8 @@ def read_part(path: Path, made_of: Mapping[str, Any], *, columns: Sequence[str] 
 
 def failed_rows(table: pa.Table) -> list[int]:
     """Return the positions of the rows whose URL failed for a reason that may be temporary."""
-    return [
-        row
-        for row, error in enumerate(table["error"].to_pylist())
-        if (error or "").startswith(image_loading.TEMPORARY_ERROR)
-    ]
+    errors = [error or "" for error in table["error"].to_pylist()]
+    return [row for row, error in enumerate(errors) if error.startswith(image_loading.TEMPORARY_ERROR)]
 
 
 def write_part(path: Path, table: pa.Table) -> pa.Table:

@@ -101,7 +101,7 @@ def draw_annotations(content: dict[str, Any], root: str | Path, output: Path, *,
         by_image[one["image_id"]].append(one | {"category_id": indices[one["category_id"]]})
     images = [(image, path) for image, path in images_of(content, Path(root)) if os.path.isfile(path)]
     if not images:
-        raise ConfigError(f"Cannot draw {output.stem}: its images are not files. Write them with --fix, and draw OUT.")
+        raise ConfigError(f"Cannot draw {output.stem}: its images are inside annotation files. Add --fix OUT.")
     annotated = [(image, path) for image, path in images if image["id"] in by_image]
     panels = []
     for record, path in _evenly_spaced(annotated or images, num_images):

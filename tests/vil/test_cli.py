@@ -100,6 +100,12 @@ def test_the_advice_after_training(tmp_path, monkeypatch, tasks, expected):
 
 
 @pytest.mark.slow
+def test_export(trained_run, tmp_path):
+    status, out, err = vil("export", trained_run, "--format", "torchscript", "--output", tmp_path / "export")
+    assert status == 0 and (tmp_path / "export/model.ts").is_file() and "equal" in out and "parity check ..." in err
+
+
+@pytest.mark.slow
 def test_a_wheel_contains_all_files_of_the_command(tmp_path):
     """The wheel is installed in a separate folder. It uses the libraries of the environment."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

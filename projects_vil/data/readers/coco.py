@@ -80,7 +80,7 @@ def find_coco(files: list[str], index: FileIndex, found: Annotations) -> Parts:
 
 def _names(paths: list[str]) -> set[str]:
     """Return the file names of the images of COCO files."""
-    return {entry["file_name"] for path in paths for entry in entries_of(read_coco(path), "images")}
+    return {file_name_of(entry) or "" for path in paths for entry in read_coco(path)["images"]}
 
 
 def _with_images(path: str, split: str | None, index: FileIndex, found: Annotations) -> Part:
@@ -115,9 +115,9 @@ def _with_images(path: str, split: str | None, index: FileIndex, found: Annotati
 def _rotated(one: Any) -> Any:
     """Return an annotation with the box around a box that CVAT rotated, and other annotations unchanged."""
     # The dataset check reports invalid values.
-    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+    with contextlib.suppress(AttributeError, KeyError, OverflowError, TypeError, ValueError):
         if not one.get("segmentation") and (degrees := degrees_of(one["attributes"]["rotation"])):
-            left, top, width, height = one["bbox"]
+            left, top, width, height = as_box(one["bbox"])
             box = box_object("", rotated_box(left, top, left + width, top + height, degrees))
             # A copy is not rotated again.
             return one | {"bbox": box["bbox"], "area": box["area"], "attributes": one["attributes"] | {"rotation": 0}}

@@ -311,14 +311,15 @@ def _detect_format(source: Path, images: str | Path | None) -> tuple[str, list[s
             text = f"'{source}' is in a format that is not supported: {name} (first file: '{path}')."
             raise ConfigError(f"{text} {advice}")
         # A file that is not JSON or XML at all has a better message.
-        for path in others[:1]:
+        for path in others:
             read_json(path) if path.lower().endswith(".json") else voc.parse_xml(path, Annotations())
         files = f"but files of type {_types(own)}, such as '{min(own, key=is_image)}'" if own else "because it is empty"
         raise ConfigError(f"'{source}' has no annotations of a known format, {files}. Use {_KNOWN}.")
     stems = {*map(stem_of, index.images)}
     folders = {os.path.dirname(path) for files in found.values() for path in files}
-    if labels := yolo.label_files([p for p in own if os.path.dirname(p) in folders and stem_of(p) in stems]):
-        found.setdefault("YOLO", labels)
+    beside = [p for p in own if "YOLO" not in found and os.path.dirname(p) in folders and stem_of(p) in stems]
+    if labels := yolo.label_files(beside):
+        found["YOLO"] = labels
     if len(found) > 1:
         each = " and ".join(f"{name} ({os.path.relpath(files[0], root)})" for name, files in found.items())
         advice = "Give the file or the folder of one format, or move the files of the others."

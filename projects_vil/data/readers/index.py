@@ -18,8 +18,6 @@ from projects_vil.files import content_hash, walk
 
 SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
 SPLITS |= {"validation": "val", "validate": "val", "test": "test", "testing": "test"}
-# Names of lists, and of folders next to a folder of another split. They may also be parts of other paths.
-LISTS = SPLITS | {"dev": "val", "eval": "val"}
 # Words beside the split in folder names, such as "train_images"
 _NEUTRAL = {"annotations", "data", "images", "image", "imgs", "img", "jpg", "json", "labels", "obj", "set", "xml", ""}
 # Folders of annotations with the images in another folder next to them
@@ -274,11 +272,11 @@ class FileIndex:
 def _split_of_folder(image_folders: Set[tuple[str, ...]], folders: tuple[str, ...]) -> str | None:
     """Return the split of a folder. In names such as WIDER_train next to WIDER_val, a word is the split.
 
-    The names dev and eval are splits only next to another split.
+    The names dev and eval, which may also be parts of paths, are splits only next to another split.
     """
     for length in range(len(folders), 0, -1) if split_of(folders) is None else ():
         *parents, name = folders[:length]
-        for word, split in LISTS.items():
+        for word, split in (SPLITS | {"dev": "val", "eval": "val"}).items():
             siblings = {name.replace(word, other) for other in SPLITS if SPLITS[other] != split} - {name}
             if any((*parents, sibling) in image_folders for sibling in siblings):
                 return split

@@ -8,13 +8,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from backbones import ConfigError
-from projects_vil.data.readers.index import LISTS, FileIndex, Record, read_lines, read_names, size_of, stem_of
+from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, size_of, stem_of
 from projects_vil.data.readers.shapes import Annotations, box_object, degrees_of, numbers, polygon_object, rotated_box
 
-# Lists of images, of a class, of images with masks, and elsewhere (also 2007_train.txt). The first kind is used.
-_MAIN = "/imagesets(?:/main)?/"
-_FOLDERS = (_MAIN, _MAIN + "[^/]+_", "/imagesets/segmentation/", r"/(?:splits?/)?(?:\d+_)?")
-_LISTS = [re.compile(rf"(.*?){folder}({'|'.join(LISTS)})(?:_list)?\.txt", re.I) for folder in _FOLDERS]
+# Lists of images, lists of a class, and lists elsewhere. The first kind that exists is used.
+_FOLDERS = ("/imagesets(?:/main)?/", "/imagesets(?:/main)?/[^/]+_", "/(?:splits?/)?")
+_LISTS = [re.compile(rf"(.*?){folder}({'|'.join(SPLITS)})(?:_list)?\.txt", re.I) for folder in _FOLDERS]
 _SIDES = ("bndbox/xmin", "bndbox/ymin", "bndbox/xmax", "bndbox/ymax")
 
 
@@ -54,14 +53,14 @@ def _read_lists(files: list[str], index: FileIndex, found: Annotations) -> list[
     lists = next(filter(None, kinds), [])
     named = {path: [f for line in read_lines(path) for f in _files_of(line, root, by_stem)] for path, root, _ in lists}
     # Other text files are lists if most lines name annotation files, which are not in folders of splits.
-    if lists is kinds[-1]:
+    if lists is kinds[2]:
         known = set() if any(map(index.split_of, files)) else {*files}
         lists = [one for one in lists if 2 * sum(file in known for file in named[one[0]]) > len(named[one[0]])]
     found.read += [path for path, _, _ in lists]
     # trainval comes last. What it has besides train is val, and the other way round.
     for path, root, name in sorted(lists, key=lambda one: one[2] == "trainval"):
-        listed, others = splits[root], {LISTS[one[2]] for one in lists if one[1] == root and one[2] != "trainval"}
-        split = "val" if name == "trainval" and "train" in others and "val" not in others else LISTS[name]
+        listed, others = splits[root], {SPLITS[one[2]] for one in lists if one[1] == root and one[2] != "trainval"}
+        split = "val" if name == "trainval" and "train" in others and "val" not in others else SPLITS[name]
         if split != "test" and named[path] and not {*named[path]} & {*files}:
             raise ConfigError(f"'{path}' names no annotation file below '{root}'. Correct or remove it.")
         for file in named[path]:

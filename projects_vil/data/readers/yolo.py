@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PureWindowsPath
@@ -13,7 +14,7 @@ import yaml
 from backbones import ConfigError
 from backbones.errors import counted
 from projects_vil.data.image_files import is_image, read_sizes
-from projects_vil.data.readers.index import LISTS, SPLITS, FileIndex, Record, read_lines, read_names, split_of, stem_of
+from projects_vil.data.readers.index import SPLITS, FileIndex, Record, read_lines, read_names, split_of, stem_of
 from projects_vil.data.readers.shapes import Annotations, box_object, number, polygon_object
 from projects_vil.files import content_hash, walk
 
@@ -22,7 +23,7 @@ _CLASS_FILES = r"classes(\.txt)+|obj\.names|_darknet\.labels", r"(predefined_cla
 # Parts of a written path that the path of an existing folder need not have
 _OPTIONAL = {"\\", "..", "data", "datasets"}
 # A list of the images of a split. The images of trainval.txt are in other lists too.
-_LIST = re.compile(rf".*/({'|'.join(LISTS.keys() - {'trainval'})})\.txt", re.I)
+_LIST = re.compile(rf".*/({'|'.join(SPLITS.keys() - {'trainval'})})\.txt", re.I)
 _LARGE = "label files with values larger than 1, which are not fractions of the image"
 _NUMBER = re.compile(r"[-+]?(\d+\.?|\d*[.,]\d+)([eE][-+]?\d+)?")
 _MARKUP = re.compile(r'[{[]["{[]|[{[]$|<[?\w]')
@@ -38,9 +39,12 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
     path = max(files, key=lambda file: len(read_lines(file)))
     data = settings_of(path) or {}
     found.classes = names = _names(path, data.get("names"), data.get("nc"), index, found) if data else []
-    for other in class_files(index.files, _CLASS_FILES[:1]) or class_files(files):
-        if any(a.casefold() != b.casefold() for a, b in zip(read_names(other), names, strict=False)):
-            raise ConfigError(f"'{path}' and '{other}' have different class names. Correct or remove one of them.")
+    beside = [file for file in index.files if os.path.dirname(file) == os.path.dirname(path)]
+    for other in class_files(files) or class_files(beside, _CLASS_FILES[:1]):
+        for position, (name, one) in enumerate(zip(names, read_names(other), strict=False)):
+            if name and one and _comparable(name) != _comparable(one):
+                text = f"Class {position} is {name!r} in '{path}' and {one!r} in '{other}'"
+                raise ConfigError(f"{text}. Correct or remove one of the files.")
         found.read.append(other)
     splits = _splits(path, data, index, found)
     labels = _labels(splits, index)
@@ -67,7 +71,7 @@ def read(files: list[str], index: FileIndex, found: Annotations) -> Iterator[Rec
         every = ", ".join(f"{label} ({counted(len(lines), 'object')})" for label, lines in sorted(unknown.items()))
         advice = f"Add names to '{path}'" if data else f"Write '{index.root}/classes.txt' with one name per line"
         if {*unknown} == {str(len(names))} and all(row[0] != "0" for own in rows.values() for row, _ in own):
-            advice = f"If these start at 1, write the ids before the names in '{path}', such as '1: {names[0]}'"
+            advice = f"If they start at 1, write each name on a line with its id, such as '1: {names[0]}'"
         raise ConfigError(f"{next(iter(unknown.values()))[0]}: no name for class {every}. Ids start at 0. {advice}.")
     _count_labels(labels, index, found)
 
@@ -154,7 +158,7 @@ def _lists(index: FileIndex, root: str) -> dict[str | None, list[str]]:
     for match in filter(None, map(_LIST.fullmatch, index.files)):
         names = [PureWindowsPath(line.casefold()).name for line in read_lines(match[0])]
         if any(is_image(name) or f"{name}." in index.by_name for name in names):
-            splits[LISTS[match[1].lower()]].append(match[0])
+            splits[SPLITS[match[1].lower()]].append(match[0])
     # Folders of splits come before lists without one of training images.
     has_folders = any(map(index.split_of, index.images))
     return splits if "train" in splits else {None: [root]} if has_folders else {None: [root], **splits}
@@ -183,7 +187,7 @@ def settings_of(path: str) -> dict[str, Any] | None:
     is_yolo = "names" in data and (stem_of(path).lower() == "data" or not data.keys().isdisjoint(("nc", "val")))
     if not is_yolo and not isinstance(data.get("train"), str | list):
         return None
-    if repeated := re.search(r"(?ms)^(\w+)[ \t]*:.*^\1[ \t]*:", text):
+    if repeated := re.search(r"(?ms)^([a-z]\w*)[ \t]*:.*^\1[ \t]*:", text):
         raise ConfigError(f"'{path}' has the key {repeated[1]!r} twice. Remove one of them.")
     return data
 
@@ -192,6 +196,10 @@ def class_files(files: list[str], names: Iterable[str] = _CLASS_FILES) -> list[s
     """Return the files with one class name per line. A file with one of their names may have the labels of an image."""
     kinds = ([path for path in files if re.fullmatch(name, os.path.basename(path), re.I)] for name in names)
     return next(filter(None, ([path for path in kind if not label_files([path])] for kind in kinds)), [])
+
+
+def _comparable(name: str) -> str:
+    return re.sub(r"[\W_]+", "", unicodedata.normalize("NFC", name)).casefold()
 
 
 def label_files(files: list[str]) -> list[str]:

@@ -216,7 +216,7 @@ def test_kinds_of_files(kind, tmp_path):
         assert error in message(function, root, tmp_path / "out", *options)
         return
     dataset, files = check_dataset(root, fixed=tmp_path / "out")
-    contents = {split: file.fixed()[0] for split, file in files.items()}
+    contents = {split: one.fixed()[0] if one.findings("fixed") else one.dataset for split, one in files.items()}
     assert not any(file.found["missing_or_invalid_area"] for file in files.values())
     assert kind.split(",")[0] in dataset.format and dataset.classes == ("0" if "class 0" in kind else "cat",)
     annotation, *others = contents["train"]["annotations"]

@@ -18,7 +18,7 @@ def test_images_and_classes_of_splits_are_compared(shapes, tmp_path):
     path.write_text(json.dumps(content))
     shared, classes = read_dataset(tmp_path / "mine", tmp_path / "out").notes
     assert (
-        shared.startswith("images in several splits: 2, which raise AP, such as ")
+        shared.startswith("images in several splits, whose AP is too high: 2, such as ")
         and "in train" in shared
         and "in val" in shared
     )
@@ -27,4 +27,4 @@ def test_images_and_classes_of_splits_are_compared(shapes, tmp_path):
     shutil.copy(tmp_path / "mine/annotations/instances_train.json", tmp_path / "mine/train/val.json")
     shutil.copy(tmp_path / "mine/annotations/instances_train.json", tmp_path / "mine/train/train.json")
     (note,) = read_dataset(tmp_path / "mine/train", tmp_path / "out").notes
-    assert note.startswith("images in several splits: 16,")
+    assert note.startswith("images in several splits, whose AP is too high: 16,")

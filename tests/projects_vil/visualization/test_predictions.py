@@ -91,14 +91,14 @@ def test_annotations_of_a_dataset(tmp_path):
     """Images with objects are drawn, with the colors of other drawings. Annotations with errors are not drawn."""
     image = np.full((PANEL_WIDTH, PANEL_WIDTH, 3), 90, np.uint8)
     for name in ("a.png", "b.png", "c.png"):
-        Image.fromarray(image).save(tmp_path / name)
+        write_image(tmp_path / "data" / name, image)
     boxes = [{"id": 1, "image_id": 2, "category_id": 7, "bbox": [60, 80, 200, 120], "area": 24000, "iscrowd": 0}]
     wrong = [boxes[0] | {"id": 2, "image_id": 3, "category_id": 5}]
     images = [{"id": i, "file_name": f"{'abc'[i - 1]}.png", "height": 480, "width": 480} for i in (1, 2, 3)]
     content = {"images": images, "annotations": boxes + wrong, "categories": [{"id": 7, "name": "cat"}]}
-    (tmp_path / "train.json").write_text(json.dumps(content))
+    (tmp_path / "data/train.json").write_text(json.dumps(content))
     with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["vil", "check", str(tmp_path), "--draw", str(tmp_path / "drawn")])
+        patch.setattr("sys.argv", ["vil", "check", str(tmp_path / "data"), "--draw", str(tmp_path / "drawn")])
         cli.main()
     drawn = np.array(Image.open(tmp_path / "drawn/train.png"))[2 * HEADER :]
     objects = [{"bbox": [60, 80, 200, 120], "category_id": 0}]
