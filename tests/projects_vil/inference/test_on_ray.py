@@ -20,7 +20,7 @@ from tests.projects_vil.inference.helpers import assert_same, results_of, save
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 pytestmark = pytest.mark.slow
-OPTIONS = {"num_workers": (1, 2), "part_size": 8, "batch_size": 2}
+OPTIONS, ONE_WORKER = {"num_workers": (1, 2), "part_size": 8, "batch_size": 2}, {"num_workers": (1, 1)}
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_tasks_have_at_most_512_rows(cluster, trained_run, tmp_path, monkeypatch
     monkeypatch.setattr("projects_vil.inference.on_ray.ROWS_PER_TASK", 1024)
     for run in range(2):
         (tmp_path / "list.txt").write_text("\n".join(f"{run}/{number}.png" for number in range(3000)))
-        predict_on_ray(trained_run, tmp_path / "list.txt", tmp_path / "out", part_size=1024)
+        predict_on_ray(trained_run, tmp_path / "list.txt", tmp_path / "out", part_size=1024, **ONE_WORKER)
         found = re.search(r"_Worker\).*?rows per task: \d+ min, (\d+) max", statistics[run], re.DOTALL)
         assert 0 < int(found[1]) <= 512
 
@@ -198,12 +198,12 @@ def test_temporary_errors_are_predicted_again(inputs, cluster, trained_run, tmp_
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler, bind_and_activate=False)
     server.server_bind()
     paths = [str(inputs / "photos/00.png"), f"http://127.0.0.1:{server.server_address[1]}/photos/01.png"]
-    assert predict_on_ray(trained_run, paths, tmp_path / "out").num_skipped == 1
+    assert predict_on_ray(trained_run, paths, tmp_path / "out", **ONE_WORKER).num_skipped == 1
     assert "temporary error" in rows_of(tmp_path / "out")[paths[1]]["error"]
     server.server_activate()
     with server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert predict_on_ray(trained_run, paths, tmp_path / "out").num_images == 2
+        assert predict_on_ray(trained_run, paths, tmp_path / "out", **ONE_WORKER).num_images == 2
         server.shutdown()
     assert rows_of(tmp_path / "out").keys() == {"00.png", paths[1]}
     with tarfile.open(tmp_path / "empty.tar", "w") as tar:
