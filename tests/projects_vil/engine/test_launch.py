@@ -265,7 +265,7 @@ def test_a_second_run_in_a_folder_is_refused_and_an_evaluation_is_not(datasets_r
 def test_a_mistake_is_reported_once(datasets_root, tmp_path):
     """Images are missing, which is found before the processes start, or by the processes of torchrun."""
     file = f"{datasets_root}/shapes/annotations/instances_val.json"
-    missing = ["DATASETS.COCO", f"[['mine', '{file}', '{tmp_path}']]", "DATASETS.TRAIN", "('mine',)"]
+    missing = ["DATASETS.COCO", f"[['absent', '{file}', '{tmp_path}']]", "DATASETS.TRAIN", "('absent',)"]
     odd = ["SOLVER.IMS_PER_BATCH", "3"]
     words = ["--config-file", CONFIGS["retinanet"], *SMALL["retinanet"], "OUTPUT_DIR", tmp_path / "run"]
     for flags, named in ((missing, str(tmp_path)), (odd, "SOLVER.IMS_PER_BATCH")):
