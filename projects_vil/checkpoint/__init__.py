@@ -1,6 +1,5 @@
 """Checkpoints: reading, writing, converting, and their metadata."""
 
-from projects_vil.checkpoint.categories import Categories, known_categories
 from projects_vil.checkpoint.checkpointer import (
     BEST_CHECKPOINT,
     PUBLISHED_WEIGHTS,

@@ -25,8 +25,8 @@ from backbones.convert import detect_format
 from backbones.errors import check_file, first_of, one_line
 from backbones.files import atomic_write, write_text
 from projects_vil.checkpoint import pretrained
-from projects_vil.checkpoint.categories import Categories, copy_classes, is_predictor, known_categories
 from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, InputFormat, differing_options
+from projects_vil.checkpoint.predictors import copy_classes, is_predictor
 from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_entry
 from projects_vil.config import CONFIG_FILE, config_path, head_of, with_overrides
 from projects_vil.data import catalog
@@ -349,7 +349,7 @@ def check_weights(cfg: CfgNode, path: str, *, complete: bool = False, model: nn.
 
 def load_detector(
     cfg: CfgNode, weights: str | Path, *, complete: bool = True, as_datasets: bool = True
-) -> tuple[nn.Module, Categories]:
+) -> tuple[nn.Module, catalog.Categories]:
     """Build the model of a config in eval mode, load a checkpoint into it, and return both the model and its classes.
 
     Args:
@@ -378,7 +378,7 @@ def load_detector(
         with contextlib.suppress(ConfigError):
             catalog.register_datasets(cfg)
     number = cfg.MODEL[head_of(cfg)].NUM_CLASSES
-    return model.eval(), known_categories(names, ids, number=number, datasets=datasets)
+    return model.eval(), catalog.known_categories(names, ids, number=number, datasets=datasets)
 
 
 def _part(name: str) -> str:

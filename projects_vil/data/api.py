@@ -2,7 +2,7 @@
 
 from projects_vil.data.augmentation import AUGMENTATIONS
 from projects_vil.data.build import build_test_loader, build_train_loader, derived_seed, make_train_loader, seed_all
-from projects_vil.data.catalog import check_files, class_order, label_reader, register_datasets
+from projects_vil.data.catalog import Categories, check_files, class_order, label_reader, register_datasets
 from projects_vil.data.check import check_dataset, write_cleaned, write_fixed
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.dataset_mapper import Mapper, size_for_testing, to_input

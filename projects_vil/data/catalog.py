@@ -1,9 +1,10 @@
-"""Register datasets in detectron2's catalogs, and match their classes.
+"""Register datasets in detectron2's catalogs, and match the classes of datasets and models.
 
 A dataset is a COCO file, a folder of label images in ADE20K's dataset format, or both.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -268,6 +269,51 @@ def categories_of(name: str, *, stuff: bool = False) -> Mapping[int, str]:
         return {category_id: known[index] for category_id, index in sorted(index_of.items(), key=lambda i: i[1])}
     categories = None if stuff else read_categories(metadata.get("json_file"))
     return categories or dict(enumerate(known or (), start=0 if stuff else 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Categories:
+    """The classes of a model, in the order of its outputs.
+
+    Attributes:
+        ids: ``category_id`` of each class in COCO files.
+        names: Class names, in the same order.
+        colors: RGB in 0..255 of each class in drawings, or None.
+    """
+
+    ids: tuple[int, ...]
+    names: tuple[str, ...]
+    colors: Sequence[Sequence[int]] | None = dataclasses.field(default=None, compare=False)
+
+    def to_coco(self) -> list[dict]:
+        """Return the list of categories of a COCO file."""
+        return [{"id": number, "name": name} for number, name in zip(self.ids, self.names, strict=True)]
+
+
+def known_categories(
+    names: Sequence[str] | None, ids: Sequence[int] | None, *, number: int, datasets: Sequence[str] = ()
+) -> Categories:
+    """Return the categories of a checkpoint or an exported file.
+
+    Names and ids are from its metadata. Colors, and missing ids, are from a dataset with the same class names. Without
+    metadata all are from the first dataset with the same number of classes. If there is none, ids count from 1 and
+    names are ``class 1``, ``class 2``, and so on.
+
+    Args:
+        names: Class names in the metadata, or None.
+        ids: Category ids in the metadata, or None.
+        number: Number of classes.
+        datasets: Names of datasets to search; unknown names are skipped. If there are class names, COCO is searched
+            last.
+    """
+    # detectron2 has the categories of coco_2017_val built in.
+    for dataset in datasets if names is None else (*datasets, "coco_2017_val"):
+        classes = categories_of(dataset) if dataset in MetadataCatalog.list() else {}
+        found = tuple(classes.values())
+        if found and len(found) == number and names in (None, found):
+            return Categories(tuple(ids or classes), found, MetadataCatalog.get(dataset).get("thing_colors"))
+    counted = tuple(range(1, number + 1))
+    return Categories(tuple(ids or counted), tuple(names or (f"class {category_id}" for category_id in counted)))
 
 
 def model_classes(cfg: CfgNode) -> tuple[str | None, Mapping[int, str]]:

@@ -9,8 +9,9 @@ from detectron2.config import CfgNode
 
 from backbones import ConfigError
 from backbones.errors import check_file, package_version
-from projects_vil.checkpoint import Categories, versions
+from projects_vil.checkpoint import versions
 from projects_vil.config import detector_name, head_of
+from projects_vil.data import Categories
 from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.export.traceable import ExportableDetector
 from projects_vil.files import content_hash, read_json

@@ -19,8 +19,9 @@ from detectron2.structures import Instances
 
 from backbones import ConfigError
 from backbones.errors import check_whole, counted, first_of
-from projects_vil.checkpoint import Categories, find_model, find_weights
+from projects_vil.checkpoint import find_model, find_weights
 from projects_vil.config import SCORE_THRESHOLDS, Overrides, choose_device, combine_overrides, load_config
+from projects_vil.data import Categories
 from projects_vil.data.image_files import upright_pixels
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Skipped, Video, read_ahead

@@ -13,8 +13,9 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
 
 from backbones import ConfigError
 from backbones.checkpoint_files import write_checkpoint
-from projects_vil.checkpoint import METADATA_KEY, PUBLISHED_WEIGHTS, Categories, Checkpointer, weights_of
+from projects_vil.checkpoint import METADATA_KEY, PUBLISHED_WEIGHTS, Checkpointer, weights_of
 from projects_vil.config import CONFIG_FILE, default_config, load_config, with_overrides
+from projects_vil.data import Categories
 from projects_vil.evaluation import EVALUATION_FILE
 from projects_vil.files import read_json
 from projects_vil.inference.runners import EagerRunner, ExportedRunner

@@ -13,7 +13,8 @@ from typing import Any
 from backbones import ConfigError
 from backbones.errors import counted, first_of
 from backbones.files import atomic_write
-from projects_vil.checkpoint import Categories, fingerprint
+from projects_vil.checkpoint import fingerprint
+from projects_vil.data import Categories
 from projects_vil.files import content_hash
 from projects_vil.inference import image_loading
 from projects_vil.inference.detector import Detections, Detector

@@ -23,9 +23,9 @@ from tqdm import tqdm
 from backbones import ConfigError
 from backbones.errors import GENERATOR, check_choice, check_file, check_replaceable, check_whole, counted, printable
 from backbones.files import atomic_write
-from projects_vil.checkpoint import Categories, weights_of
+from projects_vil.checkpoint import weights_of
 from projects_vil.config import CONFIG_FILE, Overrides
-from projects_vil.data import IMAGE_SUFFIXES
+from projects_vil.data import IMAGE_SUFFIXES, Categories
 from projects_vil.data.catalog import describe_classes, match_all_classes
 from projects_vil.data.readers import read_coco
 from projects_vil.data.writers import check_output, write_detections

@@ -20,9 +20,15 @@ from detectron2.structures import Boxes, Instances
 
 from backbones import ConfigError
 from projects_vil import files
-from projects_vil.checkpoint import Categories
 from projects_vil.config import load_config
-from projects_vil.data import CocoFile, build_test_loader, build_train_loader, read_datasets, register_datasets
+from projects_vil.data import (
+    Categories,
+    CocoFile,
+    build_test_loader,
+    build_train_loader,
+    read_datasets,
+    register_datasets,
+)
 from projects_vil.evaluation import COCOEvaluator, build_evaluator
 from projects_vil.inference.parquet_writer import schema_of, write_part
 from projects_vil.utils import call_in_new_process, memory_of

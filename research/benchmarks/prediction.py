@@ -28,7 +28,7 @@ from torch import Tensor
 
 from backbones import ConfigError
 from examples.make_shapes_dataset import write_shapes_dataset
-from projects_vil.checkpoint import Categories
+from projects_vil.data import Categories
 from projects_vil.inference import Detector
 from projects_vil.inference import predict as run_prediction
 from projects_vil.inference.image_listing import archives_of_shard, find_images

@@ -7,9 +7,9 @@ import torch
 
 from backbones import ConfigError
 from projects_vil import Checkpointer
-from projects_vil.checkpoint import Categories, check_weights, known_categories, load_detector
+from projects_vil.checkpoint import check_weights, load_detector
 from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata
-from projects_vil.data import register_datasets
+from projects_vil.data.catalog import Categories, known_categories, register_datasets
 from tests.projects_vil.checkpoint.test_checkpointer import LOG, copy_of, detector, equal, log_of, save
 from tests.projects_vil.helpers import small_config, untrained_detector
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from backbones import ConfigError
 from backbones.build import VARIANTS
-from projects_vil.checkpoint import Categories
+from projects_vil.data import Categories
 from projects_vil.export import FORMATS, check_format, describe_model, example_image, make_exportable, metadata_path
 from tests.projects_vil.helpers import small_config, untrained_detector
 

@@ -12,9 +12,9 @@ import torch
 from detectron2.structures import Boxes, Instances
 from PIL import Image
 
-from projects_vil.checkpoint import Categories, Checkpointer
+from projects_vil.checkpoint import Checkpointer
 from projects_vil.config import CONFIG_FILE
-from projects_vil.data import size_for_testing
+from projects_vil.data import Categories, size_for_testing
 from projects_vil.inference import Detector, predict
 from tests.projects_vil.helpers import assert_same_detections, small_config, untrained_detector
 

@@ -11,7 +11,7 @@ from detectron2.structures import Boxes, Instances
 
 from backbones import ConfigError
 from projects_vil import Detector, Run
-from projects_vil.checkpoint import Categories
+from projects_vil.data import Categories
 from projects_vil.inference import Detections, runners
 from projects_vil.inference.image_loading import ImageBatches, ImageSource
 from tests.projects_vil.helpers import CONFIGS, assert_same_detections, message

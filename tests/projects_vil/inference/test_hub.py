@@ -13,7 +13,7 @@ from huggingface_hub.utils import filter_repo_objects
 from backbones import ConfigError
 from backbones.checkpoint_files import read_checkpoint
 from projects_vil import Detector
-from projects_vil.checkpoint import METADATA_KEY, Categories
+from projects_vil.checkpoint import METADATA_KEY
 from projects_vil.evaluation import write_results
 from projects_vil.inference import hub
 from tests.projects_vil.helpers import assert_same_detections, contents_of, message
@@ -21,7 +21,7 @@ from tests.projects_vil.inference.helpers import HalfRunner, picture, save_run
 from tests.selection import slow_except
 from vil.choices import SCORE_THRESHOLD
 
-CLASSES = Categories((3, 7, 9), ("round | flat", "square", "triangle"))
+CLASSES = hub.Categories((3, 7, 9), ("round | flat", "square", "triangle"))
 EVALUATION = {"bbox": {"AP": 12.345, "AP50": 20.0, "APl": float("nan"), "AP-square": 1.0}}
 FILES = {"README.md", "config.yaml", "model.safetensors"}
 PRIVATE = (

@@ -1,17 +1,10 @@
-"""The classes of a model: ids, names and colors, and the rows of its predictors.
+"""The rows of a detector's predictors by class. Row layouts are detectron2's. K: classes, A: anchors per position."""
 
-Row layouts are detectron2's. K: classes, A: anchors per position.
-"""
-
-import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
-from detectron2.data import MetadataCatalog
 from torch import Tensor
-
-from projects_vil.data.catalog import categories_of
 
 _LAYOUTS = {
     "head.cls_score": "A x K",
@@ -22,51 +15,6 @@ _LAYOUTS = {
 }
 # Cascade R-CNN numbers its box predictors.
 _NUMBERED = re.compile(r"(?<=^roi_heads\.box_predictor\.)\d+\.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Categories:
-    """The classes of a model, in the order of its outputs.
-
-    Attributes:
-        ids: ``category_id`` of each class in COCO files.
-        names: Class names, in the same order.
-        colors: RGB in 0..255 of each class in drawings, or None.
-    """
-
-    ids: tuple[int, ...]
-    names: tuple[str, ...]
-    colors: Sequence[Sequence[int]] | None = dataclasses.field(default=None, compare=False)
-
-    def to_coco(self) -> list[dict]:
-        """Return the list of categories of a COCO file."""
-        return [{"id": number, "name": name} for number, name in zip(self.ids, self.names, strict=True)]
-
-
-def known_categories(
-    names: Sequence[str] | None, ids: Sequence[int] | None, *, number: int, datasets: Sequence[str] = ()
-) -> Categories:
-    """Return the categories of a checkpoint or an exported file.
-
-    Names and ids are from its metadata. Colors, and missing ids, are from a dataset with the same class names. Without
-    metadata all are from the first dataset with the same number of classes. If there is none, ids count from 1 and
-    names are ``class 1``, ``class 2``, and so on.
-
-    Args:
-        names: Class names in the metadata, or None.
-        ids: Category ids in the metadata, or None.
-        number: Number of classes.
-        datasets: Names of datasets to search; unknown names are skipped. If there are class names, COCO is searched
-            last.
-    """
-    # detectron2 has the categories of coco_2017_val built in.
-    for dataset in datasets if names is None else (*datasets, "coco_2017_val"):
-        classes = categories_of(dataset) if dataset in MetadataCatalog.list() else {}
-        found = tuple(classes.values())
-        if found and len(found) == number and names in (None, found):
-            return Categories(tuple(ids or classes), found, MetadataCatalog.get(dataset).get("thing_colors"))
-    counted = tuple(range(1, number + 1))
-    return Categories(tuple(ids or counted), tuple(names or (f"class {category_id}" for category_id in counted)))
 
 
 def is_predictor(name: str) -> bool:
