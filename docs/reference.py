@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Files outside of docs/ that are pages of the site.
 PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 # Source files whose generated page a link leads to. The pages exist only in the site, and the files also on GitHub.
-GENERATED = {"projects_vil/config.py": "config", "vil/commands.py": "cli", "projects_vil/__init__.py": "api"}
+GENERATED = {"projects_vil/config.py": "config", "vil/cli.py": "cli", "projects_vil/__init__.py": "api"}
 # The API reference has the names in `__all__` of both packages, and these.
 ALSO_PUBLIC = {
     "backbones": ["backbone.Backbone", "convert.convert_state_dict", "convert.ConversionReport"],

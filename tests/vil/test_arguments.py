@@ -22,7 +22,7 @@ from projects_vil.config import default_config, load_config
 from tests.projects_vil.helpers import CONFIGS, ROOT, message
 from vil import choices
 from vil.arguments import ConfigToolParser, ToolParser, add_training_arguments, output_file, run_tool, write_json
-from vil.commands import COMMANDS
+from vil.cli import COMMANDS
 
 FILE = ["--config-file", str(CONFIGS["retinanet"])]
 OVERRIDES = {"SOLVER.BASE_LR": "-1e-3", "SOLVER.STEPS": "(3, 5)"}
