@@ -86,7 +86,9 @@ class ImageSource:
 
     def decode(self) -> tuple[np.ndarray, dict[str, str]]:
         """Return the upright image (H, W, 3) uint8 RGB, and its damage by its name. Raises UnreadableImage."""
-        pixels, damaged = (self.image, {}) if isinstance(self.image, np.ndarray) else decode_image(**self._file())
+        if isinstance(self.image, np.ndarray):
+            return self.image, {}
+        pixels, damaged = decode_image(**self._file())
         log_damaged(damaged)
         return pixels, damaged
 
