@@ -155,12 +155,6 @@ def check_replaceable(path: str | Path, *, advice: str = "Choose another file na
         raise ConfigError(f"'{path}' already exists and was not written by vil. {advice}")
 
 
-def check_output_folder(folder: str | Path) -> None:
-    """Raise a :class:`ConfigError` if an output folder exists but is a file. Call it before the work starts."""
-    if Path(folder).exists() and not Path(folder).is_dir():
-        raise ConfigError(f"Output '{folder}' is a file. Choose a folder.")
-
-
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
     """Raise a :class:`ConfigError` if ``value`` is not one of ``choices``."""
     choices = list(choices)

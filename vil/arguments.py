@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 from backbones.errors import (
     GENERATOR,
     ConfigError,
-    check_output_folder,
     check_replaceable,
     closest,
     find_os_error,
@@ -110,10 +109,8 @@ def local_path(text: str) -> str:
 
 def output_folder(text: str) -> str:
     """Return ``text`` unless it is a URL or an existing file. This is an argparse type."""
-    try:
-        check_output_folder(local_path(text))
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    if os.path.exists(local_path(text)) and not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"Output '{text}' is a file. Choose a folder")
     return text
 
 

@@ -17,7 +17,7 @@ from detectron2.config import CfgNode
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from backbones.errors import check_choice, check_output_folder, check_packages, check_replaceable, check_whole
+from backbones.errors import check_choice, check_packages, check_replaceable, check_whole
 from projects_vil.checkpoint import load_detector
 from projects_vil.config import SCORE_THRESHOLDS, with_overrides
 from projects_vil.data import load_dataset, register_datasets
@@ -107,7 +107,8 @@ def export_detector(
     if is_int8:
         check_packages("Precision int8", "nncf")
     calibration = calibration_files(cfg, calibration_images) if is_int8 else []
-    check_output_folder(output)
+    if Path(output).exists() and not Path(output).is_dir():
+        raise ConfigError(f"Output '{output}' is a file. Choose a folder.")
     on_cpu = with_overrides(cfg, {"MODEL.DEVICE": "cpu", "MODEL.TRANSFORMER.COMPILE": False})
     reference, categories = load_detector(on_cpu, weights)
     network = cast_network(copy.deepcopy(reference), precision)
