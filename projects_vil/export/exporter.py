@@ -8,7 +8,6 @@ import copy
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from backbones import ConfigError
 from backbones.errors import check_choice, check_packages, check_replaceable, check_whole
 from projects_vil.checkpoint import load_detector
-from projects_vil.config import SCORE_THRESHOLDS, with_overrides
+from projects_vil.config import with_overrides
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import FORMATS, check_format, log_step
 from projects_vil.export.metadata import describe_model, metadata_path
@@ -114,8 +113,8 @@ def export_detector(
     network = cast_network(copy.deepcopy(reference), precision)
     fixed_number = cfg.TEST.DETECTIONS_PER_IMAGE if fixed_detections else None
     exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
-    described = {"file_format": file_format, "precision": precision, "input_dtype": input_dtype, "opset": opset}
-    metadata = describe_model(cfg, exportable, categories, weights=weights, **described)
+    described = {"precision": precision, "input_dtype": input_dtype, "weights": weights, "opset": opset}
+    metadata = describe_model(cfg, exportable, categories, file_format, **described)
     compared = parity_images(cfg, images, fixed=size, sides=metadata["input"]["sides"])
 
     def as_input(image: Tensor) -> Tensor:
@@ -138,11 +137,12 @@ def export_detector(
     path = Path(output) / ("_".join(filter(None, parts)) + entry.suffix)
     if not metadata_path(path).exists():
         check_replaceable(path, advice="Choose another output directory.")
-    with atomic_folder(path.parent) as unfinished:
-        new = unfinished / path.name
+    options = {"quantizes": is_int8} if "int8" in entry.precisions else {}
+    options |= {"opset": opset} if opset else {}
+
+    def write(new: Path, **checks: bool) -> dict:
+        """Write a file and its metadata, and return the report of its parity check."""
         source = new.with_name(f"float{entry.suffix}") if is_int8 else new
-        options = {"quantizes": is_int8} if "int8" in entry.precisions else {}
-        options |= {"opset": opset} if opset else {}
         entry.write(exportable, example, source, **options)
         if is_int8:
             quantize(source, new, file_format, calibration, read)
@@ -151,16 +151,19 @@ def export_detector(
         main, *others = entry.files(new)
         digests = {"sha256": content_hash(main), "other_files": {file.name: content_hash(file) for file in others}}
         metadata_path(new).write_text(json.dumps(metadata | digests, indent=2) + "\n")
-        options = {"evaluate": evaluate, "accept_drop": accept_drop}
         with log_step("parity check"):
-            report = check_export(cfg, reference, ExportedModel(new), compared, **options)
-        low_threshold = with_overrides(cfg, dict.fromkeys(SCORE_THRESHOLDS, 0.0))
+            return check_export(cfg, reference, ExportedModel(new), compared, **checks)
+
+    with atomic_folder(path.parent) as unfinished:
+        report = write(unfinished / path.name, evaluate=evaluate, accept_drop=accept_drop)
         has_detections = any(row["detections"] + row["detections_exported"] for row in report["images"])
-        if not (has_detections or is_int8 or low_threshold == cfg):
+        if not (has_detections or is_int8) and metadata["thresholds"]["score"] > 0:
             # Without detections, compare the candidates of a second file that has no score threshold.
-            options = {"batched": batched, "fixed_detections": fixed_detections, "size": size, "images": images}
-            with tempfile.TemporaryDirectory() as folder:
-                _, low = export_detector(low_threshold, weights, folder, **described, **options)
+            metadata["thresholds"]["score"] = 0.0
+            for module in (*reference.modules(), *network.modules()):
+                if hasattr(module, "test_score_thresh"):
+                    module.test_score_thresh = 0.0
+            low = write(unfinished / f"candidates{entry.suffix}")
             report |= {"images": low["images"], "score_threshold": 0.0}
             report["ok"] = low["ok"] and all(row["ok"] for row in report.get("evaluation", ()))
         report_file = path.with_name(f"{path.name}.report.json")
