@@ -23,8 +23,7 @@ from backbones.errors import explained_errors
 from projects_vil.data import build_test_loader, check_files, read_image, register_datasets, size_for_testing, to_input
 from projects_vil.evaluation import build_evaluator
 from projects_vil.export.formats import FORMATS, check_onnx
-from projects_vil.export.metadata import check_sides
-from projects_vil.export.runtime import ExportedModel, letterbox_size, pad_image
+from projects_vil.export.runtime import ExportedModel, check_sides, letterbox_size, pad_image
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE
 
 # The largest accepted differences: boxes in pixels, scores and masks as probabilities. The values for lower precisions

@@ -12,8 +12,11 @@ from torch import Tensor
 from backbones import ConfigError
 from backbones.errors import check_file, explained_errors
 from projects_vil.export.formats import format_of, load_model
-from projects_vil.export.metadata import DAMAGED, check_sides, metadata_path, read_metadata
 from projects_vil.export.traceable import unpad_detections
+from projects_vil.files import content_hash, read_json
+
+# The problem and the advice for ``explained_errors``
+DAMAGED = ("has damaged metadata", "Export the model again.")
 
 
 class ExportedModel:
@@ -106,7 +109,51 @@ class ExportedModel:
         return results
 
 
-# -- inputs of one size ----------------------------------------------------------------------------
+# -- metadata --------------------------------------------------------------------------------------
+
+
+def metadata_path(path: str | Path) -> Path:
+    """Return the path of the metadata file of an exported file."""
+    return Path(f"{path}.metadata.json")
+
+
+def read_metadata(path: Path) -> dict | None:
+    """Return the metadata file next to an exported file, or ``None`` if there is none.
+
+    Raises:
+        ConfigError: If the SHA-256 of a file of the model differs.
+    """
+    file = metadata_path(path)
+    if not file.exists():
+        return None
+    metadata = dict(read_json(file, what=f"metadata of {path}"))
+    # A user who edits the model deletes its sha256.
+    for name, digest in ({path.name: metadata.get("sha256")} | metadata.get("other_files", {})).items():
+        check_file(path.with_name(name), "file", key=f"part of {path}")
+        if digest not in (None, content_hash(path.with_name(name))):
+            raise ConfigError(
+                f"The SHA-256 of '{path.with_name(name)}' differs from {file.name}. Export the model again, or delete "
+                "sha256 from the metadata if you changed the file yourself."
+            )
+    return metadata
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None:
+    """Raise a :class:`ConfigError` if a side of an image of ``size`` (height, width) is outside ``sides``.
+
+    Args:
+        sides: The smallest and largest side in pixels.
+        size: Height and width of the image in pixels.
+        what: The image or the argument, for the message.
+    """
+    if min(size) < sides[0] or max(size) > sides[1]:
+        raise ConfigError(
+            f"{what}: the image has {size[0]} x {size[1]} pixels, but the model accepts sides from {sides[0]} to "
+            f"{sides[1]}. Resize it."
+        )
 
 
 def letterbox_size(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:

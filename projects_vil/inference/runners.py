@@ -18,7 +18,7 @@ from projects_vil.checkpoint import load_detector
 from projects_vil.config import DETECTOR_ARCHITECTURES, detector_name, head_of, set_precision
 from projects_vil.data import size_for_testing
 from projects_vil.data.catalog import known_categories
-from projects_vil.export import DAMAGED, ExportedModel, letterbox_size, pad_image, to_instances
+from projects_vil.export.runtime import DAMAGED, ExportedModel, letterbox_size, pad_image, to_instances
 from projects_vil.modeling import add_tta, autocast_detector, eval_dtype, max_input_side, use_sync_free_parts
 from projects_vil.modeling.tiles import TiledDetector
 from vil.choices import DTYPES

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from backbones import ConfigError
-from projects_vil.export import FORMATS, ExportedModel, example_image, letterbox_size, pad_image, paste_masks
+from projects_vil.export import FORMATS, ExportedModel, example_image, pad_image, paste_masks
 from projects_vil.export.formats import load_model
-from projects_vil.export.metadata import metadata_path
+from projects_vil.export.runtime import letterbox_size, metadata_path
 from projects_vil.files import content_hash
 from tests.backbones.test_checkpoint_files import Malicious
 from tests.projects_vil.export.exporting import demo_detector
