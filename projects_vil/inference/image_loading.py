@@ -27,7 +27,7 @@ from backbones import ConfigError
 from backbones.errors import one_line, pip_install
 from projects_vil.data import to_input
 from projects_vil.data.image_files import UnreadableImage, decode_image, log_damaged, read_size
-from projects_vil.inference.runners import Runner, size_error
+from projects_vil.inference.runners import Runner
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".ts")
 DEFAULT_FRAME_RATE = 25.0  # for videos without a frame rate
@@ -224,11 +224,13 @@ class Video:
         try:
             while (read := self.capture.read())[0]:
                 pixels = np.ascontiguousarray(read[1][..., ::-1])
-                if (reason := size_error(runner, *pixels.shape[:2])) is not None:
-                    raise ConfigError(f"Cannot use '{without_password(self.source)}': {reason}. Resize the video.")
                 seconds = round(time.monotonic() - start if is_live else index / self.frame_rate, 3)
                 source = ImageSource(pixels, self.name, index + 1)
-                yield _loaded(index, source, pixels, runner, frame=index, seconds=seconds)
+                frame = _loaded(index, source, pixels, runner, frame=index, seconds=seconds)
+                if isinstance(frame, Skipped):
+                    name = without_password(self.source)
+                    raise ConfigError(f"Cannot use '{name}': {frame.reason}. Resize the video.")
+                yield frame
                 index += 1
         finally:
             self.capture.release()
@@ -311,21 +313,24 @@ def _load(numbered: tuple[int, ImageSource], runner: Runner, *, keep_pixels: boo
     except UnreadableImage as error:
         return Skipped(index, source.name, error.reason)
     height, width = pixels.shape[:2]
-    reason = size_error(runner, height, width)
     if source.size not in (None, (height, width)):
         reason = f"it is {height} x {width} pixels, but {source.size[0]} x {source.size[1]} in the annotations"
-    if reason is not None:
         return Skipped(index, source.name, reason)
     if keep_pixels:
         source = ImageSource(pixels, source.name, source.image_id)
     return _loaded(index, source, pixels, runner, **({"damaged": " ".join(damaged.values())} if damaged else {}))
 
 
-def _loaded(index: int, source: ImageSource, pixels: np.ndarray, runner: Runner, **facts: Any) -> Loaded:
+def _loaded(index: int, source: ImageSource, pixels: np.ndarray, runner: Runner, **facts: Any) -> Loaded | Skipped:
     """Preprocess the pixels (H, W, 3) uint8 RGB of an image for a runner. ``facts`` are added to its entry."""
     height, width = pixels.shape[:2]
+    resized, (smallest, largest) = runner.input_size(height, width), runner.sides
+    if min(resized) < smallest or (largest is not None and max(resized) > largest):
+        sides = f"{smallest} or more" if largest is None else f"{smallest} to {largest}"
+        reason = f"{height} x {width} pixels are resized to {resized[0]} x {resized[1]}, but the model needs sides of"
+        return Skipped(index, source.name, f"{reason} {sides} pixels")
     entry = {"id": source.image_id, "file_name": source.name, "height": height, "width": width} | facts
-    image = to_input(pixels, runner.input_size(height, width), runner.channels)
+    image = to_input(pixels, resized, runner.channels)
     return Loaded(index, entry, image, source, runner.padded_size(height, width))
 
 

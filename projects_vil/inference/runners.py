@@ -156,16 +156,6 @@ class ExportedRunner:
 Runner = EagerRunner | ExportedRunner
 
 
-def size_error(runner: Runner, height: int, width: int) -> str | None:
-    """Return the reason why a runner cannot use an image of this size, or None if it can."""
-    resized, (smallest, largest) = runner.input_size(height, width), runner.sides
-    if min(resized) >= smallest and (largest is None or max(resized) <= largest):
-        return None
-    allowed = f"{smallest} or more" if largest is None else f"{smallest} to {largest}"
-    before, after = (f"{size[0]} x {size[1]}" for size in ((height, width), resized))
-    return f"{before} pixels are resized to {after}, but the model needs sides of {allowed} pixels"
-
-
 def to_host(outputs: Sequence[Instances], *, dense_masks: bool) -> tuple[list[Instances], list[list[dict] | None]]:
     """Copy the detections of a batch to the CPU.
 
