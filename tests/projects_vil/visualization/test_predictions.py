@@ -20,7 +20,7 @@ from backbones.errors import GENERATOR
 from projects_vil.config import load_config
 from projects_vil.data import IGNORED_LABEL, label_reader, load_dataset, register_datasets
 from projects_vil.engine import Trainer
-from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH, draw_instances, sheet, write_image
+from projects_vil.visualization.drawing import FONT_FILE, GAP, HEADER, PANEL_WIDTH, draw_instances, sheet, write_image
 from projects_vil.visualization.predictions import draw_evaluation, draw_results, draw_sample, draw_samples
 from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import panoptic_config
@@ -103,6 +103,15 @@ def test_annotations_of_a_dataset(tmp_path):
     drawn = np.array(Image.open(tmp_path / "drawn/train.png"))[2 * HEADER :]
     objects = [{"bbox": [60, 80, 200, 120], "category_id": 0}]
     np.testing.assert_array_equal(drawn[:480, :480], draw_instances(image, objects, Metadata(thing_classes=["cat"])))
+
+
+def test_letters_of_installed_fonts(monkeypatch, caplog):
+    """An installed font draws letters that DejaVu Sans lacks. A warning names a letter that no font has."""
+    fonts = ["missing.ttf", FONT_FILE.replace("DejaVuSans", "STIXGeneral")]
+    monkeypatch.setattr("projects_vil.visualization.drawing.findSystemFonts", lambda: fonts)
+    image, box = np.zeros((60, 90, 3), np.uint8), {"bbox": [10, 30, 70, 20], "category_id": 0}
+    found, square = (draw_instances(image, [box], Metadata(thing_classes=[f"a {c}"])) for c in "\u231a\ua8e8")
+    assert (found != square).any() and "'\ua8e8'" in caplog.text and "\u231a" not in caplog.text
 
 
 def test_holes_of_masks_are_kept():
