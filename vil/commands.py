@@ -405,9 +405,9 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
             from projects_vil.visualization.predictions import draw_annotations
 
             for split, file in files.items():
-                draw_annotations(file.fixed(areas=False)[0], file.image_root, Path(args.draw, f"{split}.png"))
-                left_out = " (without annotations that have errors)" * bool(file.findings("error"))
-                lines.append(f"wrote {Path(args.draw, f'{split}.png')}{left_out}")
+                number = draw_annotations(file, Path(args.draw, f"{split}.png"))
+                left_out = f"; left out: {number:,} without image or box" if number else ""
+                lines.append(f"wrote {Path(args.draw, f'{split}.png')} (annotations with findings are red{left_out})")
         lines += write_fixed(files, args.fix)
     except BaseException:
         if args.fix:

@@ -4,7 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from itertools import cycle, groupby, product
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from backbones.files import atomic_write
 
 LABEL_HEIGHT, FONT_SIZE, MARGIN = 17, 12.5, 2  # pixels
 MASK_ALPHA, LABEL_ALPHA = 0.3, 0.6  # opacity of the color of a class
+FINDING_COLOR = (255, 0, 0)  # of annotations with findings of the dataset check
 # Lighter and darker shades of a color for objects of one class: a gray value, and its share.
 SHADES = ((0, 0), (255, 0.55), (0, 0.4))
 PANEL_WIDTH, PANEL_HEIGHT = 480, 560  # pixels of one image in a grid
@@ -125,6 +126,7 @@ def _font_with(letter: str) -> str | None:
 _load_font = cache(ImageFont.truetype)
 
 
+@lru_cache(1024)
 def _runs(text: str, size: float) -> list[tuple[str, ImageFont.FreeTypeFont]]:
     """Split a text into parts with the same font. A warning is logged once if no font has a letter."""
     if missing := "".join(letter for letter in dict.fromkeys(text) if _font_with(letter) is None):
@@ -167,7 +169,8 @@ def draw_instances(
     Args:
         image: (H, W, 3) uint8 RGB.
         instances: Annotations of detectron2's dataset dicts, or COCO results. ``category_id`` is the class index, and
-            ``segmentation`` may also be a mask (H, W). ``track_id`` is written on the label and sets the color.
+            ``segmentation`` may also be a mask (H, W). ``track_id`` is written on the label and sets the color. An
+            object with ``finding`` is red and dashed, and this text is its label.
         metadata: The metadata of the dataset: ``thing_classes``, and optionally ``thing_colors``.
         scale, label_size: See :class:`Canvas`.
     """
@@ -178,14 +181,17 @@ def draw_instances(
         box = BoxMode.convert(list(item["bbox"]), item.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS)
         index = item.get("track_id", item["category_id"])
         gray, share = next(shades[index])
-        drawn.append((item, box, [round(value + (gray - value) * share) for value in palette[index % len(palette)]]))
+        color = FINDING_COLOR if item.get("finding") else palette[index % len(palette)]
+        drawn.append((item, box, [round(value + (gray - value) * share) for value in color]))
     # Large boxes first, so that they do not cover small ones
     for item, box, color in sorted(drawn, key=lambda one: -(one[1][2] - one[1][0]) * (one[1][3] - one[1][1])):
         if item.get("segmentation") is not None and len(item["segmentation"]):
             canvas.draw_mask(GenericMask(item["segmentation"], *image.shape[:2]).mask, color)
-        canvas.draw_box(box, color)
+        canvas.draw_box(box, color, dashed=bool(item.get("finding")))
     for item, box, color in drawn:
-        label = metadata.thing_classes[item["category_id"]] + (" (crowd)" if item.get("iscrowd") else "")
+        label = item.get("finding") or metadata.thing_classes[item["category_id"]] + " (crowd)" * bool(
+            item.get("iscrowd")
+        )
         label = f"{label} {item['score']:.0%}" if "score" in item else label
         label = f"#{item['track_id']} {label}" if "track_id" in item else label
         canvas.draw_label(label, box, color)
