@@ -236,10 +236,8 @@ def train(
         # A new run would train from the start. Without DATA, it would train the default model on COCO.
         runs = [path for path in output.parent.glob("*") if saved_config(path)]
         newest = f", such as '{max(runs, key=os.path.getmtime)}'" if runs else ""
-        raise ConfigError(
-            f"'{output}' has no run to resume. Give the output directory of a run with --output{newest}. "
-            "To start a new run, omit --resume."
-        )
+        text = f"'{output}' has no run to resume. Give the output directory of a run with --output{newest}."
+        raise ConfigError(f"{text} To start a new run, omit --resume.")
     elif resume and not is_resumed:
         print(f"warning: '{output}' has no run to resume, so a new run starts", flush=True)
     # Errors of the arguments come before the data, which may take long to read.
@@ -409,10 +407,9 @@ def _write_classes(weights: str, folder: Path, data: str | Path, labels: Sequenc
     if names is None:
         return None
     if unknown := [name for name in labels if name not in names]:
-        raise ConfigError(
-            f"'{data}' has classes that the model does not have: {first_of(list(map(repr, unknown)), 5)}"
-            f"{closest(unknown[0], names) or '.'} Rename or remove them. The model has {first_of(names, 5)}."
-        )
+        text = f"'{data}' has classes that the model does not have: {first_of(list(map(repr, unknown)), 5)}"
+        advice = f"Rename or remove them. The model has {first_of(names, 5)}."
+        raise ConfigError(f"{text}{closest(unknown[0], names) or '.'} {advice}")
     path = folder / f"{CLASSES}.json"
     check_replaceable(path, advice="Choose another output directory.")
     categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]

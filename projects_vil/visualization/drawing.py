@@ -227,8 +227,7 @@ def sheet(title: str, rows: Sequence[Sequence[tuple[str, np.ndarray]]]) -> np.nd
         height = max(map(len, panels))
         drawn.append(np.hstack([_pad(panel, height + GAP, panel.shape[1] + GAP) for panel in panels]))
     width = max(row.shape[1] for row in drawn)
-    header = titled(title, np.empty((0, width, 3), np.uint8))
-    return np.vstack([header, *(_pad(row, len(row), width) for row in drawn)])
+    return titled(title, np.vstack([_pad(row, len(row), width) for row in drawn]))
 
 
 def write_image(path: Path, image: np.ndarray) -> None:

@@ -85,7 +85,7 @@ def _evenly_spaced(entries: Sequence[Any], number: int) -> list[Any]:
     return [entries[index] for index in indices.round().astype(int)]
 
 
-def draw_annotations(file: CocoFile, output: Path, *, num_images: int = 16) -> int:
+def draw_annotations(file: CocoFile, output: Path, *, num_images: int = 16) -> str:
     """Draw annotations of a checked COCO file. Images with findings come first, then other images with objects.
 
     Annotations with findings are red and dashed, with the names of the findings as labels.
@@ -96,7 +96,7 @@ def draw_annotations(file: CocoFile, output: Path, *, num_images: int = 16) -> i
         num_images: Number of images, which are evenly distributed over the file.
 
     Returns:
-        The number of annotations with findings that cannot be drawn, because they have no image or no box.
+        A line of text with the file, and with the number of annotations with findings that cannot be drawn.
 
     Raises:
         ConfigError: If no image has a file, or if a file cannot be read or written.
@@ -133,7 +133,9 @@ def draw_annotations(file: CocoFile, output: Path, *, num_images: int = 16) -> i
         panels.append((f"{paths[number].name}, objects: {len(objects)}", panel))
     title = f"{output.stem}: {len(panels)} of {len(paths)} images"
     drawing.write_image(output, drawing.sheet(title, [panels[first : first + 4] for first in range(0, len(panels), 4)]))
-    return len(findings) - len(drawn)
+    number = len(findings) - len(drawn)
+    left_out = f"; left out: {number:,} without image or box" if number else ""
+    return f"wrote {output} (annotations with findings are red{left_out})"
 
 
 def draw_evaluation(cfg: CfgNode, *, name: str) -> None:
