@@ -346,6 +346,12 @@ def evaluate(
             changes.append("overrides")
     parts = ["evaluation", *([_name(data)] if data else []), *changes]
     default = root / "_".join(parts) if len(parts) > 1 else root
+    if data is not None and (default / CONFIG_FILE).is_file():
+        base = os.path.abspath(data if os.path.isdir(data) else os.path.dirname(data))
+        evaluated = [path for _, *paths in load_config(default / CONFIG_FILE).DATASETS.COCO for path in paths]
+        if not any(path.startswith(base) for path in evaluated):
+            # It has the results of another dataset of this name.
+            default = root / "_".join(["evaluation", os.path.basename(os.path.dirname(base)), *parts[1:]])
     folder = Path(given.pop("OUTPUT_DIR", None) or default).expanduser()
     cfg = with_overrides(merge_overrides(cfg, given), {"OUTPUT_DIR": str(folder)})
     if changes and folder == default:
@@ -359,17 +365,17 @@ def evaluate(
             dataset = read_dataset(data, folder / DATA_FOLDER, val=0, images=images)
             present = [split for split in ("test", "val", "train") if split in dataset.splits]
             test = next((split for split in present if dataset.contents[split].get("annotations")), present[0])
-            evaluated = "all images" if test == "train" else f"split {test}"
+            label, evaluated = ("all", "all images") if test == "train" else (test, f"split {test}")
             evaluated += f" (split {present[0]} has no annotations)" if test != present[0] else ""
-            print(f"{dataset.line()}\nevaluated: {evaluated}; in the results it is '{folder.name}_{test}'", flush=True)
+            print(f"{dataset.line()}\nevaluated: {evaluated}; in the results it is '{folder.name}_{label}'", flush=True)
             _warn_of_training_images(cfg, (dataset.contents[test], *dataset.splits[test]))
             dataset.contents.clear()  # frees its memory
             # Classes are matched by name to the classes of the checkpoint, or else of its training dataset.
             labels = list((read_categories(str(dataset.splits[test][0])) or {}).values())
             classes = None if predictions else _write_classes(cfg.MODEL.WEIGHTS, folder / DATA_FOLDER, data, labels)
-            if classes is not None:
-                dataset = dataclasses.replace(dataset, splits=dataset.splits | {CLASSES: (classes, folder)})
-            values = _register(dataset, folder.name, train=CLASSES if classes else "train", test=test)
+            splits = dataset.splits | {label: dataset.splits[test]} | ({CLASSES: (classes, folder)} if classes else {})
+            dataset = dataclasses.replace(dataset, splits=splits)
+            values = _register(dataset, folder.name, train=CLASSES if classes else "train", test=label)
             if classes is None and not predictions:
                 del values["DATASETS.TRAIN"]
             cfg = with_overrides(cfg, values, keep=given)
@@ -387,8 +393,9 @@ def _warn_of_training_images(cfg: CfgNode, part: tuple[dict[str, Any], Path, Pat
         # The files of the training may be gone or changed.
         with contextlib.suppress(ConfigError):
             copies = find_copies({"train": (read_coco(file), Path(file), Path(folder)), "val": part})
-            if number := sum(path in copies for _, path in images_of(part[0], part[2])):
-                text = f"warning: {number:,} of the evaluated images are copies of training images, which makes AP"
+            if copied := [path for _, path in images_of(part[0], part[2]) if path in copies]:
+                text = f"warning: {len(copied):,} of the evaluated images are copies of training images, such as "
+                text += f"'{copied[0]}' of '{copies[copied[0]]}', which makes AP"
                 print(f"{text} too high. Without DATA, the validation images of the run are used.", flush=True)
 
 
