@@ -30,7 +30,7 @@ def get_variant(name: str, options: Mapping[str, object] | None = None, *, keywo
             valid name or keyword.
     """
     if name not in VARIANTS:
-        such_as = ". Use one of backbones.list_variants(), such as 'vil_tiny_rpb'. Detectors also accept 'timm:NAME'."
+        such_as = ". Use one of list_variants() or 'vil analyze --variants', or 'timm:NAME' for a detector."
         hint = closest(str(name), VARIANTS, cutoff=0.6) or such_as
         raise ConfigError(f"Unknown variant {name!r}{hint}")
     variant, given = VARIANTS[name], {}

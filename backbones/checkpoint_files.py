@@ -23,8 +23,6 @@ from backbones.files import atomic_write
 # and timm.
 STATE_DICT_KEYS = ("model", "net", "state_dict")
 SUFFIXES = (".pth", ".safetensors")
-# What to do about a damaged file.
-_GET_AGAIN = "Download or copy it again."
 # Keys in the header of a safetensors file: the other contents as JSON, and the digest.
 _METADATA, _DIGEST = "vil-detectron2", "sha256"
 # Swin and LIT save a yacs config next to the weights; DeiT, LIT-Ti and timm save their arguments. They load as dicts.
@@ -76,13 +74,13 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # about pickles that were not written by torch
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except zipfile.BadZipFile as error:
-        raise ConfigError(f"'{path}' is damaged: {error}. {_GET_AGAIN}") from error
+        raise ConfigError(f"'{path}' is damaged: {error}. {_get_again(path)}") from error
     except Exception as error:  # A damaged file may raise anything.
         # torch's own message recommends loading the file without weights_only.
         if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
             advice = "Use a checkpoint that has only tensors."
             raise ConfigError(f"'{path}' refers to {unsafe[1]}, which could run code. {advice}") from error
-        raise ConfigError(f"'{path}' is not a PyTorch checkpoint, or is truncated. {_GET_AGAIN}") from error
+        raise ConfigError(f"'{path}' is not a PyTorch checkpoint, or is truncated. {_get_again(path)}") from error
     if isinstance(loaded, dict) and not any(key in loaded for key in STATE_DICT_KEYS):
         loaded = {"model": loaded}
     state_dict = state_dict_of(loaded) if isinstance(loaded, dict) else None
@@ -95,6 +93,12 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         if isinstance(tensor, Tensor) and tensor.nbytes > path.stat().st_size:
             raise ConfigError(f"'{name}' in '{path}' has more bytes than the file. Save a copy of the tensor.")
     return loaded
+
+
+def _get_again(path: Path) -> str:
+    """Return what to do about a damaged file, with the other checkpoints of its run."""
+    others = sorted(other.name for other in path.parent.glob("model_*.pth") if other != path)
+    return f"Download or copy it again{', or use another one of its folder: ' * bool(others)}{', '.join(others)}."
 
 
 def state_dict_of(contents: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
@@ -150,10 +154,10 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
         others = dict(json.loads(header))
     except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"'{path}' is not a safetensors file: {reason}. {_GET_AGAIN}") from error
+        raise ConfigError(f"'{path}' is not a safetensors file: {reason}. {_get_again(path)}") from error
     # Files of other programs have no digest.
     if _METADATA in metadata and metadata.get(_DIGEST, "") not in ("", digest_of_tensors(tensors, header)):
-        raise ConfigError(f"'{path}' is damaged: its tensors do not match its digest. {_GET_AGAIN}")
+        raise ConfigError(f"'{path}' is damaged: its tensors do not match its digest. {_get_again(path)}")
     return others | {"model": tensors}
 
 

@@ -236,10 +236,8 @@ def train(
         # A new run would train from the start. Without DATA, it would train the default model on COCO.
         runs = [path for path in output.parent.glob("*") if saved_config(path)]
         newest = f", such as '{max(runs, key=os.path.getmtime)}'" if runs else ""
-        raise ConfigError(
-            f"'{output}' has no run to resume. Give the output directory of a run with --output{newest}. "
-            "To start a new run, omit --resume."
-        )
+        text = f"'{output}' has no run to resume. Give the output directory of a run with --output{newest}."
+        raise ConfigError(f"{text} To start a new run, omit --resume.")
     elif resume and not is_resumed:
         print(f"warning: '{output}' has no run to resume, so a new run starts", flush=True)
     # Errors of the arguments come before the data, which may take long to read.
@@ -348,6 +346,12 @@ def evaluate(
             changes.append("overrides")
     parts = ["evaluation", *([_name(data)] if data else []), *changes]
     default = root / "_".join(parts) if len(parts) > 1 else root
+    if data is not None and (default / CONFIG_FILE).is_file():
+        base = os.path.abspath(data if os.path.isdir(data) else os.path.dirname(data))
+        evaluated = [path for _, *paths in load_config(default / CONFIG_FILE).DATASETS.COCO for path in paths]
+        if not any(path.startswith(base) for path in evaluated):
+            # It has the results of another dataset of this name.
+            default = root / "_".join(["evaluation", os.path.basename(os.path.dirname(base)), *parts[1:]])
     folder = Path(given.pop("OUTPUT_DIR", None) or default).expanduser()
     cfg = with_overrides(merge_overrides(cfg, given), {"OUTPUT_DIR": str(folder)})
     if changes and folder == default:
@@ -361,17 +365,17 @@ def evaluate(
             dataset = read_dataset(data, folder / DATA_FOLDER, val=0, images=images)
             present = [split for split in ("test", "val", "train") if split in dataset.splits]
             test = next((split for split in present if dataset.contents[split].get("annotations")), present[0])
-            evaluated = "all images" if test == "train" else f"split {test}"
+            label, evaluated = ("all", "all images") if test == "train" else (test, f"split {test}")
             evaluated += f" (split {present[0]} has no annotations)" if test != present[0] else ""
-            print(f"{dataset.line()}\nevaluated: {evaluated}; in the results it is '{folder.name}_{test}'", flush=True)
+            print(f"{dataset.line()}\nevaluated: {evaluated}; in the results it is '{folder.name}_{label}'", flush=True)
             _warn_of_training_images(cfg, (dataset.contents[test], *dataset.splits[test]))
             dataset.contents.clear()  # frees its memory
             # Classes are matched by name to the classes of the checkpoint, or else of its training dataset.
             labels = list((read_categories(str(dataset.splits[test][0])) or {}).values())
             classes = None if predictions else _write_classes(cfg.MODEL.WEIGHTS, folder / DATA_FOLDER, data, labels)
-            if classes is not None:
-                dataset = dataclasses.replace(dataset, splits=dataset.splits | {CLASSES: (classes, folder)})
-            values = _register(dataset, folder.name, train=CLASSES if classes else "train", test=test)
+            splits = dataset.splits | {label: dataset.splits[test]} | ({CLASSES: (classes, folder)} if classes else {})
+            dataset = dataclasses.replace(dataset, splits=splits)
+            values = _register(dataset, folder.name, train=CLASSES if classes else "train", test=label)
             if classes is None and not predictions:
                 del values["DATASETS.TRAIN"]
             cfg = with_overrides(cfg, values, keep=given)
@@ -389,8 +393,9 @@ def _warn_of_training_images(cfg: CfgNode, part: tuple[dict[str, Any], Path, Pat
         # The files of the training may be gone or changed.
         with contextlib.suppress(ConfigError):
             copies = find_copies({"train": (read_coco(file), Path(file), Path(folder)), "val": part})
-            if number := sum(path in copies for _, path in images_of(part[0], part[2])):
-                text = f"warning: {number:,} of the evaluated images are copies of training images, which makes AP"
+            if copied := [path for _, path in images_of(part[0], part[2]) if path in copies]:
+                text = f"warning: {len(copied):,} of the evaluated images are copies of training images, such as "
+                text += f"'{copied[0]}' of '{copies[copied[0]]}', which makes AP"
                 print(f"{text} too high. Without DATA, the validation images of the run are used.", flush=True)
 
 
@@ -409,10 +414,9 @@ def _write_classes(weights: str, folder: Path, data: str | Path, labels: Sequenc
     if names is None:
         return None
     if unknown := [name for name in labels if name not in names]:
-        raise ConfigError(
-            f"'{data}' has classes that the model does not have: {first_of(list(map(repr, unknown)), 5)}"
-            f"{closest(unknown[0], names) or '.'} Rename or remove them. The model has {first_of(names, 5)}."
-        )
+        text = f"'{data}' has classes that the model does not have: {first_of(list(map(repr, unknown)), 5)}"
+        advice = f"Rename or remove them. The model has {first_of(names, 5)}."
+        raise ConfigError(f"{text}{closest(unknown[0], names) or '.'} {advice}")
     path = folder / f"{CLASSES}.json"
     check_replaceable(path, advice="Choose another output directory.")
     categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]

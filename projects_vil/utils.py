@@ -50,6 +50,8 @@ _WARNINGS = (
     r"`broadcast_buffers` is deprecated",
     # detectron2's model zoo imports it. `vil install-detectron2` excludes the versions of setuptools without it.
     r"pkg_resources is deprecated as an API",
+    # The curves of a report are SVG images. A browser draws letters that Matplotlib's font lacks.
+    r"Glyph \d+ .* missing from",
 )
 # Names of loggers, and regular expressions for the start of the records that are dropped.
 _SILENCED_RECORDS = {

@@ -43,6 +43,7 @@ SECTIONS = frozenset(
 _LIKE_A_KEY = re.compile(r"([A-Z][A-Z0-9_]+)(\.[A-Z][A-Z0-9_]*)+")
 # Start of the last line in the traceback text of another process.
 _REMOTE = f"{ConfigError.__module__}.{ConfigError.__qualname__}: "
+_DATA_ADVICE = "Give the output directory of a run. For a dataset, write vil train DATA, or vil eval RUN DATA"
 # Seconds that a process under torchrun waits, so that only the first process on each machine prints a common error.
 _TORCHRUN_SECONDS = 10
 
@@ -83,7 +84,7 @@ def weights_file(text: str) -> str:
 def model_source(text: str) -> str:
     """Return ``text`` if it is a name in the model zoo, a URL, a file, or a folder with a config."""
     if Path(text).is_dir() and not Path(text, "config.yaml").is_file():
-        raise argparse.ArgumentTypeError(f"'{text}' has no config.yaml. Give the output directory of a run")
+        raise argparse.ArgumentTypeError(f"'{text}' has no config.yaml, so it is no run. {_DATA_ADVICE}")
     return weights_file(text)
 
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _DEVICE = "cpu, cuda or the number of a GPU (config key MODEL.DEVICE; default: the GPU if there is one)"
 _TILES = "predict in overlapping tiles of N x N pixels (default: as in training)"
 _IMAGES = "folder with the images, if it is not in DATA"
-_VARIANT = "variant, such as vil_tiny_rpb or litv2_s, or timm:NAME for a timm model"
+_VARIANT = "variant, such as vil_tiny_rpb ('vil analyze --variants' lists all), or timm:NAME for a timm model"
 _DATA = "dataset folder or annotation file: COCO, YOLO, Pascal VOC, LabelMe, CVAT or VIA"
 _MODEL = "output directory of a run, checkpoint with config.yaml in its folder, or name in the model zoo"
 _DRAWINGS = " (default: drawings/ in the folder of the model)"
@@ -95,10 +95,8 @@ def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
     parser.add("--config", config_help, type=config_name, metavar="NAME")
     parser.section("Training")
-    recipe_help = (
-        "optimizer, schedule and augmentation: finetune (default with pretrained weights), scratch (default with "
-        "random weights), or paper (keeps the values of the config; default with --config, or without DATA)"
-    )
+    recipe_help = "optimizer, schedule and augmentation: finetune (default with pretrained weights), scratch (default "
+    recipe_help += "with random weights), or paper (keeps the values of the config; default with --config, or no DATA)"
     parser.add("--recipe", recipe_help, choices=choices.RECIPES)
     parser.add("--lr", "learning rate (config key SOLVER.BASE_LR)", type=float, metavar="RATE")
     schedule_help = "1x (default), or 3x_ms (several image sizes, and three times the iterations on COCO)"
@@ -418,9 +416,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
             from projects_vil.visualization.predictions import draw_annotations
 
             for split, file in files.items():
-                draw_annotations(file.fixed(areas=False)[0], file.image_root, Path(args.draw, f"{split}.png"))
-                left_out = " (without annotations that have errors)" * bool(file.findings("error"))
-                lines.append(f"wrote {Path(args.draw, f'{split}.png')}{left_out}")
+                lines.append(draw_annotations(file, Path(args.draw, f"{split}.png")))
         lines += write_fixed(files, args.fix)
     except BaseException:
         if args.fix:
@@ -581,10 +577,8 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
 
     base = config_path(f"base/{args.detector}")
     cfg = choose_device(load_config(base, args.overrides), requested="MODEL.DEVICE" in args.overrides)
-    options = {
-        **{"part": args.what, "base": base, "batch_size": args.batch, "backward": args.backward},
-        **{"device": cfg.MODEL.DEVICE, "dtype": args.dtype, "overrides": args.overrides},
-    }
+    options = {"part": args.what, "base": base, "batch_size": args.batch, "backward": args.backward}
+    options |= {"device": cfg.MODEL.DEVICE, "dtype": args.dtype, "overrides": args.overrides}
     names = [(name, False) for name in args.models] + [(name, True) for name in args.against]
     sizes = [tuple(size) for size in args.image_size or [(800, 1344)]]
     if args.tune:

@@ -486,10 +486,8 @@ def read_last_checkpoint(folder: str | Path) -> tuple[Path, dict[str, Any]] | No
             return path, contents
         logging.getLogger(__name__).warning("skipped a checkpoint: '%s' has no training state to resume from.", path)
     if candidates:
-        raise ConfigError(
-            f"Cannot resume from any of the {len(candidates)} checkpoints in '{folder}'. Remove them to start again, "
-            "or choose another OUTPUT_DIR."
-        )
+        text = f"Cannot resume from any of the {len(candidates)} checkpoints in '{folder}'."
+        raise ConfigError(f"{text} Remove them to start again, or choose another OUTPUT_DIR.")
     if tag.is_file():
         raise ConfigError(f"The checkpoint in '{tag}' does not exist. Restore it, or remove '{tag}' to start again.")
     return None

@@ -288,6 +288,8 @@ def find_in_files(file: CocoFile) -> Findings:
             factors = (f"{a / b:.3g} times" for a, b in zip(size, written, strict=True))
             how = "swapped" if size == written[::-1] else " and ".join(factors)
             yield "image_size_mismatch", index, f"(height, width) is {size} in the file, {written} annotated: {how}"
+            # Errors of its boxes and masks would be consequences.
+            file.sizes[index] = (0, 0)
 
 
 def find_in_annotations(file: CocoFile) -> Findings:
@@ -378,7 +380,7 @@ def find_in_boxes(file: CocoFile) -> Findings:
     are_equal = np.all([key[order[1:]] == key[order[:-1]] for key in keys], axis=0)
     for first, second in zip(indices[order[:-1][are_equal]], indices[order[1:][are_equal]], strict=True):
         if file.annotations[first].get("segmentation") == file.annotations[second].get("segmentation"):
-            yield "duplicate_object", int(second), None
+            yield "duplicate_object", int(second), f"equal to annotation {file.annotations[first].get('id')}"
 
 
 def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:

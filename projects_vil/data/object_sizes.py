@@ -112,12 +112,11 @@ def choose_size(
         small, median, large = np.percentile(np.sqrt(boxes[:, 2] * boxes[:, 3]), (10, 50, 90))
         if share >= target and (size >= SMALL_SIZE or median >= SMALL_SIDE):
             break
+    sides = " to ".join(dict.fromkeys((f"{small:.0f}", f"{large:.0f}")))
     matching = "fitted anchors match" if fit else "the model's anchors match"
     advice = ". A larger --image-size matches more, and needs more --epochs" if share < target else ""
-    text = (
-        f"objects in the training images: {number:,}; 80% of them have a side of {small:.0f} to {large:.0f} pixels "
-        f"(median {median:.0f}) at image size {size}; {matching} {share:.1%} of all (IoU {MATCH_IOU}){advice}"
-    )
+    text = f"objects in the training images: {number:,}; 80% of them have a side of {sides} pixels "
+    text += f"(median {median:.0f}) at image size {size}; {matching} {share:.1%} of all (IoU {MATCH_IOU}){advice}"
     return size, chosen, text
 
 

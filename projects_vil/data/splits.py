@@ -153,7 +153,8 @@ def compare_splits(parts: Parts, original_of: Mapping[str, str]) -> Iterator[str
         first = [f"'{path}' in {split}" for split, path in equal[0].items()]
         yield f"images in several splits, whose AP is too high: {len(equal):,}, such as {' and '.join(first)}"
     elif equal:
-        yield f"images that are copies of another: {sum(map(len, equal)) - len(equal):,}, such as '{[*equal[0]][1]}'"
+        one, other, *_ = equal[0]
+        yield f"images that are copies of another: {sum(map(len, equal)) - len(equal):,}, such as '{other}' of '{one}'"
     alone = [f"{name!r} ({min(own)})" for name, own in by_class.items() if name and len(own) == 1]
     if alone and len(set().union(*by_class.values())) > 1:
         yield f"only one split has objects of {first_of(alone, 5)}"

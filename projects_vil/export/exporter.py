@@ -6,6 +6,7 @@ exported model normalizes them and applies the score threshold and non-maximum s
 
 import copy
 import datetime
+import importlib
 import json
 import logging
 import os
@@ -93,12 +94,12 @@ def export_detector(
     check_whole("opset", opset or 18, least=18)
     if opset is not None and file_format != "onnx":
         raise ConfigError(f"opset has no effect on {file_format}. Leave it out, or use format onnx.")
+    if opset is not None and opset > (newest := importlib.import_module("onnx").defs.onnx_opset_version()):
+        raise ConfigError(f"opset is {opset}, but the installed onnx ends with {newest}. Use a lower opset.")
     evaluate = evaluate or is_int8
     if size is not None and evaluate:
-        raise ConfigError(
-            "image_size has no effect with precision int8 or evaluate, because images of DATASETS.TEST have other "
-            "sizes. Leave out one of them."
-        )
+        reason = "because images of DATASETS.TEST have other sizes"
+        raise ConfigError(f"image_size has no effect with precision int8 or evaluate, {reason}. Leave out one of them.")
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)

@@ -295,10 +295,8 @@ def _write_coco(
             first = f"'{skipped[0].name}' ({skipped[0].reason})"
             raise ConfigError(f"No input can be read: {counted(len(skipped), 'file')}, such as {first}. Check them.")
         skipped.sort(key=lambda item: item.index)
-        tail = {
-            "categories": detector.categories.to_coco(),
-            "skipped": [{"file_name": item.name, "reason": item.reason} for item in skipped],
-        }
+        reasons = [{"file_name": item.name, "reason": item.reason} for item in skipped]
+        tail = {"categories": detector.categories.to_coco(), "skipped": reasons}
         images_file.write("], " + json.dumps(tail)[1:])
     total = counted(num_detections, "detection")
     lines = [f"{counted(num_images, source.unit)}, {total}" + f", {counted(len(tracks), 'track')}" * bool(tracker)]
@@ -308,7 +306,8 @@ def _write_coco(
     written = [output / RESULTS_FILE, output / IMAGES_FILE]
     written += [output / DRAWINGS_FOLDER] * (writer is not None and num_images > 0)
     lines.append(f"wrote {', '.join(map(str, written))}")
-    lines += [f"skipped {counted(len(skipped), 'file')} that could not be read"] * bool(skipped)
+    number = counted(len(skipped), "file")
+    lines += [f"skipped {number} that could not be read, such as '{item.name}'" for item in skipped[:1]]
     return Summary(num_images, num_detections, len(skipped), tuple(lines))
 
 

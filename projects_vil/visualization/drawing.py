@@ -1,9 +1,11 @@
 """Draw boxes, masks and labels on an image, and arrange images in a grid."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import cache
-from itertools import cycle, product
+from contextlib import suppress
+from functools import cache, lru_cache
+from itertools import cycle, groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ import matplotlib
 import numpy as np
 from detectron2.structures import BoxMode
 from detectron2.utils.colormap import colormap
+from detectron2.utils.logger import log_first_n
 from detectron2.utils.visualizer import GenericMask
+from matplotlib.font_manager import findSystemFonts
+from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
@@ -21,10 +26,13 @@ from backbones.files import atomic_write
 
 LABEL_HEIGHT, FONT_SIZE, MARGIN = 17, 12.5, 2  # pixels
 MASK_ALPHA, LABEL_ALPHA = 0.3, 0.6  # opacity of the color of a class
+FINDING_COLOR = (255, 0, 0)  # of annotations with findings of the dataset check
 # Lighter and darker shades of a color for objects of one class: a gray value, and its share.
 SHADES = ((0, 0), (255, 0.55), (0, 0.4))
 PANEL_WIDTH, PANEL_HEIGHT = 480, 560  # pixels of one image in a grid
 HEADER, GAP = 28, 8  # pixels of a title, and between images
+# Matplotlib's font has Latin, Greek, Cyrillic, Hebrew and Arabic letters. Installed fonts are used for other letters.
+FONT_FILE = f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf"
 
 
 class Canvas:
@@ -45,7 +53,7 @@ class Canvas:
         size = [max(1, round(side * scale)) for side in image.shape[1::-1]]
         self.image = cv2.resize(image, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR)
         self.scale, self.line = scale, max(2, round(max(size) / 350))
-        self.font, self.label_height = load_font(label_size), round(LABEL_HEIGHT * label_size)
+        self.label_size, self.label_height = label_size, round(LABEL_HEIGHT * label_size)
         self.has_label = np.zeros(self.image.shape[:2], bool)
 
     def draw_mask(self, mask: np.ndarray, color: Sequence[int], *, alpha: float = MASK_ALPHA) -> None:
@@ -73,8 +81,8 @@ class Canvas:
         The label is inside the image, and does not cover earlier labels if there is a free place around the box.
         """
         (rows, cols), height = self.image.shape[:2], self.label_height
-        text = shorten(printable(text), self.font, cols - 2 * MARGIN)
-        width = round(self.font.getlength(text)) + 2 * MARGIN
+        text = shorten(printable(text), self.label_size, cols - 2 * MARGIN)
+        width = round(text_width(text, self.label_size)) + 2 * MARGIN
         left, top, right, bottom = self._pixels(box)
         tops = (top - height, top, bottom - height, bottom)
         corners = list(product((left, right - width), tops[::-1] if below else tops))
@@ -84,7 +92,7 @@ class Canvas:
         part, self.has_label[area] = self.image[area], True
         background = Image.fromarray((part * 0.2).astype(np.uint8))
         light = tuple((value + 255) // 2 for value in color)
-        ImageDraw.Draw(background).text((MARGIN, height / 2), text, fill=light, font=self.font, anchor="lm")
+        draw_text(background, text, MARGIN, self.label_size, fill=light)
         part[:] = background
 
     def _pixels(self, box: Sequence[float]) -> list[int]:
@@ -93,15 +101,58 @@ class Canvas:
 
 
 @cache
-def load_font(size: float = 1) -> ImageFont.FreeTypeFont:
-    """Return Matplotlib's font for labels and titles, which has Latin, Greek, Cyrillic and Arabic letters."""
-    return ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", FONT_SIZE * size)
+def _letters(font_file: str) -> np.ndarray:
+    """Return the code points of the letters of a font (N,)."""
+    # A file may be damaged, or have only bitmaps. The Last Resort font of macOS has a symbol for each script.
+    with suppress(OSError, RuntimeError):
+        return np.array([*FT2Font(font_file).get_charmap()] if "LastResort" not in font_file else [], np.int32)
+    return np.empty(0, np.int32)
 
 
-def shorten(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
+@cache
+def _installed_fonts() -> list[str]:
+    """Return the font files of the system, sans-serif fonts of regular weight first."""
+    return sorted(findSystemFonts(), key=lambda path: ("Regular" not in path, "Sans" not in path, path))
+
+
+@cache
+def _font_with(letter: str) -> str | None:
+    """Return the font file for a letter, or None if no font has it."""
+    if ord(letter) in _letters(FONT_FILE):
+        return FONT_FILE
+    return next((path for path in _installed_fonts() if ord(letter) in _letters(path)), None)
+
+
+_load_font = cache(ImageFont.truetype)
+
+
+@lru_cache(1024)
+def _runs(text: str, size: float) -> list[tuple[str, ImageFont.FreeTypeFont]]:
+    """Split a text into parts with the same font. A warning is logged once if no font has a letter."""
+    if missing := "".join(letter for letter in dict.fromkeys(text) if _font_with(letter) is None):
+        advice = "Install a font with them, such as Noto Sans CJK for Chinese, Japanese and Korean."
+        warning = f"No installed font has the letters {missing!r} of {text!r}, so they are drawn as squares. {advice}"
+        log_first_n(logging.WARNING, warning, name=__name__)
+    runs = groupby(text, key=lambda letter: _font_with(letter) or FONT_FILE)
+    return [("".join(letters), _load_font(path, FONT_SIZE * size)) for path, letters in runs]
+
+
+def text_width(text: str, size: float = 1) -> float:
+    """Return the width in pixels of a text with labels of this size."""
+    return sum(font.getlength(run) for run, font in _runs(text, size))
+
+
+def draw_text(image: Image.Image, text: str, left: float, size: float = 1, *, fill: str | tuple[int, ...]) -> None:
+    """Write a text in the vertical center of an image. Each letter has a font that supports it, if there is one."""
+    for run, font in _runs(text, size):
+        ImageDraw.Draw(image).text((left, image.height / 2), run, fill=fill, font=font, anchor="lm")
+        left += font.getlength(run)
+
+
+def shorten(text: str, size: float, width: float) -> str:
     """Replace the middle of a text by an ellipsis if the text is wider than ``width`` pixels."""
     half = len(text) // 2
-    while half > 1 and font.getlength(text) > width:
+    while half > 1 and text_width(text, size) > width:
         half -= 1
         text = f"{text[:half]}…{text[-half:]}"
     return text
@@ -118,7 +169,8 @@ def draw_instances(
     Args:
         image: (H, W, 3) uint8 RGB.
         instances: Annotations of detectron2's dataset dicts, or COCO results. ``category_id`` is the class index, and
-            ``segmentation`` may also be a mask (H, W). ``track_id`` is written on the label and sets the color.
+            ``segmentation`` may also be a mask (H, W). ``track_id`` is written on the label and sets the color. An
+            object with ``finding`` is red and dashed, and this text is its label.
         metadata: The metadata of the dataset: ``thing_classes``, and optionally ``thing_colors``.
         scale, label_size: See :class:`Canvas`.
     """
@@ -129,14 +181,17 @@ def draw_instances(
         box = BoxMode.convert(list(item["bbox"]), item.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS)
         index = item.get("track_id", item["category_id"])
         gray, share = next(shades[index])
-        drawn.append((item, box, [round(value + (gray - value) * share) for value in palette[index % len(palette)]]))
+        color = FINDING_COLOR if item.get("finding") else palette[index % len(palette)]
+        drawn.append((item, box, [round(value + (gray - value) * share) for value in color]))
     # Large boxes first, so that they do not cover small ones
     for item, box, color in sorted(drawn, key=lambda one: -(one[1][2] - one[1][0]) * (one[1][3] - one[1][1])):
         if item.get("segmentation") is not None and len(item["segmentation"]):
             canvas.draw_mask(GenericMask(item["segmentation"], *image.shape[:2]).mask, color)
-        canvas.draw_box(box, color)
+        canvas.draw_box(box, color, dashed=bool(item.get("finding")))
     for item, box, color in drawn:
-        label = metadata.thing_classes[item["category_id"]] + (" (crowd)" if item.get("iscrowd") else "")
+        label = item.get("finding") or metadata.thing_classes[item["category_id"]] + " (crowd)" * bool(
+            item.get("iscrowd")
+        )
         label = f"{label} {item['score']:.0%}" if "score" in item else label
         label = f"#{item['track_id']} {label}" if "track_id" in item else label
         canvas.draw_label(label, box, color)
@@ -168,12 +223,11 @@ def sheet(title: str, rows: Sequence[Sequence[tuple[str, np.ndarray]]]) -> np.nd
     """Arrange rows of (title, image) in a grid with a common title: (height, width, 3) uint8 RGB."""
     drawn = []
     for row in rows:
-        panels = [_titled(text, panel) for text, panel in row]
+        panels = [titled(text, panel) for text, panel in row]
         height = max(map(len, panels))
         drawn.append(np.hstack([_pad(panel, height + GAP, panel.shape[1] + GAP) for panel in panels]))
     width = max(row.shape[1] for row in drawn)
-    header = _titled(title, np.empty((0, width, 3), np.uint8))
-    return np.vstack([header, *(_pad(row, len(row), width) for row in drawn)])
+    return titled(title, np.vstack([_pad(row, len(row), width) for row in drawn]))
 
 
 def write_image(path: Path, image: np.ndarray) -> None:
@@ -197,11 +251,11 @@ def _colors(metadata, key: str) -> list[tuple[int, ...]]:
     return [tuple(map(int, color)) for color in (colormap(rgb=True, maximum=255) if colors is None else colors)]
 
 
-def _titled(title: str, image: np.ndarray) -> np.ndarray:
+def titled(title: str, image: np.ndarray) -> np.ndarray:
+    """Return an image (H, W, 3) with a title above it."""
     width = max(PANEL_WIDTH, image.shape[1])
     header = Image.new("RGB", (width, HEADER), "white")
-    text = shorten(printable(title), load_font(), width - 8)
-    ImageDraw.Draw(header).text((4, HEADER / 2), text, fill="black", font=load_font(), anchor="lm")
+    draw_text(header, shorten(printable(title), 1, width - 8), 4, fill="black")
     return np.vstack([header, _pad(image, len(image), width)])
 
 

@@ -24,7 +24,7 @@ from projects_vil.config import with_overrides
 from projects_vil.data import read_image, size_for_testing, to_input
 from projects_vil.modeling import TransformerBackbone
 from projects_vil.visualization.attention import AttentionWeights, attention_weights
-from projects_vil.visualization.drawing import write_image
+from projects_vil.visualization.drawing import titled, write_image
 
 COLUMNS, PANEL = 4, 4.8  # images in a row, and their size in inches of 100 pixels
 MARGIN = 3  # tokens around the attended part of the image
@@ -121,9 +121,8 @@ def draw_attention(
     path, variant = Path(image_file), cfg.MODEL.TRANSFORMER.VARIANT
     where = ("center",) if point is None else point
     title = f"{path.name}: stage {stage}, block {block}, {type(module).__name__}, point"
-    figure.suptitle(" ".join(map(str, (title, *where))))
     name = "_".join(map(str, (path.stem, variant, f"stage{stage}", f"block{block}", *where))) + ".png"
-    return _write(figure, Path(output) / name)
+    return _write(figure, Path(output) / name, " ".join(map(str, (title, *where))))
 
 
 def plot_attention(
@@ -211,10 +210,11 @@ def _add_box(axes: Axes, box: Sequence[float], color: str) -> None:
     axes.add_patch(Rectangle((left - 0.5, top - 0.5), right - left, bottom - top, fill=False, color=color, linewidth=2))
 
 
-def _write(figure: Figure, path: Path) -> Path:
+def _write(figure: Figure, path: Path, title: str) -> Path:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    write_image(path, np.asarray(canvas.buffer_rgba())[:, :, :3])
+    # Matplotlib would draw the title without the letters that are only in installed fonts.
+    write_image(path, titled(title, np.asarray(canvas.buffer_rgba())[:, :, :3]))
     return path
 
 
@@ -285,8 +285,7 @@ def draw_offsets(
             fractions = 0.05 + 0.9 * ((0.5 + np.arange(num_points)[:, None] * [0.7548776662, 0.5698402910]) % 1)
             points = (fractions * pixels.shape[:2]).astype(int).tolist()
         figure = plot_offsets(backbone, batch, pixels, points)
-        figure.suptitle(f"{Path(file).name}: sampling positions (red), regular grid (green)")
-        _write(figure, path)
+        _write(figure, path, f"{Path(file).name}: sampling positions (red), regular grid (green)")
     return paths
 
 

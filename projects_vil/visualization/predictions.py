@@ -1,7 +1,6 @@
 """Draw annotations, training samples, and predictions next to the ground truth."""
 
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain, islice
@@ -17,12 +16,14 @@ from detectron2.structures import BitMasks, BoxMode
 from backbones.errors import ConfigError, check_whole, explained_errors
 from projects_vil.config import is_panoptic, is_segmentor, with_overrides
 from projects_vil.data import IGNORED_LABEL, build_train_loader, label_reader, load_dataset, read_image
-from projects_vil.data.splits import images_of
+from projects_vil.data.coco_checks import CHECKS, CocoFile, box_of_mask
+from projects_vil.data.readers import as_box
 from projects_vil.files import read_json
 from projects_vil.visualization import drawing
 from vil.choices import SCORE_THRESHOLD
 
 DRAWINGS_FOLDER = "drawings"
+DRAWN_NOTES = ("zero_area_bbox", "bbox_misfits_mask", "bbox_exceeds_image", "duplicate_object")
 MIN_SAMPLE_SIDE = 640  # smaller samples are enlarged to this many pixels, so that labels are legible
 
 
@@ -80,37 +81,61 @@ def draw_results(
 
 
 def _evenly_spaced(entries: Sequence[Any], number: int) -> list[Any]:
-    return [entries[index] for index in np.unique(np.linspace(0, len(entries) - 1, number).round().astype(int))]
+    indices = np.linspace(0, len(entries) - 1, min(number, len(entries)))
+    return [entries[index] for index in indices.round().astype(int)]
 
 
-def draw_annotations(content: dict[str, Any], root: str | Path, output: Path, *, num_images: int = 16) -> None:
-    """Draw the annotations of a COCO file on images that are evenly distributed over its images with objects.
+def draw_annotations(file: CocoFile, output: Path, *, num_images: int = 16) -> str:
+    """Draw annotations of a checked COCO file. Images with findings come first, then other images with objects.
+
+    Annotations with findings are red and dashed, with the names of the findings as labels.
 
     Args:
-        content: The valid content of the file.
-        root: The image folder.
+        file: The file and its findings.
         output: The PNG file. Its folder is created.
-        num_images: Number of images.
+        num_images: Number of images, which are evenly distributed over the file.
+
+    Returns:
+        A line of text with the file, and with the number of annotations with findings that cannot be drawn.
 
     Raises:
         ConfigError: If no image has a file, or if a file cannot be read or written.
     """
-    by_image, names = defaultdict(list), [one["name"] for one in content["categories"]]
-    indices = {one["id"]: index for index, one in enumerate(content["categories"])}
-    for one in content.get("annotations", ()):
-        by_image[one["image_id"]].append(one | {"category_id": indices[one["category_id"]]})
-    images = [(image, path) for image, path in images_of(content, Path(root)) if os.path.isfile(path)]
-    if not images:
+    skipped = {*file.found["invalid_image_entry"], *file.found["unreadable_image_file"]}
+    paths = {i: Path(file.image_root, one["file_name"]) for i, one in enumerate(file.images) if i not in skipped}
+    paths = {index: path for index, path in paths.items() if path.is_file()}
+    if not paths:
         raise ConfigError(f"Cannot draw {output.stem}: its images are inside annotation files. Add --fix OUT.")
-    annotated = [(image, path) for image, path in images if image["id"] in by_image]
+    findings = defaultdict(list)
+    for check in [*file.findings("error"), *map(CHECKS.__getitem__, DRAWN_NOTES)]:
+        of_image = np.isin(file.image_of, file.found[check.name]) if check.key == "images" else ()
+        for index in [*np.flatnonzero(of_image).tolist(), *(file.found[check.name] * (check.key == "annotations"))]:
+            findings[index].append(check.name)
+    without_box = {i for name in ("invalid_bbox", "missing_bbox", "missing_bbox_and_mask") for i in file.found[name]}
+
+    def with_box(index: int) -> dict[str, Any] | None:
+        entry = file.annotations[index]
+        return box_of_mask(file, index, entry) if index in without_box else entry | {"bbox": as_box(entry["bbox"])}
+
+    drawn = [index for index in findings if file.image_of[index] in paths and with_box(index)]
+    wrong = sorted({int(file.image_of[index]) for index in drawn})
+    others = sorted({*file.image_of.tolist()} & paths.keys() - set(wrong)) or sorted(paths.keys() - set(wrong))
+    names = {index: str(file.categories[index]["name"]) for index in file.category_by_id.values()}
     panels = []
-    for record, path in _evenly_spaced(annotated or images, num_images):
-        image, objects = read_image(path), by_image[record["id"]]
+    for number in (_evenly_spaced(wrong, num_images) + _evenly_spaced(others, num_images))[:num_images]:
+        image, objects = read_image(paths[number]), []
+        for index in np.flatnonzero(file.image_of == number).tolist():
+            if entry := with_box(index):
+                entry |= {"category_id": int(file.category_of[index]), "finding": ", ".join(findings.get(index, ()))}
+                objects.append(entry | {"segmentation": file.mask(index, entry)})
         scale = min(drawing.PANEL_WIDTH / image.shape[1], drawing.PANEL_HEIGHT / image.shape[0])
-        drawn = drawing.draw_instances(image, objects, Metadata(thing_classes=names), scale=scale)
-        panels.append((f"{Path(path).name}, objects: {len(objects)}", drawn))
-    title = f"{output.stem}: {len(panels)} of {len(images)} images"
+        panel = drawing.draw_instances(image, objects, Metadata(thing_classes=names), scale=scale)
+        panels.append((f"{paths[number].name}, objects: {len(objects)}", panel))
+    title = f"{output.stem}: {len(panels)} of {len(paths)} images"
     drawing.write_image(output, drawing.sheet(title, [panels[first : first + 4] for first in range(0, len(panels), 4)]))
+    number = len(findings) - len(drawn)
+    left_out = f"; left out: {number:,} without image or box" if number else ""
+    return f"wrote {output} (annotations with findings are red{left_out})"
 
 
 def draw_evaluation(cfg: CfgNode, *, name: str) -> None:

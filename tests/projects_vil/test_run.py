@@ -89,26 +89,26 @@ def test_train_evaluate_and_predict(data, monkeypatch, capsys):
     content["categories"] = [{"id": 1, "name": "triangle"}, {"id": 2, "name": "circle"}]
     ids, objects = {3: 1, 1: 2}, [one for one in content["annotations"] if one["category_id"] in (1, 3)]
     content["annotations"] = [one | {"category_id": ids[one["category_id"]]} for one in objects]
-    shutil.copytree(data / "val", data.parent / "two")
-    (data.parent / "two/two.json").write_text(json.dumps(content))
-    ((_, two),) = evaluate(run.folder, data.parent / "two").items()
+    shutil.copytree(data / "val", data.parent / "two/mine")
+    (data.parent / "two/mine/two.json").write_text(json.dumps(content))
+    ((label, two),) = evaluate(run.folder, data.parent / "two/mine").items()
     classes = {name: again["bbox"]["per_class"][name] for name in ("triangle", "circle")}
-    assert two["bbox"]["per_class"] == classes
+    assert two["bbox"]["per_class"] == classes and label == "evaluation_two_mine_all"
     # The classes come from the checkpoint. The training data may be on another machine, and a test split without
     # annotations is not evaluated.
     shutil.copytree(run.folder, data.parent / "moved")
     config = data.parent / "moved/config.yaml"
     config.write_text(config.read_text().replace(f"{data}/", "/absent/"))
     content["images"] = content["images"][:1]
-    (data.parent / "two/test.json").write_text(json.dumps(content | {"annotations": []}))
-    (data.parent / "two/two.json").rename(data.parent / "two/val.json")
-    shutil.copy(data.parent / "two/val.json", data.parent / "two/train.json")
-    ((name, moved),) = evaluate(data.parent / "moved", data.parent / "two").items()
-    assert name == "evaluation_two_val" and moved["bbox"] == two["bbox"]
+    (data.parent / "two/mine/test.json").write_text(json.dumps(content | {"annotations": []}))
+    (data.parent / "two/mine/two.json").rename(data.parent / "two/mine/val.json")
+    shutil.copy(data.parent / "two/mine/val.json", data.parent / "two/mine/train.json")
+    ((name, moved),) = evaluate(data.parent / "moved", data.parent / "two/mine").items()
+    assert name == "evaluation_two_mine_val" and moved["bbox"] == two["bbox"]
     content["categories"] = [{"id": 1, "name": "Circle"}, {"id": 2, "name": "star"}, {"id": 3, "name": "square"}]
-    (data.parent / "two/val.json").write_text(json.dumps(content))
-    text = message(evaluate, run.folder, data.parent / "two", output="unknown")
-    assert "two' has classes" in text and "'Circle', 'star'. Did you mean 'circle'" in text
+    (data.parent / "two/mine/val.json").write_text(json.dumps(content))
+    text = message(evaluate, run.folder, data.parent / "two/mine", output="unknown")
+    assert "mine' has classes" in text and "'Circle', 'star'. Did you mean 'circle'" in text
     # A resumed run keeps its settings. This run is complete, so nothing is trained.
     folder = run.folder.absolute()
     (folder.parent / "elsewhere").mkdir()

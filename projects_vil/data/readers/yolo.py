@@ -98,7 +98,8 @@ def _splits(path: str, data: dict[str, Any], index: FileIndex, found: Annotation
                 where = f"has no images in '{index.image_root}'" if place or index.is_given else "does not exist"
                 near = (f" Did you mean '{Path(f).parent}'?" for f in index.images if index.split_of(f) == split)
                 text = f"'{path}' has {entry!r} for {split}, which {where}.{next(near, '')}"
-                raise ConfigError(f"{text} Correct it, or add images.")
+                advice = ", or delete the line, so that a part of the training images is used" * (split == "val")
+                raise ConfigError(f"{text} Correct it, or add images{advice}.")
             if own and place and {*PureWindowsPath(entry).parts} - {*Path(place).parts} - _OPTIONAL:
                 found.notes.append(f"{split} is '{place}', because {entry!r} does not exist")
             # Without a list of training images, they are the images that no list names.
@@ -227,7 +228,7 @@ def _names(path: str, names: Any, count: Any, index: FileIndex, found: Annotatio
     is_unique = 0 < len(different) == len(names) - names.count("")
     if not is_unique or str(count or len(names)) not in (str(len(names)), str(len(different))):
         wrong = counted(len(different), "different name") + (f", but nc is {count}" if count else "")
-        advice = "Write one name per class in a list, or lines such as '0: cat' with ids below 100,000."
+        advice = "Write a list such as [cat, dog] without quotes around it, or '0: cat' lines with ids below 100,000."
         raise ConfigError(f"'{path}' has {wrong}: names is {written!r}. {advice}")
     if garbled := [name for name in names if "\ufffd" in name]:
         raise ConfigError(f"The class names of '{path}', such as {garbled[0]!r}, are not UTF-8. Save them as UTF-8.")

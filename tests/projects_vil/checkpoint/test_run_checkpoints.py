@@ -56,11 +56,11 @@ def test_a_checkpoint_that_cannot_be_resumed_from_is_skipped(run, training_state
     assert read_last_checkpoint(run)[0].name == "model_0000029.pth" and path.name in caplog.text
 
 
-def test_no_checkpoint_to_resume_from(run):
+def test_no_checkpoint_to_resume_from(run, caplog):
     assert read_last_checkpoint(run / "elsewhere") is None and weights_of(run / "elsewhere") is None
     for path in run.glob("model_*.pth"):
         path.write_bytes(path.read_bytes()[:-100])
-    assert str(run) in message(read_last_checkpoint, run)
+    assert str(run) in message(read_last_checkpoint, run) and "of its folder: model_0000009.pth, " in caplog.text
     for path in run.glob("model_*.pth"):
         path.unlink()
     assert "last_checkpoint" in message(read_last_checkpoint, run)

@@ -71,5 +71,5 @@ def test_elongated_objects_do_not_need_a_large_size_but_small_objects_do():
     objects[:4, 2:4] = 280, 4
     size, _, text = choose_size(RETINANET, objects, sizes=range(192, 641, 32), fit=True)
     assert size == 192 and "match 90.0% of all" in text and "larger" not in text
-    size, _, text = choose_size(RETINANET, objects_of(content(side=3)), sizes=range(192, 641, 32), fit=False)
-    assert size == 640 and "match 0.0% of all" in text and "A larger --image-size matches more" in text
+    size, _, text = choose_size(RETINANET, objects_of(content(side=3))[:1], sizes=range(192, 641, 32), fit=False)
+    assert size == 640 and re.search(r"a side of \d+ pixels .*match 0.0% of all.*A larger", text)

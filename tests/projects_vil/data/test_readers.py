@@ -217,7 +217,7 @@ def test_kinds_of_files(kind, tmp_path):
         return
     dataset, files = check_dataset(root, fixed=tmp_path / "out")
     contents = {split: one.fixed()[0] if one.findings("fixed") else one.dataset for split, one in files.items()}
-    assert not any(file.found["missing_or_invalid_area"] for file in files.values())
+    assert not any(f.found["missing_or_invalid_area"] or f.found["category_without_objects"] for f in files.values())
     assert kind.split(",")[0] in dataset.format and dataset.classes == ("0" if "class 0" in kind else "cat",)
     annotation, *others = contents["train"]["annotations"]
     assert len(others) == (19 if "many boxes" in kind else "two objects" in kind)
@@ -433,7 +433,7 @@ def test_the_check_names_the_validation_images_of_a_training(tmp_path, capsys):
     for folder, others in (("two", {}), ("three", {"c.png": 2, "c.xml": voc_text("", "c.png")})):
         write_files(tmp_path / folder, files | others)
         run(["check", str(tmp_path / folder)])
-        assert "copies of another: 1, such as" in (text := capsys.readouterr().out)
+        assert f"another: 1, such as '{tmp_path / folder}/b.png' of '" in (text := capsys.readouterr().out)
         assert ("needs a second image" in text) == (folder == "two")
     assert sorted(read_dataset(tmp_path / "three", tmp_path / "out", val=0.5).sizes.values()) == [1, 2]
     images = coco_text("a.png").replace("}]", '}, {"id": 1, "file_name": "b.png"}]', 1)

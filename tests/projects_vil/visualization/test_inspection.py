@@ -35,7 +35,7 @@ def test_a_drawing_has_a_panel_for_the_image_and_each_head(photo, name, stage, r
     features = ["MODEL.FPN.IN_FEATURES", "['stage1', 'stage2', 'stage3']"] if name.startswith("cvt") else []
     path = draw(photo, "MODEL.TRANSFORMER.VARIANT", name, *features, stage=stage)
     assert path == photo.parent / f"drawn/photo_{name}_stage{stage}_block1_20_30.png"
-    assert cv2.imread(str(path)).shape == (480 * rows, 4 * 480, 3)
+    assert cv2.imread(str(path)).shape == (480 * rows + 28, 4 * 480, 3)
 
 
 def boxes(axes) -> list[tuple[float, ...]]:

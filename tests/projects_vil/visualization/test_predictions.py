@@ -20,7 +20,7 @@ from backbones.errors import GENERATOR
 from projects_vil.config import load_config
 from projects_vil.data import IGNORED_LABEL, label_reader, load_dataset, register_datasets
 from projects_vil.engine import Trainer
-from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH, draw_instances, sheet, write_image
+from projects_vil.visualization.drawing import FONT_FILE, GAP, HEADER, PANEL_WIDTH, draw_instances, sheet, write_image
 from projects_vil.visualization.predictions import draw_evaluation, draw_results, draw_sample, draw_samples
 from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import panoptic_config
@@ -87,13 +87,13 @@ def test_predictions_are_drawn_next_to_ground_truth(request, tmp_path, task):
     assert len(draw(tmp_path, results, name, num_images=32)) > 4 * 250
 
 
-def test_annotations_of_a_dataset(tmp_path):
-    """Images with objects are drawn, with the colors of other drawings. Annotations with errors are not drawn."""
+def test_annotations_of_a_dataset(tmp_path, capsys):
+    """Images with objects are drawn, with the colors of other drawings. Annotations with errors come first."""
     image = np.full((PANEL_WIDTH, PANEL_WIDTH, 3), 90, np.uint8)
     for name in ("a.png", "b.png", "c.png"):
         write_image(tmp_path / "data" / name, image)
     boxes = [{"id": 1, "image_id": 2, "category_id": 7, "bbox": [60, 80, 200, 120], "area": 24000, "iscrowd": 0}]
-    wrong = [boxes[0] | {"id": 2, "image_id": 3, "category_id": 5}]
+    wrong = [boxes[0] | {"id": 2, "image_id": 3, "category_id": 5}, boxes[0] | {"id": 3, "image_id": 3, "bbox": [1, 2]}]
     images = [{"id": i, "file_name": f"{'abc'[i - 1]}.png", "height": 480, "width": 480} for i in (1, 2, 3)]
     content = {"images": images, "annotations": boxes + wrong, "categories": [{"id": 7, "name": "cat"}]}
     (tmp_path / "data/train.json").write_text(json.dumps(content))
@@ -101,8 +101,19 @@ def test_annotations_of_a_dataset(tmp_path):
         patch.setattr("sys.argv", ["vil", "check", str(tmp_path / "data"), "--draw", str(tmp_path / "drawn")])
         cli.main()
     drawn = np.array(Image.open(tmp_path / "drawn/train.png"))[2 * HEADER :]
-    objects = [{"bbox": [60, 80, 200, 120], "category_id": 0}]
-    np.testing.assert_array_equal(drawn[:480, :480], draw_instances(image, objects, Metadata(thing_classes=["cat"])))
+    for left, finding in ((0, "unknown_category_id"), (PANEL_WIDTH + GAP, "")):
+        panel, objects = drawn[:480, left : left + 480], [boxes[0] | {"category_id": 0, "finding": finding}]
+        np.testing.assert_array_equal(panel, draw_instances(image, objects, Metadata(thing_classes=["cat"])))
+    assert "left out: 1 without" in capsys.readouterr().out
+
+
+def test_letters_of_installed_fonts(monkeypatch, caplog):
+    """An installed font draws letters that DejaVu Sans lacks. A warning names a letter that no font has."""
+    fonts = ["missing.ttf", FONT_FILE.replace("DejaVuSans", "STIXGeneral")]
+    monkeypatch.setattr("projects_vil.visualization.drawing.findSystemFonts", lambda: fonts)
+    image, box = np.zeros((60, 90, 3), np.uint8), {"bbox": [10, 30, 70, 20], "category_id": 0}
+    found, square = (draw_instances(image, [box], Metadata(thing_classes=[f"a {c}"])) for c in "\u231a\ua8e8")
+    assert (found != square).any() and "'\ua8e8'" in caplog.text and "\u231a" not in caplog.text
 
 
 def test_holes_of_masks_are_kept():
