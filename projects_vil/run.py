@@ -349,7 +349,7 @@ def evaluate(
     if data is not None and (default / CONFIG_FILE).is_file():
         base = os.path.abspath(data if os.path.isdir(data) else os.path.dirname(data))
         evaluated = [path for _, *paths in load_config(default / CONFIG_FILE).DATASETS.COCO for path in paths]
-        if not any(path.startswith(base) for path in evaluated):
+        if not any(f"{path}{os.sep}".startswith(f"{base}{os.sep}") for path in evaluated):
             # It has the results of another dataset of this name.
             default = root / "_".join(["evaluation", os.path.basename(os.path.dirname(base)), *parts[1:]])
     folder = Path(given.pop("OUTPUT_DIR", None) or default).expanduser()
