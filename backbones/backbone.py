@@ -233,10 +233,8 @@ class Backbone(nn.Module, abc.ABC):
         if settings.attention_backend == "triton" and not any(
             getattr(module, "backend", None) == "triton" for module in self.modules()
         ):
-            raise ConfigError(
-                "attention_backend='triton' needs sliding-chunk attention, long-short attention or full attention with "
-                "a relative bias, and this variant has none of them. Use 'auto'."
-            )
+            attention = "sliding-chunk attention, long-short attention or full attention with a relative bias"
+            raise ConfigError(f"attention_backend='triton' needs {attention}. This variant has none. Use 'auto'.")
 
     def _make_stage(self, index: int) -> Stage:
         spec, in_channels = self.variant.stages[index], self.variant.stages[index - 1].dim if index else 3

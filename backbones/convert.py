@@ -217,15 +217,11 @@ def convert_tensors(
             if fitted[key] is not piece:
                 report.resized[key] = (old, new)
             elif old != new:
-                raise ConfigError(
-                    f"'{official_name}' has shape {old}, but '{key}' of {name} has shape {new}. Check the variant, its "
-                    "chunk sizes, global tokens, attention and token merging."
-                )
+                advice = "Check the variant, its chunk sizes, global tokens, attention and token merging."
+                raise ConfigError(f"'{official_name}' has shape {old}, but '{key}' of {name} has shape {new}. {advice}")
             if key in converted and not torch.equal(converted[key], fitted[key]):
-                raise ConfigError(
-                    f"'{official_name}' and another tensor have different values for '{key}'. For separate projections "
-                    "of global tokens set shared_projections=False."
-                )
+                advice = "For separate projections of global tokens set shared_projections=False."
+                raise ConfigError(f"'{official_name}' and another tensor have different values for '{key}'. {advice}")
         tied = [key for key in fitted if key in converted]
         if tied:
             report.tied[official_name] = tied[0]
@@ -253,10 +249,8 @@ def check_names(name: str, unexpected: Sequence[str], missing: Sequence[str]) ->
     lists = {"unexpected names": unexpected, "missing parameters": missing}
     parts = [f"{description}: {first_of(names, 5)}" for description, names in lists.items() if names]
     if parts:
-        raise ConfigError(
-            f"The checkpoint does not match {name} ({'; '.join(parts)}). Check the variant, its sizes and its global "
-            "tokens."
-        )
+        advice = "Check the variant, its sizes and its global tokens."
+        raise ConfigError(f"The checkpoint does not match {name} ({'; '.join(parts)}). {advice}")
 
 
 def _check_weight(name: str, tensor: Tensor) -> None:

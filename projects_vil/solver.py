@@ -80,10 +80,8 @@ def parameter_groups(
                 raise ConfigError(f"{_LR_MULTIPLIERS} has {entry!r}. Use pairs, such as [['*.stages.0.*', 0.1]].")
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not fnmatch.filter(names, pattern):
-            raise ConfigError(
-                f"The pattern {pattern!r} in {_LR_MULTIPLIERS} matches no trainable parameter"
-                f"{closest(pattern, names) or '.'} Correct it, or set [] for no patterns."
-            )
+            text = f"The pattern {pattern!r} in {_LR_MULTIPLIERS} matches no trainable parameter"
+            raise ConfigError(f"{text}{closest(pattern, names) or '.'} Correct it, or set [] for no patterns.")
     layer_factors = {} if layer_decay == 1 else layer_decay_factors(model, layer_decay)
     no_decay: set[nn.Parameter] = set()
     for module in model.modules():
@@ -210,9 +208,8 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
         try:
             return build_detectron2_lr_scheduler(cfg, optimizer)
         except (ValueError, AssertionError) as error:
-            raise ConfigError(
-                f"Invalid schedule ({one_line(error)}). Check SOLVER.STEPS, MAX_ITER and WARMUP_ITERS."
-            ) from error
+            advice = "Check SOLVER.STEPS, MAX_ITER and WARMUP_ITERS."
+            raise ConfigError(f"Invalid schedule ({one_line(error)}). {advice}") from error
     end = solver.BASE_LR_END / solver.BASE_LR
     schedule = WarmupParamScheduler(
         lambda where: end + (1 - end) * max(1 - where, 0.0) ** solver.POLY_LR_POWER,

@@ -130,10 +130,8 @@ def sampled_positions(offsets: Sequence[Tensor], row: int, col: int) -> Tensor:
     """
     height, width = offsets[-1].shape[:2]
     if not (0 <= row < height and 0 <= col < width):
-        raise ConfigError(
-            f"Token ({row}, {col}) is outside the feature map of {height} x {width} tokens. Use a row of at most "
-            f"{height - 1} and a column of at most {width - 1}."
-        )
+        advice = f"Use a row of at most {height - 1} and a column of at most {width - 1}."
+        raise ConfigError(f"Token ({row}, {col}) is outside the feature map of {height} x {width} tokens. {advice}")
     positions = offsets[-1].new_tensor([[row, col]])
     for offset in reversed(offsets):
         height, width = offset.shape[:2]

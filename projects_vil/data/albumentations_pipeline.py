@@ -92,10 +92,8 @@ class AlbumentationsAugmentation:
             raise ConfigError(f"{_KEY} '{self.path}' fails for {size}: {one_line(error)}. Change the file.") from error
         image = np.asarray(outputs["image"])
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-            raise ConfigError(
-                f"{_KEY} '{self.path}' returns {image.dtype} images of shape {image.shape}. The detector needs uint8 "
-                "images of shape (H, W, 3). Remove Normalize and ToTensorV2."
-            )
+            advice = "The detector needs uint8 images of shape (H, W, 3). Remove Normalize and ToTensorV2."
+            raise ConfigError(f"{_KEY} '{self.path}' returns {image.dtype} images of shape {image.shape}. {advice}")
         kept, boxes = [], dict(zip(map(int, outputs["index"]), outputs["bboxes"], strict=True))
         for index, box in boxes.items():
             entry = objects[index] | {"bbox": box.tolist(), "bbox_mode": BoxMode.XYXY_ABS}

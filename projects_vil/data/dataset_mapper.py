@@ -113,10 +113,8 @@ class Mapper(DatasetMapper):
             # Crowds are not objects.
             record["annotations"] = [entry for entry in record["annotations"] if not entry.get("iscrowd", 0)]
             if self.use_instance_mask and any("segmentation" not in entry for entry in record["annotations"]):
-                raise ConfigError(
-                    f"Image '{record['file_name']}' has an object without a mask. Set DATASETS.CHECK warn to use its "
-                    "box as its mask, or MODEL.MASK_ON False to train on boxes only."
-                )
+                advice = "Set DATASETS.CHECK warn to use its box as its mask, or MODEL.MASK_ON False for boxes only."
+                raise ConfigError(f"Image '{record['file_name']}' has an object without a mask. {advice}")
         if self.albumentations is not None:
             image, objects, labels = self.albumentations(image, record.get("annotations", []), labels)
             record |= {"annotations": objects} if "annotations" in record else {}

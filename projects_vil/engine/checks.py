@@ -189,10 +189,8 @@ def _check_resumed(cfg: CfgNode, path: Path) -> None:
     ]
     for key, value, began in compared:
         if value != began:
-            raise ConfigError(
-                f"{key} is {value}, but the run in '{path.parent}' began with {began}. Set it to {began}, "
-                "or choose another OUTPUT_DIR."
-            )
+            advice = f"Set it to {began}, or choose another OUTPUT_DIR."
+            raise ConfigError(f"{key} is {value}, but the run in '{path.parent}' began with {began}. {advice}")
 
 
 def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int) -> None:

@@ -303,10 +303,9 @@ class TrainStep(SimpleTrainer):
             f"Its images and losses are in {self.nonfinite_file}."
         )
         if not is_skipped:
-            raise ConfigError(
-                f"{message} No weight has changed. Resume (--resume) with a lower SOLVER.BASE_LR, or "
-                f"skip such steps with SOLVER.MAX_NONFINITE_STEPS {max(2 * self.max_nonfinite_steps, 10)}."
-            )
+            skip = f"skip such steps with SOLVER.MAX_NONFINITE_STEPS {max(2 * self.max_nonfinite_steps, 10)}"
+            advice = f"Resume (--resume) with a lower SOLVER.BASE_LR, or {skip}."
+            raise ConfigError(f"{message} No weight has changed. {advice}")
         _logger.warning(f"{message} Skipped {self.skipped} of {self.max_nonfinite_steps} (SOLVER.MAX_NONFINITE_STEPS).")
 
     def write_nonfinite(self, iteration: int, *new: dict[str, Any]) -> None:
@@ -329,10 +328,9 @@ class TrainStep(SimpleTrainer):
         """
         own, saved = self.optimizer.state_dict()["param_groups"], state_dict.get("optimizer")
         if saved is None or _group_types(saved["param_groups"]) != _group_types(own):
-            raise ConfigError(
-                "The optimizer state of the checkpoint does not fit SOLVER.OPTIMIZER, LR_MULTIPLIERS or FREEZE_AT. "
-                "Resume with its config.yaml, or start from its weights (MODEL.WEIGHTS) in another OUTPUT_DIR."
-            )
+            advice = "Resume with its config.yaml, or start from its weights (MODEL.WEIGHTS) in another OUTPUT_DIR."
+            keys = "SOLVER.OPTIMIZER, LR_MULTIPLIERS or FREEZE_AT"
+            raise ConfigError(f"The optimizer state of the checkpoint does not fit {keys}. {advice}")
         pairs = list(zip(saved["param_groups"], own, strict=True))
         changed = [name for key, name in _RATES.items() if any(old.get(key) != new.get(key) for old, new in pairs)]
         if changed:

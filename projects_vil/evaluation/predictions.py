@@ -66,9 +66,8 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
         if labels not in matches:
             matches[labels] = _match(name, categories, file, labels)
         if len(own) > 1 or any(one["id"] not in missing for one in own):
-            raise ConfigError(
-                f"'{path[1:]}' in '{file}' matches several images of {name}. Predict on the dataset's folder."
-            )
+            advice = "Predict on the dataset's folder."
+            raise ConfigError(f"'{path[1:]}' in '{file}' matches several images of {name}. {advice}")
         for image in own:
             del missing[image["id"]]
             if is_mine:
@@ -125,9 +124,8 @@ def _results(row: dict[str, Any], image: dict[str, Any], ids: dict[int, int | No
     """Return a row in COCO's results format. ``ids`` maps category ids of the row to category ids of the dataset."""
     size, expected = [row["height"], row["width"]], [image["height"], image["width"]]
     if size != expected and not row["error"]:
-        raise ConfigError(
-            f"'{row['file_name']}' has {size} pixels, but {expected} in the annotations. Use the same images."
-        )
+        differs = f"has {size} pixels, but {expected} in the annotations"
+        raise ConfigError(f"'{row['file_name']}' {differs}. Use the same images.")
     boxes = np.array(row["boxes"], np.float32).reshape(-1, 4)
     boxes[:, 2:] -= boxes[:, :2]
     masks = [{"segmentation": {"size": size, "counts": bytes.decode(one)}} for one in row["masks"] or ()]

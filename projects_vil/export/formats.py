@@ -313,10 +313,8 @@ def _load_onnx(path: Path, *, device: str = "cpu") -> Loaded:
     # onnxruntime runs on the CPU if it cannot use another provider.
     provider = session.get_providers()[0]
     if provider not in _PROVIDERS[kind]:
-        raise ConfigError(
-            f"Device {device} cannot run '{path}' in this onnxruntime. Install onnxruntime-gpu instead of onnxruntime, "
-            "with its CUDA and cuDNN libraries, or use device cpu."
-        )
+        advice = "Install onnxruntime-gpu instead, with its CUDA and cuDNN libraries, or use device cpu."
+        raise ConfigError(f"Device {device} cannot run '{path}' in this onnxruntime. {advice}")
     _logger.info("%s runs in onnxruntime %s with %s", Path(path).name, onnxruntime.__version__, provider)
     name = session.get_inputs()[0].name
 

@@ -131,10 +131,8 @@ def read_metadata(path: Path) -> dict | None:
     for name, digest in ({path.name: metadata.get("sha256")} | metadata.get("other_files", {})).items():
         check_file(path.with_name(name), "file", key=f"part of {path}")
         if digest not in (None, content_hash(path.with_name(name))):
-            raise ConfigError(
-                f"The SHA-256 of '{path.with_name(name)}' differs from {file.name}. Export the model again, or delete "
-                "sha256 from the metadata if you changed the file yourself."
-            )
+            advice = "Export the model again, or delete sha256 from the metadata if you changed the file yourself."
+            raise ConfigError(f"The SHA-256 of '{path.with_name(name)}' differs from {file.name}. {advice}")
     return metadata
 
 
@@ -150,10 +148,8 @@ def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None
         what: The image or the argument, for the message.
     """
     if min(size) < sides[0] or max(size) > sides[1]:
-        raise ConfigError(
-            f"{what}: the image has {size[0]} x {size[1]} pixels, but the model accepts sides from {sides[0]} to "
-            f"{sides[1]}. Resize it."
-        )
+        accepted = f"the model accepts sides from {sides[0]} to {sides[1]}"
+        raise ConfigError(f"{what}: the image has {size[0]} x {size[1]} pixels, but {accepted}. Resize it.")
 
 
 def letterbox_size(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:

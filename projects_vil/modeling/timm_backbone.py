@@ -233,9 +233,8 @@ def _create(name: str, **options: object) -> nn.Module:
     try:
         return timm.create_model(model, features_only=True, feature_cls="getter", **options)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"timm cannot build {name} as a backbone: {one_line(error)}. Choose another model."
-        ) from error
+        reason = f"timm cannot build {name} as a backbone: {one_line(error)}"
+        raise ConfigError(f"{reason}. Choose another model.") from error
 
 
 def _indices(name: str, net: nn.Module) -> dict[str, int]:
@@ -244,10 +243,9 @@ def _indices(name: str, net: nn.Module) -> dict[str, int]:
     if last.keys() == {TIMM_STAGES["stage3"]}:
         return {"stage3": last[TIMM_STAGES["stage3"]]}
     if not last.keys() >= set(TIMM_STAGES.values()):
-        raise ConfigError(
-            f"{name} has feature maps of strides {', '.join(map(str, last))}, but a detector needs 4, 8, 16 and 32. "
-            "Choose a model with four stages, such as Swin, ConvNeXt, PVTv2 or ResNet, or a ViT of patch size 16."
-        )
+        advice = "Choose a model with four stages, such as Swin, ConvNeXt, PVTv2 or ResNet, or a ViT of patch size 16."
+        strides = f"strides {', '.join(map(str, last))}, but a detector needs 4, 8, 16 and 32"
+        raise ConfigError(f"{name} has feature maps of {strides}. {advice}")
     return {stage: last[stride] for stage, stride in TIMM_STAGES.items()}
 
 
