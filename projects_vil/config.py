@@ -272,7 +272,7 @@ def combine_overrides(overrides: Overrides, values: Mapping[str, Any] | None = N
     if not isinstance(overrides, Mapping):
         if len(overrides) % 2:
             raise ConfigError(f"The override {overrides[-1]} has no value. Write KEY VALUE.")
-        return combine_overrides(dict(zip(map(str, overrides[::2]), overrides[1::2], strict=True)), values)
+        overrides = dict(zip(map(str, overrides[::2]), overrides[1::2], strict=True))
     given: dict[Any, Any] = dict(overrides)
     for key, value in (values or {}).items():
         # In lists, nan is equal to itself.

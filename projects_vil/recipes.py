@@ -72,7 +72,7 @@ def with_recipe(
     # Training skips images without objects unless the config uses them.
     used = {str(one.get("image_id")) for one in entries_of(content, "annotations") if not one.get("iscrowd")}
     number = len(used if used and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS else content.get("images", ()))
-    is_auto = image_size == "auto" or not (image_size or is_paper or keep_anchors or given & SIZE_KEYS)
+    is_auto = image_size == "auto" or not (image_size or is_paper or keep_anchors or given & size_values(1).keys())
     batch, size, values = cfg.SOLVER.IMS_PER_BATCH, cfg.INPUT.MIN_SIZE_TEST, {}
     if "SOLVER.IMS_PER_BATCH" not in given:
         batch = batch if is_paper else num_processes * max(_BATCH[device] // num_processes, 1)
@@ -156,31 +156,30 @@ def anchors_of(cfg: CfgNode) -> Anchors:
     return Anchors(generator.SIZES, generator.ASPECT_RATIOS[0], strides, generator.OFFSET)
 
 
-SIZE_KEYS = {"INPUT.MIN_SIZE_TRAIN", "INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TRAIN", "INPUT.MAX_SIZE_TEST"}
-
-
 def size_values(size: int) -> dict[str, Any]:
     """Return the config keys of an image size, the shorter side of the images in pixels."""
     longest = dict.fromkeys(("INPUT.MAX_SIZE_TRAIN", "INPUT.MAX_SIZE_TEST"), round(size * LONGER_SIDE))
     return {"INPUT.MIN_SIZE_TRAIN": (size,), "INPUT.MIN_SIZE_TEST": size} | longest
 
 
-def chosen_size(image_size: int | str | None, tiles: int | None) -> dict[str, Any]:
-    """Return the config keys of the image size or the tiles that the user has chosen; none for an automatic size.
+def chosen_size(image_size: int | str | None, tiles: int | None) -> tuple[int | str | None, dict[str, Any]]:
+    """Return the image size or the side of the tiles that the user has chosen, and its config keys.
+
+    There are no keys for an automatic size.
 
     Raises:
         ConfigError: If both are given, or if the size is not a whole number in the allowed range.
     """
-    if tiles and image_size:
+    if None not in (tiles, image_size):
         raise ConfigError("tiles and image_size both set the size of the training images. Remove one.")
-    size, (least, most) = tiles or image_size, choices.IMAGE_SIZES
+    size, (least, most) = image_size if tiles is None else tiles, choices.IMAGE_SIZES
     if size in (None, "auto"):
-        return {}
+        return size, {}
     if not (isinstance(size, int) and least <= size <= most):
-        argument = "tiles" if tiles else "image_size"
+        argument = "image_size" if tiles is None else "tiles"
         raise ConfigError(f"{argument} is {size!r}. Give a whole number from {least} to {most}.")
     crop = {"INPUT.CROP.ENABLED": True, "INPUT.CROP.TYPE": "absolute", "INPUT.CROP.SIZE": [size, size]}
-    return size_values(size) | (crop | {"TEST.TILE_SIZE": size} if tiles else {})
+    return size, size_values(size) | ({} if tiles is None else crop | {"TEST.TILE_SIZE": size})
 
 
 def default_model(weights: str, *, is_random: bool) -> str:

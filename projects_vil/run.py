@@ -166,9 +166,9 @@ def train(
     if data is None and (images is not None or val_fraction is not None):
         raise ConfigError("Without data, images and val_fraction have no effect. Give data, or remove them.")
     given = _overrides_of(train, overrides)
-    for argument, value in {"epochs": epochs, "batch": batch, "tiles": tiles}.items():
+    for argument, value in {"epochs": epochs, "batch": batch}.items():
         check_whole(argument, 1 if value is None else value)
-    sizes = chosen_size(image_size, tiles)
+    size, sizes = chosen_size(image_size, tiles)
     arguments = {"epochs": epochs, "batch": batch, "lr": None if lr is None else float(lr), "workers": workers}
     arguments |= {"output": output and os.fspath(output), "weights": weights and os.fspath(weights)}
     arguments |= {"device": None if device is None else str(device)}
@@ -248,7 +248,7 @@ def train(
     processes = Processes(cfg.MODEL.DEVICE, num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
     with cleanup_on_failure(output):
         dataset: Dataset | None = None
-        options: dict[str, Any] = {"image_size": tiles or image_size, "num_processes": processes.world_size}
+        options: dict[str, Any] = {"image_size": size, "num_processes": processes.world_size}
         # -- the dataset and the weights --
         with run_lock(output) if processes.is_first else contextlib.nullcontext():
             check_output_dir(cfg, resume=resume)

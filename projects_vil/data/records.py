@@ -155,10 +155,10 @@ def load_dataset(cfg: CfgNode, names: Sequence[str], *, train: bool) -> SharedRe
     check_choice("DATASETS.CHECK", cfg.DATASETS.CHECK, CHECK_MODES)
     if not names:
         raise ConfigError(f"DATASETS.{'TRAIN' if train else 'TEST'} is empty. Name a dataset.")
-    for name in names:
-        check_files(name)
     if (records := SHARED.get(_records_key(cfg, names, train))) is not None:
         return records
+    for name in names:
+        check_files(name)
     files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
     facts = _Facts()
     with explained_errors(files, "cannot be read", "Repair the file."):
