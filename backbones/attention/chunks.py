@@ -9,6 +9,7 @@ Shapes: B images, M heads, H x W tokens, D channels per head, chunks of w x w to
 
 import contextlib
 import contextvars
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -230,9 +231,16 @@ def is_plain(x: Tensor) -> bool:
 def is_padding(x: Tensor, shape: tuple[int, ...], pad: tuple[int, ...]) -> Tensor:
     """Return 1 for each padding position of a feature map of ``shape`` padded by ``pad`` (as ``F.pad``), 0 elsewhere.
 
-    The result has the dtype and device of ``x``, because TensorRT cannot pad booleans.
+    The result has the dtype and device of ``x``, because TensorRT cannot pad booleans. It is cached.
     """
-    return F.pad(torch.zeros((), dtype=x.dtype, device=x.device).expand(shape), pad, value=1.0)
+    make = _is_padding if is_plain(x) else _is_padding.__wrapped__
+    return make(tuple(shape), pad, x.dtype, x.device)
+
+
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _is_padding(shape: tuple[int, ...], pad: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return F.pad(torch.zeros((), dtype=dtype, device=device).expand(shape), pad, value=1.0)
 
 
 def wrap(size: int, padded: int, chunk_size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
 from backbones.attention.chunks import QUERY_MASK, is_padding, mask_keys
 from tests.backbones.helpers import random_images
@@ -25,6 +26,10 @@ def test_hidden_keys_score_far_below_all_others(channels, extra, dtype):
     assert scores[:, hidden.flatten()].max() < (-2 * 65504 if dtype == torch.float16 else -9e8)
 
 
-def test_the_padding_is_marked():
+def test_cached_padding_is_never_a_fake_tensor():
+    """If a fake tensor were cached, each later result of this size would be fake."""
+    with FakeTensorMode():
+        is_padding(torch.empty(1), (3, 5), (1, 2, 3, 4))
     padding = is_padding(torch.empty(1), (3, 5), (1, 2, 3, 4))
+    assert type(padding) is torch.Tensor
     assert padding.shape == (10, 8) and padding.sum() == 10 * 8 - 3 * 5 and not padding[3:6, 1:6].any()
