@@ -100,10 +100,8 @@ class BenchmarkCase:
         model.train(self._trains)
         shifted = model if "shift" in suffixes else None
         if shifted is not None and not (self._trains and sample_shifts(model, seed=None)):
-            raise ConfigError(
-                f"'{self.name}' cannot use random shifts. Choose a variant with sliding chunks, and measure a backward "
-                "pass or a training step."
-            )
+            advice = "Choose a variant with sliding chunks, and measure a backward pass or a training step."
+            raise ConfigError(f"'{self.name}' cannot use random shifts. {advice}")
         optimizer = build_optimizer(cfg, model) if self.part == "train-step" else None
         return self._step(module, inputs, optimizer, shifted)
 

@@ -158,10 +158,8 @@ class Checkpointer(DetectionCheckpointer):
         elif path:
             check_file(path, "weights file", key="MODEL.WEIGHTS")
         if path.endswith(EXPORT_SUFFIXES):
-            raise ConfigError(
-                f"MODEL.WEIGHTS must be a checkpoint, but '{path}' is an exported model. Run it with 'vil predict', or "
-                "evaluate it with 'vil export --evaluate'."
-            )
+            advice = "Run it with 'vil predict', or evaluate it with 'vil export --evaluate'."
+            raise ConfigError(f"MODEL.WEIGHTS must be a checkpoint, but '{path}' is an exported model. {advice}")
         self._path = path
         return super().load(path, *args, **kwargs)
 
@@ -201,10 +199,8 @@ class Checkpointer(DetectionCheckpointer):
         if official is None and not pretrained.is_classifier(state_dict):
             return contents
         if backbone is None:
-            raise ConfigError(
-                f"'{self._path}' has weights of a transformer, but the model has another backbone. Use a checkpoint of "
-                "this model."
-            )
+            text = f"'{self._path}' has weights of a transformer, but the model has another backbone."
+            raise ConfigError(f"{text} Use a checkpoint of this model.")
         hint = ""
         try:
             if official is None:
@@ -232,10 +228,8 @@ class Checkpointer(DetectionCheckpointer):
         state_dict, saved = checkpoint["model"], CheckpointMetadata.from_contents(checkpoint)
         for name, value in (*state_dict.items(), *(average or {}).items()):
             if not isinstance(value, Tensor) or not value.isfinite().all():
-                raise ConfigError(
-                    f"'{name}' in '{self._path}' is not a tensor of finite values. Use an older checkpoint. To resume "
-                    "from an older one, remove this file."
-                )
+                advice = "Use an older checkpoint. To resume from an older one, remove this file."
+                raise ConfigError(f"'{name}' in '{self._path}' is not a tensor of finite values. {advice}")
         consume_prefix_in_state_dict_if_present(state_dict, "module.")
         self._check_metadata(saved)
         # The one difference between the RetinaNets of mmdetection and detectron2 that no weight shows

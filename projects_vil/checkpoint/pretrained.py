@@ -152,10 +152,8 @@ def convert_file(
     source = find_weights(str(source))
     official = detect_format(read_checkpoint(source))
     if official is None:
-        raise ConfigError(
-            f"'{source}' is not an official checkpoint. Use a checkpoint of vision-longformer, "
-            "VisionLongformerForObjectDetection, transformer-ls, LIT or LITv2."
-        )
+        projects = "vision-longformer, VisionLongformerForObjectDetection, transformer-ls, LIT or LITv2"
+        raise ConfigError(f"'{source}' is not an official checkpoint. Use a checkpoint of {projects}.")
     try:
         converted = convert_official(official, variant, img_size=img_size, chunk_size=chunk_size, classifier=classifier)
     except ConfigError as error:

@@ -220,10 +220,9 @@ def check_files(name: str) -> None:
             continue
         # If json_file is a folder, read_coco raises a better error later.
         if not (os.path.exists(path) if key == "json_file" else os.path.isdir(path)):
-            raise ConfigError(
-                f"The {description} '{path}' of {name!r} does not exist. Correct the path, set DETECTRON2_DATASETS "
-                f"(now '{datasets_root()}') to the folder with the datasets, or give another dataset."
-            )
+            advice = f"set DETECTRON2_DATASETS (now '{datasets_root()}') to the folder with the datasets"
+            text = f"The {description} '{path}' of {name!r} does not exist. Correct the path, {advice}"
+            raise ConfigError(f"{text}, or give another dataset.")
         if key == "json_file" and not os.path.isdir(path):
             check_file(path, f"{description} of {name}")
 

@@ -289,8 +289,7 @@ def read_labels(path: str | Path, *, first_label: int, num_classes: int) -> np.n
     labels = labels - np.uint8(first_label)
     wrong = labels[(labels >= num_classes) & (labels != IGNORED_LABEL)]
     if len(wrong):
-        raise ConfigError(
-            f"The label image '{path}' has the label {int(wrong.max()) + first_label}. Use labels {first_label} to "
-            f"{first_label + num_classes - 1}, and {0 if first_label else IGNORED_LABEL} for ignored pixels."
-        )
+        last, ignored = first_label + num_classes - 1, 0 if first_label else IGNORED_LABEL
+        advice = f"Use labels {first_label} to {last}, and {ignored} for ignored pixels."
+        raise ConfigError(f"The label image '{path}' has the label {int(wrong.max()) + first_label}. {advice}")
     return labels
