@@ -189,8 +189,8 @@ def draw_instances(
             canvas.draw_mask(GenericMask(item["segmentation"], *image.shape[:2]).mask, color)
         canvas.draw_box(box, color, dashed=bool(item.get("finding")))
     for item, box, color in drawn:
-        name = metadata.thing_classes[item["category_id"]]
-        label = item.get("finding") or f"{name}{' (crowd)' * bool(item.get('iscrowd'))}"
+        label = item.get("finding") or metadata.thing_classes[item["category_id"]]
+        label += " (crowd)" if item.get("iscrowd") else ""
         label = f"{label} {item['score']:.0%}" if "score" in item else label
         label = f"#{item['track_id']} {label}" if "track_id" in item else label
         canvas.draw_label(label, box, color)
