@@ -180,8 +180,13 @@ class TrainStep(SimpleTrainer):
                 try:
                     with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
                         terms = self.model(micro_batch)
-                except FloatingPointError as error:  # detectron2 raises it for non-finite proposals.
-                    step.error = one_line(error).removesuffix(". Training has diverged")
+                except (AssertionError, FloatingPointError) as error:
+                    # detectron2 raises them for non-finite boxes in its GIoU loss, and for non-finite proposals.
+                    is_box = str(error).startswith("bad box")
+                    if isinstance(error, AssertionError) and not is_box:
+                        raise
+                    text = one_line(error).removesuffix(". Training has diverged")
+                    step.error = "Predicted boxes contain NaN" if is_box else text
                     terms = {"total_loss": torch.full((), math.nan, device=self.device)}
                 step.names = list(terms)
                 losses = [] if step.error else losses
@@ -345,10 +350,11 @@ def supports_deferred_sync(model: nn.Module, optimizer: torch.optim.Optimizer) -
     """Return whether the host may synchronize with the device less than once per iteration.
 
     This needs a fused optimizer on a GPU, and an iteration that no process leaves alone: detectron2 raises an error
-    for non-finite proposals in one process while the others wait for its gradients.
+    for non-finite proposals, or boxes of a GIoU loss, in one process while the others wait for its gradients.
     """
     is_cuda = next(model.parameters()).device.type == "cuda"
-    can_raise = comm.get_world_size() > 1 and hasattr(model, "proposal_generator")
+    has_iou_loss = getattr(model, "box_reg_loss_type", "smooth_l1") != "smooth_l1"
+    can_raise = comm.get_world_size() > 1 and (has_iou_loss or hasattr(model, "proposal_generator"))
     return is_cuda and not can_raise and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 

@@ -38,11 +38,12 @@ def test_the_default_recipe_for_own_photos(start, capsys):
     assert cfg.SOLVER.EPOCHS > 0 and cfg.INPUT.MIN_SIZE_TEST in recipes.IMAGE_SIZES["cpu"]
     assert cfg.INPUT.MIN_SIZE_TRAIN == (160, 160, 192, 224, 224) and cfg.INPUT.MIN_SIZE_TRAIN_SAMPLING == "batch"
     assert cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS != [[0.5, 1.0, 2.0]]
-    # With narrow heads, a run has more epochs. Other recipes and longer runs have the config's heads.
+    # With narrow heads, a run has more epochs. Other recipes and longer runs have the config's heads and loss.
     wide = {"image_size": 320, "MODEL.FPN.OUT_CHANNELS": 128}
     starts = (cfg, start(recipe="paper"), start(detector="mask_rcnn"), start(epochs=90), start(**wide))
     starts += (start(epochs=60), start(image_size=320))
     assert [one.MODEL.FPN.OUT_CHANNELS for one in starts] == [64, 128, 128, 128, 128, 64, 64]
+    assert [one.MODEL.RETINANET.BBOX_REG_LOSS_TYPE for one in starts[::2]] == ["giou", "smooth_l1", "smooth_l1", "giou"]
     assert (starts[4].SOLVER.EPOCHS, starts[6].SOLVER.EPOCHS) == (29, 55)
     printed = capsys.readouterr().out
     assert STARTER_WEIGHTS in printed and "Recipe finetune" in printed and "objects in the training images: " in printed

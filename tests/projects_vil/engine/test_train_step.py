@@ -161,17 +161,18 @@ def test_a_float16_overflow_lowers_the_scale_and_repeated_ones_stop_the_run(tmp_
 
 
 @pytest.mark.parametrize(
-    "detector, reason",
+    "detector, box_loss, reason",
     [
-        ("retinanet", "loss_cls is nan, loss_box_reg is nan"),
-        pytest.param("mask_rcnn", "Predicted boxes or scores contain Inf/NaN", marks=pytest.mark.slow),
+        ("retinanet", "smooth_l1", "loss_cls is nan, loss_box_reg is nan"),
+        ("retinanet", "giou", "Predicted boxes contain NaN"),
+        pytest.param("mask_rcnn", "smooth_l1", "Predicted boxes or scores contain Inf/NaN", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("sync_period", [1, 9])
-def test_a_nonfinite_batch_is_skipped_and_a_second_one_stops_the_run(detector, reason, sync_period, tmp_path):
+def test_a_nonfinite_batch_is_skipped_and_a_second_one_stops_the_run(detector, box_loss, reason, sync_period, tmp_path):
     good, bad = images_of(2, objects=2), images_of(4, objects=2)
     bad[3]["image"] = torch.full((3, 64, 96), float("inf"))
-    model = model_of(detector, "MODEL.FPN.NORM", "BN")
+    model = model_of(detector, "MODEL.FPN.NORM", "BN", "MODEL.RETINANET.BBOX_REG_LOSS_TYPE", box_loss)
     options = {"max_nonfinite_steps": 1, "accumulation_steps": 2, "sync_period": sync_period}
     steps, _ = run(model, [good, bad], tmp_path, **options)
     assert steps.skipped == 1 and not steps.has_stepped
