@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from backbones.errors import ConfigError, check_file
+from backbones.errors import ConfigError, check_file, first_of
 from backbones.files import atomic_write
 
 # Keys of the state dict: "model" in detectron2, LIT and timm, "net" in vision-longformer, "state_dict" in mmdetection
@@ -98,7 +98,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 def _get_again(path: Path) -> str:
     """Return what to do about a damaged file, with the other checkpoints of its run."""
     others = sorted(other.name for other in path.parent.glob("model_*.pth") if other != path)
-    return f"Download or copy it again{', or use another one of its folder: ' * bool(others)}{', '.join(others)}."
+    return f"Download or copy it again{f', or use {first_of(others, 3)} of its folder' if others else ''}."
 
 
 def state_dict_of(contents: Mapping[str, Any]) -> Mapping[str, Tensor] | None:

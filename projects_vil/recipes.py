@@ -174,7 +174,7 @@ def chosen_size(image_size: int | str | None, tiles: int | None) -> tuple[int | 
     if None not in (tiles, image_size):
         raise ConfigError("tiles and image_size both set the size of the training images. Remove one.")
     size, (least, most) = image_size if tiles is None else tiles, choices.IMAGE_SIZES
-    if size in (None, "auto"):
+    if tiles is None and size in (None, "auto"):
         return size, {}
     if not (isinstance(size, int) and least <= size <= most):
         argument = "image_size" if tiles is None else "tiles"

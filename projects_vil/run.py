@@ -50,6 +50,8 @@ from vil.choices import DETECTORS, KEYS, NAMES_OF_OTHERS, RECIPES, SCHEDULES
 # The result of detector_name -> the detector
 _KINDS = {"RetinaNet": "retinanet", "Mask R-CNN": "mask_rcnn", "Faster R-CNN": "faster_rcnn"}
 DATA_FOLDER = "data"
+# In the folder of an evaluation: the path of its dataset
+_SOURCE_FILE = "dataset.txt"
 CLASSES = "classes"
 # Config keys that do not change the results of an evaluation.
 _SAME_RESULTS = {"DATALOADER.NUM_WORKERS", "MODEL.DEVICE", "OUTPUT_DIR"}
@@ -344,14 +346,8 @@ def evaluate(
             changes.append(source.stem)
         if path.name == CONFIG_FILE and given.keys() - _SAME_RESULTS:
             changes.append("overrides")
-    parts = ["evaluation", *([_name(data)] if data else []), *changes]
-    default = root / "_".join(parts) if len(parts) > 1 else root
-    if data is not None and (default / CONFIG_FILE).is_file():
-        base = os.path.abspath(data if os.path.isdir(data) else os.path.dirname(data))
-        evaluated = [path for _, *paths in load_config(default / CONFIG_FILE).DATASETS.COCO for path in paths]
-        if not any(f"{path}{os.sep}".startswith(f"{base}{os.sep}") for path in evaluated):
-            # It has the results of another dataset of this name.
-            default = root / "_".join(["evaluation", os.path.basename(os.path.dirname(base)), *parts[1:]])
+    default = root / "_".join(["evaluation", *changes]) if changes else root
+    default = default if data is None else _evaluation_folder(root, data, changes)
     folder = Path(given.pop("OUTPUT_DIR", None) or default).expanduser()
     cfg = with_overrides(merge_overrides(cfg, given), {"OUTPUT_DIR": str(folder)})
     if changes and folder == default:
@@ -363,6 +359,7 @@ def evaluate(
     with cleanup_on_failure(folder):
         if data is not None:
             dataset = read_dataset(data, folder / DATA_FOLDER, val=0, images=images)
+            write_text(folder / _SOURCE_FILE, os.path.realpath(data))
             present = [split for split in ("test", "val", "train") if split in dataset.splits]
             test = next((split for split in present if dataset.contents[split].get("annotations")), present[0])
             label, evaluated = ("all", "all images") if test == "train" else (test, f"split {test}")
@@ -385,6 +382,17 @@ def evaluate(
             check_setup(cfg, processes=processes.world_size, eval_only=True, resume=resume)
             launch(functools.partial(run_evaluation, cfg, Trainer, resume), processes)
     return Run(folder).results
+
+
+def _evaluation_folder(root: Path, data: str | Path, changes: Sequence[str]) -> Path:
+    """Return the folder for the results on a dataset, with names of parent folders if another dataset has its name."""
+    source, names = os.path.realpath(data), [_name(data)]
+    for parent in Path(source).parents:
+        folder = root / "_".join(["evaluation", *names, *changes])
+        if not folder.exists() or ((folder / _SOURCE_FILE).is_file() and (folder / _SOURCE_FILE).read_text() == source):
+            break
+        names.insert(0, parent.name)
+    return folder
 
 
 def _warn_of_training_images(cfg: CfgNode, part: tuple[dict[str, Any], Path, Path]) -> None:

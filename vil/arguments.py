@@ -84,7 +84,7 @@ def weights_file(text: str) -> str:
 def model_source(text: str) -> str:
     """Return ``text`` if it is a name in the model zoo, a URL, a file, or a folder with a config."""
     if Path(text).is_dir() and not Path(text, "config.yaml").is_file():
-        raise argparse.ArgumentTypeError(f"'{text}' has no config.yaml, so it is no run. {_DATA_ADVICE}")
+        raise argparse.ArgumentTypeError(f"'{text}' has no config.yaml, so it is not a run. {_DATA_ADVICE}")
     return weights_file(text)
 
 

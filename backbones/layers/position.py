@@ -81,11 +81,9 @@ class AbsolutePositions(nn.Module):
 def _check_size(size: tuple[int, int], largest: tuple[int, int]) -> None:
     # A traced size is a tensor. The graph would keep the result of its comparison.
     if not is_tracing() and (size[0] > largest[0] or size[1] > largest[1]):
-        raise ConfigError(
-            f"A feature map of {size[0]} x {size[1]} tokens does not fit the position table of {largest[0]} x "
-            f"{largest[1]}. Raise max_img_size to the largest image side. In a config it is "
-            "MODEL.TRANSFORMER.MAX_IMG_SIZE, in create_classifier img_size."
-        )
+        differs = f"of {size[0]} x {size[1]} tokens does not fit the position table of {largest[0]} x {largest[1]}"
+        advice = "Raise max_img_size (config key MODEL.TRANSFORMER.MAX_IMG_SIZE; img_size in create_classifier)"
+        raise ConfigError(f"A feature map {differs}. {advice} to the largest image side.")
 
 
 class _OffsetBias(nn.Module):

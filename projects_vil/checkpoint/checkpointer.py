@@ -183,10 +183,8 @@ class Checkpointer(DetectionCheckpointer):
         if not any(name.removeprefix("module.").startswith(pretrained.BACKBONE_PREFIX) for name in state_dict):
             contents = self._convert(contents, state_dict)
         if "model" not in contents:
-            raise ConfigError(
-                f"'{self._path}' is not a checkpoint of a detector or a classifier of this project, or an official "
-                "checkpoint. Use another file."
-            )
+            known = "a detector or a classifier of this project, or an official checkpoint"
+            raise ConfigError(f"'{self._path}' is not a checkpoint of {known}. Use another file.")
         # Loading changes both dicts. A copy keeps the versions of modules.
         return contents | {"model": copy.copy(contents["model"])}
 

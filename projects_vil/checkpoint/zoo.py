@@ -112,17 +112,14 @@ def find_weights(weights: str) -> str:
         if path.exists():
             return str(path)
         if "unreachable" in entry.group:
-            raise ConfigError(
-                f"The host of '{weights}' has been down since 2024 ({entry.group['unreachable']}). If you have the "
-                f"file, save it as '{path}'. Otherwise choose other weights."
-            )
+            text = f"The host of '{weights}' has been down since 2024 ({entry.group['unreachable']})."
+            raise ConfigError(f"{text} If you have the file, save it as '{path}'. Otherwise choose other weights.")
         try:
             _download(entry.url, path)
         except (OSError, http.client.HTTPException, ConfigError) as error:
             reason = one_line(error) or type(error).__name__
-            raise ConfigError(
-                f"Cannot download '{weights}' from {entry.url}: {reason}. Save the file as '{path}'."
-            ) from error
+            text = f"Cannot download '{weights}' from {entry.url}: {reason}"
+            raise ConfigError(f"{text}. Save the file as '{path}'.") from error
     return str(path)
 
 

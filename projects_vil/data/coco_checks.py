@@ -349,6 +349,7 @@ def misfits_box(area: Any, width: Any, height: Any) -> Any:
 
 def find_in_boxes(file: CocoFile) -> Findings:
     indices, boxes, areas = array("q"), array("d"), array("d")
+    mismatched = {*file.found["image_size_mismatch"]}
     for index, entry in enumerate(file.annotations):
         if not isinstance(entry, dict):
             continue
@@ -365,7 +366,7 @@ def find_in_boxes(file: CocoFile) -> Findings:
         boxes.extend(box if is_box else _NO_BOX)
         if not is_box and "bbox" in entry:
             yield "invalid_bbox", index, box
-        elif not is_box:
+        elif not is_box and file.image_of[index] not in mismatched:
             yield "missing_bbox_and_mask" if box_of_mask(file, index, entry) is None else "missing_bbox", index, None
     indices, boxes, areas = np.asarray(indices), np.asarray(boxes).reshape(-1, 4), np.asarray(areas)
     for name, where in _box_problems(file, indices, boxes):

@@ -73,10 +73,9 @@ def _measure(cfg: CfgNode, sizes: list[int], limit: float) -> tuple[int, str]:
         if peaks[size] > limit:
             break
     if peaks[1] > limit:
-        raise ConfigError(
-            f"A training step of one image needs {peaks[1] / 1e9:.2f} GB (inf: out of memory); {limit / 1e9:.2f} GB "
-            "are free. Lower INPUT.MIN_SIZE_TRAIN, or set MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING True."
-        )
+        needs = f"needs {peaks[1] / 1e9:.2f} GB (inf: out of memory); {limit / 1e9:.2f} GB are free"
+        advice = "Lower INPUT.MIN_SIZE_TRAIN, or set MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING True."
+        raise ConfigError(f"A training step of one image {needs}. {advice}")
     measured = ", ".join(f"{size}: {peak / 1e9:.2f} GB" for size, peak in peaks.items())
     chosen = max(size for size, peak in peaks.items() if peak <= limit)
     return chosen, f"measured: {measured}; limit {limit / 1e9:.2f} GB"

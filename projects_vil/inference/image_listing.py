@@ -117,7 +117,8 @@ def list_paths(source: str | Path | Sequence[str], *, exclude: str | Path, colum
     is_folder, is_empty = os.path.isdir(source), True
     if os.path.isfile(source) and suffix_of(source) not in (*IMAGE_SUFFIXES, *LISTS, *ARCHIVES):
         if suffix_of(source) == ".json":
-            raise ConfigError(f"'{source}' is no image. Give the folder of its images, and --annotations {source}.")
+            advice = f"Give the folder of its images, and for a COCO file also --annotations '{source}'."
+            raise ConfigError(f"'{source}' is not an image. {advice}")
         read_size(source)  # the error is better before the model is loaded
     root = source if is_folder else os.path.dirname(source.partition("{")[0])
     for path in _supported_files(source, exclude) if is_folder else expand_braces(source):

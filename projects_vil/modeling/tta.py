@@ -39,10 +39,9 @@ def add_tta(cfg: CfgNode, model: nn.Module) -> GeneralizedRCNNWithTTA:
         sizes = tuple(round(size * short / _USUAL_SHORT_SIDE) for size in given)
     if end is not None:
         if given != _USUAL_SIZES and max(given) > end:
-            raise ConfigError(
-                f"TEST.AUG.MIN_SIZES has {max(given)}, but the position tables of this model are for at most {end} "
-                "pixels (MODEL.TRANSFORMER.MAX_IMG_SIZE). Lower the sizes, or raise this limit."
-            )
+            limit = f"{end} pixels (MODEL.TRANSFORMER.MAX_IMG_SIZE). Lower the sizes, or raise this limit"
+            tables = "the position tables of this model are for at most"
+            raise ConfigError(f"TEST.AUG.MIN_SIZES has {max(given)}, but {tables} {limit}.")
         # Limited sizes may be equal. dict.fromkeys removes duplicates.
         sizes, longest = tuple(dict.fromkeys(min(size, end) for size in sizes)), min(longest, end)
     mapper = DatasetMapperTTA(sizes, longest, cfg.TEST.AUG.FLIP)

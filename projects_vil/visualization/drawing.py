@@ -131,7 +131,7 @@ def _runs(text: str, size: float) -> list[tuple[str, ImageFont.FreeTypeFont]]:
     """Split a text into parts with the same font. A warning is logged once if no font has a letter."""
     if missing := "".join(letter for letter in dict.fromkeys(text) if _font_with(letter) is None):
         advice = "Install a font with them, such as Noto Sans CJK for Chinese, Japanese and Korean."
-        warning = f"No installed font has the letters {missing!r} of {text!r}, so they are drawn as squares. {advice}"
+        warning = f"No installed font has some letters, such as {missing!r} of {text!r}. Squares replace them. {advice}"
         log_first_n(logging.WARNING, warning, name=__name__)
     runs = groupby(text, key=lambda letter: _font_with(letter) or FONT_FILE)
     return [("".join(letters), _load_font(path, FONT_SIZE * size)) for path, letters in runs]
@@ -144,8 +144,11 @@ def text_width(text: str, size: float = 1) -> float:
 
 def draw_text(image: Image.Image, text: str, left: float, size: float = 1, *, fill: str | tuple[int, ...]) -> None:
     """Write a text in the vertical center of an image. Each letter has a font that supports it, if there is one."""
+    ascent, descent = _load_font(FONT_FILE, FONT_SIZE * size).getmetrics()
     for run, font in _runs(text, size):
-        ImageDraw.Draw(image).text((left, image.height / 2), run, fill=fill, font=font, anchor="lm")
+        # All fonts have the same baseline.
+        baseline = (image.height + ascent - descent) / 2
+        ImageDraw.Draw(image).text((left, baseline), run, fill=fill, font=font, anchor="ls")
         left += font.getlength(run)
 
 
@@ -181,8 +184,8 @@ def draw_instances(
         box = BoxMode.convert(list(item["bbox"]), item.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS)
         index = item.get("track_id", item["category_id"])
         gray, share = next(shades[index])
-        color = FINDING_COLOR if item.get("finding") else palette[index % len(palette)]
-        drawn.append((item, box, [round(value + (gray - value) * share) for value in color]))
+        color = [round(value + (gray - value) * share) for value in palette[index % len(palette)]]
+        drawn.append((item, box, FINDING_COLOR if item.get("finding") else color))
     # Large boxes first, so that they do not cover small ones
     for item, box, color in sorted(drawn, key=lambda one: -(one[1][2] - one[1][0]) * (one[1][3] - one[1][1])):
         if item.get("segmentation") is not None and len(item["segmentation"]):

@@ -105,7 +105,8 @@ def draw_annotations(file: CocoFile, output: Path, *, num_images: int = 16) -> s
     paths = {i: Path(file.image_root, one["file_name"]) for i, one in enumerate(file.images) if i not in skipped}
     paths = {index: path for index, path in paths.items() if path.is_file()}
     if not paths:
-        raise ConfigError(f"Cannot draw {output.stem}: its images are inside annotation files. Add --fix OUT.")
+        advice = "If the images are inside annotation files, add --fix OUT."
+        raise ConfigError(f"Cannot draw {output.stem}: no image file can be read. {advice}")
     findings = defaultdict(list)
     for check in [*file.findings("error"), *map(CHECKS.__getitem__, DRAWN_NOTES)]:
         of_image = np.isin(file.image_of, file.found[check.name]) if check.key == "images" else ()
@@ -134,8 +135,8 @@ def draw_annotations(file: CocoFile, output: Path, *, num_images: int = 16) -> s
     title = f"{output.stem}: {len(panels)} of {len(paths)} images"
     drawing.write_image(output, drawing.sheet(title, [panels[first : first + 4] for first in range(0, len(panels), 4)]))
     number = len(findings) - len(drawn)
-    left_out = f"; left out: {number:,} without image or box" if number else ""
-    return f"wrote {output} (annotations with findings are red{left_out})"
+    text = f" (annotations with findings are red; left out: {number:,} without image or box)" if number else ""
+    return f"wrote {output}{text or ' (annotations with findings are red)' * bool(drawn)}"
 
 
 def draw_evaluation(cfg: CfgNode, *, name: str) -> None:

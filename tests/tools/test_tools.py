@@ -160,7 +160,7 @@ def test_other_tools_name_what_is_wrong(trained_run, photo, shapes, tmp_path, mo
     small = ["--config-file", CONFIG, "--output", "made", *SMALL["retinanet"]]
     lit = ["MODEL.TRANSFORMER.VARIANT", "lit_ti"]
     (tmp_path / "run").mkdir()
-    assert "config.yaml, so it is no run. Give" in error_of("visualize.py", "results", "run")
+    assert "config.yaml, so it is not a run. Give" in error_of("visualize.py", "results", "run")
     shutil.copy(trained_run / "config.yaml", "run")
     (tmp_path / "data.yaml").touch()
     for words, name in (

@@ -228,7 +228,7 @@ def _names(path: str, names: Any, count: Any, index: FileIndex, found: Annotatio
     is_unique = 0 < len(different) == len(names) - names.count("")
     if not is_unique or str(count or len(names)) not in (str(len(names)), str(len(different))):
         wrong = counted(len(different), "different name") + (f", but nc is {count}" if count else "")
-        advice = "Write a list such as [cat, dog] without quotes around it, or '0: cat' lines with ids below 100,000."
+        advice = "Write one name per class, as in [cat, dog] without quotes, or '0: cat' lines with ids below 100,000."
         raise ConfigError(f"'{path}' has {wrong}: names is {written!r}. {advice}")
     if garbled := [name for name in names if "\ufffd" in name]:
         raise ConfigError(f"The class names of '{path}', such as {garbled[0]!r}, are not UTF-8. Save them as UTF-8.")

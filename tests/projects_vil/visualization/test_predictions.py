@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from itertools import chain, islice
 from pathlib import Path
 
@@ -110,7 +111,8 @@ def test_annotations_of_a_dataset(tmp_path, capsys):
 def test_letters_of_installed_fonts(monkeypatch, caplog):
     """An installed font draws letters that DejaVu Sans lacks. A warning names a letter that no font has."""
     fonts = ["missing.ttf", FONT_FILE.replace("DejaVuSans", "STIXGeneral")]
-    monkeypatch.setattr("projects_vil.visualization.drawing.findSystemFonts", lambda: fonts)
+    monkeypatch.setattr("projects_vil.visualization.drawing._installed_fonts", lambda: fonts)
+    monkeypatch.setattr("detectron2.utils.logger._LOG_COUNTER", Counter())
     image, box = np.zeros((60, 90, 3), np.uint8), {"bbox": [10, 30, 70, 20], "category_id": 0}
     found, square = (draw_instances(image, [box], Metadata(thing_classes=[f"a {c}"])) for c in "\u231a\ua8e8")
     assert (found != square).any() and "'\ua8e8'" in caplog.text and "\u231a" not in caplog.text
