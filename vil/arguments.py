@@ -43,7 +43,7 @@ SECTIONS = frozenset(
 _LIKE_A_KEY = re.compile(r"([A-Z][A-Z0-9_]+)(\.[A-Z][A-Z0-9_]*)+")
 # Start of the last line in the traceback text of another process.
 _REMOTE = f"{ConfigError.__module__}.{ConfigError.__qualname__}: "
-_DATA_ADVICE = "Give the output directory of a run. For a dataset, write vil train DATA, or vil eval RUN DATA"
+_DATA_ADVICE = "Give the output directory of a run. For a dataset: vil check, vil train, or vil eval RUN DATA"
 # Seconds that a process under torchrun waits, so that only the first process on each machine prints a common error.
 _TORCHRUN_SECONDS = 10
 

@@ -402,7 +402,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         train = files["train"].fixed(areas=False)[0] if files["train"].findings("error") else files["train"].dataset
         if "val" not in files and train.get("images"):
             halves = split_by_hash(train, Path(files["train"].image_root), None, dataset.copies)
-            train, effect = halves["train"], "needs a second image for it"
+            train, effect = halves["train"], "needs a second, different image for it"
             if "val" in halves:
                 effect = f"validates on {len(halves['val']['images']):,} of the images (--val-fraction)"
             lines.append(f"no validation split: 'vil train' {effect}")

@@ -325,17 +325,18 @@ def _advice(report: dict) -> list[str]:
     rows = [row for row in report["images"] if row["ok"] is False]
     if not rows:
         return []
-    # Suppression in the other order replaces a box by a box with nearly the same score.
-    if not any(row["unmatched"] for row in rows) and all(
-        row["scores"] <= report["tolerances"]["scores"] and 2 * row["changed"] <= row["pairs"] for row in rows
-    ):
-        number, total = (sum(row[name] for row in rows) for name in ("changed", "pairs"))
-        meaning = f"{number} of {total} detections have the same score but another box or mask"
-        cause = "Non-maximum suppression may have kept the other one of two overlapping boxes with equal scores."
+    # Suppression in the other order replaces a box by a box with nearly the same score, or changes a few boxes.
+    have_same_scores = all(row["scores"] <= report["tolerances"]["scores"] and not row["unmatched"] for row in rows)
+    numbers = [(row["changed"] + row["unmatched"], row["pairs"]) for row in rows]
+    if all((2 if have_same_scores else 8) * number <= pairs for number, pairs in numbers):
+        number, total = map(sum, zip(*numbers, strict=True))
+        meaning = f"{number} of {total} detections differ" + ", but not their scores" * have_same_scores
+        cause = "After rounding, non-maximum suppression may have kept the other one of two overlapping boxes."
         advice = f"{cause} To make sure, compare AP (--evaluate) or use other images (--parity-images)."
     else:
         meaning = f"the exported model has other detections than the detector, in precision {report['precision']}"
-        advice = "Do not use the file, unless AP agrees (--evaluate). Try another --format or --precision fp32."
+        other = "" if report["precision"] == "fp32" else " or --precision fp32"
+        advice = f"Do not use the file, unless AP agrees (--evaluate). Try another --format{other}."
     return [f"NOT EQUAL means that {meaning}. {advice}"]
 
 

@@ -130,7 +130,7 @@ _load_font = cache(ImageFont.truetype)
 def _runs(text: str, size: float) -> list[tuple[str, ImageFont.FreeTypeFont]]:
     """Split a text into parts with the same font. A warning is logged once if no font has a letter."""
     if missing := "".join(letter for letter in dict.fromkeys(text) if _font_with(letter) is None):
-        advice = "Install a font with them, such as Noto Sans CJK for Chinese, Japanese and Korean."
+        advice = "Install fonts with these letters, such as Noto Sans CJK for Chinese, Japanese and Korean."
         warning = f"No installed font has some letters, such as {missing!r} of {text!r}. Squares replace them. {advice}"
         log_first_n(logging.WARNING, warning, name=__name__)
     runs = groupby(text, key=lambda letter: _font_with(letter) or FONT_FILE)

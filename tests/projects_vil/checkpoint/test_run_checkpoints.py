@@ -60,7 +60,7 @@ def test_no_checkpoint_to_resume_from(run, caplog):
     assert read_last_checkpoint(run / "elsewhere") is None and weights_of(run / "elsewhere") is None
     for path in run.glob("model_*.pth"):
         path.write_bytes(path.read_bytes()[:-100])
-    assert str(run) in message(read_last_checkpoint, run) and "of its folder: model_0000009.pth, " in caplog.text
+    assert str(run) in message(read_last_checkpoint, run) and "or use model_0000009.pth, " in caplog.text
     for path in run.glob("model_*.pth"):
         path.unlink()
     assert "last_checkpoint" in message(read_last_checkpoint, run)

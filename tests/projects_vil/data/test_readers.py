@@ -426,7 +426,7 @@ def test_the_check_names_the_validation_images_of_a_training(tmp_path, capsys):
     number = read_dataset(tmp_path / "data", tmp_path / "out").sizes["val"]
     assert f"'vil train' validates on {number} of the images" in capsys.readouterr().out
     run(["check", str(tmp_path / "data/a.xml"), "--json", str(tmp_path / "found.json")])
-    assert "needs a second image" in capsys.readouterr().out and (tmp_path / "found.json").exists()
+    assert "needs a second, different image" in capsys.readouterr().out and (tmp_path / "found.json").exists()
     assert "has only one image" in message(read_dataset, tmp_path / "data/a.xml", tmp_path / "one")
     # Copies of an image are in the same split.
     files = {"a.png": 1, "b.png": 1, "a.xml": voc_text(BOX_TEXT, "a.png"), "b.xml": voc_text(BOX_TEXT, "b.png")}
@@ -434,7 +434,7 @@ def test_the_check_names_the_validation_images_of_a_training(tmp_path, capsys):
         write_files(tmp_path / folder, files | others)
         run(["check", str(tmp_path / folder)])
         assert f"another: 1, such as '{tmp_path / folder}/b.png' of '" in (text := capsys.readouterr().out)
-        assert ("needs a second image" in text) == (folder == "two")
+        assert ("needs a second, different image" in text) == (folder == "two")
     assert sorted(read_dataset(tmp_path / "three", tmp_path / "out", val=0.5).sizes.values()) == [1, 2]
     images = coco_text("a.png").replace("}]", '}, {"id": 1, "file_name": "b.png"}]', 1)
     write_files(tmp_path / "three", {"ids.json": images})
