@@ -386,7 +386,7 @@ def evaluate(
 
 def _evaluation_folder(root: Path, data: str | Path, changes: Sequence[str]) -> Path:
     """Return the folder for the results on a dataset, with names of parent folders if another dataset has its name."""
-    source, names = os.path.realpath(data), [_name(data)]
+    source, names, folder = os.path.realpath(data), [_name(data)], root
     for parent in Path(source).parents:
         folder = root / "_".join(["evaluation", *names, *changes])
         if not folder.exists() or ((folder / _SOURCE_FILE).is_file() and (folder / _SOURCE_FILE).read_text() == source):

@@ -577,7 +577,7 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
 
     base = config_path(f"base/{args.detector}")
     cfg = choose_device(load_config(base, args.overrides), requested="MODEL.DEVICE" in args.overrides)
-    options = {"part": args.what, "base": base, "batch_size": args.batch, "backward": args.backward}
+    options: dict[str, Any] = {"part": args.what, "base": base, "batch_size": args.batch, "backward": args.backward}
     options |= {"device": cfg.MODEL.DEVICE, "dtype": args.dtype, "overrides": args.overrides}
     names = [(name, False) for name in args.models] + [(name, True) for name in args.against]
     sizes = [tuple(size) for size in args.image_size or [(800, 1344)]]
