@@ -39,7 +39,7 @@ _FILE_ONLY = re.compile(
     r"copypaste: |Evaluation results for .* in csv format:|Some metrics cannot be computed"
 )
 # Names of the files that a run writes before its config.
-_FIRST_FILES = re.compile(r"log\.txt|metrics\.json$|data$|events\.out\.tfevents\.")
+_FIRST_FILES = re.compile(r"(log|dataset)\.txt|metrics\.json$|data$|events\.out\.tfevents\.")
 # Regular expressions for the start of a warning.
 _WARNINGS = (
     # detectron2 scripts a few functions at import, and TorchScript is one of our export formats.
