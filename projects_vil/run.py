@@ -389,7 +389,9 @@ def _evaluation_folder(root: Path, data: str | Path, changes: Sequence[str]) -> 
     source, names, folder = os.path.realpath(data), [_name(data)], root
     for parent in Path(source).parents:
         folder = root / "_".join(["evaluation", *names, *changes])
-        if not folder.exists() or ((folder / _SOURCE_FILE).is_file() and (folder / _SOURCE_FILE).read_text() == source):
+        file = folder / _SOURCE_FILE
+        # Other processes of this evaluation may have created the folder.
+        if not (folder / EVALUATION_FILE).exists() or (file.is_file() and file.read_text() == source):
             break
         names.insert(0, parent.name)
     return folder
