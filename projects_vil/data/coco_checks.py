@@ -285,8 +285,7 @@ def find_in_files(file: CocoFile) -> Findings:
         if size is not None and index in unsized:
             file.sizes[index] = size
         elif size not in (None, written := file.sizes[index]):
-            factors = (f"{a / b:.3g} times" for a, b in zip(size, written, strict=True))
-            how = "swapped" if size == written[::-1] else " and ".join(factors)
+            how = "swapped" if size == written[::-1] else "{:.3g} and {:.3g} times".format(*np.divide(size, written))
             yield "image_size_mismatch", index, f"(height, width) is {size} in the file, {written} annotated: {how}"
             # Errors of its boxes and masks would be consequences.
             file.sizes[index] = (0, 0)
@@ -349,7 +348,6 @@ def misfits_box(area: Any, width: Any, height: Any) -> Any:
 
 def find_in_boxes(file: CocoFile) -> Findings:
     indices, boxes, areas = array("q"), array("d"), array("d")
-    mismatched = {*file.found["image_size_mismatch"]}
     for index, entry in enumerate(file.annotations):
         if not isinstance(entry, dict):
             continue
@@ -366,7 +364,7 @@ def find_in_boxes(file: CocoFile) -> Findings:
         boxes.extend(box if is_box else _NO_BOX)
         if not is_box and "bbox" in entry:
             yield "invalid_bbox", index, box
-        elif not is_box and file.image_of[index] not in mismatched:
+        elif not is_box and file.image_of[index] not in file.found["image_size_mismatch"]:
             yield "missing_bbox_and_mask" if box_of_mask(file, index, entry) is None else "missing_bbox", index, None
     indices, boxes, areas = np.asarray(indices), np.asarray(boxes).reshape(-1, 4), np.asarray(areas)
     for name, where in _box_problems(file, indices, boxes):
