@@ -135,8 +135,9 @@ def draw_annotations(file: CocoFile, output: Path, *, num_images: int = 16) -> s
     title = f"{output.stem}: {len(panels)} of {len(paths)} images"
     drawing.write_image(output, drawing.sheet(title, [panels[first : first + 4] for first in range(0, len(panels), 4)]))
     number = len(findings) - len(drawn)
-    text = f" (annotations with findings are red; left out: {number:,} without image or box)" if number else ""
-    return f"wrote {output}{text or ' (annotations with findings are red)' * bool(drawn)}"
+    parts = ["annotations with findings are red"] * bool(drawn)
+    parts += [f"left out: {number:,} without image or box"] * bool(number)
+    return f"wrote {output}" + f" ({'; '.join(parts)})" * bool(parts)
 
 
 def draw_evaluation(cfg: CfgNode, *, name: str) -> None:

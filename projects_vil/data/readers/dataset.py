@@ -313,7 +313,8 @@ def _detect_format(source: Path, images: str | Path | None) -> tuple[str, list[s
         # A file that is not JSON or XML at all has a better message.
         for path in others:
             read_json(path) if path.lower().endswith(".json") else voc.parse_xml(path, Annotations())
-        files = f"files of type {_types(own)}, such as '{min(own, key=is_image)}'" if own else "no files except runs"
+        none = "no files, apart from output directories of runs"
+        files = f"files of type {_types(own)}, such as '{min(own, key=is_image)}'" if own else none
         raise ConfigError(f"'{source}' has no annotations of a known format. It has {files}. Use {_KNOWN}.")
     stems = {*map(stem_of, index.images)}
     folders = {os.path.dirname(path) for files in found.values() for path in files}
